@@ -1,0 +1,44 @@
+"""Where text becomes token ids: the prompt once, then each observation; never a sampled turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that rollouts use."""
+
+    chat_template: Any
+    eos_token_id: int | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any: ...
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str, system_prompt: str | None = None, *, use_chat_template: bool = True
+) -> list[int]:
+    """Token ids of the first context, ending where the policy's first turn begins.
+
+    With a chat template, the prompt is one user message and the policy writes one long assistant message in which
+    observations are inserted as plain text (the Search-R1 layout): no template ever rewrites history. Without one
+    (base models, ``use_chat_template=False``) the text is encoded as it is, with the tokenizer's own BOS if it has one.
+    """
+    if use_chat_template and tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        if system_prompt:
+            messages.insert(0, {"role": "system", "content": system_prompt})
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.encode(text, add_special_tokens=False)  # the template wrote the special tokens itself
+    text = f"{system_prompt}\n\n{prompt}" if system_prompt else prompt
+    return tokenizer.encode(text, add_special_tokens=True)
+
+
+def encode_observation(tokenizer: Tokenizer, text: str, max_tokens: int | None = None) -> list[int]:
+    """Token ids of an environment reply (no special tokens), cut to ``max_tokens``."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids if max_tokens is None else ids[:max_tokens]
