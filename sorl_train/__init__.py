@@ -1,0 +1,1 @@
+"""Training: losses, advantages, engines, evaluation, report. Importing the package loads nothing heavy."""
