@@ -1,0 +1,123 @@
+"""Trajectories as tensors: the one hand-over from the world of text to the world of gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sorl_env.trajectory import Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A right-padded, immutable batch. B trajectories, L tokens, T = L - 1 scored positions.
+
+    Index t of a (B, T) field scores ``token_ids[:, t + 1]``: ``action_mask[b, t]`` is True when the policy sampled it.
+
+    Attributes:
+        token_ids: int64 (B, L).
+        lengths: int64 (B,), tokens of each trajectory before the padding.
+        action_mask: bool (B, T), a fact.
+        loss_mask: bool (B, T), a decision: action_mask without excluded trajectories.
+        turn_ids: int64 (B, T), -1 off the policy's tokens.
+        rollout_log_probs: float32 (B, T), as the sampler reported them.
+        rewards: float32 (B,), of whole trajectories.
+        token_rewards: float32 (B, T), the same rewards on the last token of the turn that earned them.
+        included: bool (B,), False for excluded trajectories.
+        group_ids: int64 (B,).
+        old_log_probs, ref_log_probs, values, advantages, returns: float32 (B, T), filled in as training goes on.
+    """
+
+    token_ids: Tensor
+    lengths: Tensor
+    action_mask: Tensor
+    loss_mask: Tensor
+    turn_ids: Tensor
+    rollout_log_probs: Tensor
+    rewards: Tensor
+    token_rewards: Tensor
+    included: Tensor
+    group_ids: Tensor
+    ids: tuple[str, ...]
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def with_fields(self, **fields: Tensor) -> Batch:
+        """A copy with some tensors filled in."""
+        return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
+
+    def rows(self, index: Sequence[int] | Tensor) -> Batch:
+        """The trajectories of ``index``, padding trimmed to the longest of them."""
+        chosen = torch.as_tensor(index, dtype=torch.long)
+        length = int(self.lengths[chosen].max()) if len(chosen) else 1
+        changed: dict[str, object] = {"ids": tuple(self.ids[i] for i in chosen.tolist())}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                part = value[chosen]
+                if value.ndim == 2:
+                    part = part[:, : length if f.name == "token_ids" else length - 1]
+                changed[f.name] = part
+        return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
+
+    def micro_batches(self, size: int) -> list[Batch]:
+        """Pieces of at most ``size`` trajectories, similar lengths together so that little is padded."""
+        order = torch.argsort(self.lengths, stable=True).flip(0)
+        return [self.rows(order[i : i + size]) for i in range(0, len(self), size)]
+
+    def to(self, device: torch.device) -> Batch:
+        """All tensors but ``lengths`` on ``device``."""
+        moved = {
+            f.name: getattr(self, f.name).to(device, non_blocking=True)
+            for f in dataclasses.fields(self)
+            if f.name != "lengths" and isinstance(getattr(self, f.name), Tensor)
+        }
+        return self.with_fields(**moved)
+
+
+def collate(trajectories: Sequence[Trajectory], pad_id: int = 0) -> Batch:
+    """Pad trajectories to the longest.
+
+    A turn's reward items go on the turn's last token, so ``gae`` sees them where they were earned.
+    """
+    if not trajectories:
+        raise ValueError("collate needs at least one trajectory")
+    size, length = len(trajectories), max(len(t.token_ids) for t in trajectories)
+    token_ids = np.full((size, length), pad_id, dtype=np.int64)
+    turn_ids = np.full((size, length), -1, dtype=np.int64)
+    log_probs = np.zeros((size, length), dtype=np.float32)
+    token_rewards = np.zeros((size, length), dtype=np.float32)
+    for i, trajectory in enumerate(trajectories):
+        n = len(trajectory.token_ids)
+        token_ids[i, :n] = trajectory.token_ids
+        turn_ids[i, :n] = trajectory.turn_ids
+        log_probs[i, :n] = trajectory.rollout_log_probs
+        for turn in trajectory.turns:
+            token_rewards[i, turn.end - 1] += sum(turn.reward_items.values())
+    groups = {name: k for k, name in enumerate(dict.fromkeys(t.group_id for t in trajectories))}
+    included = torch.tensor([not t.excluded for t in trajectories])
+    action_mask = torch.from_numpy(turn_ids[:, 1:] >= 0)
+    return Batch(
+        token_ids=torch.from_numpy(token_ids),
+        lengths=torch.tensor([len(t.token_ids) for t in trajectories]),
+        action_mask=action_mask,
+        loss_mask=action_mask & included[:, None],
+        turn_ids=torch.from_numpy(turn_ids[:, 1:].copy()),
+        rollout_log_probs=torch.from_numpy(log_probs[:, 1:].copy()),
+        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
+        token_rewards=torch.from_numpy(token_rewards[:, 1:].copy()),
+        included=included,
+        group_ids=torch.tensor([groups[t.group_id] for t in trajectories]),
+        ids=tuple(t.id for t in trajectories),
+    )

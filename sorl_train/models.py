@@ -1,0 +1,159 @@
+"""Policy and critic: loaded from plain transformers folders, scored position by position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from sorl_env.errors import UserError
+from sorl_train.config import ModelConfig
+from sorl_train.log_probs import TokenStats, token_log_probs
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the first GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"hardware.device={name}, but torch sees no CUDA device: use hardware.device=cpu")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The tokenizer of a model folder, with a pad token for batches."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(_loading_failed("tokenizer", folder, error)) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_policy(folder: str, config: ModelConfig) -> Any:
+    """A causal language model, in float32 or bfloat16 on the device asked for, with LoRA adapters if asked for."""
+    device = pick_device(config.device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=pick_dtype(config.dtype, device), attn_implementation="sdpa"
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(_loading_failed("model", folder, error)) from error
+    if config.lora_rank:
+        model = _add_lora(model, config)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model.to(device)
+
+
+def _add_lora(model: Any, config: ModelConfig) -> Any:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise UserError("hardware.lora_rank needs peft: pip install peft") from error
+    lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear")
+    model = inject_adapter_in_model(lora, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return model
+
+
+def _loading_failed(what: str, folder: str, error: Exception) -> str:
+    path = Path(folder)
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if path.is_dir():
+        return f"no {what} could be loaded from the folder {folder} (it holds {_listing(path)}): {first_line}"
+    hint = "" if path.exists() else "; there is no such folder, and as a hub name it could not be fetched"
+    return f"no {what} could be loaded from {folder!r}{hint}: {first_line}"
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(p.name for p in folder.iterdir())
+    return ", ".join(names[:8]) + (", .." if len(names) > 8 else "") if names else "nothing"
+
+
+def action_stats(
+    model: Any,
+    token_ids: Tensor,
+    mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    logit_scale: bool = False,
+) -> TokenStats:
+    """Log-probabilities (and entropy, logit scale) of the masked tokens, as (B, T) with zeros elsewhere.
+
+    Only the masked positions go through the vocabulary projection: observations and padding cost no logits. There is
+    no attention mask because padding is on the right, where causal attention never looks.
+
+    Args:
+        token_ids: (B, L). mask: bool (B, T), T = L - 1.
+    """
+    hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state[:, :-1][mask]  # (N, H)
+    logits = model.get_output_embeddings()(hidden)  # (N, V)
+    targets = token_ids[:, 1:][mask]  # (N,)
+    stats = token_log_probs(
+        logits[None], targets[None], temperature=temperature, entropy=entropy, logit_scale=logit_scale
+    )
+
+    def spread(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values[0])
+
+    log_probs = spread(stats.log_probs)
+    assert log_probs is not None
+    return TokenStats(log_probs=log_probs, entropy=spread(stats.entropy), logit_scale=spread(stats.logit_scale))
+
+
+class Critic(nn.Module):
+    """A transformer with a scalar head: V(s_t), the value of the state in which token t + 1 is drawn."""
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(backbone.config.hidden_size, 1, dtype=torch.float32)
+        nn.init.zeros_(self.head.weight)  # starts at V = 0: the first advantages are the rewards themselves
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """token_ids (B, L) -> float32 values (B, T), T = L - 1."""
+        hidden = self.backbone(input_ids=token_ids, use_cache=False).last_hidden_state[:, :-1]
+        return self.head(hidden.float()).squeeze(-1)
+
+    def save(self, folder: Path) -> None:
+        """A plain transformers folder and the head beside it."""
+        self.backbone.save_pretrained(folder)
+        save_file({k: v.detach().cpu().contiguous() for k, v in self.head.state_dict().items()}, folder / VALUE_HEAD_FILE)
+
+
+def load_critic(folder: str, config: ModelConfig) -> Critic:
+    """A critic from a folder written by ``Critic.save``, or a fresh head on any language model's backbone."""
+    device = pick_device(config.device)
+    try:
+        backbone = AutoModel.from_pretrained(folder, dtype=pick_dtype(config.dtype, device), attn_implementation="sdpa")
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(_loading_failed("critic", folder, error)) from error
+    critic = Critic(backbone)
+    head = Path(folder) / VALUE_HEAD_FILE
+    if head.is_file():
+        critic.head.load_state_dict(load_file(head))
+    if config.gradient_checkpointing:
+        critic.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    return critic.to(device)
