@@ -11,6 +11,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+CRITIC_ALGOS = ("ppo", "turn_ppo", "s_ppo", "so_ppo")  # GAE over a learned critic
+GROUP_ALGOS = ("grpo", "gspo", "so_grpo")  # advantages against the group's mean
+ALGOS = CRITIC_ALGOS + GROUP_ALGOS
+
 
 def opt(default: Any, help: str, *, paper: str | None = None) -> Any:
     """A config field with its help text and, where the paper gives one, the paper's value."""

@@ -1,0 +1,115 @@
+"""Metrics to ``metrics.jsonl`` and ``timings.jsonl``, TensorBoard and, when asked, Weights & Biases.
+
+``metrics.jsonl`` is reproducible bit for bit: one line a call, keys sorted, floats in their shortest exact form.
+Everything that depends on the clock is named ``time/...`` and goes to ``timings.jsonl``. Log a step before writing its
+checkpoint: a resumed run cuts both files after the step of its checkpoint (``truncate_after``) and goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+from sorl_train.run_dir import RunDir, atomic_write
+
+
+class MetricsLog:
+    """Appends one line a step; close it, or use it as a context manager."""
+
+    def __init__(self, run_dir: RunDir, *, tensorboard: bool = True, wandb: str | None = None) -> None:
+        """``wandb`` names a Weights & Biases project. Raises ``UserError`` when an asked package is missing."""
+        self._run_dir = run_dir
+        self._writer: Any = None
+        self._wandb: Any = None
+        self._use_tensorboard = tensorboard
+        if tensorboard:
+            require_package("tensorboard", "log.tensorboard=true")
+        if wandb is not None:
+            require_package("wandb", f"log.wandb={wandb}")
+            import wandb as wandb_module
+
+            name = run_dir.path.name
+            self._wandb = wandb_module.init(project=wandb, name=name, id=name, resume="allow", dir=str(run_dir.path))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of one step. A value that is not finite becomes null: JSON has no NaN."""
+        timings = {name: value for name, value in metrics.items() if name.startswith("time/")}
+        figures = {name: value for name, value in metrics.items() if name not in timings}
+        for path, values in ((self._run_dir.metrics, figures), (self._run_dir.timings, timings)):
+            if values:
+                _append(path, _line(step, values))
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        if self._use_tensorboard:
+            writer = self._tensorboard(step)
+            for name, value in finite.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+        if self._wandb is not None:
+            self._wandb.log(finite, step=step)
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps, and the half line that a killed run may have left."""
+        for path in (self._run_dir.metrics, self._run_dir.timings):
+            if path.is_file():
+                kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
+                atomic_write(path, "".join(f"{line}\n" for line in kept))
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _tensorboard(self, step: int) -> Any:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Events of a killed run at this step or later are hidden by TensorBoard.
+            self._writer = SummaryWriter(log_dir=str(self._run_dir.events), purge_step=step)
+        return self._writer
+
+
+def require_package(name: str, why: str) -> None:
+    """Raise ``UserError`` when the package is not installed."""
+    if importlib.util.find_spec(name) is None:
+        raise UserError(f"{why} needs the package {name!r}: pip install {name}, or turn it off")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file; a half last line of a killed run is left out."""
+    return [json.loads(line) for line in _whole_lines(path)]
+
+
+def _whole_lines(path: Path) -> list[str]:
+    *whole, _ = path.read_text(encoding="utf-8").split("\n")
+    return whole
+
+
+def _line(step: int, values: Mapping[str, float]) -> str:
+    plain: dict[str, float | int | None] = {"step": step}
+    for name in sorted(values):
+        value = values[name]
+        number = value if type(value) is int else float(value)
+        plain[name] = number if math.isfinite(number) else None
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _append(path: Path, line: str) -> None:
+    """One write call, so that a kill leaves at most one half line, at the end."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)

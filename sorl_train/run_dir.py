@@ -1,0 +1,169 @@
+"""The run folder: what a run was, what it did, and enough to repeat or resume it.
+
+::
+
+    config.yaml      the resolved config            timings.jsonl   seconds and speeds, one line a step
+    manifest.json    versions, commit, data hashes  trajectories/   rollouts
+    metrics.jsonl    one line a step; reproducible  checkpoints/    best and newest
+    summary.json     final and best figures         events/         TensorBoard
+    report.html      curves and dialogues
+
+Whole files appear under their name only when complete (``atomic_write``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+from sorl_train.config import TrainConfig
+from sorl_train.config_io import config_hash, flatten, read_resolved, to_yaml
+from sorl_train.manifest import environment_facts
+
+# What may change when a run is resumed: nothing of this alters a step already taken.
+RESUMABLE = ("run_dir", "update.steps", "eval.", "checkpoint.", "log.", "rollout.save_every", "hardware.threads")
+
+
+def atomic_write(path: Path, content: str | bytes) -> None:
+    """Write ``path`` so that a reader, or a crash at any moment, sees the old content or the new, never a part."""
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name survives a power cut too
+    finally:
+        os.close(folder)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+class RunDir:
+    """Paths and small files of one run; made by ``create`` or ``resume``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.manifest = path / "manifest.json"
+        self.metrics = path / "metrics.jsonl"
+        self.timings = path / "timings.jsonl"
+        self.summary = path / "summary.json"
+        self.report = path / "report.html"
+        self.trajectories = path / "trajectories"
+        self.checkpoints = path / "checkpoints"
+        self.events = path / "events"
+
+    @classmethod
+    def create(cls, path: str | Path, config: TrainConfig, *, overwrite: bool = False) -> RunDir:
+        """A new run folder. An earlier run there is an error, or with ``overwrite`` moved aside (never deleted)."""
+        run = cls(Path(path))
+        if run.path.exists() and not run.path.is_dir():
+            raise UserError(f"run_dir {run.path} is a file; choose another --run_dir")
+        if run.path.is_dir() and any(run.path.iterdir()):
+            if not overwrite:
+                raise UserError(run._taken())
+            run.path.rename(_free_name(run.path))
+        run.trajectories.mkdir(parents=True, exist_ok=True)
+        run.checkpoints.mkdir(exist_ok=True)
+        atomic_write(run.config, to_yaml(config))
+        started = {"started": _now(), "seed": config.seed, "config_sha256": config_hash(config), "resumes": []}
+        run._write_manifest(started | environment_facts())
+        return run
+
+    @classmethod
+    def resume(cls, path: str | Path, config: TrainConfig) -> tuple[RunDir, list[str]]:
+        """An existing run folder, and the settings that changed since, as ``name: old -> new``.
+
+        Raises ``UserError`` when there is no run, or when a setting changed that would make it another run.
+        """
+        run = cls(Path(path))
+        if not run.config.is_file():
+            raise UserError(f"nothing to resume: {run.path} holds no run (no config.yaml); drop --resume to start one")
+        old, new = flatten(read_resolved(run.config)), flatten(config)
+        changed = [name for name in new if old[name] != new[name]]
+        refused = [name for name in changed if not name.startswith(RESUMABLE)]
+        if refused:
+            lines = "\n".join(f"  {name}: {old[name]!r} in the run, {new[name]!r} now" for name in refused)
+            raise UserError(
+                f"cannot resume {run.path} with other settings; a resumed run keeps all but steps, eval, checkpoint "
+                f"and log settings:\n{lines}\nDrop these changes, or start a new run with another --run_dir."
+            )
+        changes = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in changed if name != "run_dir"]
+        atomic_write(run.config, to_yaml(config))
+        manifest = run.read_manifest()
+        manifest["resumes"].append({"time": _now(), "changes": changes, "environment": environment_facts()})
+        run._write_manifest(manifest)
+        return run, changes
+
+    def record(self, section: str, facts: Mapping[str, Any]) -> None:
+        """Add facts (JSON values) to the manifest under ``section``: data sources and hashes, say.
+
+        On a resumed run the same facts must come again; ``UserError`` names one that changed, for then the rest of
+        the run would not belong to its beginning.
+        """
+        manifest = self.read_manifest()
+        fresh = json.loads(json.dumps(facts))
+        for name, value in manifest.get(section, {}).items():
+            if fresh.get(name) != value:
+                raise UserError(
+                    f"{section}.{name} changed since {self.path} was started: it was {value!r}, it is "
+                    f"{fresh.get(name)!r}. Restore it, or start a new run with another --run_dir."
+                )
+        if manifest.get(section) != fresh:
+            self._write_manifest(manifest | {section: fresh})
+
+    def read_manifest(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self.manifest.read_text(encoding="utf-8"))
+        return content
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Final and best figures; its presence marks the run as finished."""
+        atomic_write(self.summary, json.dumps(summary, indent=2) + "\n")
+
+    def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        atomic_write(self.manifest, json.dumps(manifest, indent=2) + "\n")
+
+    def _taken(self) -> str:
+        another = _free_name(self.path)
+        if self.summary.is_file():
+            return (
+                f"{self.path} holds a finished run. Give another folder (--run_dir {another}), "
+                "or --overwrite to move the old run aside and start again"
+            )
+        if self.config.is_file():
+            return (
+                f"{self.path} holds an unfinished run. Continue it (sorl-train --resume --run_dir {self.path}), "
+                f"give another folder (--run_dir {another}), or --overwrite to move it aside and start again"
+            )
+        return f"{self.path} is not empty and holds no run of ours; give another folder (--run_dir {another})"
+
+
+def _free_name(path: Path) -> Path:
+    number = 2
+    while (candidate := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return candidate
+
+
+def _now() -> str:
+    return datetime.fromtimestamp(time.time(), tz=timezone.utc).isoformat(timespec="seconds")
