@@ -1,0 +1,272 @@
+"""Trajectories survive files exactly, whatever they hold, and load with `datasets` under one schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sorl_env.errors import UserError
+from sorl_env.tool import ToolCall
+from sorl_env.trajectory import SCHEMA_VERSION, StopReason, Trajectory, Turn
+from sorl_env.trajectory_io import (
+    _COLUMNS,
+    _TURN_COLUMNS,
+    iter_jsonl,
+    read_jsonl,
+    read_parquet,
+    write_jsonl,
+    write_parquet,
+)
+
+CALL = ToolCall("search", "capital of Norway", "Doc 1: Oslo", ok=True, latency_s=0.0123, hits=3, attempts=2)
+FAILED = ToolCall("search", "", "empty query", ok=False, error="empty query", hits=None, cached=True)
+
+
+def searched(**changes: Any) -> Trajectory:
+    """Two turns, the first with tool calls; every optional field is set."""
+    turns = (
+        Turn(0, "<search>capital of Norway</search>", "tool", "capital of Norway", None, "\n<information>", {},
+             (CALL, FAILED), 3, 5, policy_version=7, generate_s=0.25, tool_s=0.0123),
+        Turn(1, "<answer>Oslo", "invalid", "", "unclosed", "", {"format": -0.1, "answer": 1.0}, (), 6, 8),
+    )  # fmt: skip
+    trajectory = Trajectory(
+        id="g1/0",
+        group_id="g1",
+        task="minihop",
+        source="embedded",
+        split="train",
+        example_id="e1",
+        prompt="Question: Hauptstadt von Norwegen? \u2028 \U0001f600 \x00",
+        token_ids=np.array([1, 2, 3, 70_000, 5, 6, 7, 8], np.int32),
+        action_mask=np.array([0, 0, 0, 1, 1, 0, 1, 1], np.bool_),
+        turn_ids=np.array([-1, -1, -1, 0, 0, -1, 1, 1], np.int16),
+        rollout_log_probs=np.array([0, 0, 0, -0.1, -1e-7, 0, -3.4e38, -np.inf], np.float32),
+        turns=turns,
+        reward=0.9,
+        reward_items={"format": -0.1, "answer": 1.0},
+        stop_reason=StopReason.INVALID,
+        seed=2**63 - 1,
+        error="search is out",
+        metadata={"golden_answers": ["Oslo"], "hops": 2, "nested": {"a": None}},
+    )
+    return dataclasses.replace(trajectory, **changes)
+
+
+def direct() -> Trajectory:
+    """Everything that can be empty or None is: what Arrow cannot infer a type from."""
+    turn = Turn(0, "<answer>Oslo</answer>", "answer", "Oslo", None, "", {}, (), 1, 2)
+    return Trajectory(
+        id="g2/0", group_id="g2", task="nq", source="", split="", example_id="", prompt="",
+        token_ids=np.array([1, 2], np.int32), action_mask=np.array([False, True]),
+        turn_ids=np.array([-1, 0], np.int16), rollout_log_probs=np.array([0, np.nan], np.float32),
+        turns=(turn,), reward=0.0, reward_items={}, stop_reason=StopReason.ANSWER,
+    )  # fmt: skip
+
+
+def assert_same(left: Trajectory, right: Trajectory) -> None:
+    for field in dataclasses.fields(Trajectory):
+        a, b = getattr(left, field.name), getattr(right, field.name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype and b.flags.writeable
+            np.testing.assert_array_equal(a, b)
+        else:
+            assert a == b and type(a) is type(b), field.name
+
+
+Files = tuple[str, Callable[..., None], Callable[..., "list[Trajectory]"]]
+FILES: list[Files] = [
+    ("t.jsonl", write_jsonl, read_jsonl),
+    ("t.jsonl.gz", write_jsonl, read_jsonl),
+    ("t.parquet", write_parquet, read_parquet),
+]
+
+
+@pytest.mark.parametrize("name, write, read", FILES, ids=[name for name, _, _ in FILES])
+def test_round_trip_is_exact(tmp_path: Path, name: str, write: Any, read: Any) -> None:
+    written = [searched(), direct(), *(searched(stop_reason=reason, error=None) for reason in StopReason)]
+    write(tmp_path / name, iter(written * 10))  # more than one Parquet batch
+    found = read(tmp_path / name)
+    assert len(found) == len(written) * 10
+    for left, right in zip(written * 10, found, strict=True):
+        assert_same(left, right)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+floats = st.floats(allow_nan=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"])),
+    items=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), floats, max_size=3),
+    log_probs=st.lists(st.floats(width=32), max_size=6),
+    hits=st.none() | st.integers(0, 9),
+)
+def test_any_text_and_any_float_survive(
+    tmp_path_factory: pytest.TempPathFactory,
+    text: str,
+    items: dict[str, float],
+    log_probs: list[float],
+    hits: int | None,
+) -> None:
+    length = len(log_probs)
+    call = dataclasses.replace(CALL, argument=text, reply=text, hits=hits, error=text)
+    turn = dataclasses.replace(
+        searched().turns[0], text=text, observation=text, reward_items=items, tool_calls=(call,)
+    )
+    trajectory = searched(
+        prompt=text, reward_items=items, turns=(turn,), metadata={text: text},
+        token_ids=np.arange(length, dtype=np.int32), action_mask=np.ones(length, np.bool_),
+        turn_ids=np.zeros(length, np.int16), rollout_log_probs=np.array(log_probs, np.float32),
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("any")
+    for name, write, read in FILES:
+        write(folder / name, [trajectory])
+        assert_same(trajectory, read(folder / name)[0])
+
+
+def test_columns_are_the_dataclass_fields() -> None:
+    assert list(_COLUMNS) == [field.name for field in dataclasses.fields(Trajectory)]
+    assert list(_TURN_COLUMNS) == [field.name for field in dataclasses.fields(Turn)]
+
+
+def test_same_trajectories_same_bytes(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl.gz", [searched(), direct()])
+    write_jsonl(tmp_path / "b.jsonl.gz", [searched(), direct()])
+    assert (tmp_path / "a.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
+
+
+def test_log_probs_are_written_short(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "t.jsonl", [searched()])
+    assert '"rollout_log_probs":[0.0,0.0,0.0,-0.1,-1e-07,' in (tmp_path / "t.jsonl").read_text()
+
+
+# --- datasets ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "kind, suffix, write", [("json", "jsonl", write_jsonl), ("parquet", "parquet", write_parquet)]
+)
+def test_loads_with_datasets_under_one_schema(tmp_path: Path, kind: str, suffix: str, write: Any) -> None:
+    """In either order: the file that comes first fixes the schema, and an emptier one must not spoil it."""
+    datasets = pytest.importorskip("datasets")
+    write(tmp_path / f"empty.{suffix}", [direct()])
+    write(tmp_path / f"full.{suffix}", [searched()])
+
+    def load(*names: str) -> Any:
+        files = [str(tmp_path / f"{name}.{suffix}") for name in names]
+        cache = tmp_path / f"cache-{'-'.join(names)}"
+        return datasets.load_dataset(kind, data_files=files, split="train", cache_dir=str(cache))
+
+    alone = [load("empty"), load("full")]
+    assert alone[0].features == alone[1].features
+    for together in (load("empty", "full"), load("full", "empty")):
+        assert together.features == alone[0].features
+        assert together.num_rows == 2
+    row = load("full")[0]
+    assert row["token_ids"] == [1, 2, 3, 70_000, 5, 6, 7, 8]
+    assert json.loads(row["reward_items"]) == {"format": -0.1, "answer": 1.0}
+    assert json.loads(row["turns"][0]["tool_calls"])[0]["hits"] == 3
+    assert row["turns"][1]["format_error"] == "unclosed"
+
+
+def test_jsonl_gz_loads_with_datasets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    write_jsonl(tmp_path / "t.jsonl.gz", [direct(), searched()])
+    loaded = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "t.jsonl.gz"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert loaded["id"] == ["g2/0", "g1/0"]
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+def edit_line(path: Path, **changes: Any) -> None:
+    write_jsonl(path, [searched(), searched()])
+    first, second = path.read_text().splitlines()
+    record = json.loads(second) | changes
+    path.write_text(first + "\n" + json.dumps({k: v for k, v in record.items() if v is not ...}) + "\n")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"schema_version": 99}, r"t\.jsonl:2: schema_version is 99, this version of sorl reads 1"),
+        ({"schema_version": ...}, r"t\.jsonl:2: schema_version is None"),
+        ({"turns": ...}, r"t\.jsonl:2: the field 'turns' is missing; there are: id, "),
+        ({"rewards": 1.0}, r"t\.jsonl:2: unknown field 'rewards'. Did you mean 'reward'"),
+        ({"stop_reason": "answered"}, r"t\.jsonl:2: 'answered' is not a valid StopReason"),
+        ({"token_ids": [1]}, r"t\.jsonl:2: trajectory g1/0: action_mask has 8 entries, token_ids 1"),
+        ({"token_ids": "x"}, r"t\.jsonl:2: .*invalid literal"),
+        ({"reward_items": "{"}, r"t\.jsonl:2: "),
+        ({"turns": [{"index": 0}]}, r"t\.jsonl:2: turn 0: the field 'text' is missing"),
+    ],
+)
+def test_a_bad_record_is_named_by_file_and_line(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    edit_line(tmp_path / "t.jsonl", **changes)
+    with pytest.raises(UserError, match=message):
+        read_jsonl(tmp_path / "t.jsonl")
+
+
+def test_a_half_written_last_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    write_jsonl(path, [searched(), searched()])
+    path.write_bytes(path.read_bytes()[:-40])
+    rows = iter_jsonl(path)
+    assert next(rows).id == "g1/0"
+    with pytest.raises(UserError, match=r"t\.jsonl:2: not valid JSON .* as if its writer was stopped"):
+        next(rows)
+
+
+def test_a_cut_off_gzip_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    write_jsonl(path, [searched()])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"t\.jsonl\.gz:1: the gzip stream is broken"):
+        read_jsonl(path)
+    path.write_bytes(gzip.compress(b"[1]\n"))
+    with pytest.raises(UserError, match=r"t\.jsonl\.gz:1: expected a JSON object, got list"):
+        read_jsonl(path)
+
+
+def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.parquet").write_text("no")
+    with pytest.raises(UserError, match=r"t\.parquet is no Parquet file"):
+        read_parquet(tmp_path / "t.parquet")
+    write_parquet(tmp_path / "t.parquet", [searched(), searched(schema_version=SCHEMA_VERSION + 1)])
+    with pytest.raises(UserError, match=r"t\.parquet: row 2: schema_version is 2"):
+        read_parquet(tmp_path / "t.parquet")
+
+
+def test_metadata_that_json_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="trajectory g1/0: metadata must hold JSON values only.*set"):
+        write_jsonl(tmp_path / "t.jsonl", [searched(metadata={"x": {1}})])
+
+
+@pytest.mark.parametrize("name, write", [(name, write) for name, write, _ in FILES])
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, name: str, write: Any) -> None:
+    (tmp_path / name).write_text("old")
+
+    def failing() -> Any:
+        yield searched()
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write(tmp_path / name, failing())
+    assert (tmp_path / name).read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"pip install 'sorl\[train\]'"):
+        write_parquet(tmp_path / "t.parquet", [searched()])
