@@ -1,12 +1,13 @@
 """Trajectories as files: JSONL (``.gz`` too) and Parquet, exact in both directions.
 
-Both hold the same record, the fields of ``Trajectory`` under their own names, and both load with ``datasets``::
+Both hold the same record, the fields of ``Trajectory`` under their own names; both load with ``datasets``::
 
     datasets.load_dataset("json", data_files="run/trajectories/step_*.jsonl")
     datasets.load_dataset("parquet", data_files="steps.parquet")
 
-What may be empty or differ from row to row would change the type that Arrow infers from one file to the next. So
-mappings and tool calls are strings of JSON (``json.loads(row["reward_items"])``), and None is the empty string.
+Arrow infers types from values, so what is empty, None or different in some rows would change the schema from one
+file to the next. Hence mappings and tool calls are strings of JSON (``json.loads(row["reward_items"])``), and None
+is the empty string.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _DTYPES = {
     "rollout_log_probs": np.float32,
 }
 
-# What SCHEMA_VERSION stands for: column names with Arrow's name of their types. A change here is a new version.
+# What SCHEMA_VERSION stands for: the columns and Arrow's names of their types. A change here is a new version.
 _TURN_COLUMNS = {
     "index": "int64",
     "text": "string",
@@ -78,7 +79,7 @@ _COLUMNS = {
 _CALL_FIELDS = tuple(field.name for field in dataclasses.fields(ToolCall))
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 def write_jsonl(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
     """Write one trajectory a line, gzipped if the name ends in ``.gz``. The file appears whole or not at all.
 
@@ -145,7 +146,7 @@ def read_parquet(path: str | Path) -> list[Trajectory]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: pyarrow is missing, the file is no Parquet file, or a row is no trajectory of a known schema version.
+        UserError: no pyarrow, no Parquet file, or a row that is no trajectory of a known schema version.
     """
     pa, parquet = _pyarrow()
     path = Path(path)
@@ -166,7 +167,7 @@ def read_parquet(path: str | Path) -> list[Trajectory]:
     return found
 
 
-# --- records ----------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 def _encode(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as plain values that JSON and Arrow both hold exactly."""
     record = {name: getattr(trajectory, name) for name in _COLUMNS}
@@ -226,7 +227,9 @@ def _decode(record: Mapping[str, Any], where: str) -> Trajectory:
         )
     _check_names(record, _COLUMNS, where)
     try:
-        arrays = {name: np.array(record[name], dtype=dtype) for name, dtype in _DTYPES.items()}
+        arrays: dict[str, Any] = {
+            name: np.array(record[name], dtype=dtype) for name, dtype in _DTYPES.items()
+        }
         turns = tuple(_decode_turn(turn, f"{where}: turn {i}") for i, turn in enumerate(record["turns"]))
         converted: dict[str, Any] = {
             "turns": turns,
@@ -264,7 +267,7 @@ def _check_names(record: Mapping[str, Any], expected: Collection[str], where: st
             raise UserError(f"{where}: unknown field {name!r}. {did_you_mean(name, expected)}")
 
 
-# --- plumbing ---------------------------------------------------------------------------------------------------------
+# --- plumbing -------------------------------------------------------------------------------------
 def _arrow_schema(pa: Any) -> Any:
     turn = pa.struct([(name, pa.type_for_alias(alias)) for name, alias in _TURN_COLUMNS.items()])
 
@@ -300,7 +303,7 @@ def _batched(trajectories: Iterable[Trajectory], size: int) -> Iterator[list[Tra
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A path beside ``path`` to write to, which becomes ``path`` when the block ends well and vanishes otherwise."""
+    """A path to write to, which becomes ``path`` when the block ends well and vanishes otherwise."""
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.unfinished")
     try:
         yield unfinished
@@ -318,6 +321,9 @@ def _open_for_writing(path: Path, *, compress: bool) -> Iterator[TextIO]:
             yield stream
         return
     # no name and no time in the header: the same trajectories give the same bytes
-    with path.open("wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed:
-        with io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as stream:
-            yield stream
+    with (
+        path.open("wb") as raw,
+        gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed,
+        io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as stream,
+    ):
+        yield stream

@@ -35,7 +35,7 @@ FAILED = ToolCall("search", "", "empty query", ok=False, error="empty query", hi
 def searched(**changes: Any) -> Trajectory:
     """Two turns, the first with tool calls; every optional field is set."""
     turns = (
-        Turn(0, "<search>capital of Norway</search>", "tool", "capital of Norway", None, "\n<information>", {},
+        Turn(0, "<search>capital of Norway</search>", "tool", "capital of Norway", None, "\n<info>", {},
              (CALL, FAILED), 3, 5, policy_version=7, generate_s=0.25, tool_s=0.0123),
         Turn(1, "<answer>Oslo", "invalid", "", "unclosed", "", {"format": -0.1, "answer": 1.0}, (), 6, 8),
     )  # fmt: skip
@@ -151,7 +151,7 @@ def test_log_probs_are_written_short(tmp_path: Path) -> None:
     assert '"rollout_log_probs":[0.0,0.0,0.0,-0.1,-1e-07,' in (tmp_path / "t.jsonl").read_text()
 
 
-# --- datasets ---------------------------------------------------------------------------------------------------------
+# --- datasets -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "kind, suffix, write", [("json", "jsonl", write_jsonl), ("parquet", "parquet", write_parquet)]
 )
@@ -187,7 +187,7 @@ def test_jsonl_gz_loads_with_datasets(tmp_path: Path) -> None:
     assert loaded["id"] == ["g2/0", "g1/0"]
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 def edit_line(path: Path, **changes: Any) -> None:
     write_jsonl(path, [searched(), searched()])
     first, second = path.read_text().splitlines()
@@ -248,7 +248,7 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
 
 
 def test_metadata_that_json_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="trajectory g1/0: metadata must hold JSON values only.*set"):
+    with pytest.raises(UserError, match=r"trajectory g1/0: metadata must hold JSON values only.*set"):
         write_jsonl(tmp_path / "t.jsonl", [searched(metadata={"x": {1}})])
 
 
