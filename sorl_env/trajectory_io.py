@@ -5,9 +5,9 @@ Both hold the same record, the fields of ``Trajectory`` under their own names; b
     datasets.load_dataset("json", data_files="run/trajectories/step_*.jsonl")
     datasets.load_dataset("parquet", data_files="steps.parquet")
 
-Arrow infers types from values, so what is empty, None or different in some rows would change the schema from one
-file to the next. Hence mappings and tool calls are strings of JSON (``json.loads(row["reward_items"])``), and None
-is the empty string.
+Arrow infers types from values, so what is empty, None or different in some rows would change the schema from
+one file to the next. Hence mappings and tool calls are strings of JSON (``json.loads(row["reward_items"])``),
+and None is the empty string.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DTYPES = {
     "rollout_log_probs": np.float32,
 }
 
-# What SCHEMA_VERSION stands for: the columns and Arrow's names of their types. A change here is a new version.
+# What SCHEMA_VERSION stands for: columns and Arrow's names of their types. A change here is a new version.
 _TURN_COLUMNS = {
     "index": "int64",
     "text": "string",
