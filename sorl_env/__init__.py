@@ -1,0 +1,60 @@
+"""Gymnasium environments for language-model agents that use tools over several turns.
+
+``import sorl_env`` registers the environment ids and loads nothing heavy.
+"""
+
+from sorl_env.data import ExampleSet, load_examples
+from sorl_env.env import StepResult, ToolUseEnv
+from sorl_env.errors import UserError
+from sorl_env.parser import FormatError, ParsedTurn, neutralise, parse_turn
+from sorl_env.registry import load_task, register_envs, register_task, task_names
+from sorl_env.spaces import UnicodeText
+from sorl_env.task import Example, HubSource, Limits, Task, ToolSettings
+from sorl_env.tool import (
+    Tool,
+    ToolCall,
+    ToolInputError,
+    ToolReply,
+    ToolRequest,
+    ToolUnavailableError,
+    as_tool,
+)
+from sorl_env.toolbox import Toolbox
+from sorl_env.trajectory import StopReason, Trajectory, Turn
+from sorl_env.vector import ToolUseVectorEnv
+
+__all__ = [
+    "Example",
+    "ExampleSet",
+    "FormatError",
+    "HubSource",
+    "Limits",
+    "ParsedTurn",
+    "StepResult",
+    "StopReason",
+    "Task",
+    "Tool",
+    "ToolCall",
+    "ToolInputError",
+    "ToolReply",
+    "ToolRequest",
+    "ToolSettings",
+    "ToolUnavailableError",
+    "ToolUseEnv",
+    "ToolUseVectorEnv",
+    "Toolbox",
+    "Trajectory",
+    "Turn",
+    "UnicodeText",
+    "UserError",
+    "as_tool",
+    "load_examples",
+    "load_task",
+    "neutralise",
+    "parse_turn",
+    "register_envs",
+    "register_task",
+    "task_names",
+]
+
+register_envs()

@@ -1,0 +1,182 @@
+"""Examples from one explicit source: a local file or folder, a Hugging Face data set, or the task's embedded ones."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError, did_you_mean
+from sorl_env.task import Example, Task
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+_HUB = "hf:"
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class ExampleSet:
+    """Examples and where they came from.
+
+    Attributes:
+        source: ``embedded``, a file's path, or ``hf:owner/name``.
+        sha256: of the file's bytes; of the examples themselves where there is no file.
+        is_sample: an embedded sample that stands in for a benchmark.
+    """
+
+    examples: Sequence[Example]
+    source: str
+    split: str
+    sha256: str
+    is_sample: bool = False
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+
+def load_examples(task: Task, data: str | Path | None = None, split: str = "train") -> ExampleSet:
+    """Load a split of a task's examples.
+
+    Args:
+        data: None for the embedded examples; the path of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file (the split is
+            then a label) or of a folder that holds ``{split}.jsonl`` and the like; ``hf:owner/name[:config]``; or ``hf:``
+            for the task's own hub data set.
+
+    Raises:
+        UserError: the source is missing or empty, or a row of it cannot be read.
+    """
+    if data is None:
+        loaded = _load_embedded(task, split)
+    elif str(data).startswith(_HUB):
+        loaded = _load_hub(task, str(data), split)
+    else:
+        path = _find_file(Path(data).expanduser(), split)
+        content = path.read_bytes()
+        examples = _parse_rows(task, _read_rows(path, content), str(path))
+        loaded = ExampleSet(examples, str(path), split, hashlib.sha256(content).hexdigest())
+    if not loaded.examples:
+        raise UserError(f"{loaded.source}: split {split!r} of task {task.name} has no examples")
+    return loaded
+
+
+def _load_embedded(task: Task, split: str) -> ExampleSet:
+    if task.embedded is None:
+        raise UserError(
+            f"task {task.name} carries no examples: give data= a .jsonl, .jsonl.gz or .parquet file, a folder of them, "
+            "or hf:owner/name"
+        )
+    if task.embedded_is_sample and task.name not in _warned:
+        _warned.add(task.name)
+        logger.warning(
+            "task %s uses its embedded sample, which is not the benchmark: give data= for real questions", task.name
+        )
+    examples = tuple(task.embedded(split))
+    return ExampleSet(examples, "embedded", split, _hash_examples(examples), task.embedded_is_sample)
+
+
+def _hash_examples(examples: Iterable[Example]) -> str:
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps(asdict(example), sort_keys=True, ensure_ascii=False).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def _find_file(path: Path, split: str) -> Path:
+    """The file itself, or the split's file in a folder."""
+    if path.is_file():
+        if not path.name.endswith(SUFFIXES):
+            raise UserError(f"{path}: cannot read this kind of file; use {', '.join(SUFFIXES)}")
+        return path
+    if path.is_dir():
+        for suffix in SUFFIXES:
+            candidate = path / f"{split}{suffix}"
+            if candidate.is_file():
+                return candidate
+        names = [_stem(file) for file in path.iterdir() if file.name.endswith(SUFFIXES)]
+        raise UserError(f"{path}: no split {split!r} ({', '.join(SUFFIXES)}). {did_you_mean(split, names)}")
+    parent = path.parent
+    siblings = [file.name for file in parent.iterdir()] if parent.is_dir() else []
+    hint = did_you_mean(path.name, siblings) if parent.is_dir() else f"There is no folder {parent} either."
+    raise UserError(f"{path}: no such file or folder. {hint}")
+
+
+def _stem(file: Path) -> str:
+    return next(file.name[: -len(suffix)] for suffix in SUFFIXES if file.name.endswith(suffix))
+
+
+def _read_rows(path: Path, content: bytes) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Rows with their 1-based line (JSONL) or row (Parquet) numbers."""
+    if path.name.endswith(".parquet"):
+        yield from enumerate(_read_parquet(path, content), start=1)
+        return
+    if path.name.endswith(".gz"):
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError) as error:
+            raise UserError(f"{path}: not a readable gzip file ({error})") from error
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: not valid JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: a row must be a JSON object, not {type(row).__name__}")
+        yield number, row
+
+
+def _read_parquet(path: Path, content: bytes) -> Iterator[Mapping[str, Any]]:
+    try:
+        import pyarrow.parquet
+        from pyarrow.lib import ArrowException
+    except ModuleNotFoundError as error:
+        raise UserError(f"{path}: Parquet needs pyarrow: pip install 'sorl[train]'") from error
+    try:
+        table = pyarrow.parquet.read_table(io.BytesIO(content))
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable Parquet file ({error})") from error
+    yield from table.to_pylist()
+
+
+def _load_hub(task: Task, reference: str, split: str) -> ExampleSet:
+    name, _, config = reference[len(_HUB) :].partition(":")
+    splits: Mapping[str, str] = {}
+    if task.hub is not None and name in ("", task.hub.path):
+        name, config, splits = task.hub.path, config or task.hub.config or "", task.hub.splits
+    if not name:
+        raise UserError(f"task {task.name} names no hub data set of its own: give hf:owner/name[:config]")
+    source = f"{_HUB}{name}" + (f":{config}" if config else "")
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise UserError(f"{source}: the Hugging Face hub needs datasets: pip install 'sorl[train]'") from error
+    try:
+        rows = datasets.load_dataset(name, config or None, split=splits.get(split, split))
+    except (OSError, ValueError) as error:  # unreachable, unknown name, unknown configuration or split
+        raise UserError(f"{source}, split {split!r}: {error}") from error
+    examples = _parse_rows(task, enumerate(rows, start=1), source)
+    return ExampleSet(examples, source, split, _hash_examples(examples))
+
+
+def _parse_rows(task: Task, rows: Iterable[tuple[int, Mapping[str, Any]]], source: str) -> tuple[Example, ...]:
+    examples = []
+    for number, row in rows:
+        try:
+            examples.append(task.parse_row(row))
+        except KeyError as error:
+            raise UserError(
+                f"{source}:{number}: no column {error} for task {task.name}; the row has {', '.join(row) or 'none'}"
+            ) from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{source}:{number}: not a row of task {task.name}: {error}") from error
+    return tuple(examples)

@@ -1,0 +1,30 @@
+"""Dialogues for a terminal, laid out as the paper's Table 2."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+
+from sorl_env.task import Example
+
+_BLUE, _CYAN, _GRAY, _RED, _BOLD, _RESET = "\033[34m", "\033[36m", "\033[90m", "\033[31m", "\033[1m", "\033[0m"
+_RULE = "-" * 80
+
+
+def render_dialogue(example: Example, dialogue: Iterable[tuple[str, str]], tools: Collection[str]) -> str:
+    """Question, options, then each turn with the environment's reply; tags in the table's colours.
+
+    Args:
+        dialogue: pairs of a policy's turn and the observation that followed, empty after the last turn.
+    """
+    lines = [_RULE, f"{_BOLD}Question:{_RESET} {example.question}"]
+    if example.options:
+        lines += ["", f"{_BOLD}Options:{_RESET}", *(f"{letter}: {text}" for letter, text in example.options.items())]
+    lines.append(_RULE)
+    colours = {"think": _BLUE, "information": _GRAY, "answer": _RED, **dict.fromkeys(tools, _CYAN)}
+    tag = re.compile(rf"</?({'|'.join(map(re.escape, colours))})>")
+    for action, observation in dialogue:
+        for text in filter(None, (action.strip(), observation.strip())):
+            lines += [tag.sub(lambda match: f"{colours[match[1]]}{match[0]}{_RESET}", text), ""]
+        lines[-1] = _RULE
+    return "\n".join(lines)

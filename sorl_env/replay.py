@@ -1,0 +1,159 @@
+"""Record and replay of tool replies: a run without its servers, exactly."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+from sorl_env.tool import Tool, ToolInputError, ToolReply, ToolResult
+from sorl_env.tool_schema import takes_raw_text
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line of the file: what a tool was asked, and its reply or its refusal."""
+
+    tool: str
+    argument: Any
+    text: str
+    hits: int | None = None
+    metadata: Mapping[str, Any] | None = None
+    refused: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.tool, json.dumps(self.argument, sort_keys=True)
+
+    def replay(self) -> ToolReply:
+        if self.refused:
+            raise ToolInputError(self.text)
+        return ToolReply(self.text, self.hits, {**(self.metadata or {}), "cached": True})
+
+
+class ReplayTool:
+    """A tool whose replies are written to a JSONL file, read from one, or both.
+
+    Replies and refusals (``ToolInputError``) are recorded, outages are not, so a replay is free of faults. Of rows with
+    equal requests the first one counts: equal requests get equal replies.
+
+    Args:
+        record: file to which replies of the tool are appended; may be the one that is replayed.
+        replay: file whose replies are served first. A request that is not in it goes to the tool if ``record`` is given,
+            and raises LookupError otherwise.
+
+    Raises:
+        UserError: the file to replay is missing, or a row of it cannot be read.
+    """
+
+    def __init__(self, tool: Tool, *, record: str | Path | None = None, replay: str | Path | None = None) -> None:
+        self.tool = tool
+        self.name = tool.name
+        self.description = tool.description
+        self.schema: Mapping[str, Any] = tool.schema
+        self.inline = record is None or getattr(tool, "inline", False)
+        self._raw_text = takes_raw_text(tool.schema)
+        self._record = None if record is None else Path(record)
+        self._replay = None if replay is None else Path(replay)
+        self._lock = threading.Lock()
+        self._rows: dict[tuple[str, str], _Row] = {}
+        if self._replay is not None and (self._replay.exists() or self._replay != self._record):
+            self._rows = _read(self._replay)
+        self._known = set(self._rows)
+        # offered only where the tool offers them: a toolbox looks which way of calling there is
+        if hasattr(tool, "call_batch"):
+            self.call_batch = self._call_batch
+        if hasattr(tool, "acall"):
+            self.acall = self._acall
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ToolResult:
+        argument = args[0] if self._raw_text else kwargs
+        row = self._find(argument)
+        if row is not None:
+            return row.replay()
+        try:
+            result = self.tool(*args, **kwargs)
+        except ToolInputError as error:
+            self._append(argument, error)
+            raise
+        self._append(argument, result)
+        return result
+
+    async def _acall(self, *args: Any, **kwargs: Any) -> ToolResult:
+        argument = args[0] if self._raw_text else kwargs
+        row = self._find(argument)
+        if row is not None:
+            return row.replay()
+        try:
+            result: ToolResult = await self.tool.acall(*args, **kwargs)  # type: ignore[attr-defined]
+        except ToolInputError as error:
+            self._append(argument, error)
+            raise
+        self._append(argument, result)
+        return result
+
+    def _call_batch(self, arguments: Sequence[Any]) -> list[ToolResult | Exception]:
+        results: dict[int, ToolResult | Exception] = {}
+        missing: list[int] = []
+        for index, argument in enumerate(arguments):
+            try:
+                row = self._find(argument)
+                if row is None:
+                    missing.append(index)
+                else:
+                    results[index] = row.replay()
+            except (ToolInputError, LookupError) as error:
+                results[index] = error
+        if missing:
+            fresh = self.tool.call_batch([arguments[index] for index in missing])  # type: ignore[attr-defined]
+            for index, result in zip(missing, fresh):
+                results[index] = result
+                self._append(arguments[index], result)
+        return [results[index] for index in range(len(arguments))]
+
+    def close(self) -> None:
+        close = getattr(self.tool, "close", None)
+        if close is not None:
+            close()
+
+    def _find(self, argument: Any) -> _Row | None:
+        row = self._rows.get(_Row(self.name, argument, "").key) if self._rows else None
+        if row is None and self._record is None:
+            raise LookupError(f"{self._replay} holds no reply of {self.name} to {argument!r}; record it first")
+        return row
+
+    def _append(self, argument: Any, result: ToolResult | Exception) -> None:
+        if isinstance(result, ToolInputError):
+            row = _Row(self.name, argument, str(result), refused=True)
+        elif isinstance(result, str):
+            row = _Row(self.name, argument, result)
+        elif isinstance(result, ToolReply):
+            row = _Row(self.name, argument, result.text, result.hits, dict(result.metadata))
+        else:
+            return  # an outage in a batch
+        assert self._record is not None
+        with self._lock:
+            if row.key in self._known:
+                return
+            self._known.add(row.key)
+            with self._record.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
+
+
+def _read(path: Path) -> dict[tuple[str, str], _Row]:
+    if not path.is_file():
+        raise UserError(f"{path}: no recorded tool replies there; record them first with ToolSettings(record=...)")
+    rows: dict[tuple[str, str], _Row] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = _Row(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}:{number}: not a recorded tool reply ({error})") from error
+        rows.setdefault(row.key, row)
+    return rows

@@ -1,0 +1,135 @@
+"""A task, declared as data: where examples come from, the prompt, the tools, the reward, the limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+from sorl_env.parser import ParsedTurn
+from sorl_env.tool import ToolLike
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question.
+
+    Attributes:
+        golden_answers: any of these is right.
+        options: letter -> text, for multiple choice.
+        metadata: JSON values a task wants to keep, never shown to the policy.
+    """
+
+    id: str
+    question: str
+    golden_answers: tuple[str, ...] = ()
+    options: Mapping[str, str] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Budgets of one trajectory; the defaults are the paper's (Appendix, Implementation Details).
+
+    Attributes:
+        max_turns: policy turns. Four leave three tool turns and a last one to answer: a tool block in the last turn is
+            not executed.
+        max_prompt_tokens: first context.
+        max_new_tokens: one turn.
+        max_observation_tokens: one reply of the environment.
+        max_trajectory_tokens: everything together.
+        max_seconds: wall-clock time of an episode, None for no limit.
+
+    The environment counts turns and seconds; the rollout, which knows tokens, enforces the rest.
+    """
+
+    max_turns: int = 4
+    max_prompt_tokens: int = 2048
+    max_new_tokens: int = 500
+    max_observation_tokens: int = 500
+    max_trajectory_tokens: int = 4096
+    max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_prompt_tokens", "max_new_tokens", "max_observation_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"limits.{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_trajectory_tokens <= 1:
+            raise ValueError(f"limits.max_trajectory_tokens must be above 1, not {self.max_trajectory_tokens}")
+        if self.max_seconds is not None and self.max_seconds <= 0:
+            raise ValueError(f"limits.max_seconds must be positive or None, not {self.max_seconds}")
+
+
+@dataclass(frozen=True)
+class ToolSettings:
+    """What a task's tools are built from.
+
+    Attributes:
+        corpus: path of a corpus to search in process.
+        search_url: address of a retrieval server.
+        top_k: passages a search returns.
+        timeout_s, retries: see ``Toolbox``.
+        record: JSONL file to which tool replies are appended.
+        replay: JSONL file of recorded replies; a request that is not in it goes to the tool when ``record`` is given
+            too, and is an error otherwise.
+    """
+
+    corpus: str | None = None
+    search_url: str | None = None
+    top_k: int = 3
+    timeout_s: float = 30.0
+    retries: int = 3
+    record: str | None = None
+    replay: str | None = None
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A Hugging Face data set: ``splits`` maps our split names to its own."""
+
+    path: str
+    config: str | None = None
+    splits: Mapping[str, str] = field(default_factory=dict)
+
+
+ToolSource = Union[Sequence[ToolLike], Callable[[ToolSettings], Sequence[ToolLike]]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an author declares; everything else takes a task's name, ``package.module:TASK``, or a path to a ``.py``.
+
+    Attributes:
+        prompt: the first context, as plain text (no chat template).
+        reward: itemised reward of an episode from its example and all of the policy's parsed turns; the reward is the
+            sum. Called once, when the episode ends. It never sees the prompt or retrieved text.
+        parse_row: a row of the data set as an example; raises KeyError or ValueError naming the column.
+        tools: tools or plain functions, or a callable that builds them from settings.
+        env_id: Gymnasium id, for example ``sorl/HotpotQA-v0``.
+        embedded: split -> examples that work offline.
+        embedded_is_sample: the embedded examples are a sample and not the benchmark: a warning says so.
+        hub: where the real data is.
+        require_think: a turn must open with a think block.
+        turn_reward: rewards of one turn by name, given at once; reads the turns up to now.
+        wrong_answer: an answer that must score 0, for ``sorl-check-task``.
+        expert: a scripted policy for demonstrations: the example and the observations so far -> the next turn's text.
+        vocabulary: text that holds every word of a closed world, for a word-level tokenizer.
+    """
+
+    name: str
+    prompt: Callable[[Example], str]
+    reward: Callable[[Example, Sequence[ParsedTurn]], Mapping[str, float]]
+    parse_row: Callable[[Mapping[str, Any]], Example]
+    tools: ToolSource = ()
+    env_id: str | None = None
+    embedded: Callable[[str], Sequence[Example]] | None = None
+    embedded_is_sample: bool = False
+    hub: HubSource | None = None
+    limits: Limits = Limits()
+    require_think: bool = True
+    turn_reward: Callable[[Example, Sequence[ParsedTurn]], Mapping[str, float]] | None = None
+    wrong_answer: Callable[[Example], str] | None = None
+    expert: Callable[[Example, Sequence[str]], str] | None = None
+    vocabulary: Callable[[], Iterable[str]] | None = None
+    system_prompt: str | None = None
+    description: str = ""

@@ -1,0 +1,161 @@
+"""Tools: what the policy may call, and the toolbox that calls them under a deadline.
+
+A tool is a plain function with type hints and a docstring, or an object with ``name``, ``description``, ``schema`` and
+``__call__``. Its tag is its name: the policy writes ``<search>query</search>``. A request the tool cannot serve is the
+policy's fault and becomes an observation. An outage is not: it is retried, then raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import json
+import logging
+import random
+import re
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Union, runtime_checkable
+
+from sorl_env.tool_schema import find_problem, schema_of, takes_raw_text
+
+logger = logging.getLogger(__name__)
+
+RESERVED_NAMES = frozenset({"think", "answer", "information"})
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+class ToolUnavailableError(RuntimeError):
+    """A tool is out: timeouts, connection errors, 5xx, or a bug in the tool. Never the policy's fault.
+
+    ``call`` is the record of the failed call when a toolbox raised it.
+    """
+
+    def __init__(self, message: str, call: ToolCall | None = None) -> None:
+        super().__init__(message)
+        self.call = call
+
+
+class ToolInputError(ValueError):
+    """The request is malformed: the policy's fault, shown to it as an observation."""
+
+
+@dataclass(frozen=True)
+class ToolReply:
+    """What a tool says.
+
+    Attributes:
+        text: shown to the policy.
+        hits: number of results, where that means something.
+        metadata: JSON values; ``cached: True`` marks a reply that cost no call.
+    """
+
+    text: str
+    hits: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ToolRequest:
+    """One block of the policy's: ``argument`` is the text between the tags."""
+
+    tool: str
+    argument: str
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """The record of one call.
+
+    Attributes:
+        reply: text for the policy; for ``ok=False`` it says what was wrong with the request.
+        ok: False when the request was malformed or the tool was out.
+        error: None, or what went wrong.
+        latency_s: seconds, retries and waits included.
+        attempts: how often the tool was tried.
+        cached: the reply was replayed from a record.
+    """
+
+    tool: str
+    argument: str
+    reply: str
+    ok: bool = True
+    error: str | None = None
+    latency_s: float = 0.0
+    hits: int | None = None
+    attempts: int = 1
+    cached: bool = False
+
+
+ToolResult = Union[str, ToolReply]
+
+
+@runtime_checkable
+class Tool(Protocol):
+    """A callable with a name and a typed schema.
+
+    It is called with the block's text when its schema has one string parameter, else with keyword arguments from a JSON
+    object. Optional members:
+
+    - ``inline = True``: a fast in-process call, safe on the event loop. Others run in a thread, abandoned at the deadline.
+    - ``acall``: the coroutine version of ``__call__``.
+    - ``call_batch(arguments)``: takes a list of texts (or of mappings) and returns as many results; an exception
+      instance in a slot fails that request alone.
+    - ``close()``: frees what the tool holds.
+    """
+
+    name: str
+    description: str
+    schema: Mapping[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ToolResult: ...
+
+
+ToolLike = Union[Tool, Callable[..., ToolResult]]
+
+ToolOutcome = Union[ToolCall, ToolUnavailableError]
+
+
+@dataclass(frozen=True)
+class _FunctionTool:
+    """A plain function as a tool."""
+
+    function: Callable[..., ToolResult]
+    name: str
+    description: str
+    schema: Mapping[str, Any]
+    inline: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ToolResult:
+        return self.function(*args, **kwargs)
+
+
+def as_tool(tool: ToolLike) -> Tool:
+    """A tool from a plain function (its name, docstring and type hints), or the tool itself.
+
+    A function attribute ``inline = True`` is kept.
+
+    Raises:
+        TypeError: neither a function nor a tool, or a parameter without a usable type hint.
+        ValueError: a name that cannot be a tag, or one that the turn format reserves.
+    """
+    if inspect.isroutine(tool):
+        function: Callable[..., ToolResult] = tool
+        made: Tool = _FunctionTool(
+            function=function,
+            name=function.__name__,
+            description=inspect.getdoc(function) or "",
+            schema=schema_of(function),
+            inline=getattr(function, "inline", False),
+        )
+    elif isinstance(tool, Tool):
+        made = tool
+    else:
+        raise TypeError(f"{tool!r} is no tool: give a function, or an object with name, description and schema")
+    if not _NAME.fullmatch(made.name) or made.name in RESERVED_NAMES:
+        raise ValueError(f"a tool cannot be named {made.name!r}: its name is its tag, and {set(RESERVED_NAMES)} are taken")
+    return made

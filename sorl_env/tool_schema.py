@@ -1,0 +1,113 @@
+"""JSON schemas of tools: derived from a function's signature, checked against what the policy wrote."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+_SCALARS: dict[type, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """JSON schema of a function's arguments, from its type hints and defaults.
+
+    Supported hints: str, int, float, bool, list[X], dict, Literal[...] and Optional of these.
+
+    Raises:
+        TypeError: a parameter has no hint, an unsupported one, or is variadic.
+    """
+    name = getattr(function, "__name__", repr(function))
+    hints = typing.get_type_hints(function)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise TypeError(f"tool {name}: parameter {parameter} cannot be filled by name; use plain parameters")
+        if parameter.name not in hints:
+            raise TypeError(f"tool {name}: parameter {parameter.name!r} needs a type hint, for example `: str`")
+        properties[parameter.name] = _schema_of_hint(hints[parameter.name], f"tool {name}: {parameter.name}")
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+        else:
+            properties[parameter.name]["default"] = parameter.default
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _schema_of_hint(hint: Any, where: str) -> dict[str, Any]:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint in _SCALARS:
+        return {"type": _SCALARS[hint]}
+    if origin is Literal:
+        return {"enum": list(args)}
+    if hint is list or origin is list:
+        return {"type": "array", **({"items": _schema_of_hint(args[0], where)} if args else {})}
+    if hint is dict or origin is dict:
+        return {"type": "object"}
+    if origin in (Union, types.UnionType):
+        options = [{"type": "null"} if arg is type(None) else _schema_of_hint(arg, where) for arg in args]
+        return {"anyOf": options}
+    raise TypeError(f"{where}: no JSON schema for type {hint!r}; use str, int, float, bool, list, dict or Literal")
+
+
+def takes_raw_text(schema: Mapping[str, Any]) -> bool:
+    """True when the tool has a single string parameter: the block's body is that argument, not JSON."""
+    properties = schema.get("properties", {})
+    return len(properties) == 1 and next(iter(properties.values())).get("type") == "string"
+
+
+def find_problem(value: Any, schema: Mapping[str, Any], path: str = "arguments") -> str | None:
+    """What is wrong with ``value``, in words for the policy, or None.
+
+    Checks ``type, enum, anyOf, properties, required, additionalProperties, items, minimum, maximum``; other keywords
+    of a hand-written schema are for the reader.
+    """
+    if "anyOf" in schema:
+        if any(find_problem(value, option, path) is None for option in schema["anyOf"]):
+            return None
+        wanted = " or ".join(str(option.get("type", option.get("enum"))) for option in schema["anyOf"])
+        return f"{path} must be {wanted}"
+    if "enum" in schema and value not in schema["enum"]:
+        return f"{path} must be one of {', '.join(map(repr, schema['enum']))}"
+    expected = schema.get("type")
+    if expected is not None and not _has_type(value, expected):
+        return f"{path} must be {expected}, not {type(value).__name__}"
+    if "minimum" in schema and value < schema["minimum"]:
+        return f"{path} must be at least {schema['minimum']}"
+    if "maximum" in schema and value > schema["maximum"]:
+        return f"{path} must be at most {schema['maximum']}"
+    if expected == "array" and "items" in schema:
+        problems = (find_problem(item, schema["items"], f"{path}[{i}]") for i, item in enumerate(value))
+        return next((problem for problem in problems if problem), None)
+    if expected == "object":
+        return _find_object_problem(value, schema, path)
+    return None
+
+
+def _has_type(value: Any, expected: str) -> bool:
+    if isinstance(value, bool):  # bool is an int in Python, not in JSON
+        return expected == "boolean"
+    return isinstance(value, _PYTHON_TYPES[expected])
+
+
+def _find_object_problem(value: Mapping[str, Any], schema: Mapping[str, Any], path: str) -> str | None:
+    properties: Mapping[str, Any] = schema.get("properties", {})
+    missing = [name for name in schema.get("required", ()) if name not in value]
+    if missing:
+        return f"{path} lack {', '.join(map(repr, missing))}"
+    unknown = [name for name in value if name not in properties]
+    if unknown and schema.get("additionalProperties", True) is False:
+        return f"{path} have no parameter {unknown[0]!r}; there are {', '.join(map(repr, properties))}"
+    problems = (find_problem(value[name], properties[name], f"{path}.{name}") for name in value if name in properties)
+    return next((problem for problem in problems if problem), None)
