@@ -1,62 +1,114 @@
-"""``sorl-train``: a config, a run folder, a training run.
-
-The parser is argparse built from the config dataclasses rather than tyro: the two open mappings (``--task_args.hops``),
-the per-algorithm sections and the shared YAML reading of values do not fit a static type, and the help shows the
-values of the chosen config beside the paper's.
-"""
+"""``sorl-train``: settings, a run folder, a training run, a report."""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+import os
+import re
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from sorl_env.errors import UserError
+from sorl_train.cli_parser import Arguments, help_text, parse
 from sorl_train.config import TrainConfig
-from sorl_train.config_io import DEFAULT_CONFIG, fields, load_config, value_from_text
+from sorl_train.config_io import DEFAULT_CONFIG, load_config, packaged_configs
+
+# Imports of torch and of the terminal display wait until they are needed: --help and a typo answer at once.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status."""
-    arguments = _parser().parse_args(argv)
-    overrides = {n: value_from_text(n, v) for n, v in vars(arguments).items() if v is not None and n in _NAMES}
+    """Run the command line and return the exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+
+    What a user can mend (``UserError``) becomes one message on standard error; any other exception is a bug, and
+    keeps its traceback.
+    """
     try:
-        config = load_config(arguments.config or DEFAULT_CONFIG, overrides)
+        arguments = parse(sys.argv[1:] if argv is None else argv)
+        if arguments.list_configs:
+            return _show("\n".join(f"{name:<24}{about}" for name, about in packaged_configs().items()))
+        config = _settings(arguments)
+        if arguments.help:
+            return _show(help_text(config, arguments.config or DEFAULT_CONFIG))
+        if arguments.dry_run:
+            from sorl_train.plan import plan_text
+
+            return _show(plan_text(config))
+        return _train(config, arguments)
     except UserError as error:
-        print(f"sorl-train: {error}", file=sys.stderr)
-        return 2
-    return _train(config, arguments)
+        return _complain(error, status=2)
+    except KeyboardInterrupt:
+        print("\nsorl-train: interrupted, nothing was started", file=sys.stderr)
+        return 130
 
 
-_NAMES = [name for name, _, _ in fields()]
+def _settings(arguments: Arguments) -> TrainConfig:
+    """The config with its run folder; a resumed run brings its own settings unless --config says otherwise."""
+    name = arguments.config or DEFAULT_CONFIG
+    config = load_config(name, arguments.overrides)
+    folder = config.run_dir or _default_run_dir(config, arguments)
+    if arguments.resume and arguments.config is None:
+        from sorl_train.run_dir import saved_config
+
+        config = saved_config(folder, arguments.overrides)
+    return dataclasses.replace(config, run_dir=folder)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sorl-train", allow_abbrev=False)
-    parser.add_argument("--config")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--overwrite", action="store_true")
-    for name in _NAMES:
-        parser.add_argument(f"--{name}", dest=name)
-    return parser
+def _default_run_dir(config: TrainConfig, arguments: Arguments) -> str:
+    """``runs/quickstart-so_ppo-s0``; a task given on the command line names the folder in place of the config."""
+    origin = arguments.config or arguments.overrides.get("task") or DEFAULT_CONFIG
+    kind = config.algo if config.stage == "rl" else config.stage
+    return f"runs/{re.sub(r'[^a-zA-Z0-9_.]+', '_', Path(origin).stem)}-{kind}-s{config.seed}"
 
 
-def _train(config: TrainConfig, arguments: argparse.Namespace) -> int:
-    from sorl_train.display import PlainDisplay
+def _train(config: TrainConfig, arguments: Arguments) -> int:
+    """Make or reopen the run folder, train, write the report."""
+    from sorl_train.display import make_display
     from sorl_train.run_dir import RunDir
 
-    path = config.run_dir or f"runs/{arguments.config or DEFAULT_CONFIG}-{config.algo}-s{config.seed}"
+    assert config.run_dir is not None
+    display = make_display()
     if arguments.resume:
-        run_dir, _ = RunDir.resume(path, config)
+        run_dir, changes = RunDir.resume(config.run_dir, config)
+        display.message("\n".join([f"resuming {run_dir.path}", *(f"  {change}" for change in changes)]))
     else:
-        run_dir = RunDir.create(path, config, overwrite=arguments.overwrite)
-    display = PlainDisplay()
-    if config.stage == "sft":
-        from sorl_train.sft import run
-    else:
-        from sorl_train.engines.local.trainer import run
-    run(config, run_dir, display, arguments.resume)
+        run_dir = RunDir.create(config.run_dir, config, overwrite=arguments.overwrite)
+    try:
+        if config.stage == "sft":
+            from sorl_train.sft import run
+        else:
+            from sorl_train.engines.local.trainer import run
+        summary = run(config, run_dir, display, arguments.resume)
+        from sorl_train.report import write_report
+
+        write_report([run_dir.path], run_dir.report)
+        display.close(summary | {"report": run_dir.report, "checkpoints": run_dir.checkpoints})
+        return 0
+    except UserError as error:
+        display.close()
+        run_dir.discard_if_unused()
+        return _complain(error, status=1)
+    except KeyboardInterrupt:
+        display.close()
+        again = f"sorl-train --resume --run_dir {shlex.quote(str(run_dir.path))}"
+        print(f"\nsorl-train: interrupted. Continue with:\n  {again}", file=sys.stderr)
+        return 130
+    finally:
+        display.close()
+
+
+def _show(text: str) -> int:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # sorl-train --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _complain(error: UserError, status: int) -> int:
+    print(f"sorl-train: {error}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

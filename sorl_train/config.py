@@ -28,7 +28,9 @@ def opt(default: Any, help: str, *, paper: str | None = None) -> Any:
 class LimitsConfig:
     """Limits of one trajectory. None keeps the task's own limit."""
 
-    max_turns: int | None = opt(None, "policy turns, the last one for the answer", paper="3 tool turns, then an answer")
+    max_turns: int | None = opt(
+        None, "policy turns, the last one for the answer", paper="3 tool turns, then an answer"
+    )
     max_prompt_tokens: int | None = opt(None, "first context; longer prompts are an error", paper="2048")
     max_new_tokens: int | None = opt(None, "tokens a turn", paper="500")
     max_observation_tokens: int | None = opt(None, "tokens of one environment reply", paper="500")
@@ -40,10 +42,14 @@ class LimitsConfig:
 class SearchConfig:
     """The search tool of the question-answering tasks."""
 
-    corpus: str | None = opt(None, "passages for in-process BM25 (Search-R1 JSONL, .gz too); None: the task's own")
+    corpus: str | None = opt(
+        None, "passages for in-process BM25 (Search-R1 JSONL, .gz too); None: the task's own"
+    )
     url: str | None = opt(None, "a retrieval server speaking Search-R1's /retrieve; excludes corpus")
     top_k: int = opt(3, "passages a search", paper="3")
-    timeout_s: float = opt(30.0, "deadline of one tool call, retries included; then the trajectory is excluded")
+    timeout_s: float = opt(
+        30.0, "deadline of one tool call, retries included; then the trajectory is excluded"
+    )
     retries: int = opt(3, "attempts after the first one, within the deadline")
 
 
@@ -51,7 +57,9 @@ class SearchConfig:
 class SamplerConfig:
     """How turns are drawn."""
 
-    backend: Literal["transformers", "vllm"] = opt("transformers", "vllm needs one GPU and the vllm package", paper="vllm")
+    backend: Literal["transformers", "vllm"] = opt(
+        "transformers", "vllm needs one GPU and the vllm package", paper="vllm"
+    )
     temperature: float = opt(1.0, "sampling temperature in training", paper="1.0")
     top_p: float = opt(1.0, "nucleus sampling in training", paper="1.0")
     max_concurrency: int = opt(128, "trajectories in flight; each holds a row of the key-value cache")
@@ -64,7 +72,9 @@ class RolloutConfig:
 
     batch_size: int = opt(512, "trajectories a step", paper="512")
     group_size: int = opt(1, "rollouts a prompt; group advantages need at least 2; divides batch_size")
-    max_staleness: int = opt(0, "train on trajectories sampled this many optimizer rounds ago (0: on the newest)")
+    max_staleness: int = opt(
+        0, "train on trajectories sampled this many optimizer rounds ago (0: on the newest)"
+    )
     save_every: int = opt(10, "write the trajectories of every n-th step (and always the first and last)")
 
 
@@ -75,14 +85,17 @@ class LossConfig:
     clip_eps: float = opt(0.2, "PPO clip range", paper="0.2")
     clip_eps_high: float | None = opt(None, "upper clip range if it differs from clip_eps")
     aggregation: Literal["trajectory_mean", "token_mean"] = opt(
-        "trajectory_mean", "mean over a trajectory's tokens then over trajectories, or over all tokens",
+        "trajectory_mean",
+        "mean over a trajectory's tokens then over trajectories, or over all tokens",
         paper="trajectory_mean",
     )
     clip_bias_norm: Literal["scalar", "trajectory", "token", "token_mean", "logit", "gradient"] = opt(
         "token", "which norm of the clipping bias triggers normalization", paper="L2, of what is left open"
     )
     clip_bias_scope: Literal["mini_batch", "trajectory"] = opt(
-        "mini_batch", "one factor a mini-batch (the equation) or one a trajectory (the text)", paper="mini_batch"
+        "mini_batch",
+        "one factor a mini-batch (the equation) or one a trajectory (the text)",
+        paper="mini_batch",
     )
     clip_bias_target: Literal["gradient", "update"] = opt(
         "update", "scale the gradient (the equation) or the optimizer's step (the text)", paper="gradient"
@@ -92,7 +105,9 @@ class LossConfig:
     gae_lambda: float = opt(1.0, "GAE lambda", paper="1")
     whiten_advantages: bool = opt(False, "normalize GAE advantages over the batch's action tokens")
     group_std: bool = opt(True, "divide group advantages by the group's standard deviation", paper="yes")
-    kl_coef: float = opt(0.001, "weight of the KL to the reference model; 0 loads no reference", paper="0.001")
+    kl_coef: float = opt(
+        0.001, "weight of the KL to the reference model; 0 loads no reference", paper="0.001"
+    )
     kl_type: Literal["k1", "k2", "k3"] = opt("k3", "KL estimator")
     kl_in: Literal["loss", "reward"] = opt("loss", "where the KL enters")
     entropy_coef: float = opt(0.0, "weight of the entropy bonus")
@@ -120,7 +135,9 @@ class UpdateConfig:
     """How a collected batch becomes optimizer steps: smaller mini-batches and more epochs are more off-policy."""
 
     steps: int = opt(150, "training steps (one rollout batch each)", paper="150 (medical, 2 epochs)")
-    mini_batch_size: int = opt(256, "trajectories an optimizer step", paper="256 (128 in the off-policy study)")
+    mini_batch_size: int = opt(
+        256, "trajectories an optimizer step", paper="256 (128 in the off-policy study)"
+    )
     micro_batch_size: int = opt(64, "trajectories a forward pass of the actor", paper="64")
     critic_micro_batch_size: int = opt(8, "the same for the critic", paper="8")
     log_prob_micro_batch_size: int = opt(128, "the same where no gradient is needed", paper="128")
@@ -132,7 +149,9 @@ class UpdateConfig:
 class ModelConfig:
     """How the policy is loaded."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = opt("auto", "weights and activations; auto: bfloat16 on a GPU")
+    dtype: Literal["auto", "float32", "bfloat16"] = opt(
+        "auto", "weights and activations; auto: bfloat16 on a GPU"
+    )
     device: str = opt("auto", "auto, cpu, cuda, cuda:1")
     gradient_checkpointing: bool = opt(False, "trade time for memory", paper="on")
     chat_template: bool = opt(True, "wrap the prompt in the tokenizer's chat template if it has one")
@@ -147,7 +166,9 @@ class ModelConfig:
 class SftConfig:
     """Supervised fine-tuning on demonstrations: ``--stage sft``, and the cold start of ``model: tiny``."""
 
-    demos: str | None = opt(None, "trajectories or chat messages as JSONL/Parquet; None: the task's scripted expert")
+    demos: str | None = opt(
+        None, "trajectories or chat messages as JSONL/Parquet; None: the task's scripted expert"
+    )
     num_demos: int = opt(2000, "demonstrations drawn from the expert")
     steps: int = opt(300, "optimizer steps")
     batch_size: int = opt(24, "demonstrations a step")
@@ -190,17 +211,20 @@ class TrainConfig:
     """Train a tool-using language-model agent with SO-PPO, SO-GRPO or an algorithm they are compared with."""
 
     algo: Literal["ppo", "turn_ppo", "s_ppo", "so_ppo", "grpo", "gspo", "so_grpo"] = opt(
-        "so_ppo", "ppo, turn_ppo, s_ppo, so_ppo need a critic; grpo, gspo, so_grpo need rollout.group_size >= 2"
+        "so_ppo",
+        "ppo, turn_ppo, s_ppo, so_ppo need a critic; grpo, gspo, so_grpo need rollout.group_size >= 2",
     )
     stage: Literal["rl", "sft"] = opt("rl", "rl: reinforcement learning; sft: supervised cold start only")
     engine: Literal["local"] = opt("local", "local: PyTorch on one machine")
     task: str = opt("minihop", "a task's name, package.module:TASK, or a path to a .py file")
     task_args: dict[str, Any] = opt({}, "knobs of tasks that take some, such as task_args.hops=[1,2]")
-    model: str = opt("tiny", "a transformers folder or hub name; tiny: a small model built and cold-started for the task")
-    data: str | None = opt(None, "training examples: a file, a folder, hf:owner/name; None: the task's embedded ones")
+    model: str = opt("tiny", "a transformers folder or hub name; tiny: built and cold-started for the task")
+    data: str | None = opt(
+        None, "training examples: a file, a folder, hf:owner/name; None: the task's embedded ones"
+    )
     eval_data: str | None = opt(None, "evaluation examples; None: as data")
     split: str = opt("train", "split of data trained on")
-    run_dir: str | None = opt(None, "run folder; None: runs/{config}-{algo}-s{seed}")
+    run_dir: str | None = opt(None, "run folder; None: runs/{config or task}-{algo or sft}-s{seed}")
     seed: int = opt(0, "one seed reproduces a CPU run bit for bit")
     limits: LimitsConfig = dataclasses.field(default_factory=LimitsConfig)
     search: SearchConfig = dataclasses.field(default_factory=SearchConfig)

@@ -45,8 +45,13 @@ def _out_of_range(config: TrainConfig) -> list[str]:
         (_NOT_NEGATIVE, lambda value: value >= 0, "cannot be negative"),
         (_SHARES, lambda value: 0 <= value <= 1, "must lie between 0 and 1"),
     )
-    values = ((name, holds, rule, attrgetter(name)(config)) for names, holds, rule in checks for name in names)
-    return [f"{name} {rule}, it is {value}" for name, holds, rule, value in values if value is not None and not holds(value)]
+    problems = []
+    for names, holds, rule in checks:
+        for name in names:
+            value = attrgetter(name)(config)
+            if value is not None and not holds(value):
+                problems.append(f"{name} {rule}, it is {value}")
+    return problems
 
 
 def _batch_problems(config: TrainConfig) -> list[str]:
@@ -81,7 +86,9 @@ def _choice_problems(config: TrainConfig) -> list[str]:
             "loss.clip_bias_scope=mini_batch"
         )
     if loss.clip_eps >= 1:
-        problems.append(f"loss.clip_eps must be below 1 (the lower bound is 1 - clip_eps), it is {loss.clip_eps}")
+        problems.append(
+            f"loss.clip_eps must be below 1 (the lower bound is 1 - clip_eps), it is {loss.clip_eps}"
+        )
     if max(config.optim.beta1, config.optim.beta2) == 1:
         problems.append("optim.beta1 and optim.beta2 must be below 1")
     if config.sampler.top_p == 0:
@@ -90,5 +97,7 @@ def _choice_problems(config: TrainConfig) -> list[str]:
         problems.append("sampler.backend=vllm needs a GPU; use sampler.backend=transformers on a CPU")
     prompt, total = limits.max_prompt_tokens, limits.max_trajectory_tokens
     if prompt is not None and total is not None and prompt >= total:
-        problems.append(f"limits.max_prompt_tokens {prompt} leaves no room in limits.max_trajectory_tokens {total}")
+        problems.append(
+            f"limits.max_prompt_tokens {prompt} leaves no room in limits.max_trajectory_tokens {total}"
+        )
     return problems

@@ -1,53 +1,289 @@
-"""What a person sees of a run: one aligned line a step."""
+"""What a person sees of a run: a live panel on a terminal, one aligned line a step elsewhere.
+
+The trainer talks to a ``Display`` and does not know which it is::
+
+    display.start("so_ppo on minihop", steps=60)
+    with display.stage("rollout", total=128) as advance:
+        advance(1)
+    display.step(1, metrics)
+    display.close(summary)
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TextIO
+from typing import NamedTuple, Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+Advance = Callable[[int], None]
+
+
+class Column(NamedTuple):
+    """One figure of the display: the first of ``metrics`` that a step reports."""
+
+    title: str
+    short: str
+    metrics: tuple[str, ...]
+    form: str
+
+
+COLUMNS = (
+    Column("success", "success", ("rollout/success",), "{:.3f}"),
+    Column("valid turns", "valid", ("rollout/valid_turn_rate",), "{:.3f}"),
+    Column("clip fraction", "clip", ("loss/clip_frac",), "{:.4f}"),
+    Column("clipping-bias norm", "bias", ("loss/clip_bias_norm",), "{:.3g}"),
+    Column("gradient norm", "grad", ("loss/grad_norm",), "{:.3g}"),
+    Column("KL", "KL", ("loss/ref_kl", "loss/approx_kl"), "{:.2g}"),
+    Column("tokens/s", "tok/s", ("time/tokens_per_s",), "{:.0f}"),
+)
+SFT_COLUMNS = (
+    Column("loss", "loss", ("sft/loss",), "{:.4f}"),
+    Column("gradient norm", "grad", ("sft/grad_norm",), "{:.3g}"),
+    Column("tokens/s", "tok/s", ("time/tokens_per_s",), "{:.0f}"),
+)
 
 
 class Display(Protocol):
     """What the trainer tells a person."""
 
-    def start(self, title: str, steps: int, first_step: int = 0) -> None:
-        """A run of ``steps`` steps begins, ``first_step`` of which are done already."""
+    def start(self, title: str, steps: int, done: int = 0, columns: tuple[Column, ...] = COLUMNS) -> None:
+        """A loop of ``steps`` steps begins, of which a resumed run has ``done`` behind it."""
+
+    def stage(self, name: str, total: int) -> AbstractContextManager[Advance]:
+        """A part of a step (rollout, update, evaluation): call the context's value with the units just done."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step ``step`` (1-based) is done."""
-
-    def stage(self, name: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        """A context for one part of a step (rollout, update, evaluation); call its value with units of progress."""
+        """Step ``step`` (counted from 1) is done."""
 
     def message(self, text: str) -> None:
-        """A line that stays."""
+        """A line that stays in view."""
 
     def close(self, summary: Mapping[str, object] | None = None) -> None:
-        """The end; with a summary, print it."""
+        """The end: leave the terminal in order and print the summary, if there is one."""
+
+
+def make_display(stream: TextIO | None = None) -> Display:
+    """A live display on a terminal; plain lines into a pipe, a file, a CI log or a dumb terminal."""
+    stream = stream or sys.stdout
+    console = Console(file=stream, highlight=False)
+    if console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI"):
+        return LiveDisplay(console)
+    return PlainDisplay(stream)
 
 
 class PlainDisplay:
-    """One line a step to a stream."""
+    """A header, then one aligned line a step."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
-        self._steps = 0
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._columns: tuple[Column, ...] = COLUMNS
+        self._eta = Eta(0, 0, clock)
 
-    def start(self, title: str, steps: int, first_step: int = 0) -> None:
-        self._steps = steps
+    def start(self, title: str, steps: int, done: int = 0, columns: tuple[Column, ...] = COLUMNS) -> None:
+        """See ``Display``."""
+        self._columns = columns
+        self._eta = Eta(steps, done, self._clock)
         self.message(title)
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.message(f"step {step}/{self._steps}  " + "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+        names = "".join(f"{column.short:>9}" for column in columns)
+        self.message(f"{'step':>{self._step_width}}{names}{'ETA':>9}")
 
     @contextmanager
-    def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        yield lambda done: None
+    def stage(self, name: str, total: int) -> Iterator[Advance]:
+        """See ``Display``: nothing is printed, a log is for what stays true."""
+        yield lambda units: None
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See ``Display``."""
+        left = duration(self._eta.after(step))
+        values = "".join(f"{figure(column, metrics):>9}" for column in self._columns)
+        self.message(f"{f'{step}/{self._eta.steps}':>{self._step_width}}{values}{left:>9}")
 
     def message(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        """See ``Display``."""
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
 
     def close(self, summary: Mapping[str, object] | None = None) -> None:
-        for name, value in (summary or {}).items():
-            self.message(f"{name:24} {value}")
+        """See ``Display``."""
+        if summary:
+            self.message("\n" + summary_block(summary))
+
+    @property
+    def _step_width(self) -> int:
+        return 2 * len(str(self._eta.steps)) + 3
+
+
+class LiveDisplay:
+    """A panel that redraws in place: steps with time left, the running stage, each figure with its recent course."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._live: Live | None = None
+        self._columns: tuple[Column, ...] = COLUMNS
+        self._eta = Eta(0, 0, clock)
+        self._history: dict[str, deque[float]] = {}
+        self._latest: Mapping[str, float] = {}
+        self._progress = self._new_progress()
+        self._steps_task: TaskID | None = None
+
+    def start(self, title: str, steps: int, done: int = 0, columns: tuple[Column, ...] = COLUMNS) -> None:
+        """See ``Display``."""
+        self._stop()
+        self._columns, self._eta = columns, Eta(steps, done, self._clock)
+        self._history, self._latest = {column.title: deque(maxlen=40) for column in columns}, {}
+        self._progress = self._new_progress()
+        self._steps_task = self._progress.add_task("step", total=steps, completed=done, note="")
+        self._console.print(f"[bold]{escape(title)}[/bold]")
+        self._open()
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Advance]:
+        """See ``Display``. Outside a loop (a cold start, the last evaluation) it shows by itself."""
+        alone = self._live is None
+        if alone:
+            self._progress = self._new_progress()
+            self._open()
+        task = self._progress.add_task(escape(name), total=total, note="")
+        try:
+            yield lambda units: self._progress.advance(task, units)
+        finally:
+            self._progress.remove_task(task)
+            if alone:
+                self._stop()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See ``Display``."""
+        self._latest = metrics
+        for column in self._columns:
+            value = first_of(column, metrics)
+            if value is not None and math.isfinite(value):
+                self._history[column.title].append(value)
+        if self._steps_task is not None:
+            left = self._eta.after(step)
+            note = f"{duration(left)} left" if left is not None else ""
+            self._progress.update(self._steps_task, completed=step, note=note)
+
+    def message(self, text: str) -> None:
+        """See ``Display``: printed above the panel."""
+        self._console.print(escape(text))
+
+    def close(self, summary: Mapping[str, object] | None = None) -> None:
+        """See ``Display``."""
+        self._stop()
+        if summary:
+            self._console.print("\n" + escape(summary_block(summary)))
+
+    def _new_progress(self) -> Progress:
+        columns = (
+            TextColumn("{task.description:<10}"),
+            BarColumn(bar_width=32),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        return Progress(*columns, console=self._console)
+
+    def _open(self) -> None:
+        self._live = Live(console=self._console, refresh_per_second=8, get_renderable=self._panel)
+        self._live.start()
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            self._steps_task = None
+
+    def _panel(self) -> RenderableType:
+        if not self._latest:
+            return self._progress
+        table = Table.grid(padding=(0, 2))
+        for column in self._columns:
+            table.add_row(
+                f"  {column.title}", figure(column, self._latest), sparkline(self._history[column.title])
+            )
+        return Group(self._progress, table)
+
+
+class Eta:
+    """Time left, from the mean duration of the recent steps."""
+
+    def __init__(self, steps: int, done: int, clock: Callable[[], float]) -> None:
+        self.steps = steps
+        self._clock = clock
+        self._ends: deque[tuple[int, float]] = deque([(done, clock())], maxlen=11)
+
+    def after(self, step: int) -> float | None:
+        """Seconds left once ``step`` is done."""
+        self._ends.append((step, self._clock()))
+        (first, begun), (last, now) = self._ends[0], self._ends[-1]
+        return (now - begun) / (last - first) * (self.steps - last) if last > first else None
+
+
+def first_of(column: Column, metrics: Mapping[str, float]) -> float | None:
+    """The column's value among the metrics."""
+    return next((metrics[name] for name in column.metrics if name in metrics), None)
+
+
+def figure(column: Column, metrics: Mapping[str, float]) -> str:
+    """The column's value as text, ``-`` where a step has none."""
+    value = first_of(column, metrics)
+    return "-" if value is None else column.form.format(value)
+
+
+def duration(seconds: float | None) -> str:
+    """``42s``, ``3m05s``, ``2h10m``.
+
+    >>> duration(185)
+    '3m05s'
+    """
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+def sparkline(values: deque[float]) -> str:
+    """The course of a figure in one line of block characters, lowest value lowest.
+
+    >>> sparkline(deque([0.0, 0.5, 1.0]))
+    '▁▅█'
+    """
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join("▁▂▃▄▅▆▇█"[round((value - low) / span * 7)] for value in values)
+
+
+def summary_block(summary: Mapping[str, object]) -> str:
+    """Names and values in two columns, seconds and megabytes with their units."""
+    width = max(len(name) for name in summary)
+    return "\n".join(f"{_words(name):<{width}}  {_value(name, value)}" for name, value in summary.items())
+
+
+def _words(name: str) -> str:
+    return name.removesuffix("_s").removesuffix("_mb").replace("_", " ")
+
+
+def _value(name: str, value: object) -> str:
+    if isinstance(value, (int, float)) and name.endswith("_s"):
+        return duration(value)
+    if isinstance(value, (int, float)) and name.endswith("_mb"):
+        return f"{value:,.0f} MB"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -35,7 +35,9 @@ class MetricsLog:
             import wandb as wandb_module
 
             name = run_dir.path.name
-            self._wandb = wandb_module.init(project=wandb, name=name, id=name, resume="allow", dir=str(run_dir.path))
+            self._wandb = wandb_module.init(
+                project=wandb, name=name, id=name, resume="allow", dir=str(run_dir.path)
+            )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of one step. A value that is not finite becomes null: JSON has no NaN."""

@@ -24,11 +24,20 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.config import TrainConfig
-from sorl_train.config_io import config_hash, flatten, read_resolved, to_yaml
+from sorl_train.config_io import config_hash, read_resolved, to_yaml
+from sorl_train.config_schema import flatten
 from sorl_train.manifest import environment_facts
 
 # What may change when a run is resumed: nothing of this alters a step already taken.
-RESUMABLE = ("run_dir", "update.steps", "eval.", "checkpoint.", "log.", "rollout.save_every", "hardware.threads")
+RESUMABLE = (
+    "run_dir",
+    "update.steps",
+    "eval.",
+    "checkpoint.",
+    "log.",
+    "rollout.save_every",
+    "hardware.threads",
+)
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
@@ -40,8 +49,8 @@ def atomic_write(path: Path, content: str | bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        Path(temporary).chmod(0o666 & ~_umask())  # mkstemp makes it private
+        Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -86,7 +95,12 @@ class RunDir:
         run.trajectories.mkdir(parents=True, exist_ok=True)
         run.checkpoints.mkdir(exist_ok=True)
         atomic_write(run.config, to_yaml(config))
-        started = {"started": _now(), "seed": config.seed, "config_sha256": config_hash(config), "resumes": []}
+        started = {
+            "started": _now(),
+            "seed": config.seed,
+            "config_sha256": config_hash(config),
+            "resumes": [],
+        }
         run._write_manifest(started | environment_facts())
         return run
 
@@ -97,9 +111,7 @@ class RunDir:
         Raises ``UserError`` when there is no run, or when a setting changed that would make it another run.
         """
         run = cls(Path(path))
-        if not run.config.is_file():
-            raise UserError(f"nothing to resume: {run.path} holds no run (no config.yaml); drop --resume to start one")
-        old, new = flatten(read_resolved(run.config)), flatten(config)
+        old, new = flatten(saved_config(path)), flatten(config)
         changed = [name for name in new if old[name] != new[name]]
         refused = [name for name in changed if not name.startswith(RESUMABLE)]
         if refused:
@@ -108,6 +120,12 @@ class RunDir:
                 f"cannot resume {run.path} with other settings; a resumed run keeps all but steps, eval, checkpoint "
                 f"and log settings:\n{lines}\nDrop these changes, or start a new run with another --run_dir."
             )
+        if run.summary.is_file() and config.update.steps == old["update.steps"]:
+            raise UserError(
+                f"{run.path} holds a finished run; train it longer with --update.steps N, "
+                f"N above {config.update.steps}, or start a new run with another --run_dir"
+            )
+        run.summary.unlink(missing_ok=True)  # it marks a finished run
         changes = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in changed if name != "run_dir"]
         atomic_write(run.config, to_yaml(config))
         manifest = run.read_manifest()
@@ -140,6 +158,16 @@ class RunDir:
         """Final and best figures; its presence marks the run as finished."""
         atomic_write(self.summary, json.dumps(summary, indent=2) + "\n")
 
+    def discard_if_unused(self) -> None:
+        """Delete the folder if nothing was trained in it, so that a corrected command can use the name."""
+        for folder in (self.trajectories, self.checkpoints):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+        if {path.name for path in self.path.iterdir()} <= {self.config.name, self.manifest.name}:
+            self.config.unlink(missing_ok=True)
+            self.manifest.unlink(missing_ok=True)
+            self.path.rmdir()
+
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
         atomic_write(self.manifest, json.dumps(manifest, indent=2) + "\n")
 
@@ -156,6 +184,16 @@ class RunDir:
                 f"give another folder (--run_dir {another}), or --overwrite to move it aside and start again"
             )
         return f"{self.path} is not empty and holds no run of ours; give another folder (--run_dir {another})"
+
+
+def saved_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+    """The settings of the run in a folder, with overrides on top. Raises ``UserError`` when there is no run."""
+    file = RunDir(Path(path)).config
+    if not file.is_file():
+        raise UserError(
+            f"nothing to resume: {path} holds no run (no {file.name}); drop --resume to start one there"
+        )
+    return read_resolved(file, overrides)
 
 
 def _free_name(path: Path) -> Path:
