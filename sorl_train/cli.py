@@ -83,6 +83,8 @@ def _train(config: TrainConfig, arguments: Arguments) -> int:
         from sorl_train.report import write_report
 
         write_report([run_dir.path], run_dir.report)
+        if summary.get("is_sample"):
+            display.message("These figures are of the task's embedded sample, not of the benchmark.")
         display.close(summary | {"report": run_dir.report, "checkpoints": run_dir.checkpoints})
         return 0
     except UserError as error:

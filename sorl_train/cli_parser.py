@@ -16,7 +16,15 @@ from typing import Any, NoReturn
 from sorl_env.errors import UserError
 from sorl_train.config import TrainConfig
 from sorl_train.config_io import value_from_text
-from sorl_train.config_schema import ConfigField, describe_type, fields, flatten, sections, suggest_key
+from sorl_train.config_schema import (
+    ConfigField,
+    as_text,
+    describe_type,
+    fields,
+    flatten,
+    sections,
+    suggest_key,
+)
 
 DESCRIPTION = """\
 Train a tool-using language-model agent with SO-PPO, SO-GRPO or an algorithm they are compared with.
@@ -124,10 +132,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _field_help(field: ConfigField, shown: dict[str, Any]) -> str:
     choices = f" ({', '.join(field.choices)})" if field.choices and field.name != "algo" else ""
-    value = shown.get(field.name)
-    text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
     paper = f"; paper: {field.paper}" if field.paper else ""
-    return f"{field.help}{choices} [{text}{paper}]"
+    return f"{field.help}{choices} [{as_text(shown.get(field.name))}{paper}]"
 
 
 def _underscored(argument: str) -> str:

@@ -147,6 +147,11 @@ def suggest_key(name: str, *, extra: tuple[str, ...] = (), prefix: str = "") -> 
     return "sorl-train --help lists all."
 
 
+def as_text(value: Any) -> str:
+    """A value as it would be written on the command line."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 def describe_type(field: ConfigField) -> str:
     """The placeholder of a field's value in ``--help``."""
     if field.choices:

@@ -49,15 +49,16 @@ COLUMNS = (
 )
 SFT_COLUMNS = (
     Column("loss", "loss", ("sft/loss",), "{:.4f}"),
+    Column("confident tokens", "conf", ("sft/confident",), "{:.3f}"),
     Column("gradient norm", "grad", ("sft/grad_norm",), "{:.3g}"),
-    Column("tokens/s", "tok/s", ("time/tokens_per_s",), "{:.0f}"),
 )
+EVAL_COLUMN = Column("evaluation", "eval", ("eval/success",), "{:.3f}")
 
 
 class Display(Protocol):
     """What the trainer tells a person."""
 
-    def start(self, title: str, steps: int, done: int = 0, columns: tuple[Column, ...] = COLUMNS) -> None:
+    def start(self, title: str, steps: int, done: int = 0) -> None:
         """A loop of ``steps`` steps begins, of which a resumed run has ``done`` behind it."""
 
     def stage(self, name: str, total: int) -> AbstractContextManager[Advance]:
@@ -88,16 +89,14 @@ class PlainDisplay:
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
-        self._columns: tuple[Column, ...] = COLUMNS
+        self._columns: tuple[Column, ...] = ()
         self._eta = Eta(0, 0, clock)
 
-    def start(self, title: str, steps: int, done: int = 0, columns: tuple[Column, ...] = COLUMNS) -> None:
+    def start(self, title: str, steps: int, done: int = 0) -> None:
         """See ``Display``."""
-        self._columns = columns
+        self._columns = ()
         self._eta = Eta(steps, done, self._clock)
         self.message(title)
-        names = "".join(f"{column.short:>9}" for column in columns)
-        self.message(f"{'step':>{self._step_width}}{names}{'ETA':>9}")
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
@@ -107,8 +106,16 @@ class PlainDisplay:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """See ``Display``."""
         left = duration(self._eta.after(step))
-        values = "".join(f"{figure(column, metrics):>9}" for column in self._columns)
-        self.message(f"{f'{step}/{self._eta.steps}':>{self._step_width}}{values}{left:>9}")
+        width = 2 * len(str(self._eta.steps)) + 3
+        columns = SFT_COLUMNS if "sft/loss" in metrics else COLUMNS
+        if any(first_of(column, metrics) is not None for column in columns[:-1]):
+            if columns != self._columns:
+                self._columns = columns
+                self.message(f"{'step':>{width}}" + "".join(f"{c.short:>9}" for c in columns) + f"{'ETA':>9}")
+            values = "".join(f"{figure(column, metrics):>9}" for column in columns)
+            self.message(f"{f'{step}/{self._eta.steps}':>{width}}{values}{left:>9}")
+        if line := evaluation_line(step, metrics):
+            self.message(line)
 
     def message(self, text: str) -> None:
         """See ``Display``."""
@@ -120,10 +127,6 @@ class PlainDisplay:
         if summary:
             self.message("\n" + summary_block(summary))
 
-    @property
-    def _step_width(self) -> int:
-        return 2 * len(str(self._eta.steps)) + 3
-
 
 class LiveDisplay:
     """A panel that redraws in place: steps with time left, the running stage, each figure with its recent course."""
@@ -132,18 +135,15 @@ class LiveDisplay:
         self._console = console
         self._clock = clock
         self._live: Live | None = None
-        self._columns: tuple[Column, ...] = COLUMNS
         self._eta = Eta(0, 0, clock)
-        self._history: dict[str, deque[float]] = {}
-        self._latest: Mapping[str, float] = {}
+        self._history: dict[Column, deque[float]] = {}
         self._progress = self._new_progress()
         self._steps_task: TaskID | None = None
 
-    def start(self, title: str, steps: int, done: int = 0, columns: tuple[Column, ...] = COLUMNS) -> None:
+    def start(self, title: str, steps: int, done: int = 0) -> None:
         """See ``Display``."""
         self._stop()
-        self._columns, self._eta = columns, Eta(steps, done, self._clock)
-        self._history, self._latest = {column.title: deque(maxlen=40) for column in columns}, {}
+        self._eta, self._history = Eta(steps, done, self._clock), {}
         self._progress = self._new_progress()
         self._steps_task = self._progress.add_task("step", total=steps, completed=done, note="")
         self._console.print(f"[bold]{escape(title)}[/bold]")
@@ -166,11 +166,12 @@ class LiveDisplay:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """See ``Display``."""
-        self._latest = metrics
-        for column in self._columns:
+        for column in (*COLUMNS, *SFT_COLUMNS, EVAL_COLUMN):
             value = first_of(column, metrics)
             if value is not None and math.isfinite(value):
-                self._history[column.title].append(value)
+                self._history.setdefault(column, deque(maxlen=40)).append(value)
+        if line := evaluation_line(step, metrics):
+            self.message(line)
         if self._steps_task is not None:
             left = self._eta.after(step)
             note = f"{duration(left)} left" if left is not None else ""
@@ -207,14 +208,10 @@ class LiveDisplay:
             self._steps_task = None
 
     def _panel(self) -> RenderableType:
-        if not self._latest:
-            return self._progress
         table = Table.grid(padding=(0, 2))
-        for column in self._columns:
-            table.add_row(
-                f"  {column.title}", figure(column, self._latest), sparkline(self._history[column.title])
-            )
-        return Group(self._progress, table)
+        for column, values in self._history.items():
+            table.add_row(f"  {column.title}", column.form.format(values[-1]), sparkline(values))
+        return Group(self._progress, table) if self._history else self._progress
 
 
 class Eta:
@@ -235,6 +232,19 @@ class Eta:
 def first_of(column: Column, metrics: Mapping[str, float]) -> float | None:
     """The column's value among the metrics."""
     return next((metrics[name] for name in column.metrics if name in metrics), None)
+
+
+def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
+    """An evaluation in words, empty when the step had none."""
+    if "eval/success" not in metrics:
+        return ""
+    words = {
+        "eval/success": "success",
+        "eval/valid_turn_rate": "valid turns",
+        "eval/search_off_success": "search off",
+    }
+    figures = ", ".join(f"{word} {metrics[name]:.3f}" for name, word in words.items() if name in metrics)
+    return f"evaluation {f'after step {step}' if step else 'before training'}: {figures}"
 
 
 def figure(column: Column, metrics: Mapping[str, float]) -> str:
@@ -272,9 +282,10 @@ def sparkline(values: deque[float]) -> str:
 
 
 def summary_block(summary: Mapping[str, object]) -> str:
-    """Names and values in two columns, seconds and megabytes with their units."""
-    width = max(len(name) for name in summary)
-    return "\n".join(f"{_words(name):<{width}}  {_value(name, value)}" for name, value in summary.items())
+    """Names and values in two columns, seconds and megabytes with their units; what is None is left out."""
+    lines = {_words(name): _value(name, value) for name, value in summary.items() if value is not None}
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
 def _words(name: str) -> str:
@@ -286,4 +297,6 @@ def _value(name: str, value: object) -> str:
         return duration(value)
     if isinstance(value, (int, float)) and name.endswith("_mb"):
         return f"{value:,.0f} MB"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if type(value) is int else str(value)

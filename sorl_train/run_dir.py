@@ -17,7 +17,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,9 @@ from sorl_train.manifest import environment_facts
 
 # What may change when a run is resumed: nothing of this alters a step already taken.
 RESUMABLE = (
-    "run_dir",
-    "update.steps",
-    "eval.",
-    "checkpoint.",
-    "log.",
-    "rollout.save_every",
-    "hardware.threads",
-)
+    "run_dir update.steps rollout.save_every hardware.threads eval.every eval.num_examples eval.num_examples_final "
+    "eval.temperature eval.search_off checkpoint.every checkpoint.keep log.tensorboard log.wandb"
+).split()
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
@@ -113,7 +108,7 @@ class RunDir:
         run = cls(Path(path))
         old, new = flatten(saved_config(path)), flatten(config)
         changed = [name for name in new if old[name] != new[name]]
-        refused = [name for name in changed if not name.startswith(RESUMABLE)]
+        refused = [name for name in changed if name not in RESUMABLE]
         if refused:
             lines = "\n".join(f"  {name}: {old[name]!r} in the run, {new[name]!r} now" for name in refused)
             raise UserError(
@@ -141,12 +136,13 @@ class RunDir:
         """
         manifest = self.read_manifest()
         fresh = json.loads(json.dumps(facts))
-        for name, value in manifest.get(section, {}).items():
-            if fresh.get(name) != value:
-                raise UserError(
-                    f"{section}.{name} changed since {self.path} was started: it was {value!r}, it is "
-                    f"{fresh.get(name)!r}. Restore it, or start a new run with another --run_dir."
-                )
+        changed = list(_differences(manifest.get(section, fresh), fresh, section))
+        if changed:
+            lines = "\n".join(f"  {line}" for line in changed)
+            raise UserError(
+                f"{self.path} was started with something else:\n{lines}\n"
+                "Restore it, or start a new run with another --run_dir."
+            )
         if manifest.get(section) != fresh:
             self._write_manifest(manifest | {section: fresh})
 
@@ -194,6 +190,15 @@ def saved_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -
             f"nothing to resume: {path} holds no run (no {file.name}); drop --resume to start one there"
         )
     return read_resolved(file, overrides)
+
+
+def _differences(old: Any, new: Any, name: str) -> Iterator[str]:
+    """One line for each value that differs between two JSON values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            yield from _differences(old.get(key), new.get(key), f"{name}.{key}")
+    elif old != new:
+        yield f"{name}: {old!r} then, {new!r} now"
 
 
 def _free_name(path: Path) -> Path:

@@ -1,0 +1,196 @@
+"""``--dry_run``: what a command would train, on what, and in how much memory; nothing is trained or kept."""
+
+from __future__ import annotations
+
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.errors import UserError
+from sorl_env.tokens import encode_prompt
+from sorl_train.cold_start import TINY, cache_folder, cold_start_key
+from sorl_train.config import CRITIC_ALGOS, TrainConfig
+from sorl_train.config_schema import as_text, flatten
+from sorl_train.environments import make_env
+from sorl_train.memory import MemoryEstimate, ModelShape, estimate_memory
+from sorl_train.models import compute_dtype, load_tokenizer, pick_device
+from sorl_train.tiny import build_tiny_policy
+
+
+def plan_text(config: TrainConfig) -> str:
+    """The plan of a run. Raises ``UserError`` for whatever would stop it before its first step."""
+    transformers_logging.disable_progress_bar()
+    env, eval_env = make_env(config), make_env(config, evaluation=True)
+    with _model_folder(config, env) as (folder, origin):
+        tokenizer = load_tokenizer(folder)
+        shape = model_shape(folder, config.hardware.lora_rank)
+        prompt = _prompt(config, env, tokenizer)
+    parts: tuple[tuple[str, list[str]], ...] = (
+        ("Dry run: nothing is trained or written.", []),
+        ("Settings (* differs from the default)", _settings(config)),
+        ("Data", [_source("train", env), _source("eval", eval_env), *_sample_note(env, eval_env), *prompt]),
+        ("Tools", _tools(env)),
+        ("Model", _model(config, shape, origin)),
+        ("Memory, upper bound", _memory(config, shape, env)),
+        ("Steps", _steps(config)),
+    )
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts)
+
+
+def model_shape(folder: str, lora_rank: int = 0) -> ModelShape:
+    """Sizes of the model in a folder, counted on the meta device, where tensors have a shape and no storage."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            policy = AutoModelForCausalLM.from_config(config)
+            backbone = AutoModel.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"no model configuration could be read from {folder!r}: {first_line}") from error
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    parameters = sum(p.numel() for p in policy.parameters())
+    return ModelShape(
+        parameters=parameters,
+        backbone_parameters=sum(p.numel() for p in backbone.parameters()),
+        trained=_lora_parameters(policy, lora_rank) if lora_rank else parameters,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        key_value_width=heads * head_dim,
+        vocabulary=config.vocab_size,
+    )
+
+
+def _lora_parameters(policy: Any, rank: int) -> int:
+    """Adapters of every linear layer but the output projection."""
+    output = policy.get_output_embeddings()
+    linear = [module for module in policy.modules() if isinstance(module, nn.Linear) and module is not output]
+    return sum(rank * (layer.in_features + layer.out_features) for layer in linear)
+
+
+@contextmanager
+def _model_folder(config: TrainConfig, env: ToolUseEnv) -> Iterator[tuple[str, str]]:
+    """Where the model's sizes and tokenizer can be read, and a word on where the policy will come from."""
+    if config.model != TINY:
+        yield config.model, config.model
+        return
+    cached = cache_folder() / "policies" / cold_start_key(config)
+    if cached.is_dir():
+        yield str(cached), f"tiny, cold-started before and kept in {cached}"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            build_tiny_policy(env.task, folder, seed=config.seed, **config.hardware.tiny)
+        except TypeError as error:
+            raise UserError(f"hardware.tiny: {error}") from error
+        cold_start = (
+            f"after a cold start of {config.sft.steps} supervised steps"
+            if config.stage == "rl"
+            else "untrained"
+        )
+        yield folder, f"tiny, built for the task, {cold_start}"
+
+
+def _settings(config: TrainConfig) -> list[str]:
+    lines = []
+    for (name, value), default in zip(flatten(config).items(), flatten(TrainConfig()).values(), strict=True):
+        same = value == default
+        note = "" if same else f"  (default {as_text(default)})"
+        lines.append(f"{' ' if same else '*'} {name}: {as_text(value)}{note}")
+    return lines
+
+
+def _source(name: str, env: ToolUseEnv) -> str:
+    examples = env.examples
+    count = f"{len(examples.examples):,} examples"
+    return f"{name}: {examples.source}, split {examples.split}, {count}, sha256 {examples.sha256[:16]}"
+
+
+def _sample_note(*envs: ToolUseEnv) -> list[str]:
+    if any(env.examples.is_sample for env in envs):
+        return ["NOTE: this is the task's embedded sample, not the benchmark; give --data for real questions"]
+    return []
+
+
+def _prompt(config: TrainConfig, env: ToolUseEnv, tokenizer: Any) -> list[str]:
+    example = env.examples.examples[0]
+    text = env.task.prompt(example)
+    ids = encode_prompt(
+        tokenizer, text, env.task.system_prompt, use_chat_template=config.hardware.chat_template
+    )
+    shown = textwrap.shorten(text, 600, placeholder=" ...")
+    return [
+        f"first prompt, {len(ids)} tokens of at most {env.limits.max_prompt_tokens}:",
+        *textwrap.wrap(shown, 100, initial_indent="  ", subsequent_indent="  "),
+    ]
+
+
+def _tools(env: ToolUseEnv) -> list[str]:
+    return [
+        textwrap.shorten(f"{t.name}: {t.description}", 110, placeholder=" ..") for t in env.toolbox.tools
+    ] or ["none"]
+
+
+def _model(config: TrainConfig, shape: ModelShape, origin: str) -> list[str]:
+    lines = [
+        f"policy: {origin}",
+        f"{shape.parameters:,} parameters, {shape.trained:,} trained; {shape.layers} layers of width {shape.hidden}, "
+        f"{shape.vocabulary:,} words",
+    ]
+    if config.algo in CRITIC_ALGOS and config.stage == "rl":
+        lines.append(f"critic: {shape.backbone_parameters + shape.hidden + 1:,} parameters")
+    if config.loss.kl_coef > 0 and config.stage == "rl":
+        lines.append("reference: a frozen copy of the policy (loss.kl_coef=0 does without)")
+    return lines
+
+
+def _memory(config: TrainConfig, shape: ModelShape, env: ToolUseEnv) -> list[str]:
+    device = pick_device(config.hardware.device)
+    dtype = compute_dtype(config.hardware, device)
+    need = estimate_memory(config, shape, env.limits, dtype.itemsize)
+    rows = (
+        ("weights", need.weights, "policy and critic, float32"),
+        ("gradients", need.gradients, ""),
+        ("optimizer", need.optimizer, "Adam's two moments"),
+        ("reference", need.reference, ""),
+        ("sampling", need.sampling, "key-value cache of the rows in flight (sampler.max_concurrency)"),
+        ("scoring", need.scoring, "update.log_prob_micro_batch_size"),
+        ("updating", need.updating, "activations and logits of a micro-batch"),
+    )
+    lines = [f"{name:<10}{_gb(size):>9}  {note}".rstrip() for name, size, note in rows]
+    return [f"on {device.type}, computing in {str(dtype).removeprefix('torch.')}", *lines, _peak(need)]
+
+
+def _peak(need: MemoryEstimate) -> str:
+    return f"{'peak':<10}{_gb(need.peak):>9}  the first four and the largest of the other three"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def _steps(config: TrainConfig) -> list[str]:
+    if config.stage == "sft":
+        return [f"{config.sft.steps} supervised steps of {config.sft.batch_size} demonstrations"]
+    update, rollout = config.update, config.rollout
+    mini = rollout.batch_size // update.mini_batch_size
+    prompts = rollout.batch_size // rollout.group_size
+    each = mini * update.epochs
+    return [
+        f"a step collects {rollout.batch_size} trajectories, {prompts} prompts of {rollout.group_size}",
+        f"and takes {each} optimizer steps: {update.epochs} epochs of {mini} mini-batches of {update.mini_batch_size}",
+        f"{update.steps} steps: {update.steps * each:,} optimizer steps, "
+        f"{update.steps * rollout.batch_size:,} trajectories",
+        f"run folder: {config.run_dir}"
+        + (" (exists already)" if Path(config.run_dir or "").exists() else ""),
+    ]
