@@ -16,7 +16,9 @@ def gae(
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
     if bool((rewards.masked_fill(action_mask, 0.0) != 0).any()):
-        raise ValueError("a reward lies off the action tokens; put each turn's reward on its last action token")
+        raise ValueError(
+            "a reward lies off the action tokens; put each turn's reward on its last action token"
+        )
     slots = action_mask.cumsum(dim=1) - 1  # (B, T): index among the row's action tokens
     count = int(slots.max()) + 1 if slots.numel() else 0
     slots = slots.masked_fill(~action_mask, count)  # one spare column takes everything else
@@ -63,7 +65,9 @@ def group_advantages(
     count = total(kept)
     mean = total(r) / count.clamp(min=1)
     centred = (r - mean[index]) * kept
-    spread = r.new_full((size,), -torch.inf).scatter_reduce_(0, index, r.masked_fill(~included, -torch.inf), "amax")
+    spread = r.new_full((size,), -torch.inf).scatter_reduce_(
+        0, index, r.masked_fill(~included, -torch.inf), "amax"
+    )
     spread = spread - r.new_full((size,), torch.inf).scatter_reduce_(
         0, index, r.masked_fill(~included, torch.inf), "amin"
     )

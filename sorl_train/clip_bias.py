@@ -16,6 +16,7 @@ log-probability space and its figure shows the norm of a gradient. So the norm i
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass, fields
 from typing import Literal, TypeVar, get_args
@@ -24,21 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sorl_train.segments import Segments
+
 ClipBiasNorm = Literal["scalar", "trajectory", "token", "token_mean", "logit", "gradient"]
 Scope = Literal["mini_batch", "trajectory"]
 Target = Literal["gradient", "update"]
 
 SumsT = TypeVar("SumsT", bound="Sums")
-
-
-def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises ValueError naming ``value``, the choices and the nearest one."""
-    if value not in choices:
-        import difflib
-
-        near = difflib.get_close_matches(value, choices, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown {what} {value!r}; choose from {', '.join(choices)}.{hint}")
 
 
 @dataclass(frozen=True)
@@ -113,6 +106,59 @@ class ClipBias(Sums):
         return norms if math.isnan(logit) else {**norms, "logit": math.sqrt(logit)}
 
 
+def measure(
+    segments: Segments,
+    ratio: Tensor,
+    bias: Tensor,
+    cut: Tensor,
+    *,
+    logit_scale: Tensor | None,
+    trajectory_norm: ClipBiasNorm | None,
+    delta: float,
+) -> tuple[Tensor, ClipBias]:
+    """The clipping bias of a micro-batch, for ``policy_loss``.
+
+    Args:
+        ratio: (S,) importance ratio of each segment.
+        bias: (S,) sum of c_t over its tokens.
+        cut: (N,) abs(A_t) on clipped tokens, 0 elsewhere, so that abs(c_t) is its product with the ratio.
+        logit_scale: (B, T).
+
+    Returns:
+        The factors f_i (B,) of the trajectory scope, 1 without ``trajectory_norm``; the statistics.
+    """
+    mean = segments.rows(bias) / segments.row_lengths.clamp(min=1)
+    ratio_square = ratio.square()
+    square = segments.rows(ratio_square * segments.total(cut.square()))
+    logit_square = torch.full_like(square, torch.nan)
+    if logit_scale is not None:
+        scaled = segments.pick(logit_scale, cut.dtype).mul(cut).square_()
+        logit_square = segments.rows(ratio_square * segments.total(scaled))
+    present = (segments.row_lengths > 0).to(mean.dtype)
+    factors = torch.ones_like(mean)
+    if trajectory_norm is not None:
+        check_choice("trajectory_norm", trajectory_norm, get_args(ClipBiasNorm))
+        check_scope(trajectory_norm, "trajectory")
+        check_delta(delta)
+        if trajectory_norm == "logit" and logit_scale is None:
+            raise ValueError(
+                "trajectory_norm 'logit' needs logit_scale; token_log_probs(logit_scale=True) gives it"
+            )
+        norms = {"scalar": mean.abs(), "trajectory": mean.abs(), "logit": logit_square.sqrt()}
+        factors = norms.get(trajectory_norm, square.sqrt()).clamp(min=delta).reciprocal()
+    statistics = ClipBias(
+        trajectories=present.sum(),
+        clipped=cut.count_nonzero().to(mean.dtype),
+        mean_sum=mean.sum(),
+        mean_square_sum=mean.square().sum(),
+        square_sum=square.sum(),
+        l2_sum=square.sqrt().sum(),
+        logit_square_sum=logit_square.sum(),
+        factor_sum=(factors * present).sum(),
+    )
+    return factors, statistics
+
+
 @dataclass(frozen=True)
 class Normalization:
     """What the trainer multiplies: the gradient before clipping, and the optimizer's step (its learning rate).
@@ -130,6 +176,7 @@ def clip_bias_factor(
     clip_bias: ClipBias, norm: ClipBiasNorm, delta: float = 1.0, gradient_norm: float | None = None
 ) -> float:
     """1 / max(||C||, delta), eq:ST_PPO_mc and eq:GRPO_MC. The paper's delta is 1."""
+    check_delta(delta)
     return 1.0 / max(clip_bias.norm(norm, gradient_norm), delta)
 
 
@@ -142,28 +189,49 @@ def normalization(
     delta: float = 1.0,
     gradient_norm: float | None = None,
 ) -> Normalization:
-    """Scales of one optimizer step.
+    """The scales of one optimizer step.
+
+    ============  =================  ============  ==============================================================
+    scope         target             grad, update
+    ============  =================  ============  ==============================================================
+    mini_batch    gradient           f, 1          eq:ST_PPO_mc as written
+    mini_batch    update             1, f          "adaptively reduces the effective step size"
+    trajectory    gradient           1, 1          the loss carries f_i (``policy_loss(trajectory_norm=...)``):
+                                                   "reweights each sampled generation according to its clipping bias"
+    trajectory    update             1/m, m        m = mean of f_i: relative weights in the gradient, m on the step
+    ============  =================  ============  ==============================================================
+
+    The targets are one and the same for plain SGD. Adam divides a constant scale of the gradient out again.
 
     Args:
         clip_bias: of the whole mini-batch: summed over its micro-batches and ranks.
-        scope: ``mini_batch``, one factor f (eq:ST_PPO_mc); ``trajectory``, a factor f_i each, which the loss
-            already carries ("reweights each sampled generation according to its clipping bias").
-        target: ``gradient``, f multiplies the gradient; ``update``, f multiplies the optimizer's step. The two are
-            one and the same for plain SGD; Adam divides a constant scale of the gradient out again.
-            In the trajectory scope ``update`` divides the mean of f_i out of the gradient and puts it on the step.
+        norm: of the mini-batch scope. In the trajectory scope the factors are already in the loss, and this is only
+            the norm that is reported.
+        gradient_norm: for ``norm="gradient"``: L2 norm of the parameter gradient of ``clip_bias_objective``, summed
+            over the mini-batch; not needed when nothing was clipped.
+
+    Raises:
+        ValueError: for an unknown choice, a norm that the scope cannot have, or a delta that is not positive.
     """
     check_choice("scope", scope, get_args(Scope))
     check_choice("target", target, get_args(Target))
     check_scope(norm, scope)
-    value = clip_bias.norm(norm, gradient_norm)
-    if scope == "mini_batch":
-        factor = 1.0 / max(value, delta)
-        grad_scale, update_scale = (factor, 1.0) if target == "gradient" else (1.0, factor)
-    else:
+    factor = clip_bias_factor(clip_bias, norm, delta, gradient_norm)
+    if scope == "trajectory":
         count = float(clip_bias.trajectories)
         factor = float(clip_bias.factor_sum) / count if count else 1.0
         grad_scale, update_scale = (1.0, 1.0) if target == "gradient" else (1.0 / factor, factor)
-    return Normalization(grad_scale, update_scale, value, factor)
+    else:
+        grad_scale, update_scale = (factor, 1.0) if target == "gradient" else (1.0, factor)
+    return Normalization(grad_scale, update_scale, clip_bias.norm(norm, gradient_norm), factor)
+
+
+def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError naming ``value``, the choices and the nearest one."""
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown {what} {value!r}; choose from {', '.join(choices)}.{hint}")
 
 
 def check_scope(norm: str, scope: str) -> None:
@@ -173,3 +241,9 @@ def check_scope(norm: str, scope: str) -> None:
             "clip_bias_norm 'gradient' with scope 'trajectory' would take a backward for each trajectory; "
             "use scope 'mini_batch', or norm 'logit', which is exact in logit space"
         )
+
+
+def check_delta(delta: float) -> None:
+    """Raises ValueError unless ``delta``, the norm's lower bound, is positive."""
+    if not delta > 0.0:
+        raise ValueError(f"delta, the lower bound of the clipping bias norm, must be positive, not {delta}")

@@ -51,7 +51,9 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_lp: Tensor | None, grad_h: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_lp: Tensor | None, grad_h: Tensor | None, _: Tensor | None
+    ) -> tuple[Any, ...]:
         logits, targets, log_z, entropies = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for i in range(0, logits.shape[0], ctx.chunk):
@@ -87,5 +89,7 @@ def token_log_probs(
         logits.reshape(-1, vocabulary), targets.reshape(-1), temperature, chunk, entropy, logit_scale
     )
     return TokenStats(
-        log_probs.view(shape), entropies.view(shape) if entropy else None, scales.view(shape) if logit_scale else None
+        log_probs.view(shape),
+        entropies.view(shape) if entropy else None,
+        scales.view(shape) if logit_scale else None,
     )

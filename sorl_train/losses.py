@@ -1,17 +1,18 @@
 """Policy, value and KL losses: tensors in, scalar and statistics out. Pure torch.
 
-Shapes: B trajectories, T scored positions (index t scores ``token_ids[t + 1]``). A worked layout::
+Shapes: B trajectories, T scored positions (index t scores ``token_ids[t + 1]``). A worked layout, before the shift::
 
-    token_ids[1:] = [P  P  A0 A0 A0 O  O  A1 A1]
-    loss_mask     = [0  0  1  1  1  0  0  1  1 ]
-    turn_ids      = [-1 -1 0  0  0  -1 -1 1  1 ]
+    token_ids = [P  P  P  A0 A0 A0 O  O  A1 A1]
+    loss_mask = [0  0  0  1  1  1  0  0  1  1 ]
+    turn_ids  = [-1 -1 -1 0  0  0  -1 -1 1  1 ]
 
-One function, three switches (``ALGORITHMS``): the ratio's level, the clipping-triggered normalization, the advantage.
+One function, ``policy_loss``, and three switches (``ALGORITHMS``): the level of the importance ratio, the
+clipping-triggered normalization, the advantage. What is off the loss mask is never read, so it may be anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -20,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sorl_train.clip_bias import ClipBias, ClipBiasNorm, Sums, check_choice, check_scope
+from sorl_train.clip_bias import ClipBias, ClipBiasNorm, Sums, check_choice, measure
+from sorl_train.segments import RatioLevel, Segments
 
-RatioLevel = Literal["token", "turn", "sequence"]
 Aggregation = Literal["trajectory_mean", "token_mean"]
 KLKind = Literal["k1", "k2", "k3"]
 
-MAX_LOG_RATIO = 20.0  # exp(20) is about 5e8: far from float32's end, far beyond any use
+MAX_LOG_RATIO = 20.0  # exp(20) is about 5e8: beyond any use, and its square still far from float32's end
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def get_algorithm(name: str) -> Algorithm:
 
 @dataclass(frozen=True)
 class LossStats(Sums):
-    """Sums behind the metrics, over the loss tokens. ``log_ratio`` is the token's own, whatever the ratio's level."""
+    """Sums over the loss tokens, behind the metrics. ``log_ratio`` is the token's own at every ratio level."""
 
     tokens: Tensor
     clipped: Tensor
@@ -68,7 +69,11 @@ class LossStats(Sums):
     log_ratio_square_sum: Tensor
 
     def metrics(self) -> dict[str, float]:
-        """``clip_frac``; ``approx_kl``, the estimate mean(log_ratio^2) / 2 (k2); ``ratio_mean`` and ``ratio_std``."""
+        """Metrics by name.
+
+        ``clip_frac``: share of clipped tokens. ``approx_kl``: mean(log_ratio^2) / 2, an estimate of KL(old || current)
+        that is never negative and needs no exponential. ``ratio_mean``, ``ratio_std``: of the ratio in the loss.
+        """
         tokens = max(float(self.tokens), 1.0)
         mean = float(self.ratio_sum) / tokens
         return {
@@ -84,25 +89,21 @@ class LossOutput:
     """What ``policy_loss`` returns.
 
     Attributes:
-        loss: scalar, to call backward on.
+        loss: scalar, to call backward on once.
         clip_bias: statistics of the clipping bias, detached, to be summed over micro-batches and ranks.
         stats: sums behind the metrics, likewise.
         clip_bias_objective: scalar whose parameter gradient is that of the clipping bias C; None unless asked for,
             and None when this micro-batch clipped nothing.
-        ratio: (B, T) detached importance ratio of each token, 1 off the loss tokens.
-        clipped: (B, T) bool, the tokens of B^c.
     """
 
     loss: Tensor
     clip_bias: ClipBias
     stats: LossStats
     clip_bias_objective: Tensor | None
-    ratio: Tensor
-    clipped: Tensor
 
 
 class _WithGradient(torch.autograd.Function):
-    """A scalar whose gradient with respect to ``inputs`` is already known in closed form."""
+    """A scalar whose gradient with respect to ``inputs`` is known in closed form."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
@@ -117,23 +118,29 @@ class _WithGradient(torch.autograd.Function):
 
 
 def loss_denominator(loss_mask: Tensor, aggregation: Aggregation = "trajectory_mean") -> float:
-    """What this mask (B, T) adds to the denominator: trajectories with a loss token, or loss tokens.
+    """What a mask (B, T) adds to the denominator: its trajectories with a loss token, or its loss tokens.
 
-    Summed over the micro-batches and ranks of a mini-batch it is the ``denominator`` argument of the losses.
+    Summed over the micro-batches and ranks of a mini-batch it is the ``denominator`` argument of every loss here.
     """
     check_choice("aggregation", aggregation, get_args(Aggregation))
     counted = loss_mask.any(dim=1) if aggregation == "trajectory_mean" else loss_mask
     return float(counted.sum())
 
 
-def _row_weights(loss_mask: Tensor, aggregation: Aggregation, denominator: float | None, dtype: torch.dtype) -> Tensor:
-    """(B, 1): the weight of each token of a trajectory in the aggregated loss."""
-    if denominator is None:
-        denominator = loss_denominator(loss_mask, aggregation)
+def _row_weights(
+    lengths: Tensor, aggregation: Aggregation, denominator: float | None, dtype: torch.dtype
+) -> Tensor:
+    """(B,): the weight of each loss token of a trajectory in the aggregate; ``lengths`` (B,) is |y|."""
     check_choice("aggregation", aggregation, get_args(Aggregation))
-    counts = loss_mask.sum(dim=1, keepdim=True).to(dtype)
-    lengths = counts.clamp(min=1.0) if aggregation == "trajectory_mean" else torch.ones_like(counts)
-    return 1.0 / (lengths * max(denominator, 1.0))
+    if denominator is None:
+        counted = lengths.count_nonzero() if aggregation == "trajectory_mean" else lengths.sum()
+        denominator = float(counted)
+    elif denominator < 0:
+        raise ValueError(f"denominator must not be negative, not {denominator}")
+    per_row = lengths.clamp(min=1) if aggregation == "trajectory_mean" else torch.ones_like(lengths)
+    return (
+        per_row.to(dtype) * (denominator or 1.0)
+    ).reciprocal()  # a denominator of 0: no tokens, nothing to weigh
 
 
 def aggregate(
@@ -145,39 +152,12 @@ def aggregate(
 ) -> Tensor:
     """Differentiable mean of ``per_token`` (B, T) over the loss tokens, as the policy loss takes it.
 
-    ``trajectory_mean``: sum over trajectories of (1/|y|) sum_t, divided by ``denominator`` trajectories.
-    ``token_mean``: sum over tokens, divided by ``denominator`` tokens. None means this batch alone.
+    ``trajectory_mean``: (1/denominator) sum over trajectories of (1/|y|) sum over tokens, as the paper writes it.
+    ``token_mean``: (1/denominator) sum over tokens.
+    None as ``denominator`` is this batch's own, ``loss_denominator(loss_mask, aggregation)``.
     """
-    weights = _row_weights(loss_mask, aggregation, denominator, per_token.dtype)
-    return (per_token.masked_fill(~loss_mask, 0.0).sum(dim=1, keepdim=True) * weights).sum()
-
-
-def _segment_mean(level: RatioLevel, loss_mask: Tensor, turn_ids: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The linear map that replaces each token's value by the mean over its token, turn or sequence.
-
-    It takes (B, T) values that are 0 off the loss tokens and returns (B, T), with arbitrary values off the loss tokens.
-    The map is its own adjoint, so that it serves the forward pass and the gradient alike.
-    """
-    if level == "token":
-        return lambda values: values
-    if level == "sequence":
-        lengths = loss_mask.sum(dim=1, keepdim=True).clamp(min=1).to(dtype)
-        return lambda values: (values.sum(dim=1, keepdim=True) / lengths).expand_as(values)
-    ids = turn_ids.masked_fill(~loss_mask, 0).long()
-    low, high = (int(v) for v in torch.aminmax(ids)) if ids.numel() else (0, 0)
-    if low < 0:
-        raise ValueError(f"turn_ids is {low} on a loss token; every loss token needs the id (>= 0) of its turn")
-    if high >= ids.shape[1]:  # far-apart ids: number them afresh, so that memory does not grow with the largest
-        ids, high = torch.unique(ids, return_inverse=True)[1], ids.shape[1] * ids.shape[0]
-        high = int(ids.max())
-    shape = (ids.shape[0], high + 1)  # (B, K)
-    lengths = torch.zeros(shape, dtype=dtype, device=ids.device).scatter_add_(1, ids, loss_mask.to(dtype)).clamp_(min=1)
-
-    def mean(values: Tensor) -> Tensor:
-        sums = torch.zeros(shape, dtype=dtype, device=ids.device).scatter_add_(1, ids, values)
-        return (sums / lengths).gather(1, ids)
-
-    return mean
+    weights = _row_weights(loss_mask.sum(dim=1), aggregation, denominator, per_token.dtype)
+    return (per_token.masked_fill(~loss_mask, 0.0).sum(dim=1) * weights).sum()
 
 
 def policy_loss(
@@ -197,85 +177,119 @@ def policy_loss(
     delta: float = 1.0,
     clip_bias_objective: bool = False,
 ) -> LossOutput:
-    """Clipped surrogate loss of PPO, Turn-PPO, GRPO and GSPO, with the statistics of its clipping bias."""
+    """The clipped surrogate loss of all seven algorithms, and the statistics of its clipping bias.
+
+    The tokens of a *segment* share an importance ratio w, the geometric mean over its loss tokens
+    (eq:turn_level_IS): a segment is a token (eq:ppo_obj, eq:GRPO_objective), a turn (eq:turn_level_PPO) or the
+    whole sequence (GSPO). Clipping stays per token: token t of segment s is clipped, a member of B^c, when A_t > 0
+    and w_s > 1 + eps_high, or A_t < 0 and w_s < 1 - eps. With ``A_s = sum_t A_t`` and ``cut_s`` the part of it on
+    clipped tokens::
+
+        surrogate_s    = w_s (A_s - cut_s) + clip(w_s) cut_s                    eqn:ppo_objective_no_clip
+        d J / d logp_t = (1/|y|) w_s (A_s - cut_s) / |s|,  t in s               eq:turn_level_credit_assignment
+        c_s            = w_s cut_s, the clipping bias                           eq:Cturn_def, eq:ppo_composition
+
+    Deviations from the paper: |y| and the turn's length count loss tokens (the policy's own, less those masked out
+    of the loss). A token with A_t = 0 counts as not clipped; it has nothing to clip. The segment's log-ratio is
+    clamped to +-20; beyond it the loss has the gradient of the clamp, 0, while the clipping bias keeps
+    w = exp(+-20). Ratios are computed in float32, or float64 for float64 ``log_probs``.
+
+    Args:
+        log_probs: (B, T), the only input a gradient flows to; it can be taken once, not twice.
+        old_log_probs, advantages: (B, T).
+        loss_mask: (B, T) bool. A trajectory without loss tokens contributes 0.
+        turn_ids: (B, T) int, >= 0 on loss tokens, not decreasing along a trajectory; read at level ``turn`` only.
+        clip_eps: clip range; the paper's value is 0.2. GSPO's own is about 3e-4.
+        clip_eps_high: upper clip range where it differs.
+        aggregation, denominator: see ``aggregate``. The denominator is of the whole mini-batch, over all its
+            micro-batches and ranks, whose gradients are to be summed, not averaged.
+        logit_scale: (B, T) as ``token_log_probs`` gives it, for the ``logit`` norm.
+        trajectory_norm: clip-bias norm for the trajectory scope: each trajectory's terms are multiplied by its own
+            f_i = 1 / max(||C_i||, delta), a constant to the gradient. None: f_i = 1.
+        delta: lower bound of that norm; the paper's value is 1.
+        clip_bias_objective: also build the scalar behind the ``gradient`` norm.
+
+    Raises:
+        ValueError: for shapes that differ, an unknown choice, or turn ids that break their contract.
+    """
     check_choice("ratio_level", ratio_level, get_args(RatioLevel))
+    named = {
+        "old_log_probs": old_log_probs,
+        "advantages": advantages,
+        "loss_mask": loss_mask,
+        "turn_ids": turn_ids,
+    }
+    for name, tensor in named.items():
+        if tensor.shape != log_probs.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, log_probs {tuple(log_probs.shape)}")
     with torch.no_grad():
         dtype = torch.promote_types(log_probs.dtype, torch.float32)
-        ignored = ~loss_mask
-        diff = (log_probs.to(dtype) - old_log_probs.to(dtype)).masked_fill_(ignored, 0.0)
-        mean = _segment_mean(ratio_level, loss_mask, turn_ids, dtype)
-        log_ratio = mean(diff)
-        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().masked_fill_(ignored, 1.0)
-        unclipped = ratio * advantages.to(dtype).masked_fill(ignored, 0.0)
-        surrogate = torch.minimum(
-            unclipped,
-            ratio.clamp(1.0 - clip_eps, 1.0 + (clip_eps if clip_eps_high is None else clip_eps_high))
-            * advantages.to(dtype).masked_fill(ignored, 0.0),
+        segments = Segments.of(ratio_level, loss_mask, turn_ids)
+        sizes = segments.sizes.to(dtype)
+        log_ratio = segments.pick(log_probs, dtype).sub_(segments.pick(old_log_probs, dtype))
+        kl_sum = torch.dot(log_ratio, log_ratio)
+        log_ratio = segments.total(log_ratio) / sizes
+        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
+        bounded = ratio.clamp(1.0 - clip_eps, 1.0 + (clip_eps if clip_eps_high is None else clip_eps_high))
+        side = torch.sign(ratio - bounded)  # the sign of the advantages that this segment clips; 0: none
+        advantage = segments.pick(advantages, dtype)
+        cut = (segments.spread(side) * advantage).relu_()  # |A_t| on clipped tokens, 0 elsewhere
+        cut_advantage = segments.total(cut) * side
+        kept = ratio * (segments.total(advantage) - cut_advantage)
+        surrogate = segments.rows(torch.addcmul(kept, bounded, cut_advantage))
+        bias = ratio * cut_advantage
+        factors, clip_bias = measure(
+            segments, ratio, bias, cut, logit_scale=logit_scale, trajectory_norm=trajectory_norm, delta=delta
         )
-        clipped = surrogate < unclipped
-        bias = unclipped.masked_fill(~clipped, 0.0)
-        factors, statistics = _clip_bias(bias, clipped, loss_mask, logit_scale, trajectory_norm, delta)
-        weights = factors * _row_weights(loss_mask, aggregation, denominator, dtype)
-        value = -(surrogate.sum(dim=1, keepdim=True) * weights).sum()
-        frozen = clipped | (log_ratio.abs() >= MAX_LOG_RATIO) | ignored
-        gradient = mean(unclipped.masked_fill(frozen, 0.0) * -weights).masked_fill(ignored, 0.0)
-        tokens = loss_mask.sum().to(dtype)
-        padding = ratio.numel() - tokens
+        weights = factors * _row_weights(segments.row_lengths, aggregation, denominator, dtype)  # (B,)
         stats = LossStats(
-            tokens, statistics.clipped, ratio.sum() - padding, ratio.square().sum() - padding, diff.square().sum()
+            tokens=segments.row_lengths.sum().to(dtype),
+            clipped=clip_bias.clipped,
+            ratio_sum=(ratio * segments.counts).sum(),
+            ratio_square_sum=(ratio.square() * segments.counts).sum(),
+            log_ratio_square_sum=kl_sum,
         )
-    loss = _WithGradient.apply(log_probs, value, gradient.to(log_probs.dtype))
+        credit = kept * (log_ratio.abs() < MAX_LOG_RATIO) / sizes
+        gradient = segments.place(segments.spread(credit)).mul_(-weights[:, None])
+    loss = _WithGradient.apply(log_probs, -(surrogate * weights).sum(), gradient.to(log_probs.dtype))
     objective = None
-    if clip_bias_objective and bool(clipped.any()):
-        bias_gradient = mean(bias * weights).masked_fill(ignored, 0.0)
-        objective = _WithGradient.apply(
-            log_probs, (bias.sum(dim=1, keepdim=True) * weights).sum(), bias_gradient.to(log_probs.dtype)
-        )
-    return LossOutput(loss, statistics, stats, objective, ratio, clipped)
+    if clip_bias_objective and bool(clip_bias.clipped):
+        bias_gradient = segments.place(segments.spread(bias / sizes)).mul_(weights[:, None])
+        value = (segments.rows(bias) * weights).sum()
+        objective = _WithGradient.apply(log_probs, value, bias_gradient.to(log_probs.dtype))
+    return LossOutput(loss, clip_bias, stats, objective)
 
 
-def _clip_bias(
-    bias: Tensor,
-    clipped: Tensor,
-    loss_mask: Tensor,
-    logit_scale: Tensor | None,
-    trajectory_norm: ClipBiasNorm | None,
-    delta: float,
-) -> tuple[Tensor, ClipBias]:
-    """Weights f_i (B, 1) of the trajectory scope and the statistics of c_t = ``bias`` (B, T)."""
-    present = loss_mask.any(dim=1).to(bias.dtype)
-    mean = bias.sum(dim=1) / loss_mask.sum(dim=1).clamp(min=1)
-    square = bias.square().sum(dim=1)
-    logit_square = torch.full_like(square, torch.nan)
-    if logit_scale is not None:
-        logit_square = (bias * logit_scale.to(bias.dtype)).masked_fill(~clipped, 0.0).square().sum(dim=1)
-    factors = torch.ones_like(present)
-    if trajectory_norm is not None:
-        check_choice("trajectory_norm", trajectory_norm, get_args(ClipBiasNorm))
-        check_scope(trajectory_norm, "trajectory")
-        if trajectory_norm == "logit" and logit_scale is None:
-            raise ValueError("trajectory_norm 'logit' needs logit_scale")
-        norms = {"scalar": mean.abs(), "trajectory": mean.abs(), "logit": logit_square.sqrt()}
-        factors = 1.0 / norms.get(trajectory_norm, square.sqrt()).clamp(min=delta)
-    statistics = ClipBias(
-        trajectories=present.sum(),
-        clipped=clipped.sum().to(bias.dtype),
-        mean_sum=mean.sum(),
-        mean_square_sum=mean.square().sum(),
-        square_sum=square.sum(),
-        l2_sum=square.sqrt().sum(),
-        logit_square_sum=logit_square.sum(),
-        factor_sum=(factors * present).sum(),
-    )
-    return factors.unsqueeze(1), statistics
+@dataclass(frozen=True)
+class ValueStats(Sums):
+    """Sums over the loss tokens, behind the critic's metrics; ``error`` is return less value."""
+
+    tokens: Tensor
+    clipped: Tensor
+    value_sum: Tensor
+    return_sum: Tensor
+    return_square_sum: Tensor
+    error_square_sum: Tensor
+    error_sum: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        """``value_clip_frac``; ``value_mean``; ``explained_variance``, 1 - Var(error) / Var(return), 0 if that is 0."""
+        tokens = max(float(self.tokens), 1.0)
+        variance = float(self.return_square_sum) / tokens - (float(self.return_sum) / tokens) ** 2
+        error = float(self.error_square_sum) / tokens - (float(self.error_sum) / tokens) ** 2
+        return {
+            "value_clip_frac": float(self.clipped) / tokens,
+            "value_mean": float(self.value_sum) / tokens,
+            "explained_variance": 1.0 - error / variance if variance > 1e-12 else 0.0,
+        }
 
 
 @dataclass(frozen=True)
 class ValueLossOutput:
-    """``loss``: scalar; ``clip_frac_sum``: number of tokens whose value was clipped."""
+    """``loss``: scalar, to call backward on. ``stats``: to be summed over micro-batches and ranks."""
 
     loss: Tensor
-    clipped: Tensor
+    stats: ValueStats
 
 
 def value_loss(
@@ -288,22 +302,39 @@ def value_loss(
     aggregation: Aggregation = "trajectory_mean",
     denominator: float | None = None,
 ) -> ValueLossOutput:
-    """Half the squared error of the critic, optionally clipped around ``old_values`` as in PPO."""
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
-    error = (values - returns).square()
-    clipped = torch.zeros_like(loss_mask)
+    """Half the critic's squared error, (1/2) (V_t - R_t)^2, aggregated as the policy loss is.
+
+    With ``clip_eps``, PPO's pessimistic variant: the larger of that and the error of V_t held within ``clip_eps`` of
+    ``old_values``. The paper names no clip range for the critic; None, its default, does not clip.
+    """
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    values, returns = (x.to(dtype).masked_fill(~loss_mask, 0.0) for x in (values, returns))
+    error = (returns - values).square()
+    clipped = torch.zeros((), dtype=dtype, device=values.device)
     if clip_eps is not None:
         if old_values is None:
-            raise ValueError("value_loss with clip_eps needs old_values")
-        near = (old_values + (values - old_values).clamp(-clip_eps, clip_eps) - returns).square()
-        clipped = (near > error) & loss_mask
-        error = torch.maximum(error, near)
+            raise ValueError(
+                "value_loss with clip_eps needs old_values, the critic's values before the update"
+            )
+        old_values = old_values.to(dtype).masked_fill(~loss_mask, 0.0)
+        held = (old_values + (values - old_values).clamp(-clip_eps, clip_eps) - returns).square()
+        clipped = (held > error).sum().to(dtype)
+        error = torch.maximum(error, held)
     loss = 0.5 * aggregate(error, loss_mask, aggregation=aggregation, denominator=denominator)
-    return ValueLossOutput(loss, clipped.sum().detach())
+    with torch.no_grad():
+        gap = returns - values
+        sums = (values.sum(), returns.sum(), returns.square().sum(), gap.square().sum(), gap.sum())
+        stats = ValueStats(loss_mask.sum().to(dtype), clipped, *(x.detach() for x in sums))
+    return ValueLossOutput(loss, stats)
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind = "k3") -> Tensor:
-    """Per-token (B, T) estimate of KL(policy || reference) from the sampled tokens."""
+    """Per-token (B, T) estimate of KL(policy || reference) from tokens the policy sampled.
+
+    With d = log pi - log pi_ref, clamped to +-20: ``k1`` = d, unbiased, the one for a penalty in the reward;
+    ``k2`` = d^2 / 2, whose gradient is that of the KL; ``k3`` = exp(-d) - 1 + d, unbiased and never negative.
+    In the loss, the gradient of ``k1`` is 0 in expectation: it pulls nowhere.
+    """
     check_choice("kl kind", kind, get_args(KLKind))
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
     diff = (log_probs.to(dtype) - ref_log_probs.to(dtype)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
