@@ -9,66 +9,92 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 1 << 22  # 16 MiB of float32 at a time
+CPU_CHUNK = 1 << 19  # logits at a time: 2 MiB of float32, which stay in the cache
+GPU_CHUNK = 1 << 25  # 128 MiB: kernels long enough to hide their launch
 
 
 @dataclass(frozen=True)
 class TokenStats:
-    """(B, T) each, float32 (float64 for float64 logits). ``entropy`` and ``logit_scale`` are None unless asked for."""
+    """Statistics of each scored position, shaped as the targets; float32, or float64 for float64 logits.
+
+    Attributes:
+        log_probs: log p(target). Gradient.
+        entropy: -sum p log p, in nats. Gradient. None unless asked for.
+        logit_scale: ||d log p(target) / d logits||_2 = sqrt(1 - 2 p(target) + sum p^2), which takes a token's
+            coefficient on its log-probability to its share of the gradient's L2 norm in logit space (the ``logit``
+            norm of the clipping bias). Logits are those after the temperature. No gradient. None unless asked for.
+    """
 
     log_probs: Tensor
     entropy: Tensor | None
     logit_scale: Tensor | None
 
 
+def _log_softmax(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    logits = logits.to(dtype)
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=1)
+
+
+def _finite(log_p: Tensor) -> Tensor:
+    """In place: a logit of -inf has p = 0, and p log p is to be 0, not NaN. Where p > 0, log p is above -800."""
+    return log_p.clamp_(min=-1e4)
+
+
 class _TokenStats(torch.autograd.Function):
+    """Keeps the logits as they came and takes the softmax again in the backward pass, chunk by chunk."""
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, chunk: int, entropy: bool, scale: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        rows = logits.shape[0]
-        log_probs = torch.empty(rows, dtype=dtype, device=logits.device)
-        log_z, entropies = torch.empty_like(log_probs), torch.empty_like(log_probs)
-        scales = torch.empty_like(log_probs)
-        for i in range(0, rows, chunk):
-            part = slice(i, i + chunk)
-            x = logits[part].to(dtype) / temperature
-            log_z[part] = x.logsumexp(dim=1)
-            log_probs[part] = x.gather(1, targets[part, None]).squeeze(1) - log_z[part]
-            if entropy or scale:
-                p = (x - log_z[part, None]).exp_()
-                if entropy:
-                    entropies[part] = log_z[part] - (p * x.masked_fill(p == 0, 0.0)).sum(dim=1)
-                if scale:
-                    squared = 1.0 - 2.0 * log_probs[part].exp() + p.square().sum(dim=1)
-                    scales[part] = squared.clamp(min=0.0).sqrt()
-        ctx.save_for_backward(logits, targets, log_z, entropies)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(scales)
+        log_probs = torch.empty(len(logits), dtype=dtype, device=logits.device)
+        entropies = torch.empty_like(log_probs) if entropy else None
+        scales = torch.empty_like(log_probs) if scale else None
+        for start in range(0, len(logits), chunk):
+            part = slice(start, start + chunk)
+            log_p = _log_softmax(logits[part], temperature, dtype)  # (chunk, V)
+            log_probs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
+            if entropies is not None or scales is not None:
+                p = log_p.exp()
+                if entropies is not None:
+                    entropies[part] = torch.linalg.vecdot(p, _finite(log_p)).neg_()
+                if scales is not None:
+                    squared = 1.0 - 2.0 * log_probs[part].exp() + torch.linalg.vecdot(p, p)
+                    scales[part] = squared.clamp_(min=0.0).sqrt_()
+        ctx.save_for_backward(logits, targets, entropies)
+        ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
+        if scales is not None:
+            ctx.mark_non_differentiable(scales)
         ctx.set_materialize_grads(False)
         return log_probs, entropies, scales
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_lp: Tensor | None, grad_h: Tensor | None, _: Tensor | None
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: Any
     ) -> tuple[Any, ...]:
-        logits, targets, log_z, entropies = ctx.saved_tensors
-        grad = torch.empty_like(logits)
-        for i in range(0, logits.shape[0], ctx.chunk):
-            part = slice(i, i + ctx.chunk)
-            log_p = logits[part].to(log_z.dtype) / ctx.temperature - log_z[part, None]
-            p = log_p.exp()
-            g = torch.zeros_like(p)
-            if grad_lp is not None:
-                g -= p * grad_lp[part, None]
-                g.scatter_add_(1, targets[part, None], grad_lp[part, None])
-            if grad_h is not None:
-                log_p.masked_fill_(p == 0, 0.0)
-                g -= p * (log_p + entropies[part, None]) * grad_h[part, None]
-            grad[part] = g / ctx.temperature
-        return grad, None, None, None, None, None
+        """d log p(y) / d logits = onehot(y) - p;  d H / d logits = -p (log p + H);  both over the temperature."""
+        logits, targets, entropies = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        for start in range(0, len(logits), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            g = _log_softmax(logits[part], ctx.temperature, ctx.dtype)
+            if grad_entropy is None:
+                g.exp_()
+                if grad_log_probs is not None:
+                    g.mul_(grad_log_probs[part, None])
+            else:
+                p = g.exp()
+                g = _finite(g).add_(entropies[part, None]).mul_(grad_entropy[part, None])
+                if grad_log_probs is not None:
+                    g.add_(grad_log_probs[part, None])
+                g.mul_(p)
+            g.neg_()
+            if grad_log_probs is not None:
+                g.scatter_add_(1, targets[part, None], grad_log_probs[part, None])
+            gradient[part] = g.div_(ctx.temperature)
+        return gradient, None, None, None, None, None
 
 
 def token_log_probs(
@@ -80,16 +106,33 @@ def token_log_probs(
     entropy: bool = False,
     logit_scale: bool = False,
 ) -> TokenStats:
-    """Log-probability of each target under softmax(logits / temperature), without a float32 copy of the logits."""
-    if temperature <= 0:
+    """Statistics of each target under softmax(logits / temperature), without a float32 copy of the logits.
+
+    Args:
+        logits: (B, T, V), or any leading shape. Half precision is converted chunk by chunk. A view that is not
+            contiguous, such as ``logits[:, :-1]``, is copied first; slice the hidden states instead.
+        targets: (B, T) int64, in [0, V).
+        temperature: the sampler's, so that the ratio is that of the distribution that was sampled.
+        chunk_size: positions at a time; None picks one by the size of the vocabulary and the device.
+
+    Raises:
+        ValueError: for shapes that do not match, a temperature or a chunk size that is not positive.
+    """
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(f"targets has shape {tuple(targets.shape)}, logits {tuple(logits.shape)}")
+    if not temperature > 0.0:
         raise ValueError(f"temperature must be positive, not {temperature}")
-    shape, vocabulary = targets.shape, logits.shape[-1]
-    chunk = chunk_size or max(1, CHUNK_ELEMENTS // vocabulary)
+    vocabulary = logits.shape[-1]
+    if chunk_size is None:
+        chunk_size = max(1, (CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // vocabulary)
+    elif chunk_size < 1:
+        raise ValueError(f"chunk_size must be positive, not {chunk_size}")
     log_probs, entropies, scales = _TokenStats.apply(
-        logits.reshape(-1, vocabulary), targets.reshape(-1), temperature, chunk, entropy, logit_scale
+        logits.reshape(-1, vocabulary), targets.reshape(-1), temperature, chunk_size, entropy, logit_scale
     )
+    shape = targets.shape
     return TokenStats(
         log_probs.view(shape),
-        entropies.view(shape) if entropy else None,
-        scales.view(shape) if logit_scale else None,
+        None if entropies is None else entropies.view(shape),
+        None if scales is None else scales.view(shape),
     )
