@@ -75,24 +75,28 @@ class _TokenStats(torch.autograd.Function):
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: Any
     ) -> tuple[Any, ...]:
         """d log p(y) / d logits = onehot(y) - p;  d H / d logits = -p (log p + H);  both over the temperature."""
+        if grad_log_probs is None:
+            if grad_entropy is None:
+                return None, None, None, None, None, None
+            grad_log_probs = torch.zeros_like(grad_entropy)
         logits, targets, entropies = ctx.saved_tensors
         gradient = torch.empty_like(logits)
         for start in range(0, len(logits), ctx.chunk):
             part = slice(start, start + ctx.chunk)
+            on_target = grad_log_probs[part, None]
             g = _log_softmax(logits[part], ctx.temperature, ctx.dtype)
             if grad_entropy is None:
-                g.exp_()
-                if grad_log_probs is not None:
-                    g.mul_(grad_log_probs[part, None])
+                g.exp_().mul_(on_target)
             else:
                 p = g.exp()
-                g = _finite(g).add_(entropies[part, None]).mul_(grad_entropy[part, None])
-                if grad_log_probs is not None:
-                    g.add_(grad_log_probs[part, None])
-                g.mul_(p)
-            g.neg_()
-            if grad_log_probs is not None:
-                g.scatter_add_(1, targets[part, None], grad_log_probs[part, None])
+                g = (
+                    _finite(g)
+                    .add_(entropies[part, None])
+                    .mul_(grad_entropy[part, None])
+                    .add_(on_target)
+                    .mul_(p)
+                )
+            g.neg_().scatter_add_(1, targets[part, None], on_target)
             gradient[part] = g.div_(ctx.temperature)
         return gradient, None, None, None, None, None
 
