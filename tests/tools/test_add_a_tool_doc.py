@@ -1,0 +1,77 @@
+"""The file in docs/add_a_tool.md, extracted and run."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
+from sorl_env.toolbox import Toolbox
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "add_a_tool.md"
+PRICES = {"lamp": "12.50"}
+
+
+@pytest.fixture
+def shop() -> ModuleType:
+    source = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[0]
+    assert len(source.splitlines()) <= 60
+    module = ModuleType("shop_tools")
+    exec(compile(source, str(DOCUMENT), "exec"), module.__dict__)
+    return module
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["items"]
+            self.send_response(503 if "fire" in items else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"prices": [PRICES.get(item) for item in items]}).encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/prices"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_function_with_typed_parameters(shop: ModuleType) -> None:
+    box = Toolbox([shop.convert])
+
+    def call(body: str) -> ToolCall:
+        outcome = box.call(ToolRequest("convert", body))
+        assert isinstance(outcome, ToolCall)
+        return outcome
+
+    assert call('{"value": 3, "unit": "foot", "to": "cm"}').reply == "91.44 cm"
+    assert call('{"value": -3, "unit": "foot", "to": "cm"}').reply == "A length is not negative."
+    for body in (
+        "3 foot",
+        '{"value": "3", "unit": "foot", "to": "cm"}',
+        '{"value": 3, "unit": "mile", "to": "cm"}',
+    ):
+        assert not call(body).ok
+
+
+def test_a_service_with_batches_and_outages(shop: ModuleType, url: str) -> None:
+    box = Toolbox([shop.convert, shop.PriceService(url)], retries=1, backoff_s=0.01)
+    found, missing = box.call_batch([ToolRequest("price", "lamp"), ToolRequest("price", "moon")])
+    assert isinstance(found, ToolCall)
+    assert isinstance(missing, ToolCall)
+    assert (found.reply, found.hits) == ("lamp costs 12.50", 1)
+    assert (missing.reply, missing.hits) == ("No price for moon.", 0)
+    assert isinstance(box.call(ToolRequest("price", "fire")), ToolUnavailableError)
+    box.close()

@@ -1,0 +1,235 @@
+"""The retrieval client against a real server on the loopback interface, which misbehaves on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
+from sorl_env.toolbox import Toolbox
+from sorl_tools.search import HttpSearch
+
+Respond = Callable[[dict[str, Any]], tuple[int, bytes]]
+
+
+def passages(request: dict[str, Any]) -> tuple[int, bytes]:
+    """What Search-R1's server sends."""
+    result = [
+        [
+            {"document": {"id": str(rank), "contents": f'"{query}"\npassage {rank}'}, "score": 1.0 - rank}
+            for rank in range(request["topk"])
+        ]
+        for query in request["queries"]
+    ]
+    return 200, json.dumps({"result": result}).encode()
+
+
+class Server:
+    """Answers with ``respond``; keeps the requests it got."""
+
+    def __init__(self) -> None:
+        self.respond: Respond = passages
+        self.requests: list[dict[str, Any]] = []
+        self.connections: set[Any] = set()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                outer.connections.add(self.client_address)
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.requests.append({"path": self.path, **request})
+                status, body = outer.respond(request)
+                try:
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+                except OSError:
+                    self.close_connection = True  # the client has given up
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/retrieve"
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def search(server: Server) -> Iterator[HttpSearch]:
+    tool = HttpSearch(server.url, top_k=2, timeout_s=0.5)
+    yield tool
+    tool.close()
+
+
+def fail_first(count: int, status: int) -> Respond:
+    """Fail that many requests, then work."""
+    left = [count]
+
+    def respond(request: dict[str, Any]) -> tuple[int, bytes]:
+        left[0] -= 1
+        return (status, b"sorry") if left[0] >= 0 else passages(request)
+
+    return respond
+
+
+def test_protocol(server: Server, search: HttpSearch) -> None:
+    reply = search("who?")
+    assert server.requests == [{"path": "/retrieve", "queries": ["who?"], "topk": 2, "return_scores": True}]
+    assert reply.text == "Doc 1 (who?): passage 0\nDoc 2 (who?): passage 1"
+    assert reply.hits == 2
+
+
+def test_batch_is_one_request(server: Server, search: HttpSearch) -> None:
+    outcomes = Toolbox([search]).call_batch([ToolRequest("search", query) for query in ("a", "b", "c")])
+    assert [request["queries"] for request in server.requests] == [["a", "b", "c"]]
+    assert [getattr(outcome, "reply", "").splitlines()[0] for outcome in outcomes] == [
+        "Doc 1 (a): passage 0",
+        "Doc 1 (b): passage 0",
+        "Doc 1 (c): passage 0",
+    ]
+
+
+def test_no_hits(server: Server, search: HttpSearch) -> None:
+    server.respond = lambda request: (200, b'{"result": [[]]}')
+    assert search("x").text == "No passages found."
+
+
+def test_connections_are_pooled(server: Server, search: HttpSearch) -> None:
+    for query in "abcde":
+        search(query)
+    assert len(server.connections) == 1
+
+
+def test_many_at_a_time_on_an_event_loop(server: Server, search: HttpSearch) -> None:
+    def slowly(request: dict[str, Any]) -> tuple[int, bytes]:
+        time.sleep(0.1)
+        return passages(request)
+
+    server.respond = slowly
+    box = Toolbox([search])
+
+    async def ask(count: int) -> list[Any]:
+        return await asyncio.gather(*(box.acall(ToolRequest("search", str(i))) for i in range(count)))
+
+    for _ in range(2):  # one client serves one event loop after another
+        started = time.monotonic()
+        outcomes = asyncio.run(ask(20))
+        assert time.monotonic() - started < 1.5  # 2 s one after another
+        assert [outcome.reply.split("\n")[0] for outcome in outcomes] == [
+            f"Doc 1 ({i}): passage 0" for i in range(20)
+        ]
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, 408])
+def test_a_server_in_trouble_is_tried_again(server: Server, search: HttpSearch, status: int) -> None:
+    server.respond = fail_first(2, status)
+    outcome = Toolbox([search], backoff_s=0.01).call(ToolRequest("search", "x"))
+    assert isinstance(outcome, ToolCall)
+    assert (outcome.ok, outcome.attempts, outcome.hits) == (True, 3, 2)
+
+
+def test_a_server_that_stays_down_is_an_outage(server: Server, search: HttpSearch) -> None:
+    server.respond = lambda request: (500, b"out of memory")
+    outcome = Toolbox([search], retries=2, backoff_s=0.01).call(ToolRequest("search", "x"))
+    assert isinstance(outcome, ToolUnavailableError)
+    assert "answered 500: 'out of memory'" in str(outcome)
+    assert len(server.requests) == 3
+
+
+def test_timeout(server: Server) -> None:
+    def hang(request: dict[str, Any]) -> tuple[int, bytes]:
+        time.sleep(1.0)
+        return passages(request)
+
+    server.respond = hang
+    search = HttpSearch(server.url, timeout_s=0.1)
+    with pytest.raises(ToolUnavailableError, match="ReadTimeout"):
+        search("x")
+    started = time.monotonic()
+    outcome = Toolbox([search], timeout_s=0.35, backoff_s=0.01).call(ToolRequest("search", "x"))
+    assert isinstance(outcome, ToolUnavailableError)
+    assert time.monotonic() - started < 0.8
+    search.close()
+
+
+def test_no_server() -> None:
+    running = Server()
+    running.close()
+    search = HttpSearch(running.url, timeout_s=1.0)
+    with pytest.raises(ToolUnavailableError, match="ConnectError"):
+        search("x")
+    search.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>It works!</html>",
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b'{"result": null}',
+        b'{"result": [["text"]]}',
+        b'{"result": [[{"score": 1.0}]]}',
+        b'{"result": [[{"document": {"id": "0"}}]]}',
+        b'{"result": [5]}',
+    ],
+)
+def test_garbage_is_an_outage_that_quotes_it(server: Server, search: HttpSearch, body: bytes) -> None:
+    server.respond = lambda request: (200, body)
+    with pytest.raises(ToolUnavailableError, match="breaks the protocol"):
+        search("x")
+
+
+def test_too_few_results(server: Server, search: HttpSearch) -> None:
+    server.respond = lambda request: (200, b'{"result": [[]]}')
+    with pytest.raises(ToolUnavailableError, match="1 results for 2 queries"):
+        search.call_batch(["x", "y"])
+
+
+@pytest.mark.parametrize("status", [301, 400, 404, 422])
+def test_a_wrong_address_or_request_is_not_tried_again(
+    server: Server, search: HttpSearch, status: int
+) -> None:
+    server.respond = lambda request: (status, b'{"detail": "no"}')
+    with pytest.raises(ValueError, match=f"answered {status}: .* is search_url its /retrieve"):
+        search("x")
+    server.requests.clear()
+    outcome = Toolbox([search]).call(ToolRequest("search", "x"))
+    assert isinstance(outcome, ToolUnavailableError)
+    assert f"answered {status}" in str(outcome)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host/retrieve", "http://", "http://host:port/", "retrieve"]
+)
+def test_addresses_that_cannot_be(url: str) -> None:
+    with pytest.raises(UserError, match="search_url="):
+        HttpSearch(url)

@@ -1,0 +1,1 @@
+"""Tools: search over a corpus or a retrieval server, and a calculator."""

@@ -1,0 +1,104 @@
+"""BM25 indexes: built once per content of a corpus, kept in the cache folder, memory-mapped from there."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+from sorl_tools.corpus import Passage, PassageFile, cache_dir, check_corpus, read_corpus
+
+
+def tokenize(texts: Sequence[str]) -> list[list[str]]:
+    """Lower-case words of two letters and more, without stop words, stemmed."""
+    import bm25s
+
+    return bm25s.tokenize(
+        list(texts), stopwords="en", stemmer=_stemmer(), return_ids=False, show_progress=False
+    )
+
+
+@lru_cache(maxsize=1)
+def _stemmer() -> Any:
+    import Stemmer
+
+    return Stemmer.Stemmer("english")
+
+
+def build_index(passages: Sequence[Passage]) -> Any:
+    """A bm25s index over titles and texts."""
+    import bm25s
+
+    index = bm25s.BM25()
+    index.index(tokenize([f"{passage.title}\n{passage.text}" for passage in passages]), show_progress=False)
+    return index
+
+
+def hash_passages(passages: Sequence[Passage]) -> str:
+    """``sha256:..`` over ids, titles and texts."""
+    digest = hashlib.sha256()
+    for passage in passages:
+        digest.update(f"{passage.id}\0{passage.title}\0{passage.text}\0".encode())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def open_index(path: Path) -> tuple[PassageFile, Any, str]:
+    """The passages of a corpus, their bm25s index, and the hash of the file; the index is built if it is new.
+
+    Raises:
+        UserError: the corpus cannot be read, or the cache folder cannot be written.
+    """
+    digest = _hash_file(path)
+    passages, index = _load_index(_ensure_index(path, digest))
+    return passages, index, f"sha256:{digest}"
+
+
+def _hash_file(path: Path) -> str:
+    check_corpus(path)
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _ensure_index(path: Path, digest: str) -> Path:
+    """The folder of the corpus's index, built now if it is not there."""
+    import bm25s
+
+    # another version may tokenize or store otherwise
+    folder = cache_dir() / "bm25" / f"{digest[:24]}-{bm25s.__version__}"
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(dir=folder.parent, prefix="building-"))
+    except OSError as error:
+        raise UserError(f"{folder.parent}: cannot keep an index there ({error}); set SORL_CACHE") from error
+    try:
+        if PassageFile.write(read_corpus(path), building) == 0:
+            raise UserError(f"{path}: the corpus has no passages")
+        build_index(PassageFile(building)).save(building, show_progress=False)
+        building.rename(folder)  # whole or not at all, and the first of several builders wins
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return folder
+
+
+@lru_cache(maxsize=4)
+def _load_index(folder: Path) -> tuple[PassageFile, Any]:
+    import bm25s
+    import numpy as np
+
+    index = bm25s.BM25.load(folder, mmap=True)
+    for name in ("data", "indices", "indptr"):  # plain views of the mapped memory slice faster than np.memmap
+        index.scores[name] = np.asarray(index.scores[name])
+    return PassageFile(folder), index

@@ -1,0 +1,99 @@
+"""Arithmetic without ``eval``: the example of a tool that is a plain function."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from typing import TypeAlias
+
+from sorl_env.tool import ToolInputError
+
+Number: TypeAlias = int | float
+
+MAX_CHARACTERS = 200
+MAX_BITS = 10_000  # an integer result of about 3,000 digits
+
+_BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_FUNCTIONS: dict[str, Callable[..., Number]] = {
+    "abs": abs,
+    "log": math.log,
+    "max": max,
+    "min": min,
+    "round": round,
+    "sqrt": math.sqrt,
+}
+_CONSTANTS: dict[str, Number] = {"pi": math.pi, "e": math.e}
+
+
+def calculator(expression: str) -> str:
+    """Work out an arithmetic expression, for example (3 + 4) * 2.5 or sqrt(2) ** 3.
+
+    Knows + - * / // % **, parentheses, abs, log, max, min, round, sqrt, pi and e. Floats come with 12 digits.
+
+    Raises:
+        ToolInputError: the expression is malformed, too large, or has no real value.
+    """
+    if len(expression) > MAX_CHARACTERS:
+        raise ToolInputError(
+            f"The expression has {len(expression)} characters, at most {MAX_CHARACTERS} are allowed."
+        )
+    try:
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
+    except ToolInputError:
+        raise
+    except SyntaxError as error:
+        raise ToolInputError(f"Not an arithmetic expression: {error.msg}.") from error
+    except (ArithmeticError, TypeError, ValueError) as error:  # 1/0, abs(1, 2), sqrt(-1), a null character
+        raise ToolInputError(f"No value: {error}.") from error
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+calculator.inline = True  # type: ignore[attr-defined]  # microseconds: no thread needed
+
+
+def _evaluate(node: ast.expr) -> Number:
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, (int, float))
+        and not isinstance(node.value, bool)
+    ):
+        return _bounded(node.value)
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return _CONSTANTS[node.id]
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        return _UNARY[type(node.op)](_evaluate(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if isinstance(node.op, ast.Pow):
+            _check_power(left, right)
+        return _bounded(_BINARY[type(node.op)](left, right))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        function = _FUNCTIONS.get(node.func.id)
+        if function is not None:
+            return _bounded(function(*(_evaluate(argument) for argument in node.args)))
+    raise ToolInputError(f"Not arithmetic: {ast.unparse(node)}.")
+
+
+def _check_power(base: Number, exponent: Number) -> None:
+    """Refuse a huge power before the work is done."""
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > MAX_BITS:
+        raise ToolInputError("The result is too large.")
+
+
+def _bounded(value: Number | complex) -> Number:
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ToolInputError("The result is not a real number.")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ToolInputError("The result is too large.")
+    return value

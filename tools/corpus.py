@@ -1,0 +1,132 @@
+"""Corpora on disk: passages in Search-R1's schema, read without holding them in memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import mmap
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast, overload
+
+import numpy as np
+
+from sorl_env.errors import UserError, did_you_mean
+from sorl_env.tool import ToolReply
+
+SUFFIXES = (".jsonl", ".jsonl.gz")
+NO_PASSAGES = "No passages found."
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A titled piece of text. ``title`` is empty where the corpus gives none."""
+
+    id: str
+    title: str
+    text: str
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Passage:
+        r"""From ``{"id": .., "contents": "\"Title\"\ntext"}``, the schema of Search-R1's corpora and servers.
+
+        Raises:
+            KeyError: no ``contents``.
+        """
+        title, newline, text = str(row["contents"]).partition("\n")
+        if not newline:
+            title, text = "", title
+        return cls(str(row.get("id", "")), title.strip().strip('"'), " ".join(text.split("\n")))
+
+
+def format_passages(passages: Sequence[Passage]) -> ToolReply:
+    """The reply of a search: a line ``Doc 1 (Title): text`` for each passage, the best one first."""
+    lines = [
+        f"Doc {rank} ({passage.title}): {passage.text}" if passage.title else f"Doc {rank}: {passage.text}"
+        for rank, passage in enumerate(passages, start=1)
+    ]
+    return ToolReply("\n".join(lines) or NO_PASSAGES, hits=len(passages))
+
+
+def read_corpus(path: Path) -> Iterator[Passage]:
+    """The passages of a ``.jsonl`` or ``.jsonl.gz`` file.
+
+    Raises:
+        UserError: no such file, another kind of file, or a line that holds no passage (named by file and line).
+    """
+    check_corpus(path)
+    with cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parse(line, f"{path}:{number}")
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise UserError(f"{path}: not a readable gzip file ({error})") from error
+
+
+def check_corpus(path: Path) -> None:
+    """Raise UserError unless there is such a file and its name ends like a corpus."""
+    if not path.name.endswith(SUFFIXES):
+        raise UserError(f"{path}: cannot read this kind of corpus; use {' or '.join(SUFFIXES)}")
+    if not path.is_file():
+        siblings = [file.name for file in path.parent.glob("*.jsonl*")]
+        raise UserError(f"{path}: no such corpus. {did_you_mean(path.name, siblings)}")
+
+
+def _parse(line: bytes, where: str) -> Passage:
+    try:
+        return Passage.from_row(json.loads(line))
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({error})") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{where}: no passage: it must be an object with 'id' and 'contents'") from error
+
+
+class PassageFile(Sequence[Passage]):
+    """Passages in a memory-mapped file: random access costs a page, not the corpus. Safe to share between threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._offsets = np.load(folder / "offsets.npy")  # (passages + 1,)
+        with (folder / "passages.jsonl").open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    @staticmethod
+    def write(passages: Iterable[Passage], folder: Path) -> int:
+        """Write the files that the constructor reads; returns the number of passages, which must not be 0."""
+        offsets = [0]
+        with (folder / "passages.jsonl").open("wb") as file:
+            for passage in passages:
+                line = json.dumps([passage.id, passage.title, passage.text], ensure_ascii=False).encode()
+                offsets.append(offsets[-1] + file.write(line + b"\n"))
+        np.save(folder / "offsets.npy", np.asarray(offsets, dtype=np.int64))
+        return len(offsets) - 1
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Passage: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Passage]: ...
+    def __getitem__(self, index: int | slice) -> Passage | list[Passage]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"passage {index} of {len(self)}")
+        index %= len(self)
+        return Passage(*json.loads(self._map[self._offsets[index] : self._offsets[index + 1]]))
+
+
+def cache_dir() -> Path:
+    """Where built indexes are kept: ``SORL_CACHE``, else ``sorl`` in the user's cache folder."""
+    if os.environ.get("SORL_CACHE"):
+        return Path(os.environ["SORL_CACHE"]).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "sorl"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "sorl"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sorl"
