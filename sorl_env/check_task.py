@@ -1,0 +1,263 @@
+"""``sorl-check-task NAME``: does a task keep its contract on real rows?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.errors import UserError
+from sorl_env.task import Example, Task, ToolSettings
+from sorl_env.tokens import Tokenizer, encode_prompt
+from sorl_env.tool import Tool, ToolRequest, ToolUnavailableError
+from sorl_env.tool_schema import takes_raw_text
+
+WRONG_ANSWER = "surely not the answer"
+_SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One clause of the contract: whether it holds, and what was seen."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def check_task(env: ToolUseEnv, *, limit: int = 200, tokenizer: Tokenizer | None = None) -> list[Check]:
+    """Run the contract of an environment's task on its first ``limit`` examples.
+
+    Args:
+        tokenizer: counts the prompts' tokens; without one, words are counted, of which there are never more.
+    """
+    task = env.task
+    examples = env.examples.examples[:limit]
+    checks = [
+        _check_rows(task, len(env.examples)),
+        *_check_reward(env, len(examples)),
+        _check_prompts(task, examples, tokenizer),
+        *(_check_tool(env, tool, examples[0]) for tool in env.toolbox.tools),
+        _check_seeds(env),
+    ]
+    if task.expert is not None:
+        checks.append(_check_expert(env.spawn(), task.expert, len(examples)))
+    return checks
+
+
+def _check_rows(task: Task, count: int) -> Check:
+    """All rows were read when the examples were loaded; here, one that cannot be."""
+    try:
+        task.parse_row({})
+    except (KeyError, ValueError) as error:
+        return Check("rows", True, f"{count} read; an empty row is refused: {type(error).__name__}: {error}")
+    except (TypeError, AttributeError, IndexError) as error:
+        return Check(
+            "rows", False, f"parse_row({{}}) raises {error!r}: raise KeyError or ValueError naming the column"
+        )
+    return Check(
+        "rows", False, "parse_row({}) succeeds: raise KeyError or ValueError naming the missing column"
+    )
+
+
+def _check_reward(env: ToolUseEnv, count: int) -> list[Check]:
+    """The gold answers score 1, an empty and a wrong one 0, as the only turn of an episode."""
+    task = env.task
+    once = env.spawn()
+    once.limits = replace(env.limits, max_turns=1)
+    wrong = task.wrong_answer or (lambda example: WRONG_ANSWER)
+    cases: dict[str, tuple[float, Callable[[Example], Sequence[str]]]] = {
+        "gold answer": (1.0, lambda example: example.golden_answers),
+        "empty answer": (0.0, lambda example: ("",)),
+        "wrong answer": (0.0, lambda example: (wrong(example),)),
+    }
+    if not any(example.golden_answers for example in env.examples.examples[:count]):
+        del cases["gold answer"]  # nothing to compare with, so the expert has to show that 1.0 can be reached
+    checks = [_score_answers(once, name, count, *case) for name, case in cases.items()]
+    if "gold answer" not in cases and task.expert is None:
+        checks.append(
+            Check("gold answer", False, "the examples have no golden_answers and the task no expert")
+        )
+    return checks
+
+
+def _score_answers(
+    env: ToolUseEnv, name: str, count: int, expected: float, answers: Callable[[Example], Sequence[str]]
+) -> Check:
+    scored = 0
+    for index in range(count):
+        env.reset(options={"index": index})
+        given = answers(env.example)
+        if not given:
+            return Check(name, False, f"example {env.example.id!r} has no golden_answers")
+        for answer in given:
+            env.reset(options={"index": index})
+            result = env.step(f"<think>check</think>\n<answer>{answer}</answer>")
+            if abs(result.reward - expected) > 1e-6:
+                return Check(
+                    name,
+                    False,
+                    f"example {env.example.id!r}: {answer!r} scores {result.reward:g} {result.info['reward_items']}, "
+                    f"expected {expected:g}",
+                )
+            scored += 1
+    return Check(name, True, f"{scored} score {expected:g}")
+
+
+def _check_prompts(task: Task, examples: Sequence[Example], tokenizer: Tokenizer | None) -> Check:
+    sizes: list[tuple[int, str]] = []
+    for example in examples:
+        prompt = task.prompt(example)
+        if tokenizer is None:
+            sizes.append((len(f"{task.system_prompt or ''} {prompt}".split()), example.id))
+        else:
+            sizes.append((len(encode_prompt(tokenizer, prompt, task.system_prompt)), example.id))
+    longest, example_id = max(sizes)
+    unit = "words; count tokens with --tokenizer FOLDER" if tokenizer is None else "tokens"
+    limit = task.limits.max_prompt_tokens
+    return Check(
+        "prompts", longest <= limit, f"longest {longest}, example {example_id!r} (limit {limit}; {unit})"
+    )
+
+
+def _check_tool(env: ToolUseEnv, tool: Tool, example: Example) -> Check:
+    """The tool answers within its deadline, alone and in a batch; a refusal is an answer too."""
+    name = f"tool {tool.name}"
+    request = _request(tool, example)
+    outcomes = [env.toolbox.call(request), *env.toolbox.call_batch([request, request])]
+    for outcome in outcomes:
+        if isinstance(outcome, ToolUnavailableError):
+            return Check(name, False, str(outcome))
+        if not outcome.reply.strip():
+            return Check(
+                name, False, f"an empty reply to {request.argument[:60]!r}: the policy would not notice it"
+            )
+    first = outcomes[0]
+    assert not isinstance(first, ToolUnavailableError)
+    hits = "" if first.hits is None else f", {first.hits} hits"
+    return Check(name, True, f"{first.latency_s * 1000:.1f} ms{hits}: {' '.join(first.reply.split())[:60]!r}")
+
+
+def _request(tool: Tool, example: Example) -> ToolRequest:
+    """A request that fits the schema, with the question for every text."""
+    if takes_raw_text(tool.schema):
+        return ToolRequest(tool.name, example.question)
+    properties: Mapping[str, Any] = tool.schema.get("properties", {})
+    required = tool.schema.get("required", ())
+    return ToolRequest(
+        tool.name, json.dumps({name: _sample_value(properties[name], example.question) for name in required})
+    )
+
+
+def _sample_value(schema: Mapping[str, Any], text: str) -> Any:
+    if "enum" in schema:
+        return schema["enum"][0]
+    if "anyOf" in schema:
+        return _sample_value(schema["anyOf"][0], text)
+    number = schema.get("minimum", 1)
+    values = {"string": text, "integer": number, "number": number, "boolean": True, "array": [], "object": {}}
+    return values.get(schema["type"])
+
+
+def _check_seeds(env: ToolUseEnv) -> Check:
+    """The same seed and the same turns give the same episode, observation by observation."""
+    turns = [
+        f"<{tool.name}>{_request(tool, env.example).argument}</{tool.name}>" for tool in env.toolbox.tools
+    ]
+    turns.append(f"<answer>{WRONG_ANSWER}</answer>")
+    for seed in _SEEDS:
+        first, second = (_episode(env.spawn(), seed, turns) for _ in range(2))
+        if first != second:
+            turn = next(i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+            where = f"turn {turn}" if turn else "reset"
+            seen = f"{first[turn][0][:60]!r}, and then {second[turn][0][:60]!r}"
+            return Check("seeds", False, f"seed {seed}, {where}: first {seen}")
+    return Check("seeds", True, f"{', '.join(map(str, _SEEDS))} reproduce their episodes")
+
+
+def _episode(env: ToolUseEnv, seed: int, turns: Sequence[str]) -> list[tuple[str, float, str]]:
+    prompt, info = env.reset(seed=seed)
+    seen = [(prompt, 0.0, info["example_id"])]
+    for turn in turns:
+        result = env.step(f"<think>check</think>\n{turn}")
+        seen.append((result.observation, result.reward, str(result.info["stop_reason"])))
+        if result.terminated or result.truncated:
+            break
+    return seen
+
+
+def _check_expert(env: ToolUseEnv, expert: Callable[[Example, Sequence[str]], str], count: int) -> Check:
+    solved = 0
+    for index in range(count):
+        env.reset(options={"index": index})
+        observations: list[str] = []
+        while True:
+            result = env.step(expert(env.example, observations))
+            observations.append(result.observation)
+            if result.terminated or result.truncated:
+                break
+        solved += abs(result.reward - 1.0) <= 1e-6
+    return Check("expert", solved > 0, f"solves {solved} of {count}")
+
+
+def load_tokenizer(folder: str) -> Tokenizer:
+    """The tokenizer in a model folder.
+
+    Raises:
+        UserError: transformers is not installed, or the folder holds no tokenizer.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise UserError("--tokenizer needs transformers: pip install 'sorl[train]'") from error
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: no tokenizer there ({str(error).splitlines()[0]})") from error
+    return tokenizer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status: 0 if the contract holds, 1 if not."""
+    parser = argparse.ArgumentParser(prog="sorl-check-task", description="Check a task against its contract.")
+    parser.add_argument("task", help="a name, package.module:TASK, or the path of a .py file")
+    parser.add_argument(
+        "--data", help="a .jsonl, .jsonl.gz or .parquet file, a folder of them, or hf:owner/name"
+    )
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--limit", type=int, default=200, help="examples to check (default 200)")
+    parser.add_argument("--corpus", help="corpus for the search tool")
+    parser.add_argument("--search-url", "--search_url", help="retrieval server for the search tool")
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", help="count prompts in the tokens of this model folder"
+    )
+    args = parser.parse_args(argv)
+    if args.limit < 1:
+        parser.error(f"--limit must be at least 1, not {args.limit}")
+    try:
+        tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+        settings = ToolSettings(corpus=args.corpus, search_url=args.search_url)
+        env = ToolUseEnv(args.task, data=args.data, split=args.split, tool_settings=settings)
+    except UserError as error:
+        print(f"sorl-check-task: {error}", file=sys.stderr)
+        return 1
+    loaded = env.examples
+    sample = ", a sample and not the benchmark" if loaded.is_sample else ""
+    print(f"task {env.task.name}: {len(loaded)} examples, split {loaded.split}, {loaded.source}{sample}")
+    try:
+        checks = check_task(env, limit=args.limit, tokenizer=tokenizer)
+    finally:
+        env.close()
+    for check in checks:
+        print(f"  {'ok  ' if check.passed else 'FAIL'}  {check.name:<14}{check.detail}")
+    failed = sum(not check.passed for check in checks)
+    print(f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

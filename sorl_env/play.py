@@ -1,0 +1,193 @@
+"""``sorl-play NAME``: a person plays an episode in the terminal, in the policy's place."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from sorl_env.env import StepResult, ToolUseEnv
+from sorl_env.errors import UserError
+from sorl_env.task import ToolSettings
+
+_RULE = "-" * 80
+_INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+
+Player = Callable[[Sequence[str]], str | None]
+
+
+def play(env: ToolUseEnv, player: Player) -> StepResult | None:
+    """Play the episode that ``env`` has just begun; returns its last step, None when the player left.
+
+    Args:
+        player: from the observations so far to the next turn's full text, or to None to leave.
+    """
+    observations: list[str] = []
+    while True:
+        turn = player(observations)
+        if turn is None:
+            return None
+        result = env.step(turn)
+        parsed = result.info["parsed"]
+        if parsed.error is not None:
+            print(f"[invalid turn: {parsed.error.value}: {parsed.detail}]")
+        if result.terminated or result.truncated:
+            return result
+        observations.append(result.observation)
+        print(result.observation.strip())
+
+
+class Person:
+    """Reads turns from standard input: shortcuts, or a full turn in the policy's own format."""
+
+    def __init__(self, tools: Sequence[str]) -> None:
+        self._tools = tools
+
+    def __call__(self, observations: Sequence[str]) -> str | None:
+        """The next turn; None at ``q`` or at the end of the input."""
+        while True:
+            try:
+                line = _read("> ").strip()
+            except EOFError:
+                print()
+                return None
+            if line == "q":
+                return None
+            if line.startswith("<"):
+                return self._read_turn(line)
+            word, _, argument = line.partition(" ")
+            action = self._action(word)
+            if action is not None and argument.strip():
+                return f"<think>played by hand</think>\n<{action}>{argument.strip()}</{action}>"
+            print(self.help())
+
+    def help(self) -> str:
+        """The shortcuts, a line each."""
+        names = [f"  {name} ARGUMENT" for name in self._tools]
+        if self._tools:
+            names[0] = f"  s ARGUMENT      call {self._tools[0]}" + (
+                "" if len(names) == 1 else f" (or {names[0].strip()})"
+            )
+        return "\n".join(
+            [
+                *names,
+                "  a ANSWER        answer",
+                "  <think>..       a full turn, over several lines if you like; an empty line ends it",
+                "  q               quit",
+            ]
+        )
+
+    def _action(self, word: str) -> str | None:
+        """The block that a shortcut stands for."""
+        if word == "a":
+            return "answer"
+        if word == "s" and self._tools:
+            return self._tools[0]
+        return word if word in self._tools else None
+
+    def _read_turn(self, first: str) -> str:
+        """A turn ends with the tag that closes its action, with an empty line, or with the input."""
+        lines = [first]
+        ends = tuple(f"</{name}>" for name in (*self._tools, "answer"))
+        while lines[-1] and not lines[-1].endswith(ends):
+            try:
+                lines.append(_read("| ").rstrip())
+            except EOFError:
+                break
+        return "\n".join(lines).rstrip()
+
+
+def _read(prompt: str) -> str:
+    """A line of input; one that comes from a pipe is shown, as a typed one is."""
+    line = input(prompt)
+    if not sys.stdin.isatty():
+        print(line)
+    return line
+
+
+def _expert(env: ToolUseEnv) -> Player:
+    """The task's scripted expert as a player, which shows what it writes.
+
+    Raises:
+        UserError: the task has none.
+    """
+    expert = env.task.expert
+    if expert is None:
+        raise UserError(f"task {env.task.name} has no scripted expert; play it yourself, without --auto")
+
+    def next_turn(observations: Sequence[str]) -> str:
+        turn = expert(env.example, observations)
+        print(f"> {turn}")
+        return turn
+
+    return next_turn
+
+
+def _summary(env: ToolUseEnv, result: StepResult | None, show_answer: bool) -> str:
+    lines = [_RULE]
+    if result is None:
+        lines.append("You left before the end: no reward.")
+    else:
+        items = ", ".join(f"{name} {value:g}" for name, value in result.info["reward_items"].items())
+        reason, turns = result.info["stop_reason"], result.info["turn"] + 1
+        lines.append(
+            f"Reward {result.reward:g} ({items or 'no items'}); ended by {reason} after {turns} turns."
+        )
+        if result.info.get("error"):
+            lines.append(f"Error: {result.info['error']}")
+    if show_answer:
+        lines.append(f"Right: {' | '.join(env.example.golden_answers) or 'not known'}")
+    return "\n".join(lines)
+
+
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="sorl-play", description="Play an episode of a task in the terminal."
+    )
+    parser.add_argument("task", help="a name, package.module:TASK, or the path of a .py file")
+    parser.add_argument("--index", type=int, help="which example (default: drawn)")
+    parser.add_argument("--seed", type=int, help="draws the example")
+    parser.add_argument(
+        "--data", help="a .jsonl, .jsonl.gz or .parquet file, a folder of them, or hf:owner/name"
+    )
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--corpus", help="corpus for the search tool")
+    parser.add_argument("--search-url", "--search_url", help="retrieval server for the search tool")
+    parser.add_argument(
+        "--show-answer", "--show_answer", action="store_true", help="print the right answer at the end"
+    )
+    parser.add_argument("--auto", choices=["expert"], help="let the task's scripted expert play")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    args = _parse_args(argv)
+    settings = ToolSettings(corpus=args.corpus, search_url=args.search_url)
+    try:
+        env = ToolUseEnv(args.task, data=args.data, split=args.split, tool_settings=settings)
+        options = None if args.index is None else {"index": args.index}
+        prompt, info = env.reset(seed=args.seed, options=options)
+        person = Person(info["tools"])
+        player: Player = _expert(env) if args.auto else person
+    except UserError as error:
+        print(f"sorl-play: {error}", file=sys.stderr)
+        return 1
+    print(f"{env.task.name}, example {info['index']} of {len(env.examples)} ({info['source']})")
+    print(f"{_RULE}\n{prompt}\n{_RULE}")
+    if not args.auto:
+        print(f"You have {env.limits.max_turns} turns.\n{person.help()}\n{_RULE}")
+    try:
+        result = play(env, player)
+    except KeyboardInterrupt:
+        print("\nStopped.")
+        return _INTERRUPTED
+    finally:
+        env.close()
+    print(_summary(env, result, args.show_answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""What the question-answering tasks share: samples, rows, the Search-R1 prompt and reward."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError, did_you_mean
+from sorl_env.parser import ParsedTurn
+from sorl_env.rewards import exact_match
+from sorl_env.task import Example, ToolSettings
+from sorl_env.tool import ToolLike
+from sorl_tools.search import search_tool
+
+_SAMPLES = Path(__file__).parent / "samples"
+_SPLITS = ("train", "test")
+_TEST_EVERY = 4
+
+# Search-R1's instruction (arXiv 2503.09516, Table 1), in nearly its words.
+_INSTRUCTION = (
+    "Answer the given question. You must reason inside <think> and </think> first, every time you get new "
+    "information. After reasoning, if you find that you lack some knowledge, you can call a search engine by "
+    "<search> query </search>, and it will return the top search results between <information> and "
+    "</information>. You can search as many times as you want. If you find that no further outside knowledge is "
+    "needed, give the answer inside <answer> and </answer>, without detailed explanations. For example, "
+    "<answer> Beijing </answer>. Question: {question}\n"
+)
+
+
+def qa_prompt(example: Example) -> str:
+    """The instruction and the question, which ends in a question mark as in Search-R1's data preparation."""
+    question = example.question.strip()
+    return _INSTRUCTION.format(question=question if question.endswith("?") else question + "?")
+
+
+def qa_reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:
+    """1 for an exact match of the policy's answer, after SQuAD's normalization; 0 without an answer."""
+    answer = last_answer(turns)
+    return {"exact_match": 0.0 if answer is None else exact_match(answer, example.golden_answers)}
+
+
+def parse_qa_row(row: Mapping[str, Any]) -> Example:
+    """A row with ``question`` and ``golden_answers`` (as Search-R1 publishes them) or ``answer``, a string or a list.
+
+    ``id`` is taken where there is one; other columns in `_KEPT` become metadata.
+
+    Raises:
+        KeyError: a column is missing.
+        ValueError: a column is empty or of another type.
+    """
+    question = text_column(row, "question")
+    column = "answer" if "golden_answers" not in row and "answer" in row else "golden_answers"
+    answers = (row[column],) if isinstance(row[column], str) else row[column]
+    if not isinstance(answers, (list, tuple)) or not answers or not all(isinstance(a, str) for a in answers):
+        raise ValueError(f"column {column!r} must be a text or a list of texts, not {row[column]!r}")
+    return Example(
+        id=row_id(row, question),
+        question=question,
+        golden_answers=tuple(answers),
+        metadata={name: row[name] for name in _KEPT if row.get(name) is not None},
+    )
+
+
+_KEPT = ("type", "level", "supporting_facts", "gold_titles", "gold_ids")
+
+
+def text_column(row: Mapping[str, Any], name: str) -> str:
+    """A column that must hold a text.
+
+    Raises:
+        KeyError: no such column.
+        ValueError: it is empty, or no text.
+    """
+    value = row[name]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"column {name!r} must be a text, not {value!r}")
+    return value.strip()
+
+
+def row_id(row: Mapping[str, Any], question: str) -> str:
+    """The row's ``id``; data sets without one get a hash of the question, which names the same question everywhere."""
+    if row.get("id") not in (None, ""):
+        return str(row["id"])
+    return hashlib.sha256(question.encode()).hexdigest()[:12]
+
+
+def last_answer(turns: Sequence[ParsedTurn]) -> str | None:
+    """The policy's own last answer, None if it gave none."""
+    return next((turn.content for turn in reversed(turns) if turn.kind == "answer"), None)
+
+
+def sample(
+    name: str, parse_row: Callable[[Mapping[str, Any]], Example]
+) -> Callable[[str], Sequence[Example]]:
+    """The sample written for this project: every fourth question is for the test split, the others are for training."""
+
+    def embedded(split: str) -> Sequence[Example]:
+        if split not in _SPLITS:
+            raise UserError(f"the sample of {name} has no split {split!r}. {did_you_mean(split, _SPLITS)}")
+        with (_SAMPLES / f"{name}_questions.jsonl").open(encoding="utf-8") as lines:
+            test: list[Example] = []
+        train: list[Example] = []
+        with (_SAMPLES / f"{name}_questions.jsonl").open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                (train if number % _TEST_EVERY else test).append(parse_row(json.loads(line)))
+        return tuple(test if split == "test" else train)
+
+    return embedded
+
+
+def search_tools(name: str) -> Callable[[ToolSettings], Sequence[ToolLike]]:
+    """One search tool: the corpus or server of the settings, else the sample's own passages."""
+    return lambda settings: (search_tool(settings, sample=_SAMPLES / f"{name}_corpus.jsonl"),)

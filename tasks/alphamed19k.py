@@ -1,0 +1,140 @@
+r"""AlphaMed19K: medical multiple choice with search, as in the paper.
+
+Real questions: ``data="hf:"``, or a file in one of two forms:
+
+- the published columns: ``question`` with its options inside (``..\nA: ..\nB: ..``), ``answer`` (a letter),
+  ``subset_name``;
+- options as a mapping: ``question``, ``options`` ({"A": .., "B": ..}, up to J), ``answer_idx`` (a letter), as
+  evaluation sets such as MedQA come.
+
+Real passages: ``corpus=`` or ``search_url=``. Without them, 28 questions written for this project in the published
+columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sorl_env.parser import ParsedTurn
+from sorl_env.rewards import multiple_choice
+from sorl_env.task import Example, HubSource, Task
+from sorl_tasks._qa import last_answer, row_id, sample, search_tools, text_column
+
+# The paper's "Prefix Prompt for the Medical Task" (appendix), word for word.
+_INSTRUCTION = """\
+Answer the given medical multiple-choice question. Think step-by-step inside <think> and </think> tags.
+
+When you encounter:
+- Unfamiliar medical terminology or drug names
+- Complex disease mechanisms you're uncertain about
+- Specific treatment protocols or guidelines you need to verify
+- Any information where you lack confidence
+
+You can search for clarification using <search> query </search>, and results will appear between <information> and \
+</information>.
+Use search strategically to fill knowledge gaps and improve answer accuracy.
+After sufficient reasoning and any necessary searches, provide your final answer inside <answer> and </answer> with \
+ONLY the letter (e.g., <answer>A</answer>)."""
+
+_LABEL = re.compile(r"\s+([A-E]):\s*")
+_LETTER = re.compile(r"[A-J]")
+
+
+def prompt(example: Example) -> str:
+    """The paper's instruction, the question, the options."""
+    options = "\n".join(f"{letter}: {text}" for letter, text in (example.options or {}).items())
+    return f"{_INSTRUCTION}\n\nQuestion: {example.question}\nOptions:\n{options}\n"
+
+
+def reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:
+    """1 for the right letter (``A``, ``A.``, ``(A)``, or ``A: `` and that option's text), else 0."""
+    answer = last_answer(turns)
+    letter = example.golden_answers[0]
+    return {"multiple_choice": 0.0 if answer is None else multiple_choice(answer, letter, example.options)}
+
+
+def parse_row(row: Mapping[str, Any]) -> Example:
+    """A row in one of the two forms of this module's docstring.
+
+    Raises:
+        KeyError: a column is missing.
+        ValueError: a column is empty, or the options and the answer do not fit together.
+    """
+    question = text_column(row, "question")
+    if row.get("options") is not None:
+        stem, options = question, _read_options(row["options"])
+        column = "answer_idx"
+    else:
+        stem, options = split_options(question)
+        column = "answer"
+    letter = text_column(row, column)
+    if letter not in options:
+        raise ValueError(
+            f"column {column!r} is {letter!r}, which is not one of the options {', '.join(options)}"
+        )
+    return Example(
+        id=row_id(row, question),
+        question=stem,
+        golden_answers=(letter,),
+        options=options,
+        metadata={"subset_name": row["subset_name"]} if row.get("subset_name") is not None else {},
+    )
+
+
+def split_options(question: str) -> tuple[str, dict[str, str]]:
+    r"""The question proper, and the options that stand behind it.
+
+    A label is a letter from A to E with white space before it and a colon after it. The options are the last A, and the
+    B, C, .. that follow in order, so a "hepatitis A: .." in the question, or a "type B: .." in an option, is text.
+
+    >>> split_options("Which vitamin?\nA: C\nB: D")
+    ('Which vitamin?', {'A': 'C', 'B': 'D'})
+
+    Raises:
+        ValueError: fewer than two options.
+    """
+    labels: list[re.Match[str]] = []
+    for match in _LABEL.finditer(question):
+        if match[1] == "A":
+            labels = [match]
+        elif labels and ord(match[1]) == ord(labels[-1][1]) + 1:
+            labels.append(match)
+    if len(labels) < 2:
+        raise ValueError(
+            "column 'question' holds no options: write '..\\nA: ..\\nB: ..', or give a column 'options'"
+        )
+    ends = [match.start() for match in labels[1:]] + [len(question)]
+    options = {match[1]: question[match.end() : end].strip() for match, end in zip(labels, ends, strict=True)}
+    return question[: labels[0].start()].strip(), options
+
+
+def wrong_answer(example: Example) -> str:
+    """The letter of another option."""
+    return next(letter for letter in example.options or () if letter != example.golden_answers[0])
+
+
+def _read_options(options: Any) -> dict[str, str]:
+    if not isinstance(options, Mapping):
+        raise ValueError(f"column 'options' must map letters to texts, not be {options!r}")
+    # columnar formats fill up a row that has fewer options than others with None
+    texts = {str(letter): str(text).strip() for letter, text in options.items() if text is not None}
+    if len(texts) < 2 or not all(_LETTER.fullmatch(letter) for letter in texts):
+        raise ValueError(f"column 'options' must hold two or more of the letters A to J, not {list(texts)}")
+    return dict(sorted(texts.items()))
+
+
+TASK = Task(
+    name="alphamed19k",
+    description="AlphaMed19K: medical multiple choice, scored by the letter.",
+    env_id="sorl/AlphaMed19K-v0",
+    prompt=prompt,
+    reward=reward,
+    parse_row=parse_row,
+    tools=search_tools("alphamed19k"),
+    embedded=sample("alphamed19k", parse_row),
+    embedded_is_sample=True,
+    hub=HubSource("che111/AlphaMed19K"),
+    wrong_answer=wrong_answer,
+)

@@ -1,0 +1,23 @@
+"""Natural Questions: what people ask a search engine, with short answers.
+
+Real questions: ``data="hf:"``, or a file with the columns ``question`` and ``golden_answers``; real passages:
+``corpus=`` or ``search_url=``. Without them, 28 questions written for this project in the same schema.
+"""
+
+from __future__ import annotations
+
+from sorl_env.task import HubSource, Task
+from sorl_tasks._qa import parse_qa_row, qa_prompt, qa_reward, sample, search_tools
+
+TASK = Task(
+    name="nq",
+    description="Natural Questions (open domain): search, then a short answer, scored by exact match.",
+    env_id="sorl/NQ-v0",
+    prompt=qa_prompt,
+    reward=qa_reward,
+    parse_row=parse_qa_row,
+    tools=search_tools("nq"),
+    embedded=sample("nq", parse_qa_row),
+    embedded_is_sample=True,
+    hub=HubSource("RUC-NLPIR/FlashRAG_datasets", "nq"),  # where Search-R1 takes it from
+)
