@@ -90,6 +90,17 @@ def _hash_examples(examples: Iterable[Example]) -> str:
     return digest.hexdigest()
 
 
+def read_rows(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Rows of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, each with where it stands (``file:line``).
+
+    Raises:
+        UserError: no such file, another kind of file, or a row that cannot be read.
+    """
+    found = _find_file(Path(path).expanduser(), "train")
+    for number, row in _read_rows(found, found.read_bytes()):
+        yield f"{found}:{number}", row
+
+
 def _find_file(path: Path, split: str) -> Path:
     """The file itself, or the split's file in a folder."""
     if path.is_file():

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -77,22 +77,90 @@ class RolloutSettings:
     max_concurrency: int = 128
 
 
-@dataclass
-class _Tokens:
-    """The four aligned columns of a trajectory while it grows."""
+class TrajectoryBuilder:
+    """Grows one trajectory: prompt, then sampled turn and observation in alternation; history only appends."""
 
-    ids: list[int]
-    turn_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    def __init__(self, env: ToolUseEnv, tokenizer: Tokenizer, job: RolloutJob, *, use_chat_template: bool) -> None:
+        self.env = env
+        self.job = job
+        self.prompt, _ = env.reset(seed=job.seed, options={"index": job.example_index})
+        self.token_ids = _prompt_ids(env, tokenizer, self.prompt, use_chat_template)
+        self.turns: list[Turn] = []
+        self._tokenizer = tokenizer
+        self._turn_ids = [-1] * len(self.token_ids)
+        self._log_probs = [0.0] * len(self.token_ids)
+        self._started = time.monotonic()
 
-    def __post_init__(self) -> None:
-        self.turn_ids = [-1] * len(self.ids)
-        self.log_probs = [0.0] * len(self.ids)
+    def _append(self, ids: Sequence[int], turn_id: int, log_probs: Sequence[float]) -> None:
+        self.token_ids.extend(ids)
+        self._turn_ids.extend([turn_id] * len(ids))
+        self._log_probs.extend(log_probs)
 
-    def append(self, ids: Sequence[int], turn_id: int = -1, log_probs: Sequence[float] | None = None) -> None:
-        self.ids.extend(ids)
-        self.turn_ids.extend([turn_id] * len(ids))
-        self.log_probs.extend(log_probs if log_probs is not None else [0.0] * len(ids))
+    def append(
+        self, sampled: SampledTurn, text: str, result: StepResult, generate_s: float = 0.0, tool_s: float = 0.0
+    ) -> StepResult:
+        """Add a sampled turn and the environment's reply to it.
+
+        Returns ``result``, or a truncation in its place when no token (or no time) is left for another turn.
+        """
+        start = len(self.token_ids)
+        self._append(sampled.token_ids, len(self.turns), sampled.log_probs)
+        if not (result.terminated or result.truncated):
+            limits = self.env.limits
+            observation = _observation_ids(self._tokenizer, result.observation, limits)
+            if len(self.token_ids) + len(observation) >= limits.max_trajectory_tokens:
+                result = self.env.truncate(StopReason.MAX_TOKENS)
+            elif limits.max_seconds is not None and time.monotonic() - self._started >= limits.max_seconds:
+                result = self.env.truncate(StopReason.MAX_SECONDS)
+            else:
+                self._append(observation, -1, [0.0] * len(observation))
+        info = result.info
+        parsed = info.get("parsed")
+        self.turns.append(
+            Turn(
+                index=len(self.turns),
+                text=text,
+                kind=parsed.kind if parsed else "invalid",
+                content=parsed.content if parsed else "",
+                format_error=info.get("format_error"),
+                observation=result.observation,
+                reward_items=dict(info.get("reward_items", {})),
+                tool_calls=tuple(info.get("tool_calls", ())),
+                start=start,
+                end=start + len(sampled.token_ids),
+                policy_version=sampled.policy_version,
+                generate_s=round(generate_s, 6),
+                tool_s=round(tool_s, 6),
+            )
+        )
+        return result
+
+    def build(self, result: StepResult) -> Trajectory:
+        """The finished record; ``result`` is the last turn's."""
+        turn_ids = np.asarray(self._turn_ids, dtype=np.int16)
+        items: dict[str, float] = {}
+        for turn in self.turns:
+            for name, value in turn.reward_items.items():
+                items[name] = items.get(name, 0.0) + value
+        return Trajectory(
+            id=self.job.id,
+            group_id=self.job.group_id,
+            task=self.env.task.name,
+            source=self.env.examples.source,
+            split=self.env.examples.split,
+            example_id=self.env.example.id,
+            prompt=self.prompt,
+            token_ids=np.asarray(self.token_ids, dtype=np.int32),
+            action_mask=turn_ids >= 0,
+            turn_ids=turn_ids,
+            rollout_log_probs=np.asarray(self._log_probs, dtype=np.float32),
+            turns=tuple(self.turns),
+            reward=float(sum(items.values())),
+            reward_items=items,
+            stop_reason=StopReason(result.info["stop_reason"]),
+            seed=self.job.seed,
+            error=result.info.get("error"),
+        )
 
 
 async def collect(
@@ -132,48 +200,30 @@ async def run_trajectory(
     env: ToolUseEnv, tokenizer: Tokenizer, sampler: Sampler, job: RolloutJob, settings: RolloutSettings
 ) -> Trajectory:
     """One trajectory: sample a turn, let the environment reply, append, until it ends."""
-    prompt, _ = env.reset(seed=job.seed, options={"index": job.example_index})
-    tokens = _Tokens(_prompt_ids(env, tokenizer, prompt, settings))
-    turns: list[Turn] = []
-    deadline = None if env.limits.max_seconds is None else time.monotonic() + env.limits.max_seconds
+    growing = TrajectoryBuilder(env, tokenizer, job, use_chat_template=settings.use_chat_template)
+    stop = tuple(f"</{tag}>" for tag in (*env.toolbox.names, "answer"))
     try:
         while True:
-            params = _sampling_params(env, len(tokens.ids), job, len(turns), settings)
+            params = SamplingParams(
+                max_new_tokens=min(
+                    env.limits.max_new_tokens, env.limits.max_trajectory_tokens - len(growing.token_ids)
+                ),
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                stop=stop,
+                seed=job.seed + len(growing.turns),
+            )
             started = time.monotonic()
-            sampled = await sampler.generate(job.id, tokens.ids, params)
+            sampled = await sampler.generate(job.id, growing.token_ids, params)
             sampled_at = time.monotonic()
-            start = len(tokens.ids)
-            tokens.append(sampled.token_ids, len(turns), sampled.log_probs)
-            text = _turn_text(tokenizer, sampled.token_ids, params.stop)
+            text = turn_text(tokenizer, sampled.token_ids, stop)
             result = await _reply(env, text)
-            if not (result.terminated or result.truncated):
-                observation_ids = _observation_ids(tokenizer, result.observation, env.limits)
-                # the next turn needs room for one token at least
-                if start + len(sampled.token_ids) + len(observation_ids) >= env.limits.max_trajectory_tokens:
-                    result = env.truncate(StopReason.MAX_TOKENS)
-                elif deadline is not None and time.monotonic() >= deadline:
-                    result = env.truncate(StopReason.MAX_SECONDS)
-                else:
-                    tokens.append(observation_ids)
-            times = (sampled_at - started, time.monotonic() - sampled_at)
-            turns.append(_turn(len(turns), text, result, start, sampled, times))
+            tool_s = time.monotonic() - sampled_at
+            result = growing.append(sampled, text, result, sampled_at - started, tool_s)
             if result.terminated or result.truncated:
-                return _trajectory(env, job, prompt, tokens, turns, result)
+                return growing.build(result)
     finally:
         sampler.release(job.id)
-
-
-def _sampling_params(
-    env: ToolUseEnv, length: int, job: RolloutJob, turn: int, settings: RolloutSettings
-) -> SamplingParams:
-    limits = env.limits
-    return SamplingParams(
-        max_new_tokens=min(limits.max_new_tokens, limits.max_trajectory_tokens - length),
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        stop=tuple(f"</{tag}>" for tag in (*env.toolbox.names, "answer")),
-        seed=job.seed + turn,
-    )
 
 
 async def _reply(env: ToolUseEnv, text: str) -> StepResult:
@@ -187,20 +237,7 @@ async def _reply(env: ToolUseEnv, text: str) -> StepResult:
         return env.truncate(StopReason.ERROR, error=f"{type(error).__name__}: {error}")
 
 
-def _prompt_ids(env: ToolUseEnv, tokenizer: Tokenizer, prompt: str, settings: RolloutSettings) -> list[int]:
-    ids = encode_prompt(
-        tokenizer, prompt, env.task.system_prompt, use_chat_template=settings.use_chat_template
-    )
-    limit = min(env.limits.max_prompt_tokens, env.limits.max_trajectory_tokens - 1)
-    if len(ids) > limit:
-        raise UserError(
-            f"the prompt of example {env.example.id!r} has {len(ids)} tokens, the limit is {limit}: raise "
-            "limits.max_prompt_tokens (and limits.max_trajectory_tokens), or drop the example from the data"
-        )
-    return ids
-
-
-def _turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> str:
+def turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> str:
     """The turn as text, cut after its first stop string: the sampler chose where to cut, not the policy.
 
     A token that completes a stop string can carry more characters (``>\\n``, ``>.``); they are not held against it.
@@ -210,62 +247,22 @@ def _turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) ->
     return text[: min(ends)] if ends else text
 
 
+def _prompt_ids(env: ToolUseEnv, tokenizer: Tokenizer, prompt: str, use_chat_template: bool) -> list[int]:
+    ids = encode_prompt(tokenizer, prompt, env.task.system_prompt, use_chat_template=use_chat_template)
+    limit = min(env.limits.max_prompt_tokens, env.limits.max_trajectory_tokens - 1)
+    if len(ids) > limit:
+        raise UserError(
+            f"the prompt of example {env.example.id!r} has {len(ids)} tokens, the limit is {limit}: raise "
+            "limits.max_prompt_tokens (and limits.max_trajectory_tokens), or drop the example from the data"
+        )
+    return ids
+
+
 def _observation_ids(tokenizer: Tokenizer, text: str, limits: Limits) -> list[int]:
-    """Token ids of a reply within ``max_observation_tokens``; a long one loses its middle, never its closing tag."""
+    """Token ids of a reply within ``max_observation_tokens``; a long one loses its end, never its closing tag."""
     ids = encode_observation(tokenizer, text)
     if len(ids) <= limits.max_observation_tokens:
         return ids
     body, tag, rest = text.rpartition("\n</information>")
     tail = encode_observation(tokenizer, tag + rest) if tag else []
     return encode_observation(tokenizer, body, max(0, limits.max_observation_tokens - len(tail))) + tail
-
-
-def _turn(
-    index: int, text: str, result: StepResult, start: int, sampled: SampledTurn, times: tuple[float, float]
-) -> Turn:
-    info = result.info
-    parsed = info.get("parsed")
-    return Turn(
-        index=index,
-        text=text,
-        kind=parsed.kind if parsed else "invalid",
-        content=parsed.content if parsed else "",
-        format_error=info.get("format_error"),
-        observation=result.observation,
-        reward_items=dict(info.get("reward_items", {})),
-        tool_calls=tuple(info.get("tool_calls", ())),
-        start=start,
-        end=start + len(sampled.token_ids),
-        policy_version=sampled.policy_version,
-        generate_s=round(times[0], 6),
-        tool_s=round(times[1], 6),
-    )
-
-
-def _trajectory(
-    env: ToolUseEnv, job: RolloutJob, prompt: str, tokens: _Tokens, turns: list[Turn], result: StepResult
-) -> Trajectory:
-    turn_ids = np.asarray(tokens.turn_ids, dtype=np.int16)
-    items: dict[str, float] = {}
-    for turn in turns:
-        for name, value in turn.reward_items.items():
-            items[name] = items.get(name, 0.0) + value
-    return Trajectory(
-        id=job.id,
-        group_id=job.group_id,
-        task=env.task.name,
-        source=env.examples.source,
-        split=env.examples.split,
-        example_id=env.example.id,
-        prompt=prompt,
-        token_ids=np.asarray(tokens.ids, dtype=np.int32),
-        action_mask=turn_ids >= 0,
-        turn_ids=turn_ids,
-        rollout_log_probs=np.asarray(tokens.log_probs, dtype=np.float32),
-        turns=tuple(turns),
-        reward=float(sum(items.values())),
-        reward_items=items,
-        stop_reason=StopReason(result.info["stop_reason"]),
-        seed=job.seed,
-        error=result.info.get("error"),
-    )

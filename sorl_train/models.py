@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,20 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16 on a GPU and float32 on a CPU."""
-    if name == "auto":
+    if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+
+
+def autocast(config: ModelConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """Forward passes in the compute dtype. Weights stay in float32: at a learning rate of 1e-6 an update is lost in
+    the 8 bits of bfloat16."""
+    dtype = compute_dtype(config, device)
+    if dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
 
 
 def load_tokenizer(folder: str) -> Any:
@@ -46,12 +56,10 @@ def load_tokenizer(folder: str) -> Any:
 
 
 def load_policy(folder: str, config: ModelConfig) -> Any:
-    """A causal language model, in float32 or bfloat16 on the device asked for, with LoRA adapters if asked for."""
+    """A causal language model with float32 weights on the device asked for, with LoRA adapters if asked for."""
     device = pick_device(config.device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=pick_dtype(config.dtype, device), attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError) as error:
         raise UserError(_loading_failed("model", folder, error)) from error
     if config.lora_rank:
@@ -147,7 +155,7 @@ def load_critic(folder: str, config: ModelConfig) -> Critic:
     """A critic from a folder written by ``Critic.save``, or a fresh head on any language model's backbone."""
     device = pick_device(config.device)
     try:
-        backbone = AutoModel.from_pretrained(folder, dtype=pick_dtype(config.dtype, device), attn_implementation="sdpa")
+        backbone = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError) as error:
         raise UserError(_loading_failed("critic", folder, error)) from error
     critic = Critic(backbone)

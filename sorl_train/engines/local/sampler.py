@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_env.tokens import Tokenizer
+from sorl_train.config import ModelConfig
+from sorl_train.models import autocast, compute_dtype
 
 PREFILL_TOKENS = 16384  # upper bound of rows x columns of one prefill pass
 # Event-loop turns granted to trajectories between two steps: enough for a reply of an in-process tool to come back
@@ -34,13 +36,12 @@ class RowCache:
     rows a forward pass covers and where their new tokens go; ``mask`` hides what lies behind a row's length.
     """
 
-    def __init__(self, model: nn.Module, rows: int, capacity: int = 256) -> None:
+    def __init__(self, model: nn.Module, rows: int, dtype: torch.dtype, capacity: int = 256) -> None:
         config: Any = model.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        parameter = next(model.parameters())
         shape = (config.num_hidden_layers, 2, rows, heads, capacity, head_dim)
-        self.data = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+        self.data = torch.zeros(shape, dtype=dtype, device=next(model.parameters()).device)
         self.lengths = np.zeros(rows, dtype=np.int64)
         self._rows = slice(0, 0)
         self._width = 0
@@ -114,14 +115,17 @@ class TransformersSampler:
         model: a causal language model of transformers; the trainer's own, so weights are always the newest.
         tokenizer: decodes the tail of a turn to find stop strings.
         max_rows: trajectories in flight.
+        config: the compute dtype.
     """
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, max_rows: int) -> None:
+    def __init__(self, model: Any, tokenizer: Tokenizer, max_rows: int, config: ModelConfig = ModelConfig()) -> None:
         self.model = model
+        self._device = next(model.parameters()).device
+        self._config = config
         self.policy_version = 0
         self._tokenizer = tokenizer
         self._max_rows = max_rows
-        self._cache = RowCache(model, max_rows)
+        self._cache = self._new_cache(0)
         self._rows: dict[str, _Row] = {}  # by session
         self._by_slot: list[_Row] = []  # rows in flight, [0, num_active) decoding
         self._num_active = 0
@@ -135,7 +139,7 @@ class TransformersSampler:
         """Around one batch: switches the model to inference and gives the cache's memory back afterwards."""
         was_training = self.model.training
         self.model.eval()
-        self._cache = RowCache(self.model, self._max_rows)
+        self._cache = self._new_cache(self._max_rows)
         try:
             yield self
         finally:
@@ -144,7 +148,10 @@ class TransformersSampler:
             self._by_slot.clear()
             self._waiting.clear()
             self._num_active, self._driver = 0, None
-            self._cache = RowCache(self.model, 0, 0)
+            self._cache = self._new_cache(0)
+
+    def _new_cache(self, rows: int) -> RowCache:
+        return RowCache(self.model, rows, compute_dtype(self._config, self._device))
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
         """Draw one turn (see ``Sampler.generate``)."""
@@ -221,7 +228,7 @@ class TransformersSampler:
             self._num_active += 1
         self._step(slice(start, self._num_active), width)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _step(self, slots: slice, width: int) -> None:
         """One forward pass over ``slots``, ``width`` columns wide, and one draw for each row."""
         rows = self._by_slot[slots]
@@ -231,15 +238,16 @@ class TransformersSampler:
             inputs[i, : len(row.pending)] = torch.as_tensor(row.pending)
         last = torch.as_tensor([len(row.pending) - 1 for row in rows], device=device)
         positions, mask = self._cache.select(slots, width)
-        output = self.model.base_model(
-            input_ids=inputs.to(device),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        hidden = output.last_hidden_state[torch.arange(len(rows), device=device), last]
-        logits = self.model.get_output_embeddings()(hidden)  # (b, V)
+        with autocast(self._config, self._device):
+            output = self.model.base_model(
+                input_ids=inputs.to(device),
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+            hidden = output.last_hidden_state[torch.arange(len(rows), device=device), last]
+            logits = self.model.get_output_embeddings()(hidden)  # (b, V)
         for row in rows:
             self._cache.lengths[row.slot] += len(row.pending)
             row.cached.extend(row.pending)

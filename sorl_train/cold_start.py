@@ -1,0 +1,79 @@
+"""``model: tiny``: a small policy, built for the task and cold-started on demonstrations, cached by its content."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from sorl_env.errors import UserError
+from sorl_train.checkpoint import write_checkpoint
+from sorl_train.config import TrainConfig
+from sorl_train.display import Display
+
+TINY = "tiny"
+# Raised when the recipe changes, so that policies of the old one are not taken for the new one's.
+RECIPE_VERSION = 1
+
+
+def cache_folder() -> Path:
+    """Where built things are kept: ``$SORL_CACHE``, or ``sorl`` in the user's cache folder."""
+    if "SORL_CACHE" in os.environ:
+        return Path(os.environ["SORL_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sorl"
+
+
+def resolve_model(config: TrainConfig, display: Display) -> str:
+    """The folder or hub name of the policy to start from; builds and cold-starts the tiny one if need be."""
+    if config.model != TINY:
+        return config.model
+    folder = cache_folder() / "policies" / cold_start_key(config)
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(folder, lambda path: _build(config, display, path))
+    return str(folder)
+
+
+def cold_start_key(config: TrainConfig) -> str:
+    """A name that changes with anything the cold-started policy depends on."""
+    import torch
+    import transformers
+
+    from sorl_train.environments import env_facts, make_env
+
+    content = {
+        "recipe": RECIPE_VERSION,
+        "env": env_facts(make_env(config)),
+        "task_args": config.task_args,
+        "tiny": config.hardware.tiny,
+        "sft": dataclasses.asdict(config.sft) if config.stage == "rl" else None,
+        "seed": config.seed,
+        "threads": torch.get_num_threads(),  # sums are taken in another order, the last bits differ
+        "versions": [torch.__version__, transformers.__version__],
+    }
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return f"{Path(config.task).stem.partition(':')[0]}-{digest[:16]}"
+
+
+def _build(config: TrainConfig, display: Display, folder: Path) -> None:
+    """Random weights, then (before RL) supervised steps on the expert's demonstrations."""
+    from sorl_train.environments import make_env
+    from sorl_train.models import load_policy, load_tokenizer
+    from sorl_train.sft import fine_tune, load_demos
+    from sorl_train.tiny import build_tiny_policy
+
+    env = make_env(config)
+    try:
+        build_tiny_policy(env.task, folder, seed=config.seed, **config.hardware.tiny)
+    except TypeError as error:  # an unknown key of hardware.tiny
+        raise UserError(f"hardware.tiny: {error}; it takes hidden_size, num_layers, num_heads") from error
+    if config.stage == "sft" or config.sft.steps == 0:
+        return
+    tokenizer = load_tokenizer(str(folder))
+    model = load_policy(str(folder), dataclasses.replace(config.hardware, lora_rank=0))
+    demos = load_demos(config, env, tokenizer)
+    with display.stage("cold start", config.sft.steps) as advance:
+        fine_tune(model, demos, config, tokenizer.pad_token_id, lambda step, metrics: advance(1))
+    model.save_pretrained(folder)

@@ -1,0 +1,100 @@
+"""Demonstrations: dialogues to imitate, from a task's scripted expert or from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sorl_env.data import read_rows
+from sorl_env.env import ToolUseEnv
+from sorl_env.errors import UserError
+from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder
+from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
+from sorl_env.trajectory import Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class Demo:
+    """One dialogue as tokens, (L,) each; ``action_mask`` marks what is imitated."""
+
+    token_ids: NDArray[np.int32]
+    action_mask: NDArray[np.bool_]
+
+
+def expert_trajectory(env: ToolUseEnv, tokenizer: Tokenizer, job: RolloutJob, *, use_chat_template: bool) -> Trajectory:
+    """Let the task's scripted expert play one episode."""
+    expert = env.task.expert
+    if expert is None:
+        raise UserError(f"task {env.task.name!r} has no scripted expert: give demonstrations with sft.demos")
+    growing = TrajectoryBuilder(env, tokenizer, job, use_chat_template=use_chat_template)
+    observations: list[str] = []
+    while True:
+        text = expert(env.example, observations)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        result = growing.append(SampledTurn(ids, [0.0] * len(ids), "stop"), text, env.step(text))
+        if result.terminated or result.truncated:
+            return growing.build(result)
+        observations.append(result.observation)
+
+
+def expert_demos(env: ToolUseEnv, tokenizer: Tokenizer, count: int, *, use_chat_template: bool) -> list[Demo]:
+    """Demonstrations on the first ``count`` examples; one that fails is an error in the expert, not a lesson."""
+    demos = []
+    for index in range(min(count, len(env.examples.examples))):
+        job = RolloutJob(id=f"demo-{index}", group_id=f"demo-{index}", example_index=index, seed=0)
+        trajectory = expert_trajectory(env.spawn(), tokenizer, job, use_chat_template=use_chat_template)
+        if trajectory.reward <= 0:
+            raise UserError(
+                f"the expert of task {env.task.name!r} failed on example {trajectory.example_id!r} "
+                f"({trajectory.stop_reason.value}): look at it with sorl-play {env.task.name} --auto expert"
+            )
+        demos.append(Demo(trajectory.token_ids, trajectory.action_mask))
+    return demos
+
+
+def file_demos(
+    path: str, tokenizer: Tokenizer, max_tokens: int, *, use_chat_template: bool, system_prompt: str | None = None
+) -> list[Demo]:
+    """Demonstrations from JSONL or Parquet rows, tokenized with this tokenizer.
+
+    A row is a trajectory as a run writes it (``prompt`` and ``turns`` with ``text`` and ``observation``), or has
+    ``messages``: the first from the ``user``, then ``assistant`` turns, each but the last followed by a ``tool`` (or
+    ``user``) message, which becomes the observation as it is.
+
+    Raises:
+        UserError: a row of another shape, or longer than ``max_tokens``; names file and line.
+    """
+    demos = []
+    for where, row in read_rows(path):
+        prompt, parts = _dialogue(row, where)
+        ids = encode_prompt(tokenizer, prompt, system_prompt, use_chat_template=use_chat_template)
+        mask = [False] * len(ids)
+        for sampled, text in parts:
+            new = tokenizer.encode(text, add_special_tokens=False) if sampled else encode_observation(tokenizer, text)
+            ids, mask = ids + new, mask + [sampled] * len(new)
+        if len(ids) > max_tokens:
+            raise UserError(f"{where}: {len(ids)} tokens, limits.max_trajectory_tokens is {max_tokens}")
+        demos.append(Demo(np.asarray(ids, dtype=np.int32), np.asarray(mask)))
+    if not demos:
+        raise UserError(f"{path} holds no demonstrations")
+    return demos
+
+
+def _dialogue(row: Mapping[str, Any], where: str) -> tuple[str, Sequence[tuple[bool, str]]]:
+    """(prompt, [(sampled by the policy?, text), ..])."""
+    if "messages" in row:
+        messages = row["messages"]
+        roles = [message.get("role") for message in messages]
+        if len(messages) < 2 or roles[0] != "user" or "assistant" not in roles or "system" in roles:
+            raise UserError(f"{where}: messages must be user, then assistant and tool in turns, not {roles}")
+        return messages[0]["content"], [(m["role"] == "assistant", m["content"]) for m in messages[1:]]
+    if "prompt" in row and "turns" in row:
+        turns = json.loads(row["turns"]) if isinstance(row["turns"], str) else row["turns"]
+        parts = [part for turn in turns for part in ((True, turn["text"]), (False, turn["observation"]))]
+        return row["prompt"], [(sampled, text) for sampled, text in parts if text]
+    raise UserError(f"{where}: a demonstration has 'messages', or 'prompt' and 'turns'; this row has {sorted(row)}")

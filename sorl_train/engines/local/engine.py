@@ -1,0 +1,325 @@
+"""What the local engine is made of: models, optimizers, environments, and the parts of one training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.trajectory import Trajectory
+from sorl_env.trajectory_io import read_jsonl, write_jsonl
+from sorl_train import checkpoint
+from sorl_train.advantages import gae, group_advantages, kl_in_reward, whiten
+from sorl_train.batch import Batch, collate
+from sorl_train.config import TrainConfig
+from sorl_train.display import Display
+from sorl_train.engines.local.collect import evaluation_jobs, run_jobs, training_jobs
+from sorl_train.engines.local.sampler import TransformersSampler
+from sorl_train.engines.local.update import (
+    CriticUpdate,
+    Means,
+    NonFiniteError,
+    PolicyUpdate,
+    learning_rate,
+    mini_batches,
+)
+from sorl_train.environments import make_env, without_tools
+from sorl_train.losses import get_algorithm, kl_penalty
+from sorl_train.metrics import eval_metrics, rollout_metrics, success_rate, tool_timings
+from sorl_train.models import action_stats, autocast, load_critic, load_policy, load_tokenizer, pick_device
+from sorl_train.run_dir import RunDir
+from sorl_train.summary import Summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """One step's trajectories and the tensors of those not excluded (None if there are none)."""
+
+    trajectories: list[Trajectory]
+    batch: Batch | None
+
+
+class LocalEngine:
+    """Everything a run holds, and the parts of a training step; ``trainer.train`` puts them in order."""
+
+    def __init__(self, config: TrainConfig, run_dir: RunDir, display: Display, model_folder: str) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.display = display
+        self.algorithm = get_algorithm(config.algo)
+        self.model_folder = model_folder
+        self.tokenizer = load_tokenizer(model_folder)
+        self.env = make_env(config)
+        self.eval_env = make_env(config, evaluation=True)
+        self.step = 0  # training steps done
+        self.lost_steps = 0  # newest steps in a row without one usable trajectory
+        self.waiting: deque[Collected] = deque()
+        self.summary = Summary()
+        self.timings: dict[str, float] = {}
+
+    def load(self, folder: Path | None) -> None:
+        """Models and optimizers, from a checkpoint or from the model folder."""
+        config, hardware = self.config, self.config.hardware
+        torch.manual_seed(config.seed)
+        source = str(folder / "policy") if folder else self.model_folder
+        self.device = pick_device(hardware.device)
+        self.policy = load_policy(source, hardware)
+        self.sampler = TransformersSampler(self.policy, self.tokenizer, config.sampler.max_concurrency, hardware)
+        optimizer = self._adamw([p for p in self.policy.parameters() if p.requires_grad], config.optim.lr)
+        self.policy_update = PolicyUpdate(self.policy, optimizer, self.algorithm, config)
+        self.optimizers = {"actor": optimizer}
+        self.critic_update: CriticUpdate | None = None
+        if self.algorithm.advantage == "gae":
+            critic = load_critic(str(folder / "critic") if folder else hardware.critic or source, hardware)
+            self.optimizers["critic"] = self._adamw(list(critic.parameters()), config.optim.critic_lr)
+            self.critic_update = CriticUpdate(critic, self.optimizers["critic"], config)
+        self.reference = None
+        if config.loss.kl_coef > 0:
+            self.reference = load_policy(self.model_folder, dataclasses.replace(hardware, lora_rank=0))
+            self.reference.requires_grad_(False).eval()
+        if folder:
+            self._load_state(folder)
+
+    def _adamw(self, parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
+        optim = self.config.optim
+        return torch.optim.AdamW(
+            parameters,
+            lr=lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.adam_eps,
+            weight_decay=optim.weight_decay,
+            fused=True,
+        )
+
+    # -- one step's parts, in the order of ``train`` --------------------------------------------------------------
+
+    def collect(self, step: int) -> Collected:
+        """Sample a rollout batch with the newest weights, and score it with them."""
+        jobs = training_jobs(self.config, len(self.env.examples.examples), step)
+        self.sampler.policy_version = self.step
+        with self._stage("rollout", len(jobs)) as advance:
+            trajectories = run_jobs(
+                self.env,
+                self.tokenizer,
+                self.sampler,
+                jobs,
+                self.config,
+                temperature=self.config.sampler.temperature,
+                on_finish=lambda _: advance(1),
+            )
+        with self._stage("log_probs", 1):
+            return Collected(trajectories, self._batch(trajectories))
+
+    def _batch(self, trajectories: list[Trajectory]) -> Batch | None:
+        usable = [t for t in trajectories if not t.excluded]  # nothing else reaches a loss or a group baseline
+        return self.score(collate(usable, self.tokenizer.pad_token_id)) if usable else None
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> Batch:
+        """Fill in old and reference log-probabilities and values."""
+        old = torch.zeros(batch.action_mask.shape)
+        ref, values = torch.zeros_like(old), torch.zeros_like(old)
+        size = self.config.update.log_prob_micro_batch_size
+        order = torch.argsort(batch.lengths, descending=True, stable=True)
+        for index in order.split(size):
+            micro = batch.rows(index).to(self.device)
+            columns = slice(0, micro.action_mask.shape[1])
+            with autocast(self.config.hardware, self.device):
+                old[index, columns] = self._log_probs(self.policy, micro)
+                if self.reference is not None:
+                    ref[index, columns] = self._log_probs(self.reference, micro)
+                if self.critic_update is not None:
+                    values[index, columns] = self.critic_update.critic(micro.token_ids).cpu()
+        for name, figures in (("a sampled", batch.rollout_log_probs), ("a recomputed", old)):
+            broken = (~torch.isfinite(figures)).any(dim=1)
+            if broken.any():
+                ids = tuple(batch.ids[i] for i in broken.nonzero()[:, 0].tolist())
+                raise NonFiniteError(f"{name} log-probability", ids)
+        fields = {"old_log_probs": old}
+        if self.reference is not None:
+            fields["ref_log_probs"] = ref
+        if self.critic_update is not None:  # of the weights that are about to be updated
+            fields["values"] = values.masked_fill(~batch.action_mask, 0.0)
+        return batch.with_fields(**fields)
+
+    def _log_probs(self, model: Any, micro: Batch) -> Tensor:
+        stats = action_stats(
+            model, micro.token_ids, micro.action_mask, temperature=self.config.sampler.temperature
+        )
+        return stats.log_probs.float().cpu()
+
+    def estimate_advantages(self, batch: Batch) -> Batch:
+        """Advantages and returns, (B, T)."""
+        loss = self.config.loss
+        assert batch.old_log_probs is not None
+        rewards = batch.token_rewards
+        if batch.ref_log_probs is not None and loss.kl_in == "reward":
+            kl = kl_penalty(batch.old_log_probs, batch.ref_log_probs, loss.kl_type)
+            rewards = kl_in_reward(rewards, kl, batch.action_mask, loss.kl_coef)
+        if self.algorithm.advantage == "group":
+            totals = rewards.sum(dim=1)
+            per_row = group_advantages(totals, batch.group_ids, batch.included, std=loss.group_std)
+            advantages = per_row[:, None] * batch.action_mask
+            return batch.with_fields(advantages=advantages, returns=torch.zeros_like(advantages))
+        assert batch.values is not None
+        advantages, returns = gae(rewards, batch.values, batch.action_mask, gamma=loss.gamma, lam=loss.gae_lambda)
+        if loss.whiten_advantages:
+            advantages = whiten(advantages, batch.loss_mask)
+        return batch.with_fields(advantages=advantages, returns=returns)
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """All optimizer steps of one rollout batch."""
+        config, means = self.config, Means()
+        batches = list(mini_batches(batch, config, step))
+        per_step = config.update.epochs * -(-config.rollout.batch_size // config.update.mini_batch_size)
+        total = per_step * config.update.steps
+        optim = config.optim
+        self.policy.train()
+        with self._stage("update", len(batches)) as advance:
+            for number, mini in enumerate(batches):
+                done = (step - 1) * per_step + number
+                if self.critic_update is not None:
+                    lr = learning_rate(optim, optim.critic_lr, optim.critic_warmup_ratio, done, total)
+                    self.critic_update.step(mini, lr, means)
+                if step > config.update.critic_warmup_steps:
+                    lr = learning_rate(optim, optim.lr, optim.warmup_ratio, done, total)
+                    self.policy_update.step(mini, lr, means)
+                advance(1)
+        metrics = means.result()
+        for name in ("grad_norm", "clip_bias_norm"):
+            if f"loss/{name}" in metrics:
+                metrics[f"loss/{name}_max"] = means.max(name)
+        return metrics | _batch_metrics(batch)
+
+    def evaluate(self, step: int, limit: int, *, search_off: bool = False) -> dict[str, float]:
+        """Greedy success on the evaluation split."""
+        env = without_tools(self.eval_env) if search_off else self.eval_env
+        jobs = evaluation_jobs(self.config, len(env.examples.examples), limit)
+        with self._stage("eval", len(jobs)) as advance:
+            trajectories = run_jobs(
+                env,
+                self.tokenizer,
+                self.sampler,
+                jobs,
+                self.config,
+                temperature=self.config.eval.temperature,
+                on_finish=lambda _: advance(1),
+            )
+        if search_off:
+            return {"eval/search_off_success": success_rate(trajectories)}
+        write_jsonl(self.run_dir.trajectories / f"eval_{step:06d}.jsonl", trajectories)
+        return eval_metrics(trajectories)
+
+    # -- bookkeeping ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _stage(self, name: str, total: int) -> Iterator[Any]:
+        started = time.perf_counter()
+        with self.display.stage(name, total) as advance:
+            yield advance
+        key = f"time/{name}_s"
+        self.timings[key] = self.timings.get(key, 0.0) + time.perf_counter() - started
+
+    def take_timings(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        """The step's wall-clock figures; starts the next step's."""
+        timings, self.timings = self.timings, {}
+        tokens = sum(t.num_action_tokens for t in trajectories)
+        timings["time/step_s"] = sum(timings.values())
+        timings["time/tokens_per_s"] = tokens / max(timings["time/step_s"], 1e-9)
+        timings["time/rollout_tokens_per_s"] = tokens / max(timings.get("time/rollout_s", 0.0), 1e-9)
+        return timings | tool_timings(trajectories)
+
+    def save_trajectories(self, step: int, trajectories: list[Trajectory]) -> None:
+        every = self.config.rollout.save_every
+        if step in (1, self.config.update.steps) or (every and step % every == 0):
+            write_jsonl(self.run_dir.trajectories / f"step_{step:06d}.jsonl", trajectories)
+
+    def save(self) -> Path:
+        """Write a checkpoint of the current step, atomically."""
+        folder = self.run_dir.checkpoints / checkpoint.checkpoint_name(self.step)
+        checkpoint.write_checkpoint(folder, self._write_state)
+        checkpoint.prune_checkpoints(self.run_dir.checkpoints, self.config.checkpoint.keep)
+        return folder
+
+    def save_best(self) -> Path:
+        """Keep the current policy as the best one; only its weights, training goes on from the newest."""
+        return checkpoint.write_checkpoint(self.run_dir.checkpoints / "best", self._write_policy)
+
+    def _write_policy(self, folder: Path) -> None:
+        self.policy.save_pretrained(folder / "policy")
+        self.tokenizer.save_pretrained(folder / "policy")
+
+    def _write_state(self, folder: Path) -> None:
+        self._write_policy(folder)
+        if self.critic_update is not None:
+            self.critic_update.critic.save(folder / "critic")  # type: ignore[operator]
+        checkpoint.save_optimizers(folder / "optimizer.safetensors", self.optimizers)
+        for number, item in enumerate(self.waiting):
+            write_jsonl(folder / f"stale_{number}.jsonl", item.trajectories)
+            if item.batch is not None:
+                assert item.batch.old_log_probs is not None  # of older weights: they cannot be computed again
+                save_file({"old_log_probs": item.batch.old_log_probs}, folder / f"stale_{number}.safetensors")
+        state = {"step": self.step, "waiting": len(self.waiting), "summary": self.summary.state()}
+        checkpoint.write_json(folder / "state.json", state)
+
+    def _load_state(self, folder: Path) -> None:
+        checkpoint.load_optimizers(folder / "optimizer.safetensors", self.optimizers)
+        state = checkpoint.read_json(folder / "state.json")
+        self.step = state["step"]
+        self.summary = Summary.from_state(state["summary"])
+        for number in range(state["waiting"]):
+            trajectories = list(read_jsonl(folder / f"stale_{number}.jsonl"))
+            batch = self._batch(trajectories)
+            if batch is not None:
+                batch = batch.with_fields(**load_file(folder / f"stale_{number}.safetensors"))
+            self.waiting.append(Collected(trajectories, batch))
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the policy."""
+        return sum(p.numel() for p in self.policy.parameters())
+
+    def summarize(self) -> dict[str, Any]:
+        """The run's figures and what they are figures of."""
+        config = self.config
+        what = {"algo": config.algo, "task": self.env.task.name, "seed": config.seed, "steps": self.step}
+        sample = {"is_sample": self.env.examples.is_sample or self.eval_env.examples.is_sample}
+        return what | {"parameters": self.num_parameters()} | sample | self.summary.figures()
+
+    def dump_non_finite(self, error: NonFiniteError, trajectories: list[Trajectory]) -> Path:
+        """Write the trajectories that were being trained on, those named by the error first."""
+        bad = set(error.trajectory_ids)
+        ordered = sorted(trajectories, key=lambda t: t.id not in bad)
+        path = self.run_dir.path / f"non_finite_{self.step + 1:06d}.jsonl"
+        write_jsonl(path, ordered)
+        return path
+
+
+def _batch_metrics(batch: Batch) -> dict[str, float]:
+    """``loss/`` metrics that depend on the batch alone, over its action tokens."""
+    assert batch.advantages is not None and batch.old_log_probs is not None and batch.returns is not None
+    mask = batch.loss_mask
+    advantages = batch.advantages[mask].double()
+    gap = (batch.old_log_probs - batch.rollout_log_probs)[mask].double()
+    metrics = {
+        "loss/advantage_mean": float(advantages.mean()),
+        "loss/advantage_std": float(advantages.std(correction=0)),
+        "rollout/mismatch_kl": float((gap.exp() - 1 - gap).mean()),  # k3 of sampler against trainer
+        "rollout/mismatch_max": float(gap.abs().max()),
+    }
+    if batch.values is not None:
+        returns, error = batch.returns[mask].double(), (batch.returns - batch.values)[mask].double()
+        variance = float(returns.var(correction=0))
+        metrics["loss/explained_variance"] = 1.0 - float(error.var(correction=0)) / variance if variance else 0.0
+    return metrics
+
+

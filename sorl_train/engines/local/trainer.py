@@ -1,0 +1,156 @@
+"""Training on one machine: PPO, GRPO, and what SORL makes of them. ``train`` is the algorithm.
+
+Off-policy in two ways: by reuse (mini-batches and epochs over one rollout batch) and, with ``rollout.max_staleness``,
+by lag (a batch is trained on that many steps after it was sampled). Ratios are taken to the log-probabilities that
+the trainer computed when the batch was collected.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from sorl_env.errors import UserError
+from sorl_train.checkpoint import newest_checkpoint
+from sorl_train.cold_start import resolve_model
+from sorl_train.config import TrainConfig
+from sorl_train.display import Display
+from sorl_train.engines.local.engine import Collected, LocalEngine
+from sorl_train.engines.local.update import NonFiniteError
+from sorl_train.environments import env_facts
+from sorl_train.metrics import rollout_metrics
+from sorl_train.metrics_log import MetricsLog
+from sorl_train.run_dir import RunDir
+
+MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
+
+
+def train(engine: LocalEngine, log: MetricsLog, interrupted: threading.Event) -> None:
+    """The algorithm (Alg. 1 and 2 of the paper): sample, score, estimate advantages, update; then log and save."""
+    config, steps = engine.config, engine.config.update.steps
+    if engine.step == 0:
+        record(engine, log, engine.evaluate(0, config.eval.num_examples_final))
+    while engine.step < steps and not interrupted.is_set():
+        step = engine.step + 1
+        while len(engine.waiting) <= config.rollout.max_staleness and step + len(engine.waiting) <= steps:
+            engine.waiting.append(engine.collect(step + len(engine.waiting)))
+        collected = engine.waiting.popleft()
+        metrics = rollout_metrics(collected.trajectories) | staleness(collected, engine.step)
+        with stop_on_non_finite(engine, collected):
+            if collected.batch is not None:
+                batch = engine.estimate_advantages(collected.batch)
+                metrics |= engine.update(batch, step)
+        engine.step = step
+        if step == steps:
+            metrics |= engine.evaluate(step, config.eval.num_examples_final)
+            if config.eval.search_off:
+                metrics |= engine.evaluate(step, config.eval.num_examples_final, search_off=True)
+        elif config.eval.every and step % config.eval.every == 0:
+            metrics |= engine.evaluate(step, config.eval.num_examples)
+        engine.save_trajectories(step, collected.trajectories)
+        record(engine, log, metrics, collected)
+        if step == steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            engine.save()
+        stop_when_lost(engine, collected)
+
+
+def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) -> dict[str, Any]:
+    """Train from the beginning or from the newest checkpoint; returns the summary that it wrote.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, once the step in progress is finished and saved.
+        UserError: the model, the data or the tools cannot be used, or training broke down; the message says where.
+    """
+    if config.hardware.threads:
+        torch.set_num_threads(config.hardware.threads)
+    engine = LocalEngine(config, run_dir, display, resolve_model(config, display))
+    run_dir.record("data", {"train": env_facts(engine.env), "eval": env_facts(engine.eval_env)})
+    engine.load(newest_checkpoint(run_dir.checkpoints) if resume else None)
+    with MetricsLog(run_dir, tensorboard=config.log.tensorboard, wandb=config.log.wandb) as log:
+        log.truncate_after(engine.step if resume else -1)
+        title = f"{config.algo} on {engine.env.task.name}, {engine.num_parameters:,} parameters, {engine.device}"
+        display.start(title, config.update.steps, engine.step)
+        with finish_step_on_interrupt(display) as interrupted:
+            if engine.step == 0 and not resume:
+                engine.save()  # so that a run killed in its first steps resumes too
+            train(engine, log, interrupted)
+        if interrupted.is_set() and engine.step < config.update.steps:
+            engine.save()
+            raise KeyboardInterrupt
+    summary = engine.summarize()
+    run_dir.write_summary(summary)
+    return summary
+
+
+def record(
+    engine: LocalEngine, log: MetricsLog, metrics: dict[str, float], collected: Collected | None = None
+) -> None:
+    """Log a step's metrics, show them, and keep the policy if it is the best so far."""
+    if engine.summary.observe(engine.step, metrics):
+        engine.save_best()
+    timings = engine.take_timings(collected.trajectories if collected else [])
+    log.log(engine.step, metrics | timings)
+    engine.display.step(engine.step, metrics | timings)
+
+
+def staleness(collected: Collected, version: int) -> dict[str, float]:
+    """How many steps ago the batch's turns were sampled, on average."""
+    lags = [version - turn.policy_version for t in collected.trajectories for turn in t.turns]
+    return {"rollout/staleness": sum(lags) / len(lags)} if lags else {}
+
+
+@contextmanager
+def stop_on_non_finite(engine: LocalEngine, collected: Collected) -> Iterator[None]:
+    """NaN or infinity ends the run with the trajectories on disk; the last good checkpoint stays as it is."""
+    try:
+        yield
+    except NonFiniteError as error:
+        path = engine.dump_non_finite(error, collected.trajectories)
+        raise UserError(
+            f"step {engine.step + 1}: {error}. The trajectories are in {path}; the last good checkpoint is "
+            f"{newest_checkpoint(engine.run_dir.checkpoints)}. Lower optim.lr, or look at these trajectories."
+        ) from error
+
+
+def stop_when_lost(engine: LocalEngine, collected: Collected) -> None:
+    """End a run whose tools are out for good: it would only burn time."""
+    if collected.batch is not None:
+        engine.lost_steps = 0
+        return
+    engine.lost_steps += 1
+    cause = next((t.error for t in collected.trajectories if t.error), "unknown")
+    engine.display.message(f"step {engine.step}: every trajectory was excluded, nothing was trained on ({cause})")
+    if engine.lost_steps == MAX_LOST_STEPS:
+        engine.save()
+        raise UserError(
+            f"every trajectory of {MAX_LOST_STEPS} steps in a row was excluded; the last error was: {cause}. "
+            "Mend the tool or the task, then go on with --resume."
+        )
+
+
+@contextmanager
+def finish_step_on_interrupt(display: Display) -> Iterator[threading.Event]:
+    """The first Ctrl-C (or SIGTERM) lets the step in progress finish; a second one stops at once."""
+    interrupted = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        interrupted.set()
+        display.message("stopping after this step and its checkpoint; press Ctrl-C again to stop at once")
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield interrupted
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,251 @@
+"""One collected batch into optimizer steps: mini-batches, micro-batches, normalization, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sorl_train.batch import Batch
+from sorl_train.clip_bias import ClipBias, Normalization, normalization
+from sorl_train.config import OptimConfig, TrainConfig
+from sorl_train.losses import Algorithm, LossStats, aggregate, kl_penalty, loss_denominator, policy_loss, value_loss
+from sorl_train.models import action_stats, autocast
+from sorl_train.seeds import generator
+
+
+class NonFiniteError(RuntimeError):
+    """NaN or infinity in a loss, a gradient or a log-probability; ``trajectory_ids`` say where."""
+
+    def __init__(self, what: str, trajectory_ids: tuple[str, ...]) -> None:
+        shown = ", ".join(trajectory_ids[:8]) + (", .." if len(trajectory_ids) > 8 else "")
+        super().__init__(f"{what} is not finite; trajectories: {shown}")
+        self.what = what
+        self.trajectory_ids = trajectory_ids
+
+
+class Means:
+    """Running means of metrics by name."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, **values: float) -> None:
+        for name, value in values.items():
+            self._values[name].append(value)
+
+    def result(self, prefix: str = "loss/") -> dict[str, float]:
+        return {prefix + name: math.fsum(values) / len(values) for name, values in self._values.items()}
+
+    def max(self, name: str) -> float:
+        return max(self._values[name])
+
+
+def mini_batches(batch: Batch, config: TrainConfig, step: int) -> Iterator[Batch]:
+    """Each epoch visits every trajectory once, in an order given by the seed, the step and the epoch."""
+    size = config.update.mini_batch_size
+    for epoch in range(config.update.epochs):
+        order = generator(config.seed, "mini_batches", step, epoch).permutation(len(batch))
+        for start in range(0, len(order), size):
+            yield batch.rows(order[start : start + size].tolist())
+
+
+def learning_rate(optim: OptimConfig, base: float, warmup_ratio: float, done: int, total: int) -> float:
+    """Rate of optimizer step ``done`` (0-based) of ``total``: a linear warm-up, then the schedule."""
+    warmup = round(warmup_ratio * total)
+    if done < warmup:
+        return base * (done + 1) / warmup
+    if optim.schedule == "constant":
+        return base
+    progress = (done - warmup) / max(1, total - warmup)
+    return base * (1.0 - progress if optim.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+class PolicyUpdate:
+    """Optimizer steps of the actor."""
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, algorithm: Algorithm, config: TrainConfig) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.algorithm = algorithm
+        self.config = config
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def step(self, mini: Batch, lr: float, means: Means) -> None:
+        """One optimizer step on ``mini``, whatever its micro-batches: loss, clipping bias, normalization, clipping."""
+        self.optimizer.zero_grad(set_to_none=True)
+        bias, stats, bias_gradient = self._accumulate(mini, means)
+        scales = self._normalization(bias, bias_gradient)
+        grad_norm = _grad_norm(self.parameters)
+        if not math.isfinite(grad_norm):
+            raise NonFiniteError("the policy gradient", mini.ids)
+        _scale_gradients(self.parameters, scales.grad_scale)
+        limit = self.config.optim.max_grad_norm
+        if limit is not None:  # after the normalization: clipping first would hide from Adam what it undoes
+            nn.utils.clip_grad_norm_(self.parameters, limit)
+        _set_lr(self.optimizer, lr * scales.update_scale)
+        self.optimizer.step()
+        means.add(
+            grad_norm=grad_norm,
+            grad_norm_normalized=grad_norm * scales.grad_scale * scales.update_scale,
+            normalizer=scales.factor,
+            normalized_frac=float(scales.factor < 1.0),
+            clip_bias_norm=scales.norm,
+            lr=lr,
+            effective_lr=lr * scales.update_scale,
+            **{f"clip_bias_{name}": value for name, value in bias.norms().items()},
+            **stats.metrics(),
+        )
+
+    def _accumulate(self, mini: Batch, means: Means) -> tuple[ClipBias, LossStats, list[Tensor] | None]:
+        """Gradients of all micro-batches, with the denominator of the whole mini-batch."""
+        loss_config = self.config.loss
+        denominator = loss_denominator(mini.loss_mask, loss_config.aggregation)
+        bias: ClipBias | None = None
+        stats: LossStats | None = None
+        bias_gradient: list[Tensor] | None = None
+        total = entropy_total = kl_total = 0.0
+        device = self.parameters[0].device
+        for micro in mini.micro_batches(self.config.update.micro_batch_size):
+            micro = micro.to(device)
+            assert micro.old_log_probs is not None and micro.advantages is not None
+            with self.autocast():
+                token_stats = action_stats(
+                    self.model,
+                    micro.token_ids,
+                    micro.loss_mask,
+                    temperature=self.config.sampler.temperature,
+                    entropy=True,
+                    logit_scale=True,
+                )
+            output = policy_loss(
+                token_stats.log_probs,
+                micro.old_log_probs,
+                micro.advantages,
+                micro.loss_mask,
+                micro.turn_ids,
+                ratio_level=self.algorithm.ratio,
+                clip_eps=loss_config.clip_eps,
+                clip_eps_high=loss_config.clip_eps_high,
+                aggregation=loss_config.aggregation,
+                denominator=denominator,
+                logit_scale=token_stats.logit_scale,
+                trajectory_norm=self._trajectory_norm(),
+                delta=loss_config.clip_bias_delta,
+                clip_bias_objective=self.algorithm.normalize and loss_config.clip_bias_norm == "gradient",
+            )
+            how = {"aggregation": loss_config.aggregation, "denominator": denominator}
+            assert token_stats.entropy is not None
+            entropy = aggregate(token_stats.entropy, micro.loss_mask, **how)  # type: ignore[arg-type]
+            loss = output.loss - loss_config.entropy_coef * entropy
+            if micro.ref_log_probs is not None:
+                penalty = kl_penalty(token_stats.log_probs, micro.ref_log_probs, loss_config.kl_type)
+                kl = aggregate(penalty, micro.loss_mask, **how)  # type: ignore[arg-type]
+                kl_total += float(kl.detach())
+                if loss_config.kl_in == "loss":
+                    loss = loss + loss_config.kl_coef * kl
+            if not torch.isfinite(loss):
+                raise NonFiniteError("the policy loss", micro.ids)
+            if output.clip_bias_objective is not None:
+                bias_gradient = self._add_bias_gradient(output.clip_bias_objective, bias_gradient)
+            loss.backward()
+            total += float(loss.detach())
+            entropy_total += float(entropy.detach())
+            bias = output.clip_bias if bias is None else bias + output.clip_bias
+            stats = output.stats if stats is None else stats + output.stats
+        assert bias is not None and stats is not None
+        means.add(policy=total, entropy=entropy_total)
+        if mini.ref_log_probs is not None:
+            means.add(ref_kl=kl_total)
+        return bias, stats, bias_gradient
+
+    def _add_bias_gradient(self, objective: Tensor, total: list[Tensor] | None) -> list[Tensor]:
+        grads = torch.autograd.grad(objective, self.parameters, retain_graph=True, materialize_grads=True)
+        return list(grads) if total is None else [a + b for a, b in zip(total, grads)]
+
+    def _trajectory_norm(self) -> Any:
+        loss_config = self.config.loss
+        per_trajectory = self.algorithm.normalize and loss_config.clip_bias_scope == "trajectory"
+        return loss_config.clip_bias_norm if per_trajectory else None
+
+    def _normalization(self, bias: ClipBias, bias_gradient: list[Tensor] | None) -> Normalization:
+        loss_config = self.config.loss
+        if not self.algorithm.normalize:
+            name = "token" if loss_config.clip_bias_norm == "gradient" else loss_config.clip_bias_norm
+            return Normalization(grad_scale=1.0, update_scale=1.0, norm=bias.norm(name), factor=1.0)
+        norm = None if bias_gradient is None else float(torch.stack([g.norm() for g in bias_gradient]).norm())
+        return normalization(
+            bias,
+            norm=loss_config.clip_bias_norm,
+            scope=loss_config.clip_bias_scope,
+            target=loss_config.clip_bias_target,
+            delta=loss_config.clip_bias_delta,
+            gradient_norm=norm,
+        )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return autocast(self.config.hardware, self.parameters[0].device)
+
+
+class CriticUpdate:
+    """Optimizer steps of the critic."""
+
+    def __init__(self, critic: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
+        self.critic = critic
+        self.optimizer = optimizer
+        self.config = config
+        self.parameters = list(critic.parameters())
+
+    def step(self, mini: Batch, lr: float, means: Means) -> None:
+        """One optimizer step towards the returns."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss_config = self.config.loss
+        denominator = loss_denominator(mini.loss_mask, loss_config.aggregation)
+        total = 0.0
+        device = self.parameters[0].device
+        for micro in mini.micro_batches(self.config.update.critic_micro_batch_size):
+            micro = micro.to(device)
+            assert micro.returns is not None
+            with autocast(self.config.hardware, device):
+                values = self.critic(micro.token_ids)
+            loss = value_loss(
+                values,
+                micro.returns,
+                micro.loss_mask,
+                old_values=micro.values,
+                clip_eps=loss_config.value_clip,
+                aggregation=loss_config.aggregation,
+                denominator=denominator,
+            ).loss
+            if not torch.isfinite(loss):
+                raise NonFiniteError("the value loss", micro.ids)
+            loss.backward()
+            total += float(loss.detach())
+        limit = self.config.optim.max_grad_norm
+        grad_norm = _grad_norm(self.parameters)
+        if not math.isfinite(grad_norm):
+            raise NonFiniteError("the critic's gradient", mini.ids)
+        if limit is not None:
+            nn.utils.clip_grad_norm_(self.parameters, limit)
+        _set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        means.add(value=total, critic_grad_norm=grad_norm)
+
+
+def _grad_norm(parameters: list[Tensor]) -> float:
+    return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+
+def _scale_gradients(parameters: list[Tensor], scale: float) -> None:
+    if scale != 1.0:
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+
+
+def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

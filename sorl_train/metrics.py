@@ -1,0 +1,78 @@
+"""Metrics of a batch of trajectories, under the same names in every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
+
+from sorl_env.trajectory import StopReason, Trajectory
+
+
+def is_success(trajectory: Trajectory) -> bool:
+    """A trajectory succeeds when its rewards add up to 1 at least: the tasks here reward a right answer with 1."""
+    return trajectory.reward >= 1.0 - 1e-9
+
+
+def success_rate(trajectories: Sequence[Trajectory]) -> float:
+    """Share of successes; an excluded trajectory says nothing about the policy and is not counted."""
+    counted = [is_success(t) for t in trajectories if not t.excluded]
+    return fmean(counted) if counted else 0.0
+
+
+def valid_turn_rate(trajectories: Sequence[Trajectory]) -> float:
+    """Share of turns without a format error."""
+    valid = [turn.format_error is None for t in trajectories if not t.excluded for turn in t.turns]
+    return fmean(valid) if valid else 0.0
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """``rollout/``, ``reward/`` and ``tool/`` metrics of one step's trajectories."""
+    counted = [t for t in trajectories if not t.excluded]
+    calls = [call for t in trajectories for turn in t.turns for call in turn.tool_calls]
+    metrics = {
+        "rollout/success": success_rate(trajectories),
+        "rollout/valid_turn_rate": valid_turn_rate(trajectories),
+        "rollout/excluded_rate": 1.0 - len(counted) / len(trajectories),
+        "rollout/num_turns": _mean([len(t.turns) for t in counted]),
+        "rollout/response_tokens": _mean([t.num_action_tokens for t in counted]),
+        "rollout/trajectory_tokens": _mean([len(t.token_ids) for t in counted]),
+        "rollout/reward_mean": _mean([t.reward for t in counted]),
+        "rollout/reward_std": float(np.std([t.reward for t in counted])) if counted else 0.0,
+        "tool/calls": float(len(calls)),
+        "tool/error_rate": _mean([not call.ok for call in calls]),
+        "tool/retry_rate": _mean([call.attempts > 1 for call in calls]),
+        "tool/no_hits_rate": _mean([call.hits == 0 for call in calls if call.hits is not None]),
+    }
+    for reason in StopReason:
+        metrics[f"rollout/stop_{reason.value}"] = fmean(t.stop_reason is reason for t in trajectories)
+    for name in sorted({name for t in counted for name in t.reward_items}):
+        metrics[f"reward/{name}"] = fmean(t.reward_items.get(name, 0.0) for t in counted)
+    return metrics
+
+
+def tool_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Latencies, seconds: wall-clock figures are kept apart from the metrics that a seed reproduces."""
+    latencies = [call.latency_s for t in trajectories for turn in t.turns for call in turn.tool_calls]
+    if not latencies:
+        return {}
+    return {
+        "time/tool_p50_s": float(np.percentile(latencies, 50)),
+        "time/tool_p99_s": float(np.percentile(latencies, 99)),
+    }
+
+
+def eval_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """``eval/`` metrics."""
+    counted = [t for t in trajectories if not t.excluded]
+    return {
+        "eval/success": success_rate(trajectories),
+        "eval/valid_turn_rate": valid_turn_rate(trajectories),
+        "eval/num_turns": _mean([len(t.turns) for t in counted]),
+        "eval/excluded_rate": 1.0 - len(counted) / len(trajectories),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(fmean(values)) if values else 0.0
