@@ -153,7 +153,7 @@ def _pick(module: ModuleType, attribute: str | None, reference: str, knobs: dict
         raise UserError(f"task {reference!r} takes no knobs, got {', '.join(knobs)}")
     try:
         built = builder(**knobs)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # an unknown knob, or one out of range
         raise UserError(f"task {reference!r}: {error}") from error
     if not isinstance(built, Task):
         raise UserError(f"task {reference!r}: {name} made a {type(built).__name__}, not a Task")

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from sorl_env.errors import UserError
 from sorl_env.parser import ParsedTurn
 from sorl_env.rewards import exact_match
 from sorl_env.task import Example, Limits, Task, ToolSettings
@@ -82,7 +83,7 @@ def minihop(
 
     def embedded(split: str) -> Sequence[Example]:
         if split not in counts:
-            raise ValueError(f"minihop has no split {split!r}: its splits are {', '.join(SPLITS)}")
+            raise UserError(f"minihop has no split {split!r}: its splits are {', '.join(SPLITS)}")
         chains = draw_chains(_world(spec), split, tuple(hops), weights, counts[split])
         return tuple(_example(chain, split, index) for index, chain in enumerate(chains))
 
