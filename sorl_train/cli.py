@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sorl_env.data import load_examples
 from sorl_env.errors import UserError
+from sorl_env.registry import load_task
 from sorl_train.cli_parser import Arguments, help_text, parse
 from sorl_train.config import TrainConfig
 from sorl_train.config_io import DEFAULT_CONFIG, load_config, packaged_configs
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from sorl_train.plan import plan_text
 
             return _show(plan_text(config))
+        _check_inputs(config)
         return _train(config, arguments)
     except UserError as error:
         return _complain(error, status=2)
@@ -60,6 +63,13 @@ def _default_run_dir(config: TrainConfig, arguments: Arguments) -> str:
     origin = arguments.config or arguments.overrides.get("task") or DEFAULT_CONFIG
     kind = config.algo if config.stage == "rl" else config.stage
     return f"runs/{re.sub(r'[^a-zA-Z0-9_.]+', '_', Path(origin).stem)}-{kind}-s{config.seed}"
+
+
+def _check_inputs(config: TrainConfig) -> None:
+    """Find a wrong task or an unreadable data row now: in a second, and before there is a run folder."""
+    task = load_task(config.task, **config.task_args)
+    load_examples(task, config.data, config.split)
+    load_examples(task, config.eval_data or config.data, config.eval.split)
 
 
 def _train(config: TrainConfig, arguments: Arguments) -> int:

@@ -19,14 +19,14 @@ import json
 import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_origin
 
 import yaml
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.config import ALGOS, TrainConfig
 from sorl_train.config_check import validate
-from sorl_train.config_schema import build, fields, flatten
+from sorl_train.config_schema import build, fields, flatten, without_none
 
 DEFAULT_CONFIG = "quickstart"
 _OF_A_TASK = ("task_args", "data", "eval_data")  # dropped when a layer changes the task
@@ -167,8 +167,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value]
-        for key, _ in node.value:
-            if keys.count(key.value) > 1:
+        for index, (key, _) in enumerate(node.value):
+            if key.value in keys[:index]:
                 problem = f"the key {key.value!r} is given twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
         return super().construct_mapping(node, deep)
@@ -210,11 +210,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def value_from_text(name: str, text: str) -> Any:
     """The value of a command-line option: text fields take it as it stands, others (and knobs) read it as YAML."""
     hint = next((field.type for field in fields() if field.name == name), None)
-    if hint is str or get_origin(hint) is Literal:
-        return text
-    if str in get_args(hint):  # text or null
-        return None if text.lower() in ("null", "none") else text
-    return None if text.lower() == "none" else parse_yaml(text, f"--{name}")
+    is_null = text.lower() in ("none", "null") and without_none(hint) is not hint
+    if is_null or without_none(hint) is str or get_origin(hint) is Literal:
+        return None if is_null else text
+    return parse_yaml(text, f"--{name}")
 
 
 def to_yaml(config: TrainConfig) -> str:

@@ -79,7 +79,8 @@ def _build(cls: Any, values: Any, source: str, prefix: str) -> Any:
     arguments = {}
     for key, value in values.items():
         if key not in hints:
-            raise UserError(f"{source}unknown key '{prefix}{key}'. {suggest_key(f'{prefix}{key}')}")
+            hint = suggest_key(f"{prefix}{key}", extra=tuple(sections()))
+            raise UserError(f"{source}unknown key '{prefix}{key}'. {hint}")
         if dataclasses.is_dataclass(hints[key]):
             arguments[key] = _build(hints[key], value, source, f"{prefix}{key}.")
         else:
@@ -89,7 +90,7 @@ def _build(cls: Any, values: Any, source: str, prefix: str) -> Any:
 
 def _checked(value: Any, hint: Any, where: str) -> Any:
     """``value`` if it is of type ``hint``; a whole number where any number may stand becomes a float."""
-    inner = _without_none(hint)
+    inner = without_none(hint)
     if value is None and inner is not hint:
         return None
     if get_origin(inner) is Literal:
@@ -105,7 +106,7 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
     raise UserError(f"{where}: expected {type_name(hint)}, got {value!r}")
 
 
-def _without_none(hint: Any) -> Any:
+def without_none(hint: Any) -> Any:
     """The type ``X`` of a hint ``X | None``, any other hint as it is."""
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (member for member in get_args(hint) if member is not type(None))
@@ -114,7 +115,7 @@ def _without_none(hint: Any) -> Any:
 
 def type_name(hint: Any) -> str:
     """A type in words: ``a number``, ``a whole number or null``."""
-    inner = _without_none(hint)
+    inner = without_none(hint)
     if get_origin(inner) is Literal:
         name = "one of " + ", ".join(get_args(inner))
     elif get_origin(inner) is dict:
@@ -156,5 +157,5 @@ def describe_type(field: ConfigField) -> str:
     """The placeholder of a field's value in ``--help``."""
     if field.choices:
         return "CHOICE"
-    inner = _without_none(field.type)
+    inner = without_none(field.type)
     return "YAML" if field.is_mapping else {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}[inner]

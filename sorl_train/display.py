@@ -154,15 +154,16 @@ class LiveDisplay:
         """See ``Display``. Outside a loop (a cold start, the last evaluation) it shows by itself."""
         alone = self._live is None
         if alone:
-            self._progress = self._new_progress()
-            self._open()
+            self._progress, self._history = self._new_progress(), {}
         task = self._progress.add_task(escape(name), total=total, note="")
+        if alone:
+            self._open()
         try:
             yield lambda units: self._progress.advance(task, units)
         finally:
-            self._progress.remove_task(task)
             if alone:
-                self._stop()
+                self._stop()  # with the finished bar still in view
+            self._progress.remove_task(task)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """See ``Display``."""

@@ -69,7 +69,7 @@ def estimate_memory(
     """See the module's text for the formulas; ``compute_bytes`` is 4 for float32 and 2 for bfloat16."""
     critic = shape.backbone_parameters + shape.hidden + 1 if config.algo in CRITIC_ALGOS else 0
     trained = shape.trained + critic
-    rows = min(config.sampler.max_concurrency, config.rollout.batch_size)
+    rows = config.sampler.max_concurrency  # all of them in evaluation, whatever the batch size
     tokens = limits.max_trajectory_tokens
     actions = min(limits.max_turns * limits.max_new_tokens, tokens)
     cache_token = 2 * shape.layers * shape.key_value_width * compute_bytes

@@ -35,9 +35,9 @@ def plan_text(config: TrainConfig) -> str:
         shape = model_shape(folder, config.hardware.lora_rank)
         prompt = _prompt(config, env, tokenizer)
     parts: tuple[tuple[str, list[str]], ...] = (
-        ("Dry run: nothing is trained or written.", []),
+        ("Dry run: nothing is trained, no run folder is made.", []),
         ("Settings (* differs from the default)", _settings(config)),
-        ("Data", [_source("train", env), _source("eval", eval_env), *_sample_note(env, eval_env), *prompt]),
+        ("Data", [_source("train", env), _source("eval", eval_env), *_cautions(env, eval_env), *prompt]),
         ("Tools", _tools(env)),
         ("Model", _model(config, shape, origin)),
         ("Memory, upper bound", _memory(config, shape, env)),
@@ -116,10 +116,17 @@ def _source(name: str, env: ToolUseEnv) -> str:
     return f"{name}: {examples.source}, split {examples.split}, {count}, sha256 {examples.sha256[:16]}"
 
 
-def _sample_note(*envs: ToolUseEnv) -> list[str]:
-    if any(env.examples.is_sample for env in envs):
-        return ["NOTE: this is the task's embedded sample, not the benchmark; give --data for real questions"]
-    return []
+def _cautions(env: ToolUseEnv, eval_env: ToolUseEnv) -> list[str]:
+    notes = []
+    if env.examples.is_sample or eval_env.examples.is_sample:
+        notes.append(
+            "CAUTION: the task's embedded sample is not the benchmark; give --data for real questions"
+        )
+    if env.examples.sha256 == eval_env.examples.sha256:
+        notes.append(
+            "CAUTION: evaluation is on the training questions; give --eval_data, or a folder of splits"
+        )
+    return notes
 
 
 def _prompt(config: TrainConfig, env: ToolUseEnv, tokenizer: Any) -> list[str]:

@@ -84,7 +84,7 @@ class RunDir:
         if run.path.exists() and not run.path.is_dir():
             raise UserError(f"run_dir {run.path} is a file; choose another --run_dir")
         if run.path.is_dir() and any(run.path.iterdir()):
-            if not overwrite:
+            if not (overwrite and run.config.is_file()):
                 raise UserError(run._taken())
             run.path.rename(_free_name(run.path))
         run.trajectories.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,353 @@
+"""The command line: options, help, errors and exit statuses; training itself is replaced by a stand-in here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_train.cli import main
+from sorl_train.cli_parser import parse
+from sorl_train.config import TrainConfig
+from sorl_train.config_io import load_config
+from sorl_train.config_schema import fields, sections
+from sorl_train.display import Display
+from sorl_train.run_dir import RunDir
+
+Run = Callable[[TrainConfig, RunDir, Display, bool], dict[str, Any]]
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[TrainConfig, RunDir, bool]]:
+    """Stand-ins for trainer and report; the calls they got. The working folder is a new one."""
+    calls: list[tuple[TrainConfig, RunDir, bool]] = []
+
+    def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) -> dict[str, Any]:
+        calls.append((config, run_dir, resume))
+        run_dir.write_summary({"final_success": 0.97})
+        return {"final_success": 0.97, "wall_s": 61.0}
+
+    install(monkeypatch, run)
+    monkeypatch.chdir(tmp_path)
+    return calls
+
+
+def install(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """Put ``run`` in place of training, and a report writer that writes a line."""
+
+    def write_report(run_dirs: list[Path], out: Path) -> Path:
+        out.write_text(f"report of {run_dirs[0].name}")
+        return out
+
+    for name, contents in (
+        ("sorl_train.engines.local.trainer", {"run": run}),
+        ("sorl_train.sft", {"run": run}),
+        ("sorl_train.report", {"write_report": write_report}),
+    ):
+        module = types.ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sorl_train.cli", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=120,
+    )
+
+
+# -- a fresh process -------------------------------------------------------------------------------------------
+def test_help_explains_every_field_with_the_papers_value() -> None:
+    done = command("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    text = " ".join(done.stdout.split())
+    for field in fields():
+        assert f"--{field.name} " in text
+        assert " ".join(field.help.split()) in text
+        if field.paper:
+            assert f"paper: {field.paper}" in text
+    for about in sections().values():
+        assert " ".join(about.split()) in text
+    assert text.count("sorl-train --") >= 5  # examples
+    assert "actor learning rate [0.00015; paper: 1e-6]" in text  # the quickstart's value
+
+
+def test_help_and_mistakes_do_not_load_torch() -> None:
+    code = (
+        "import sys; from sorl_train.cli import main; status = main({arguments!r}); "
+        "heavy = [m for m in ('torch', 'transformers', 'rich', 'bm25s') if m in sys.modules]; print(status, heavy)"
+    )
+    for arguments, status in (
+        (["--help"], 0),
+        (["--optim.lrr", "1"], 2),
+        (["--algo", "x"], 2),
+        (["--list_configs"], 0),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(arguments=arguments)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout.splitlines()[-1] == f"{status} []", done.stderr
+
+
+def test_a_mistake_is_one_calm_message(tmp_path: Path) -> None:
+    done = command("--optim.lrr", "1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "sorl-train: unknown option --optim.lrr. Did you mean '--optim.lr'?\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--task", "minihopp"], "there is no task 'minihopp'. Did you mean 'minihop'?"),
+        (["--task", "minihop.yp/x.py"], "no such file"),
+        (["--task_args.hop", "[1]"], "unexpected keyword argument 'hop'"),
+        (["--task_args.hops", "[9]"], "hops=(9,): give different numbers"),
+        (["--split", "tran"], "minihop has no split 'tran'"),
+        (["--task", "hotpotqa", "--data", "train.jsonl"], "train.jsonl: no such file or folder"),
+        (["--task", "hotpotqa", "--data", "bad.jsonl"], "bad.jsonl:2: not valid JSON"),
+        (["--task", "hotpotqa", "--data", "columns.jsonl"], "columns.jsonl:1: no column"),
+        (["--task", "hotpotqa", "--data", "empty.jsonl"], "has no examples"),
+    ],
+)
+def test_wrong_inputs_are_found_before_there_is_a_folder(
+    arguments: list[str],
+    message: str,
+    trainer: list[Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    row = json.dumps({"id": "1", "question": "q?", "golden_answers": ["a"]})
+    (tmp_path / "bad.jsonl").write_text(f"{row}\n{{nope\n")
+    (tmp_path / "columns.jsonl").write_text('{"text": "q?"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert trainer == [] and not (tmp_path / "runs").exists()
+
+
+def test_what_the_trainer_finds_wrong_leaves_no_folder(
+    trainer: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> dict[str, Any]:
+        raise UserError("no tokenizer in the model folder")
+
+    install(monkeypatch, fails)
+    assert main(["--run_dir", "runs/r"]) == 1
+    assert capsys.readouterr().err == "sorl-train: no tokenizer in the model folder\n"
+    assert not (tmp_path / "runs" / "r").exists()
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    shell = f"set -o pipefail; '{sys.executable}' -u -m sorl_train.cli --help | head -1"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- options ---------------------------------------------------------------------------------------------------
+def test_options_become_typed_overrides() -> None:
+    arguments = parse(
+        "--optim.lr 1e-4 --update.epochs=2 --log.tensorboard false --hardware.gradient_checkpointing --task-args.hops "
+        "[1,2] --hardware.tiny.hidden_size 64 --data none --run-dir a-b".split()
+    )
+    assert arguments.overrides == {
+        "optim.lr": 1e-4,
+        "update.epochs": 2,
+        "log.tensorboard": False,
+        "hardware.gradient_checkpointing": True,
+        "task_args.hops": [1, 2],
+        "hardware.tiny.hidden_size": 64,
+        "data": None,
+        "run_dir": "a-b",
+    }
+    assert not any(
+        (arguments.config, arguments.resume, arguments.overwrite, arguments.dry_run, arguments.help)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lr", "1"], "unknown option --lr. Did you mean '--optim.lr' or '--sft.lr'?"),
+        (["--resum"], "Did you mean '--resume'?"),
+        (["--algo=soppo"], "unknown value 'soppo'. Did you mean 'so_ppo'"),
+        (["--config", "quikstart"], "unknown config 'quikstart'. Did you mean 'quickstart'?"),
+        (["--config", "nowhere/x.yaml"], "no config file 'nowhere/x.yaml'"),
+        (["algo=so_ppo"], "unexpected argument 'algo=so_ppo': options are written --name value"),
+        (["--seed"], "--seed: expected one argument"),
+        (["--update.epochs", "two"], "update.epochs: expected a whole number, got 'two'"),
+        (["--task_args.hops", "[1"], "--task_args.hops, line 1: not valid YAML"),
+        (["--rollout.group_size", "3"], "group_size 3 does not divide"),
+        (["--resume"], "nothing to resume: runs/quickstart-so_ppo-s0 holds no run"),
+    ],
+)
+def test_wrong_usage(
+    arguments: list[str],
+    message: str,
+    trainer: list[Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert out == ""
+    assert trainer == [] and list(tmp_path.iterdir()) == []
+
+
+def test_help_shows_the_values_of_the_chosen_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "smollm2_hotpotqa", "--algo", "so_grpo", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "actor learning rate [5e-06; paper: 1e-6]" in text
+    assert "divides batch_size [4]" in text
+
+
+def test_list_configs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list_configs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["quickstart", "smollm2_hotpotqa"]
+
+
+# -- running ---------------------------------------------------------------------------------------------------
+def test_no_options_run_the_quickstart(trainer: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    ((config, run_dir, resume),) = trainer
+    assert (config.task, config.algo, resume) == ("minihop", "so_ppo", False)
+    assert config.run_dir == str(run_dir.path) == "runs/quickstart-so_ppo-s0"
+    assert run_dir.report.read_text() == "report of quickstart-so_ppo-s0"
+    out = capsys.readouterr().out
+    for part in ("final success", "0.97", "1m01s", str(run_dir.report), str(run_dir.checkpoints)):
+        assert part in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        (["--algo", "so_grpo", "--seed", "3"], "runs/quickstart-so_grpo-s3"),
+        (["--config", "smollm2_hotpotqa"], "runs/smollm2_hotpotqa-so_ppo-s0"),
+        (["--task", "my task.py"], "runs/my_task-so_ppo-s0"),
+        (["--stage", "sft"], "runs/quickstart-sft-s0"),
+        (["--run_dir", "there"], "there"),
+    ],
+)
+def test_the_run_folders_name(arguments: list[str], folder: str, trainer: list[Any]) -> None:
+    Path("my task.py").write_text("from sorl_tasks.minihop import TASK")
+    assert main(arguments) == 0
+    assert str(trainer[0][1].path) == folder
+
+
+def test_a_second_run_is_refused_then_moved_aside(
+    trainer: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--run_dir", "r"]) == 0
+    assert main(["--run_dir", "r"]) == 2
+    assert "r holds a finished run" in capsys.readouterr().err
+    assert main(["--run_dir", "r", "--overwrite"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r", "r-2"]
+
+
+def test_resume_brings_its_own_settings(trainer: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--run_dir", "r", "--optim.lr", "0.25", "--algo", "so_grpo"]) == 0
+    assert main(["--resume", "--run_dir", "r", "--update.steps", "77"]) == 0
+    config, _, resume = trainer[1]
+    assert resume and (config.optim.lr, config.algo, config.update.steps) == (0.25, "so_grpo", 77)
+    assert "update.steps: 60 -> 77" in capsys.readouterr().out
+    assert main(["--resume", "--run_dir", "r", "--seed", "1", "--update.steps", "78"]) == 2
+    assert "seed: 0 in the run, 1 now" in capsys.readouterr().err
+    assert (
+        main(["--resume", "--run_dir", "r", "--config", "quickstart"]) == 2
+    )  # another config than the run's
+    assert "optim.lr: 0.25 in the run" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_how_to_go_on(
+    trainer: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    install(monkeypatch, interrupted)
+    assert main(["--run_dir", "my run"]) == 130
+    err = capsys.readouterr().err
+    assert "sorl-train --resume --run_dir 'my run'" in err
+    assert Path("my run/config.yaml").is_file()
+
+
+def test_a_user_error_in_training_is_status_one(
+    trainer: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(config: TrainConfig, run_dir: RunDir, *_: object) -> dict[str, Any]:
+        run_dir.metrics.write_text('{"step": 1}\n')
+        raise UserError("the search server is out")
+
+    install(monkeypatch, fails)
+    assert main(["--run_dir", "r"]) == 1
+    assert capsys.readouterr().err == "sorl-train: the search server is out\n"
+    assert Path("r/metrics.jsonl").is_file()  # something happened: the folder stays
+
+
+def test_a_bug_keeps_its_traceback(trainer: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    install(monkeypatch, fails)
+    with pytest.raises(ZeroDivisionError):
+        main(["--run_dir", "r"])
+
+
+def test_the_saved_config_is_what_ran(trainer: list[Any]) -> None:
+    main(["--run_dir", "r", "--algo", "so_grpo"])
+    manifest = json.loads(Path("r/manifest.json").read_text())
+    assert manifest["config_sha256"]
+    expected = load_config("quickstart", {"algo": "so_grpo", "run_dir": "r"})
+    assert trainer[0][0] == expected
+    assert load_config("r/config.yaml") == expected  # a saved config is a config
+
+
+# -- the dry run -----------------------------------------------------------------------------------------------
+def test_dry_run_shows_the_plan_and_makes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
+    assert (
+        main(["--dry_run", "--algo", "so_grpo", "--loss.kl_coef", "0.01", "--task_args.entities", "600"]) == 0
+    )
+    out = capsys.readouterr().out
+    for part in (
+        "* optim.lr: 0.00015  (default 1e-06)",
+        "  loss.gamma: 1.0",
+        "train: embedded, split train",
+        "first prompt",
+        "search: ",
+        "parameters",
+        "reference: a frozen copy",
+        "peak",
+        "a step collects 128 trajectories, 16 prompts of 8",
+        "run folder: runs/quickstart-so_grpo-s0",
+    ):
+        assert part in out
+    assert "\n  critic:" not in out
+    assert list(tmp_path.rglob("*.safetensors")) == [] and not (tmp_path / "runs").exists()
+
+
+def test_dry_run_finds_what_would_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert main(["--dry_run", "--data", str(tmp_path / "x.jsonl")]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+    assert main(["--dry_run", "--model", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
