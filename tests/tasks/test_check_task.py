@@ -1,0 +1,181 @@
+"""sorl-check-task: what it finds, and what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_env import Example, Limits, Task, ToolUnavailableError, ToolUseEnv
+from sorl_env.check_task import check_task, main
+from sorl_env.rewards import exact_match
+
+
+def reward(example: Example, turns: Sequence[Any]) -> Mapping[str, float]:
+    return {"exact_match": exact_match(turns[-1].content, example.golden_answers)}
+
+
+def echo(text: str) -> str:
+    """Say it back."""
+    return f"You said {text}."
+
+
+def add(left: int, right: int = 1) -> str:
+    """Add two numbers."""
+    return str(left + right)
+
+
+GOOD = Task(
+    name="good",
+    prompt=lambda example: f"Answer: {example.question}",
+    reward=reward,
+    parse_row=lambda row: Example(row["id"], row["question"], (row["gold"],)),
+    tools=[echo, add],
+    embedded=lambda split: [Example(str(i), f"{i} + {i}?", (str(2 * i),)) for i in range(5)],
+)
+
+
+def failures(**changes: Any) -> dict[str, str]:
+    env = ToolUseEnv(dataclasses.replace(GOOD, **changes))
+    return {check.name: check.detail for check in check_task(env) if not check.passed}
+
+
+def test_a_good_task_passes() -> None:
+    checks = check_task(ToolUseEnv(GOOD), limit=3)
+    assert [check.name for check in checks if check.passed] == [
+        "rows",
+        "gold answer",
+        "empty answer",
+        "wrong answer",
+        "prompts",
+        "tool echo",
+        "tool add",
+        "seeds",
+    ]
+    assert len(checks) == 8
+    assert "3 score 1" in checks[1].detail
+
+
+def test_rewards_that_break_the_contract() -> None:
+    assert "'0' scores 0.5" in failures(reward=lambda example, turns: {"half": 0.5})["gold answer"]
+    generous = failures(reward=lambda example, turns: {"always": 1.0})
+    assert set(generous) == {"empty answer", "wrong answer"}
+    assert "scores 1 {'always': 1.0}, expected 0" in generous["wrong answer"]
+    assert "wrong answer" in failures(wrong_answer=lambda example: example.golden_answers[0])
+
+
+def test_gold_answers_that_cannot_be_given() -> None:
+    nested = [Example("0", "q", ("<answer>",))]
+    assert "example '0': '<answer>' scores 0" in failures(embedded=lambda split: nested)["gold answer"]
+    some = [Example("0", "q", ("x",)), Example("1", "q")]
+    assert "example '1' has no golden_answers" in failures(embedded=lambda split: some)["gold answer"]
+
+
+def test_a_task_without_gold_answers_needs_an_expert() -> None:
+    def judged(example: Example, turns: Sequence[Any]) -> Mapping[str, float]:
+        return {"even": float(turns[-1].content in ("2", "4"))}
+
+    changes = {"reward": judged, "embedded": lambda split: [Example("0", "an even number?")]}
+    assert "no golden_answers and the task no expert" in failures(**changes)["gold answer"]
+    good = lambda example, observations: "<think>x</think><answer>2</answer>"  # noqa: E731
+    assert failures(**changes, expert=good) == {}
+    bad = lambda example, observations: "<think>x</think><answer>3</answer>"  # noqa: E731
+    assert failures(**changes, expert=bad) == {"expert": "solves 0 of 1"}
+
+
+def test_prompts_that_are_too_long() -> None:
+    detail = failures(limits=Limits(max_prompt_tokens=3))["prompts"]
+    assert "longest 4, example '4' (limit 3; words" in detail
+
+
+def test_a_tokenizer_counts_exactly() -> None:
+    class Letters:
+        chat_template = None
+        eos_token_id = None
+
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            return [ord(letter) for letter in text]
+
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+            return "".join(map(chr, token_ids))
+
+        def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
+            raise AssertionError("there is no template")
+
+    checks = check_task(ToolUseEnv(GOOD), tokenizer=Letters())
+    assert next(check.detail for check in checks if check.name == "prompts").startswith("longest 14")
+
+
+def test_tools_that_are_out_or_silent_or_random() -> None:
+    def out(text: str) -> str:
+        """Never there."""
+        raise ToolUnavailableError("the cable is cut")
+
+    def silent(text: str) -> str:
+        """Say nothing."""
+        return " "
+
+    calls: list[str] = []
+
+    def forgetful(text: str) -> str:
+        """Never say the same twice."""
+        calls.append(text)
+        return f"reply {len(calls)}"
+
+    from sorl_env import ToolSettings
+
+    env = ToolUseEnv(dataclasses.replace(GOOD, tools=[out]), tool_settings=ToolSettings(retries=0))
+    assert any("the cable is cut" in check.detail for check in check_task(env) if check.name == "tool out")
+    assert "an empty reply" in failures(tools=[silent])["tool silent"]
+    assert "seed 0, turn 1: first " in failures(tools=[forgetful])["seeds"]
+
+
+def test_rows_must_be_refused_clearly() -> None:
+    assert "parse_row({}) succeeds" in failures(parse_row=lambda row: Example("0", "q"))["rows"]
+    unclear = failures(parse_row=lambda row: Example("0", row.get("question").strip()))
+    assert "raise KeyError or ValueError naming the column" in unclear["rows"]
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nq", "--split", "test", "--limit", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "task nq: 7 examples, split test, embedded, a sample and not the benchmark"
+    assert lines[1].startswith("  ok    rows")
+    assert lines[-1] == "all 7 checks passed"
+
+
+def test_command_line_with_data_and_corpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
+    data, corpus = tmp_path / "q.jsonl", tmp_path / "c.jsonl"
+    data.write_text(json.dumps({"question": "Who?", "golden_answers": ["<search>"]}) + "\n")
+    corpus.write_text(json.dumps({"id": "0", "contents": '"Who"\nThe band.'}) + "\n")
+    assert main(["nq", "--data", str(data), "--corpus", str(corpus)]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  gold answer" in out
+    assert "1 hits: 'Doc 1 (Who): The band.'" in out
+    assert out.endswith("1 of 7 checks failed\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hotpotq"], "Did you mean 'hotpotqa'"),
+        (["nq", "--data", "nowhere/q.jsonl"], "no such file or folder"),
+        (["nq", "--corpus", "nowhere.jsonl"], "nowhere.jsonl: no such corpus"),
+        (["nq", "--search-url", "nowhere"], "give an address such as"),
+        (["nq", "--tokenizer", "nowhere"], "nowhere: no tokenizer there"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("sorl-check-task: ")
+    assert message in error
