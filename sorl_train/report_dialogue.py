@@ -1,0 +1,118 @@
+"""The report's sample dialogues: which ones, and their text in pieces that can be coloured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from sorl_env.trajectory import Trajectory
+from sorl_env.trajectory_io import iter_jsonl
+
+_T = TypeVar("_T")
+
+COUNT = 10
+_READ_OF_A_FILE = 64  # of the steps that are not the last one; a file may hold hundreds of long trajectories
+_STEP_FILE = re.compile(r"(step|eval)_(\d+)\.jsonl(\.gz)?")
+_BLOCK = re.compile(r"<(?P<tag>[A-Za-z_][\w-]*)>.*?</(?P=tag)>", re.DOTALL)
+_QUESTION = re.compile(r"^\s*Question:\s*(\S.*)$", re.MULTILINE)
+_NOT_TOOLS = {"think": "think", "answer": "answer", "information": "forged"}
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A trajectory to show. ``why`` says what is special about it, if anything is."""
+
+    step: int
+    kind: Literal["step", "eval"]
+    trajectory: Trajectory
+    why: str = ""
+
+
+def choose_dialogues(folder: Path, notes: list[str], count: int = COUNT) -> list[Dialogue]:
+    """At most ``count`` dialogues by step: the lowest and the highest reward of the last saved step, others spread.
+
+    Training steps are shown, or evaluations if no training step was saved. Adds a note for each file that cannot be
+    read to the end; what comes before the fault is used.
+    """
+    files = _step_files(folder)
+    if not files:
+        notes.append(f"no dialogues: there is no {folder.name}/step_*.jsonl")
+        return []
+    *earlier, (last, path) = files
+    read = {step: _read(file, notes, _READ_OF_A_FILE) for step, file in _evenly(earlier, count - 2)}
+    read[last] = _read(path, notes, limit=None)
+    steps = {step: sorted(found, key=lambda t: t.reward) for step, found in read.items() if found}
+    if not steps:
+        return []
+    kind: Literal["step", "eval"] = "eval" if path.name.startswith("eval") else "step"
+    last = max(steps)
+    lowest, highest = _extremes(steps[last])
+    chosen = [Dialogue(last, kind, lowest, "lowest reward of the last saved step")]
+    if highest is not lowest:
+        chosen.append(Dialogue(last, kind, highest, "highest reward of the last saved step"))
+    steps[last] = [t for t in steps[last] if t is not lowest and t is not highest]
+    available = {step: len(found) for step, found in steps.items()}
+    for step, number in _share_out(available, count - len(chosen)).items():
+        chosen += [Dialogue(step, kind, trajectory) for trajectory in _evenly(steps[step], number)]
+    return sorted(chosen, key=lambda dialogue: dialogue.step)
+
+
+def segments(text: str) -> list[tuple[str, str]]:
+    """A turn in pieces: (``think``, ``answer``, ``tool``, ``forged`` or ``plain``, text), which join to the turn."""
+    pieces, end = [], 0
+    for match in _BLOCK.finditer(text):
+        pieces += [("plain", text[end : match.start()]), (_NOT_TOOLS.get(match["tag"], "tool"), match[0])]
+        end = match.end()
+    pieces.append(("plain", text[end:]))
+    return [(kind, piece) for kind, piece in pieces if piece]
+
+
+def question_of(trajectory: Trajectory) -> str:
+    """The question in one line: what follows the prompt's last ``Question:``, or else its last line."""
+    marked = _QUESTION.findall(trajectory.prompt)
+    lines = [line.strip() for line in trajectory.prompt.splitlines() if line.strip()]
+    return marked[-1].strip() if marked else lines[-1] if lines else trajectory.example_id
+
+
+def _step_files(folder: Path) -> list[tuple[int, Path]]:
+    """Files of training steps, or of evaluations if there are none, by step."""
+    found: dict[str, list[tuple[int, Path]]] = {"step": [], "eval": []}
+    for path in folder.glob("*.jsonl*"):
+        if match := _STEP_FILE.fullmatch(path.name):
+            found[match[1]].append((int(match[2]), path))
+    return sorted(found["step"] or found["eval"])
+
+
+def _read(path: Path, notes: list[str], limit: int | None) -> list[Trajectory]:
+    found: list[Trajectory] = []
+    try:
+        found.extend(islice(iter_jsonl(path), limit))  # extend keeps what came before a fault
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.parent.name}/{path.name} is used up to its fault: {error}")
+    return found
+
+
+def _extremes(ranked: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory]:
+    """Lowest and highest reward; an excluded trajectory has none to speak of, so it counts only among its like."""
+    counted = [trajectory for trajectory in ranked if not trajectory.excluded] or ranked
+    return counted[0], counted[-1]
+
+
+def _share_out(available: Mapping[int, int], wanted: int) -> dict[int, int]:
+    """How many of each step, as equal as what is available allows; earlier steps get the odd ones."""
+    given = dict.fromkeys(available, 0)
+    while sum(given.values()) < wanted and given != available:
+        for step in available:
+            if given[step] < available[step] and sum(given.values()) < wanted:
+                given[step] += 1
+    return given
+
+
+def _evenly(items: Sequence[_T], number: int) -> list[_T]:
+    """``number`` of the items, evenly spread over the sequence: the middle of each of as many equal parts."""
+    number = min(number, len(items))
+    return [items[(2 * i + 1) * len(items) // (2 * number)] for i in range(number)]

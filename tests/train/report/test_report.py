@@ -1,0 +1,294 @@
+"""What the report makes of a run folder: whole, running, broken, or several of them."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sorl_env.errors import UserError
+from sorl_env.trajectory import StopReason, Trajectory
+from sorl_env.trajectory_io import write_jsonl
+from sorl_train.report import main, write_report
+from sorl_train.report_dialogue import choose_dialogues, question_of, segments
+from sorl_train.report_figures import FIGURES, chart_data, missing_figures, stage_seconds
+from sorl_train.report_run import differing_settings, read_run
+
+MakeRun = Callable[..., Path]
+MakeTrajectory = Callable[..., Trajectory]
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+# --- the page ------------------------------------------------------------------------------------
+def test_a_finished_run(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "so_ppo-s0")
+    page = write_report([run], tmp_path / "new" / "report.html")
+    assert page == tmp_path / "new" / "report.html"
+    text = text_of(page)
+    assert len(text) < 300_000, "ten dialogues and forty steps make a small page"
+    for expected in (
+        "so_ppo on minihop",
+        "finished, 40 steps",
+        ">0.620<",
+        ">0.973<",
+        ">0.012<",
+        "3 min 51 s",
+        "1.84 GB",
+    ):
+        assert expected in text
+    assert "<dt>loss.clip_bias_norm</dt><dd>token</dd>" in text
+    assert "on what is missing" not in text
+    assert "Embedded sample" not in text
+    assert len(re.findall(r'<details class="dialogue"', text)) == 10
+    assert "3 hits · " in text and "2 attempts" in text
+
+
+def test_it_loads_nothing(make_run: MakeRun, tmp_path: Path) -> None:
+    text = text_of(write_report([make_run(tmp_path / "run")], tmp_path / "report.html"))
+    outside_scripts = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert re.findall(r'(?:src|href)="([^"]*)"', outside_scripts) == ["data:,"]
+    assert "@import" not in text and "url(" not in text
+    assert "default-src 'none'" in text
+
+
+def test_an_embedded_sample_is_marked(make_run: MakeRun, tmp_path: Path) -> None:
+    text = text_of(write_report([make_run(tmp_path / "run", is_sample=True)], tmp_path / "report.html"))
+    assert "<strong>Embedded sample, not the benchmark.</strong>" in text
+    assert "embedded sample of minihop" in text
+
+
+def test_everything_from_the_run_is_escaped(
+    make_run: MakeRun, make_trajectory: MakeTrajectory, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    evil = "</script></pre><script>alert(1)</script>"
+    (run / "config.yaml").write_text(json.dumps({"algo": evil, "task": evil, evil: evil}))
+    (run / "manifest.json").write_text(
+        json.dumps({"started": evil, "data": {"is_sample": True, "source": evil}})
+    )
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps({"step": 41, evil: 1.0}) + "\n")
+    text = text_of(write_report([run], tmp_path / "report.html"))
+    assert evil not in text
+    assert html.escape(evil, quote=False) in text.replace("&#34;", '"').replace("&#39;", "'")
+    assert len(re.findall(r"<script", text)) == 3
+
+
+def test_several_runs(make_run: MakeRun, tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a" / "run", seed=3), make_run(tmp_path / "b" / "run", algo="ppo", steps=20)]
+    text = text_of(write_report(runs, tmp_path / "report.html"))
+    assert "<h1>2 runs</h1>" in text
+    assert "a/run" in text and "b/run" in text
+    read = [read_run(path, path.name) for path in runs]
+    differing = {"algo": ["so_ppo", "ppo"], "seed": [3, 0], "update.steps": [40, 20]}
+    assert differing_settings(read) == differing
+    assert "3 settings that differ" in text
+    with pytest.raises(UserError, match="the same run is given twice"):
+        write_report([runs[0], runs[0]], tmp_path / "report.html")
+    with pytest.raises(UserError, match="at least one run"):
+        write_report([], tmp_path / "report.html")
+
+
+# --- runs that are not whole ---------------------------------------------------------------------
+def test_a_running_run_shows_what_there_is(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=25, finished=False)
+    read = read_run(run, "run")
+    assert not read.finished and read.status == "unfinished: step 25 of 25"
+    assert read.headline["cold_start_success"] == 0.62
+    assert read.headline["final_success"] == read.headline["best_success"] > 0.62
+    assert read.notes == ["summary.json is missing: the run has not finished"]
+    assert "figures are as of its last evaluation" in text_of(write_report([run], tmp_path / "report.html"))
+
+
+def test_missing_and_broken_files_are_named(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "manifest.json").unlink()
+    (run / "config.yaml").write_text("algo: [")
+    (run / "summary.json").write_text("[]")
+    (run / "timings.jsonl").unlink()
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-30])
+    last = run / "trajectories" / "step_000040.jsonl"
+    last.write_bytes(last.read_bytes()[:-30])
+    read = read_run(run, "run")
+    assert [note.partition(" ")[0] for note in read.notes] == [
+        "config.yaml", "manifest.json", "metrics.jsonl:41", "timings.jsonl", "summary.json",
+        "trajectories/step_000040.jsonl",
+    ]  # fmt: skip
+    assert "step_000040.jsonl:12: not valid JSON" in read.notes[-1]
+    assert read.last_step == 39 and len(read.dialogues) == 10
+    assert missing_figures([read]) == ["Seconds a step", "Tokens a second"]
+    assert "7 notes on what is missing" in text_of(write_report([run], tmp_path / "report.html"))
+
+
+def test_only_metrics(tmp_path: Path) -> None:
+    """Whatever a killed first step, or another program, left behind."""
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 2, "loss/kl": null}\n{"step": 1, "loss/lr": 1e-4}\n[]\n'
+    )
+    read = read_run(tmp_path, "run")
+    assert [row["step"] for row in read.metrics] == [1, 2]
+    data = chart_data([read])
+    assert data["figures"] == [] and [figure["title"] for figure in data["more"]] == ["loss/lr"]
+    assert data["runs"][0]["values"]["loss/lr"] == [1e-4, None]
+    assert "None were saved." in text_of(write_report([tmp_path], tmp_path / "report.html"))
+
+
+def test_no_run_at_all(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run(tmp_path / "quickstart")
+    with pytest.raises(UserError, match=r"no run folder .*quickstrat.*Did you mean 'quickstart'"):
+        read_run(tmp_path / "quickstrat", "run")
+    with pytest.raises(UserError, match=r"is no run folder: none of config\.yaml"):
+        read_run(tmp_path, "run")
+
+
+def test_a_repeated_step_counts_once(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 3, "rollout/success": 0.125}\n')
+    read = read_run(run, "run")
+    assert [row["step"] for row in read.metrics] == [0, 1, 2, 3]
+    assert read.metrics[-1]["rollout/success"] == 0.125
+
+
+def test_command_line(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    assert main([str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert main([str(run), "--out", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").is_file()
+    assert main([str(tmp_path / "nothing")]) == 2
+    assert "sorl-report: no run folder" in capsys.readouterr().err
+
+
+# --- figures -------------------------------------------------------------------------------------
+def test_every_metric_is_in_one_figure(make_run: MakeRun, tmp_path: Path) -> None:
+    data = chart_data([read_run(make_run(tmp_path / "run"), "run")])
+    assert [figure["id"] for figure in data["figures"]] == [figure.id for figure in FIGURES]
+    drawn = [name for figure in data["figures"] + data["more"] for name in figure["curves"]]
+    assert sorted(drawn) == sorted(set(drawn))
+    assert set(drawn) >= set(data["runs"][0]["values"]) - {"time/eval_s", "time/log_probs_s"}
+    assert data["runs"][0]["delta"] == 1.0
+
+
+def test_seconds_by_stage(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    rows = [
+        {"step": 0, "time/eval_s": 3.0},
+        {"step": 1, "time/rollout_s": 2.0, "time/update_s": 5.0, "time/tool_p99_s": 9.0, "time/step_s": 7.5},
+        {
+            "step": 2,
+            "time/rollout_s": 2.0,
+            "time/update_s": None,
+            "time/tokens_per_s": 99.0,
+            "time/step_s": 6.0,
+        },
+    ]
+    (run / "timings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # 13.5 s of steps are less than the 12 s of stages and an evaluation outside any step
+    assert stage_seconds(read_run(run, "run")) == {"update": 5.0, "rollout": 4.0, "eval": 3.0, "other": 1.5}
+
+
+# --- dialogues -----------------------------------------------------------------------------------
+@pytest.fixture(name="batches")
+def batches_fixture(make_trajectory: MakeTrajectory, tmp_path: Path) -> Callable[..., Path]:
+    """Writes trajectories with the given rewards of the given steps; a reward of None is an outage."""
+
+    def write(**steps: list[float | None]) -> Path:
+        for name, rewards in steps.items():
+            batch = []
+            for i, reward in enumerate(rewards):
+                stop = StopReason.ERROR if reward is None else StopReason.ANSWER
+                trajectory = make_trajectory(f"{name}-{i}/0", np.random.default_rng(i), stop=stop)
+                object.__setattr__(trajectory, "reward", reward or 0.0)
+                batch.append(trajectory)
+            write_jsonl(tmp_path / f"{name}.jsonl", batch)
+        return tmp_path
+
+    return write
+
+
+def chosen(folder: Path, **options: Any) -> list[tuple[int, float, str]]:
+    notes: list[str] = []
+    found = choose_dialogues(folder, notes, **options)
+    assert notes == []
+    return [(d.step, d.trajectory.reward, d.why.partition(" ")[0]) for d in found]
+
+
+def test_lowest_and_highest_of_the_last_step(batches: Callable[..., Path]) -> None:
+    folder = batches(step_000001=[0.5] * 40, step_000009=[0.0] * 100 + [-1.0, 2.0] + [0.0] * 100)
+    found = chosen(folder)
+    assert len(found) == 10
+    assert [row for row in found if row[2]] == [(9, -1.0, "lowest"), (9, 2.0, "highest")]
+    assert [row[0] for row in found] == [1] * 4 + [9] * 6
+    # more steps than places: spread over the run
+    folder = batches(**{f"step_{step:06d}": [0.0, 1.0] for step in range(10, 90)})
+    steps = sorted({row[0] for row in chosen(folder)})
+    assert len(steps) == 9 and steps[-1] == 89 and max(np.diff(steps)) <= 12
+
+
+def test_outages_are_not_the_lowest_reward(batches: Callable[..., Path]) -> None:
+    assert chosen(batches(step_000001=[None, 0.5, 1.0]), count=2) == [(1, 0.5, "lowest"), (1, 1.0, "highest")]
+    assert chosen(batches(step_000002=[None, None]), count=2)[0][2] == "lowest"
+
+
+def test_few_trajectories(batches: Callable[..., Path]) -> None:
+    assert chosen(batches(step_000001=[1.0])) == [(1, 1.0, "lowest")]
+    assert len(chosen(batches(step_000002=[1.0, 1.0]))) == 3
+
+
+def test_evaluations_when_there_is_nothing_else(batches: Callable[..., Path]) -> None:
+    folder = batches(eval_000000=[0.0], eval_000010=[1.0, 0.0])
+    assert [row[0] for row in chosen(folder)] == [0, 10, 10]
+    batches(step_000003=[1.0])
+    assert [row[0] for row in chosen(folder)] == [3]
+
+
+def test_a_folder_without_trajectories(tmp_path: Path) -> None:
+    notes: list[str] = []
+    assert choose_dialogues(tmp_path / "trajectories", notes) == []
+    assert notes == ["no dialogues: there is no trajectories/step_*.jsonl"]
+
+
+def test_segments() -> None:
+    text = "so <think>a\n<b></think>\n<search>q</search><information>f</information><answer>x"
+    assert segments(text) == [
+        ("plain", "so "),
+        ("think", "<think>a\n<b></think>"),
+        ("plain", "\n"),
+        ("tool", "<search>q</search>"),
+        ("forged", "<information>f</information>"),
+        ("plain", "<answer>x"),
+    ]
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "<search>", "</search>", "a", " ", "<", "\n"])))
+def test_segments_join_to_the_text(parts: list[str]) -> None:
+    text = "".join(parts)
+    assert "".join(piece for _, piece in segments(text)) == text
+
+
+@pytest.mark.parametrize(
+    "prompt, expected",
+    [
+        ("Example.\nQuestion: first?\nNow.\nQuestion: Who wrote it?\n", "Who wrote it?"),
+        ("Search, then answer. Who?\n\n", "Search, then answer. Who?"),
+        ("", "train-1"),
+    ],
+)
+def test_the_question_of_a_prompt(make_trajectory: MakeTrajectory, prompt: str, expected: str) -> None:
+    trajectory = make_trajectory("1/0", np.random.default_rng(0))
+    object.__setattr__(trajectory, "prompt", prompt)
+    object.__setattr__(trajectory, "example_id", "train-1")
+    assert question_of(trajectory) == expected
