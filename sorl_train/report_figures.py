@@ -105,8 +105,8 @@ FIGURES = (
     Figure(
         "tokens-per-s",
         "Tokens a second",
-        "Speed of the rollouts.",
-        {"time/tokens_per_s": "tokens/s"},
+        "Sampled by the policy.",
+        {"time/rollout_tokens_per_s": "during rollouts", "time/tokens_per_s": "over the whole step"},
         section="time",
     ),
 )

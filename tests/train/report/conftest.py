@@ -110,7 +110,8 @@ def make_metrics(step: int, share: float, rng: np.random.Generator, collapse: bo
         "time/rollout_s": 1.8 + 0.2 * rng.random(),
         "time/update_s": 1.1 + 0.1 * rng.random(),
         "time/log_probs_s": 0.2,
-        "time/tokens_per_s": 9000 + 500 * noise,
+        "time/tokens_per_s": 4800 + 500 * noise,
+        "time/rollout_tokens_per_s": 9000 + 500 * noise,
         "time/step_s": 3.5,
     }
     if step % 10 == 0:
