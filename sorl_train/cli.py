@@ -9,13 +9,22 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sorl_env.data import load_examples
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
-from sorl_train.cli_parser import Arguments, help_text, parse
 from sorl_train.config import TrainConfig
-from sorl_train.config_io import DEFAULT_CONFIG, load_config, packaged_configs
+
+try:
+    from sorl_train.cli_parser import Arguments, help_text, parse
+    from sorl_train.config_io import DEFAULT_CONFIG, load_config, packaged_configs
+except ModuleNotFoundError as error:  # the core alone is installed
+    raise SystemExit(f"sorl-train needs the package {error.name!r}: pip install 'sorl[train]'") from error
+
+if TYPE_CHECKING:
+    from sorl_train.display import Display
+    from sorl_train.run_dir import RunDir
 
 # Imports of torch and of the terminal display wait until they are needed: --help and a typo answer at once.
 
@@ -84,15 +93,9 @@ def _train(config: TrainConfig, arguments: Arguments) -> int:
         display.message("\n".join([f"resuming {run_dir.path}", *(f"  {change}" for change in changes)]))
     else:
         run_dir = RunDir.create(config.run_dir, config, overwrite=arguments.overwrite)
+        display.message(f"run folder {run_dir.path}")
     try:
-        if config.stage == "sft":
-            from sorl_train.sft import run
-        else:
-            from sorl_train.engines.local.trainer import run
-        summary = run(config, run_dir, display, arguments.resume)
-        from sorl_train.report import write_report
-
-        write_report([run_dir.path], run_dir.report)
+        summary = _run_stage(config, run_dir, display, arguments.resume)
         if summary.get("is_sample"):
             display.message("These figures are of the task's embedded sample, not of the benchmark.")
         display.close(summary | {"report": run_dir.report, "checkpoints": run_dir.checkpoints})
@@ -103,11 +106,31 @@ def _train(config: TrainConfig, arguments: Arguments) -> int:
         return _complain(error, status=1)
     except KeyboardInterrupt:
         display.close()
-        again = f"sorl-train --resume --run_dir {shlex.quote(str(run_dir.path))}"
-        print(f"\nsorl-train: interrupted. Continue with:\n  {again}", file=sys.stderr)
+        if run_dir.has_checkpoint:
+            again = f"sorl-train --resume --run_dir {shlex.quote(str(run_dir.path))}"
+            print(f"\nsorl-train: interrupted. Continue with:\n  {again}", file=sys.stderr)
+        else:
+            run_dir.discard_if_unused()
+            print("\nsorl-train: interrupted before the first checkpoint; start it again", file=sys.stderr)
         return 130
     finally:
         display.close()
+
+
+def _run_stage(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) -> dict[str, Any]:
+    """Train and write the report; the summary."""
+    if config.stage == "sft":
+        from sorl_train.sft import run
+    else:
+        from sorl_train.engines.local.trainer import run
+    from transformers.utils import logging as transformers_logging
+
+    from sorl_train.report import write_report
+
+    transformers_logging.disable_progress_bar()  # one for each checkpoint would bury the run's own lines
+    summary = run(config, run_dir, display, resume)
+    write_report([run_dir.path], run_dir.report)
+    return summary
 
 
 def _show(text: str) -> int:

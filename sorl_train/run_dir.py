@@ -154,6 +154,11 @@ class RunDir:
         """Final and best figures; its presence marks the run as finished."""
         atomic_write(self.summary, json.dumps(summary, indent=2) + "\n")
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to resume from."""
+        return any(self.checkpoints.glob("step_*"))
+
     def discard_if_unused(self) -> None:
         """Delete the folder if nothing was trained in it, so that a corrected command can use the name."""
         for folder in (self.trajectories, self.checkpoints):
@@ -175,9 +180,14 @@ class RunDir:
                 "or --overwrite to move the old run aside and start again"
             )
         if self.config.is_file():
+            again = (
+                f"Continue it (sorl-train --resume --run_dir {self.path}), give"
+                if self.has_checkpoint
+                else "Give"
+            )
             return (
-                f"{self.path} holds an unfinished run. Continue it (sorl-train --resume --run_dir {self.path}), "
-                f"give another folder (--run_dir {another}), or --overwrite to move it aside and start again"
+                f"{self.path} holds an unfinished run. {again} another folder (--run_dir {another}), "
+                "or --overwrite to move it aside and start again"
             )
         return f"{self.path} is not empty and holds no run of ours; give another folder (--run_dir {another})"
 

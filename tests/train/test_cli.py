@@ -102,6 +102,13 @@ def test_help_and_mistakes_do_not_load_torch() -> None:
         assert done.stdout.splitlines()[-1] == f"{status} []", done.stderr
 
 
+def test_without_the_train_extra_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['yaml'] = None; import sorl_train.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "sorl-train needs the package 'yaml': pip install 'sorl[train]'\n"
+
+
 def test_a_mistake_is_one_calm_message(tmp_path: Path) -> None:
     done = command("--optim.lrr", "1", cwd=tmp_path)
     assert done.returncode == 2
@@ -273,17 +280,23 @@ def test_resume_brings_its_own_settings(trainer: list[Any], capsys: pytest.Captu
     assert "optim.lr: 0.25 in the run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("saved", [True, False])
 def test_ctrl_c_says_how_to_go_on(
-    trainer: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    saved: bool, trainer: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*_: object) -> dict[str, Any]:
+    def interrupted(config: TrainConfig, run_dir: RunDir, *_: object) -> dict[str, Any]:
+        if saved:
+            (run_dir.checkpoints / "step_000003").mkdir()
         raise KeyboardInterrupt
 
     install(monkeypatch, interrupted)
     assert main(["--run_dir", "my run"]) == 130
     err = capsys.readouterr().err
-    assert "sorl-train --resume --run_dir 'my run'" in err
-    assert Path("my run/config.yaml").is_file()
+    if saved:
+        assert "Continue with:\n  sorl-train --resume --run_dir 'my run'\n" in err
+    else:
+        assert "before the first checkpoint" in err
+    assert Path("my run").exists() is saved
 
 
 def test_a_user_error_in_training_is_status_one(

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sorl_env.errors import UserError
@@ -98,3 +99,41 @@ def test_lora_counts_the_adapters(tmp_path: Path) -> None:
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no model configuration could be read from"):
         model_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_bounded_by_the_estimate_and_not_far_from_it(checkpointing: bool) -> None:
+    """The bytes that autograd really keeps in one forward pass of a micro-batch, the logits left out."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: list[torch.Tensor] = []  # alive, so that no storage is counted under another one's address
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(input_ids=torch.zeros((2, 100), dtype=torch.long), use_cache=False)
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    measured = sum(size for address, size in sizes.items() if address not in weights)
+
+    shape = dataclasses.replace(SHAPE, layers=6, hidden=64, intermediate=256, vocabulary=0)
+    settings = dataclasses.replace(
+        CONFIG, algo="grpo", hardware=ModelConfig(gradient_checkpointing=checkpointing)
+    )
+    estimate = estimate_memory(settings, shape, LIMITS, compute_bytes=4).updating
+    again = (
+        4 * 2 * 100 * (12 * 64 + 4 * 256) if checkpointing else 0
+    )  # one block computed again, in the backward pass
+    assert 0.6 * (estimate - again) < measured <= estimate

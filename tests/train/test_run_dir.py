@@ -69,6 +69,10 @@ def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:
 def test_an_unfinished_run_is_not_overwritten(run: RunDir) -> None:
     with pytest.raises(UserError, match="unfinished run") as error:
         RunDir.create(run.path, with_steps(4))
+    assert "--resume" not in str(error.value)  # there is no checkpoint yet
+    (run.checkpoints / "step_000000").mkdir()
+    with pytest.raises(UserError, match="unfinished run") as error:
+        RunDir.create(run.path, with_steps(4))
     for next_move in (f"--resume --run_dir {run.path}", f"--run_dir {run.path}-2", "--overwrite"):
         assert next_move in str(error.value)
 
