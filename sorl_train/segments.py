@@ -69,7 +69,7 @@ class Segments:
 
     def total(self, values: Tensor) -> Tensor:
         """(N,) -> (S,): sums over each segment's tokens."""
-        return values if self.lengths is None else torch.segment_reduce(values, "sum", lengths=self.lengths)
+        return values if self.lengths is None else _sums(values, self.lengths)
 
     def spread(self, values: Tensor) -> Tensor:
         """(S,) -> (N,): each segment's value on each of its tokens; the adjoint of ``total``."""
@@ -79,7 +79,14 @@ class Segments:
 
     def rows(self, values: Tensor) -> Tensor:
         """(S,) -> (B,): sums over each trajectory's segments."""
-        return values if self.per_row is None else torch.segment_reduce(values, "sum", lengths=self.per_row)
+        return values if self.per_row is None else _sums(values, self.per_row)
+
+
+def _sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sums of consecutive stretches of ``values``; 0 for a stretch of length 0."""
+    if not len(lengths):
+        return values.new_zeros(0)
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)  # unsafe: lengths add up, by construction
 
 
 def _turns(ids: Tensor, row_lengths: Tensor) -> tuple[Tensor, Tensor]:
