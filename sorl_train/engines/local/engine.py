@@ -138,7 +138,7 @@ class LocalEngine:
                 if self.reference is not None:
                     ref[index, columns] = self._log_probs(self.reference, micro)
                 if self.critic_update is not None:
-                    values[index, columns] = self.critic_update.critic(micro.token_ids).cpu()
+                    values[index, columns] = self.critic_update.critic(micro.token_ids).float().cpu()
         for name, figures in (("a sampled", batch.rollout_log_probs), ("a recomputed", old)):
             broken = (~torch.isfinite(figures)).any(dim=1)
             if broken.any():
@@ -293,7 +293,7 @@ class LocalEngine:
         config = self.config
         what = {"algo": config.algo, "task": self.env.task.name, "seed": config.seed, "steps": self.step}
         sample = {"is_sample": self.env.examples.is_sample or self.eval_env.examples.is_sample}
-        return what | {"parameters": self.num_parameters()} | sample | self.summary.figures()
+        return what | {"parameters": self.num_parameters} | sample | self.summary.figures()
 
     def dump_non_finite(self, error: NonFiniteError, trajectories: list[Trajectory]) -> Path:
         """Write the trajectories that were being trained on, those named by the error first."""

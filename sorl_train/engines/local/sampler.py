@@ -67,7 +67,7 @@ class RowCache:
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store (b, heads, n, dim) at the selected places and return all keys and values up to the widest row."""
         for kind, new in enumerate((keys, values)):
-            self.data[layer, kind, self._row_index, :, self._column_index] = new.transpose(1, 2)
+            self.data[layer, kind, self._row_index, :, self._column_index] = new.transpose(1, 2).to(self.data.dtype)
         view = self.data[layer, :, self._rows, :, : self._width]
         return view[0], view[1]
 

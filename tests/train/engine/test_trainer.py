@@ -1,0 +1,224 @@
+"""Whole runs of seconds: every algorithm, resume, outages, NaN, interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sorl_env.errors import UserError
+from sorl_env.tool import ToolReply, ToolUnavailableError
+from sorl_env.toolbox import Toolbox
+from sorl_env.trajectory_io import read_jsonl
+from sorl_train.engines.local import trainer
+from sorl_train.engines.local.engine import LocalEngine
+from sorl_train.losses import ALGORITHMS
+from sorl_train.metrics_log import read_jsonl as read_metrics
+
+from .conftest import SHORT, QuietDisplay, short_config, train_short
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    return [part for name, value in settings.items() for part in (f"--{name}", json.dumps(value))]
+
+
+def command(run_dir: Path, *more: str, **settings: Any) -> list[str]:
+    dotted = {name.replace("__", "."): value for name, value in settings.items()}
+    return [sys.executable, "-m", "sorl_train.cli", "--run_dir", str(run_dir), *more, *flags(dotted)]
+
+
+@pytest.mark.parametrize("algo", list(ALGORITHMS))
+def test_every_algorithm_leaves_a_complete_run_folder(algo: str, tmp_path: Path) -> None:
+    group_size = 4 if ALGORITHMS[algo].advantage == "group" else 1
+    run_dir, summary = train_short(tmp_path / "run", algo=algo, rollout__group_size=group_size)
+    lines = read_metrics(run_dir.metrics)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[2]["loss/grad_norm"] > 0
+    assert ("loss/value" in lines[2]) == (ALGORITHMS[algo].advantage == "gae")
+    for norm in ("scalar", "trajectory", "token", "token_mean", "logit"):
+        assert f"loss/clip_bias_{norm}" in lines[2]
+    assert {p.name for p in run_dir.checkpoints.iterdir()} >= {"step_000002", "best"}
+    assert {p.name for p in run_dir.trajectories.iterdir()} >= {"step_000001.jsonl", "step_000002.jsonl"}
+    assert summary["steps"] == 2 and summary["peak_rss_mb"] > 0
+    assert json.loads(run_dir.summary.read_text()) == json.loads(json.dumps(summary))
+    manifest = run_dir.read_manifest()
+    assert manifest["data"]["train"]["examples"] == 48 and manifest["versions"]["torch"]
+    assert not [p for p in run_dir.path.rglob("*") if p.suffix in (".pt", ".bin", ".pkl", ".pth")]
+
+
+def test_a_checkpoint_is_a_plain_transformers_folder(tmp_path: Path) -> None:
+    run_dir, _ = train_short(tmp_path / "run")
+    folder = run_dir.checkpoints / "step_000002" / "policy"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("Search, then answer.", return_tensors="pt", return_token_type_ids=False)
+    assert torch.isfinite(model(**ids).logits).all()
+
+
+def test_one_seed_gives_one_run_and_another_seed_another(tmp_path: Path) -> None:
+    first, _ = train_short(tmp_path / "a")
+    second, _ = train_short(tmp_path / "b")
+    other, _ = train_short(tmp_path / "c", seed=1)
+    assert first.metrics.read_bytes() == second.metrics.read_bytes()
+    assert first.metrics.read_bytes() != other.metrics.read_bytes()
+
+
+@pytest.mark.parametrize("settings", [{}, {"rollout__max_staleness": 2, "update__epochs": 2}], ids=["", "stale"])
+def test_resume_after_kill_9_repeats_the_uninterrupted_run(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"update__steps": 8, "checkpoint__every": 2, "eval__every": 3} | settings
+    whole, _ = train_short(tmp_path / "whole", **settings)
+    killed = tmp_path / "killed"
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command(killed, **SHORT, **settings), stdout=log, stderr=subprocess.STDOUT)
+        wait_for_step(killed / "metrics.jsonl", 3, process, tmp_path / "log")
+        time.sleep(random.uniform(0.0, 1.0))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    resumed, summary = train_short(killed, resume=True, **settings)
+    assert resumed.metrics.read_bytes() == whole.metrics.read_bytes()
+    assert summary["steps"] == 8
+
+
+def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > step):
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+
+
+def test_ctrl_c_saves_and_says_how_to_resume(tmp_path: Path) -> None:
+    settings = SHORT | {"update.steps": 400, "checkpoint.every": 0}
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        command(run_dir, **settings), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(os.environ)
+    )
+    (tmp_path / "log").write_text("no step in time")
+    wait_for_step(run_dir / "metrics.jsonl", 2, process, tmp_path / "log")
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 130, output
+    assert f"sorl-train --resume --run_dir {run_dir}" in output
+    done = len((run_dir / "metrics.jsonl").read_text().splitlines()) - 1
+    assert (run_dir / "checkpoints" / f"step_{done:06d}" / "state.json").is_file()
+    more = ["--resume", "--update.steps", str(done + 2)]
+    resumed = subprocess.run(command(run_dir, *more), capture_output=True, text=True, timeout=120)
+    assert resumed.returncode == 0, resumed.stderr
+    assert [line["step"] for line in read_metrics(run_dir / "metrics.jsonl")] == list(range(done + 3))
+
+
+class Flaky:
+    """Search that is out for every ``period``-th call, for good."""
+
+    inline = True
+
+    def __init__(self, tool: Any, period: int) -> None:
+        self.tool, self.period, self.calls = tool, period, 0
+        self.name, self.description, self.schema = tool.name, tool.description, tool.schema
+
+    def __call__(self, query: str) -> ToolReply:
+        self.calls += 1
+        if self.calls % self.period == 0:
+            raise ToolUnavailableError("timed out")
+        reply: ToolReply = self.tool(query)
+        return reply
+
+
+def make_flaky(monkeypatch: pytest.MonkeyPatch, period: int) -> None:
+    original = LocalEngine.__init__
+
+    def patched(self: LocalEngine, *arguments: Any) -> None:
+        original(self, *arguments)
+        flaky = [Flaky(tool, period) for tool in self.env.toolbox.tools]
+        self.env.toolbox = Toolbox(flaky, retries=0)
+
+    monkeypatch.setattr(LocalEngine, "__init__", patched)
+
+
+def test_a_tool_that_is_out_for_a_fifth_of_calls_does_not_stop_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_flaky(monkeypatch, 5)
+    run_dir, _ = train_short(tmp_path / "run", sft__steps=60)
+    lines = read_metrics(run_dir.metrics)[1:]
+    assert all(0.0 < line["rollout/excluded_rate"] < 1.0 for line in lines)
+    assert all(line["rollout/stop_error"] == line["rollout/excluded_rate"] for line in lines)
+    trajectories = list(read_jsonl(run_dir.trajectories / "step_000002.jsonl"))
+    assert any(t.excluded and t.error and "timed out" in t.error for t in trajectories)
+
+
+def test_a_tool_that_is_out_for_good_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_flaky(monkeypatch, 1)
+    monkeypatch.setattr(trainer, "MAX_LOST_STEPS", 2)
+    monkeypatch.setattr("sorl_env.trajectory.StopReason.excluded", property(lambda self: True))
+    with pytest.raises(UserError, match="2 steps in a row"):
+        train_short(tmp_path / "run", update__steps=9)
+
+
+def test_non_finite_numbers_stop_the_run_and_keep_the_last_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    update = LocalEngine.update
+
+    def poisoned(self: LocalEngine, batch: Any, step: int) -> dict[str, float]:
+        if step == 3:
+            advantages = batch.advantages.clone()
+            advantages[1] = float("inf")
+            batch = batch.with_fields(advantages=advantages)
+        return update(self, batch, step)
+
+    monkeypatch.setattr(LocalEngine, "update", poisoned)
+    path = tmp_path / "run"
+    with pytest.raises(UserError, match=r"step 3: .* not finite; trajectories: s3-") as caught:
+        train_short(path, update__steps=5, checkpoint__every=1)
+    assert "non_finite_000003.jsonl" in str(caught.value) and "step_000002" in str(caught.value)
+    dumped = list(read_jsonl(path / "non_finite_000003.jsonl"))
+    assert len(dumped) == 16
+    for tensor in AutoModelForCausalLM.from_pretrained(path / "checkpoints/step_000002/policy").parameters():
+        assert torch.isfinite(tensor).all()
+
+
+def test_reference_kl_in_loss_and_in_reward(tmp_path: Path) -> None:
+    for where in ("loss", "reward"):
+        run_dir, _ = train_short(tmp_path / where, loss__kl_coef=0.05, loss__kl_in=where, algo="ppo")
+        lines = read_metrics(run_dir.metrics)
+        assert 0.0 <= lines[2]["loss/ref_kl"] < 1.0
+
+
+def test_options_that_change_the_model_train(tmp_path: Path) -> None:
+    """bfloat16, gradient checkpointing, LoRA, whitening, token mean, critic warm-up: each for two steps."""
+    for number, options in enumerate(
+        [
+            {"hardware__dtype": "bfloat16"},
+            {"hardware__gradient_checkpointing": True},
+            {"hardware__lora_rank": 4},
+            {"loss__whiten_advantages": True, "loss__aggregation": "token_mean", "loss__value_clip": 0.2},
+            {"loss__entropy_coef": 0.01, "optim__schedule": "cosine", "optim__warmup_ratio": 0.5},
+        ]
+    ):
+        run_dir, _ = train_short(tmp_path / str(number), **options)
+        assert read_metrics(run_dir.metrics)[-1]["loss/grad_norm"] > 0
+    run_dir, _ = train_short(tmp_path / "warmup", update__critic_warmup_steps=1)
+    lines = read_metrics(run_dir.metrics)
+    assert "loss/grad_norm" not in lines[1] and lines[2]["loss/grad_norm"] > 0
+
+
+def test_supervised_stage(tmp_path: Path) -> None:
+    from sorl_train.run_dir import RunDir
+    from sorl_train.sft import run
+
+    config = short_config(stage="sft", sft__steps=150, sft__lr=5e-3)
+    run_dir = RunDir.create(tmp_path / "run", config)
+    summary = run(config, run_dir, QuietDisplay(), False)
+    losses = [line["sft/loss"] for line in read_metrics(run_dir.metrics) if "sft/loss" in line]
+    assert losses[-1] < 0.6 * losses[0]
+    assert summary["demos"] == 48
+    assert AutoModelForCausalLM.from_pretrained(run_dir.checkpoints / "best" / "policy").config.hidden_size == 32
