@@ -96,7 +96,7 @@ def _train(config: TrainConfig, arguments: Arguments) -> int:
         display.message(f"run folder {run_dir.path}")
     try:
         summary = _run_stage(config, run_dir, display, arguments.resume)
-        if summary.get("is_sample"):
+        if summary.pop("is_sample", False):
             display.message("These figures are of the task's embedded sample, not of the benchmark.")
         display.close(summary | {"report": run_dir.report, "checkpoints": run_dir.checkpoints})
         return 0

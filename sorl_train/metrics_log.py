@@ -7,15 +7,18 @@ checkpoint: a resumed run cuts both files after the step of its checkpoint (``tr
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_train.config_io import read_resolved
 from sorl_train.run_dir import RunDir, atomic_write
 
 
@@ -81,6 +84,23 @@ class MetricsLog:
             # Events of a killed run at this step or later are hidden by TensorBoard.
             self._writer = SummaryWriter(log_dir=str(self._run_dir.events), purge_step=step)
         return self._writer
+
+
+def _start_wandb(project: str, run_dir: RunDir) -> Any:
+    """The W&B run of a run folder: a resumed run goes on in the same one, a later run of the same name does not."""
+    import wandb
+
+    started = re.sub(r"\D", "", run_dir.read_manifest()["started"])
+    settings = dataclasses.asdict(read_resolved(run_dir.config))
+    name = run_dir.path.name
+    return wandb.init(
+        project=project,
+        name=name,
+        id=f"{name}-{started}",
+        resume="allow",
+        config=settings,
+        dir=str(run_dir.path),
+    )
 
 
 def require_package(name: str, why: str) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.machinery
 import json
 import os
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -231,3 +235,33 @@ def test_a_missing_package_is_said_before_training(run: RunDir, monkeypatch: pyt
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"log\.wandb=mine needs the package 'wandb'"):
         MetricsLog(run, tensorboard=False, wandb="mine")
+
+
+def test_weights_and_biases_gets_the_finite_metrics_of_one_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+    logged: list[tuple[dict[str, float], int]] = []
+    finished: list[bool] = []
+
+    class FakeRun:
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            logged.append((metrics, step))
+
+        def finish(self) -> None:
+            finished.append(True)
+
+    def init(**settings: Any) -> FakeRun:
+        started.append(settings)
+        return FakeRun()
+
+    module = types.ModuleType("wandb")
+    vars(module).update(init=init, __spec__=importlib.machinery.ModuleSpec("wandb", None))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for _ in range(2):
+        with MetricsLog(run, tensorboard=False, wandb="mine") as log:
+            log.log(3, {"loss/a": 1.0, "loss/b": float("nan"), "time/s": 2.0})
+    assert logged == [({"loss/a": 1.0, "time/s": 2.0}, 3)] * 2
+    assert finished == [True, True]
+    assert started[0]["id"] == started[1]["id"] and started[0]["id"].startswith("run-20")
+    assert (started[0]["project"], started[0]["resume"], started[0]["config"]["seed"]) == ("mine", "allow", 0)
