@@ -35,12 +35,7 @@ class MetricsLog:
             require_package("tensorboard", "log.tensorboard=true")
         if wandb is not None:
             require_package("wandb", f"log.wandb={wandb}")
-            import wandb as wandb_module
-
-            name = run_dir.path.name
-            self._wandb = wandb_module.init(
-                project=wandb, name=name, id=name, resume="allow", dir=str(run_dir.path)
-            )
+            self._wandb = _start_wandb(wandb, run_dir)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of one step. A value that is not finite becomes null: JSON has no NaN."""
