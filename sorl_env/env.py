@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -32,6 +31,19 @@ INVALID_TURN_OBSERVATION = (
 )
 
 
+EPISODE_INFO = ("example_id", "index", "question", "tools", "source", "split", "is_sample")
+TURN_INFO = (
+    "parsed",
+    "format_error",
+    "reward_items",
+    "tool_calls",
+    "turn",
+    "stop_reason",
+    "error",
+    "example_id",
+)
+
+
 class StepResult(NamedTuple):
     """What ``step`` returns: Gymnasium's five, in its order."""
 
@@ -42,10 +54,10 @@ class StepResult(NamedTuple):
     info: dict[str, Any]
 
 
-class _Phase(Enum):
-    ENDED = "call reset() first: no episode is running"
-    POLICY = "call begin_turn() first: it is the policy's turn"
-    TOOLS = "call finish_turn() first: a turn waits for its tools"
+# An episode's phase is what has to happen next; plain strings, as comparing enum members costs a tenth of a step.
+_RESET = "reset()"
+_BEGIN_TURN = "step() or begin_turn()"
+_FINISH_TURN = "finish_turn()"
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
     ``terminated``: the policy answered. ``truncated``: a budget ran out, or a tool was out.
 
     ``info`` of a step: ``parsed`` (ParsedTurn), ``format_error``, ``reward_items``, ``tool_calls``, ``turn`` (0-based),
-    ``stop_reason``, ``example_id``; and ``error`` when a tool was out. ``info`` of reset: ``example_id``, ``index``,
+    ``stop_reason``, ``error`` (of a tool that was out), ``example_id``. ``info`` of reset: ``example_id``, ``index``,
     ``question``, ``tools``, ``source``, ``split``, ``is_sample``.
 
     Args:
@@ -119,7 +131,8 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         """State of a fresh environment with no episode."""
         self.action_space = UnicodeText()
         self.observation_space = UnicodeText()
-        self._phase = _Phase.ENDED
+        self._phase = _RESET
+        self.example: Example = self.examples.examples[0]  # of the running episode, or of the last one
         self._index = 0
         self._started = 0.0
         self._turns: list[ParsedTurn] = []
@@ -135,33 +148,41 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         env._start()
         return env
 
-    @property
-    def example(self) -> Example:
-        """The example of the running episode, or of the last one."""
-        return self.examples.examples[self._index]
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         """Start an episode on a uniformly drawn example, or on ``options={"index": i}``."""
         super().reset(seed=seed)
-        index = _read_index(options, len(self.examples.examples)) if options else None
-        self._index = int(self.np_random.integers(len(self.examples.examples))) if index is None else index
-        self._phase = _Phase.POLICY
+        size = len(self.examples.examples)
+        index = read_index_option(options, size) if options else None
+        return self.begin_episode(int(self.np_random.integers(size)) if index is None else index)
+
+    def begin_episode(self, index: int) -> tuple[str, dict[str, Any]]:
+        """``reset`` on the example of that number, without a random draw."""
+        row = self.begin_episode_row(index)
+        return row[0], dict(zip(EPISODE_INFO, row[1:], strict=True))
+
+    def begin_episode_row(self, index: int) -> tuple[Any, ...]:
+        """``begin_episode`` as a plain row: the prompt, then the values of ``EPISODE_INFO``."""
+        examples = self.examples
+        self.example = example = examples.examples[index]
+        self._index = index
+        self._phase = _BEGIN_TURN
         self._turns = []
         self._dialogue = []
         self._calls = []
         self._items = {}
         self._started = time.monotonic()
-        example = self.example
-        info = {
-            "example_id": example.id,
-            "index": self._index,
-            "question": example.question,
-            "tools": self.toolbox.names,
-            "source": self.examples.source,
-            "split": self.examples.split,
-            "is_sample": self.examples.is_sample,
-        }
-        return self.task.prompt(example), info
+        return (
+            self.task.prompt(example),
+            example.id,
+            index,
+            example.question,
+            self.toolbox.names,
+            examples.source,
+            examples.split,
+            examples.is_sample,
+        )
 
     def step(self, action: str) -> StepResult:
         """One turn of the policy: parse it, call its tool, reply."""
@@ -173,20 +194,27 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         Raises:
             ResetNeeded: no episode is running, or a turn is under way.
         """
-        if self._phase is not _Phase.POLICY:
-            raise ResetNeeded(self._phase.value)
+        if self._phase != _BEGIN_TURN:
+            raise ResetNeeded(f"call {self._phase} first")
         parsed = parse_turn(action, self.toolbox.names, self.task.require_think)
         self._turns.append(parsed)
         self._action = action
-        self._phase = _Phase.TOOLS
+        self._phase = _FINISH_TURN
         if parsed.tool is None or len(self._turns) >= self.limits.max_turns:
             return []
         return [ToolRequest(parsed.tool, parsed.content)]
 
     def finish_turn(self, calls: Sequence[ToolOutcome]) -> StepResult:
         """Reply to the turn, given the outcomes of its requests in their order."""
-        if self._phase is not _Phase.TOOLS:
-            raise ResetNeeded(self._phase.value)
+        return _as_result(self.finish_turn_row(calls))
+
+    def finish_turn_row(self, calls: Sequence[ToolOutcome]) -> tuple[Any, ...]:
+        """``finish_turn`` as a plain row: observation, reward, terminated, truncated, then ``TURN_INFO``.
+
+        A vector environment makes columns of such rows, in half the time that dictionaries take.
+        """
+        if self._phase != _FINISH_TURN:
+            raise ResetNeeded(f"call {self._phase} first")
         parsed = self._turns[-1]
         self._calls = []
         self._items = {}
@@ -206,52 +234,55 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         if self.limits.max_seconds is not None and time.monotonic() - self._started >= self.limits.max_seconds:
             return self._end(StopReason.MAX_SECONDS)
         self._dialogue.append((self._action, observation))
-        self._phase = _Phase.POLICY
-        reward = sum(self._items.values()) if self._items else 0.0
-        return StepResult(observation, reward, False, False, self._info(self._items, None))
+        self._phase = _BEGIN_TURN
+        return self._row(observation, self._items)
 
     def truncate(self, reason: StopReason | str, error: str | None = None) -> StepResult:
         """End the running episode from outside, for a token budget or an abort.
 
         The result stands in place of the last turn's, and repeats that turn's own reward items.
         """
-        if self._phase is _Phase.ENDED:
-            raise ResetNeeded(self._phase.value)
-        if self._phase is _Phase.TOOLS:
+        if self._phase == _RESET:
+            raise ResetNeeded(f"call {self._phase} first")
+        if self._phase == _FINISH_TURN:
             self._calls = []
             self._items = {}
         elif self._dialogue:
             self._action, _ = self._dialogue.pop()
-        return self._end(StopReason(reason), error)
+        return _as_result(self._end(StopReason(reason), error))
 
-    def _end(self, reason: StopReason, error: str | None = None) -> StepResult:
-        items = dict(self._items)
+    def _end(self, reason: StopReason, error: str | None = None) -> tuple[Any, ...]:
+        items: Mapping[str, float] = {}
         if not reason.excluded:
             final = check_reward_items(self.task.reward(self.example, self._turns), self.task.name)
-            for name, value in final.items():
-                items[name] = items.get(name, 0.0) + value
+            items = {name: self._items.get(name, 0.0) + final.get(name, 0.0) for name in {**self._items, **final}}
         if self._turns:
             self._dialogue.append((self._action, ""))
-        self._phase = _Phase.ENDED
-        info = self._info(items, reason.value)
-        if error is not None:
-            info["error"] = error
-        answered = reason is StopReason.ANSWER
-        reward = 0.0 if reason.excluded else float(sum(items.values()))
-        return StepResult("", reward, answered, not answered, info)
+        self._phase = _RESET
+        return self._row("", items, reason, error)
 
-    def _info(self, items: Mapping[str, float], stop_reason: str | None) -> dict[str, Any]:
+    def _row(
+        self,
+        observation: str,
+        items: Mapping[str, float],
+        reason: StopReason | None = None,
+        error: str | None = None,
+    ) -> tuple[Any, ...]:
         parsed = self._turns[-1] if self._turns else None
-        error = parsed.error if parsed else None
-        return {
-            "parsed": parsed,
-            "format_error": error.value if error else None,
-            "reward_items": dict(items),
-            "tool_calls": list(self._calls),
-            "turn": len(self._turns) - 1,
-            "stop_reason": stop_reason,
-            "example_id": self.example.id,
-        }
+        return (
+            observation,
+            float(sum(items.values())) if items else 0.0,
+            reason is StopReason.ANSWER,
+            reason is not None and reason is not StopReason.ANSWER,
+            parsed,
+            parsed.error.value if parsed is not None and parsed.error is not None else None,
+            dict(items),
+            self._calls.copy(),
+            len(self._turns) - 1,
+            None if reason is None else reason.value,
+            error,
+            self.example.id,
+        )
 
     def get_state(self) -> EnvState:
         """The episode as it stands, between two turns.
@@ -259,12 +290,12 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         Raises:
             RuntimeError: a turn waits for its tools.
         """
-        if self._phase is _Phase.TOOLS:
-            raise RuntimeError(self._phase.value)
+        if self._phase == _FINISH_TURN:
+            raise RuntimeError(f"call {self._phase} first")
         return EnvState(
             example_id=self.example.id,
             index=self._index,
-            phase=self._phase.name,
+            phase=self._phase,
             turns=tuple(self._turns),
             dialogue=tuple(self._dialogue),
             calls=tuple(self._calls),
@@ -282,8 +313,9 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         examples = self.examples.examples
         if state.index >= len(examples) or examples[state.index].id != state.example_id:
             raise ValueError(f"the state is of example {state.example_id!r}, which is not number {state.index} here")
-        self._phase = _Phase[state.phase]
+        self._phase = state.phase
         self._index = state.index
+        self.example = examples[state.index]
         self._turns = list(state.turns)
         self._dialogue = list(state.dialogue)
         self._calls = list(state.calls)
@@ -306,6 +338,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self.toolbox.close()
 
 
+def _as_result(row: tuple[Any, ...]) -> StepResult:
+    return StepResult(row[0], row[1], row[2], row[3], dict(zip(TURN_INFO, row[4:], strict=True)))
+
+
 def _make_toolbox(task: Task, tools: Sequence[ToolLike] | None, settings: ToolSettings) -> Toolbox:
     if tools is None:
         tools = task.tools(settings) if callable(task.tools) else task.tools
@@ -314,7 +350,12 @@ def _make_toolbox(task: Task, tools: Sequence[ToolLike] | None, settings: ToolSe
     return Toolbox(tools, timeout_s=settings.timeout_s, retries=settings.retries)
 
 
-def _read_index(options: Mapping[str, Any], size: int) -> int | None:
+def read_index_option(options: Mapping[str, Any], size: int) -> int:
+    """The example that ``reset(options={"index": i})`` asks for.
+
+    Raises:
+        UserError: there is another option, or no such example.
+    """
     unknown = set(options) - {"index"}
     if unknown:
         raise UserError(f"reset has no option {sorted(unknown)[0]!r}; there is 'index'")

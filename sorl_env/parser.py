@@ -29,7 +29,7 @@ class FormatError(str, Enum):
     FORGED_INFORMATION = "forged_information"  # the policy wrote the environment's own tag
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ParsedTurn:
     """What the policy did in one turn.
 

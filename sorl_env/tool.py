@@ -7,21 +7,14 @@ policy's fault and becomes an observation. An outage is not: it is retried, then
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import inspect
-import json
 import logging
-import random
 import re
-import sys
-import threading
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Union, runtime_checkable
 
-from sorl_env.tool_schema import find_problem, schema_of, takes_raw_text
+from sorl_env.tool_schema import schema_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +37,7 @@ class ToolInputError(ValueError):
     """The request is malformed: the policy's fault, shown to it as an observation."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ToolReply:
     """What a tool says.
 
@@ -59,7 +52,7 @@ class ToolReply:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ToolRequest:
     """One block of the policy's: ``argument`` is the text between the tags."""
 
@@ -67,7 +60,7 @@ class ToolRequest:
     argument: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ToolCall:
     """The record of one call.
 

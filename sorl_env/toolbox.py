@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import inspect
 import json
 import logging
 import random
@@ -74,64 +73,108 @@ class Toolbox:
 
     def call(self, request: ToolRequest) -> ToolOutcome:
         """Call one tool and wait for it, at most ``timeout_s``."""
-        pending = self._prepare(request)
-        if isinstance(pending, ToolCall):
-            return pending
-        bound = pending.bound
+        prepared = self._prepare(request)
+        if isinstance(prepared, ToolCall):
+            return prepared
+        bound, argument = prepared
+        started = time.perf_counter()
+        attempts = 0
         while True:
+            attempts += 1
+            result: Any
             try:
                 if bound.inline:
-                    result = bound.run(pending.argument)
+                    result = bound.run(argument)
                 else:
-                    result = _start_thread(bound.run, pending.argument).result(pending.remaining_s())
-                return pending.succeed(result)
-            except Exception as error:  # whatever a tool raises becomes an outcome of its own call
-                outcome = self._judge(pending, error)
-            if outcome is not None:
-                return outcome
-            time.sleep(pending.wait_s)
+                    result = _start_thread(bound.run, argument).result(self._remaining_s(started))
+            except Exception as error:  # noqa: BLE001  whatever a tool raises becomes the outcome of its own call
+                result = error
+            verdict = self._settle(request, result, time.perf_counter() - started, attempts)
+            if not isinstance(verdict, float):
+                return verdict
+            time.sleep(verdict)
 
     async def acall(self, request: ToolRequest) -> ToolOutcome:
         """Call one tool without blocking the event loop; a call that hangs is abandoned at the deadline."""
-        pending = self._prepare(request)
-        if isinstance(pending, ToolCall):
-            return pending
-        bound = pending.bound
+        prepared = self._prepare(request)
+        if isinstance(prepared, ToolCall):
+            return prepared
+        bound, argument = prepared
+        started = time.perf_counter()
+        attempts = 0
         while True:
+            attempts += 1
+            result: Any
             try:
                 if bound.inline:
-                    result = bound.run(pending.argument)
+                    result = bound.run(argument)
                 elif bound.arun is not None:
-                    result = await _within(asyncio.ensure_future(bound.arun(pending.argument)), pending.remaining_s())
+                    running = asyncio.ensure_future(bound.arun(argument))
+                    result = await _within(running, self._remaining_s(started))
                 else:
-                    thread = asyncio.wrap_future(_start_thread(bound.run, pending.argument))
-                    result = await _within(thread, pending.remaining_s())
-                return pending.succeed(result)
-            except Exception as error:  # as in ``call``
-                outcome = self._judge(pending, error)
-            if outcome is not None:
-                return outcome
-            await asyncio.sleep(pending.wait_s)
+                    running = asyncio.wrap_future(_start_thread(bound.run, argument))
+                    result = await _within(running, self._remaining_s(started))
+            except Exception as error:  # noqa: BLE001  as in ``call``
+                result = error
+            verdict = self._settle(request, result, time.perf_counter() - started, attempts)
+            if not isinstance(verdict, float):
+                return verdict
+            await asyncio.sleep(verdict)
 
     def call_batch(self, requests: Sequence[ToolRequest]) -> list[ToolOutcome]:
-        """Call tools for many requests, in order: one ``call_batch`` a tool that offers it, else concurrent calls."""
+        """Call tools for many requests; outcomes in their order.
+
+        One ``call_batch`` for each tool that offers it; concurrent calls for the others.
+        """
+        names = {request.tool for request in requests}
+        if len(names) == 1:
+            return self._call_one_tool(requests)
         outcomes: dict[int, ToolOutcome] = {}
-        batches: dict[str, dict[int, _Pending]] = {}
-        singles: dict[int, ToolRequest] = {}
-        for index, request in enumerate(requests):
-            bound = self._bound.get(request.tool)
-            if bound is None or bound.run_batch is None:
-                singles[index] = request
-                continue
-            pending = self._prepare(request)
-            if isinstance(pending, ToolCall):
-                outcomes[index] = pending
-            else:
-                batches.setdefault(request.tool, {})[index] = pending
-        for batch in batches.values():
-            outcomes.update(self._call_one_batch(batch))
-        outcomes.update(zip(singles, self._call_concurrently(list(singles.values()))))
+        for name in names:
+            group = {index: request for index, request in enumerate(requests) if request.tool == name}
+            outcomes.update(zip(group, self._call_one_tool(list(group.values())), strict=True))
         return [outcomes[index] for index in range(len(requests))]
+
+    def _call_one_tool(self, requests: Sequence[ToolRequest]) -> list[ToolOutcome]:
+        bound = self._bound.get(requests[0].tool)
+        if bound is not None and bound.run_batch is not None:
+            return self._call_batched(bound, requests)
+        if len(requests) == 1 or bound is None or bound.inline:
+            return [self.call(request) for request in requests]
+        with ThreadPoolExecutor(min(len(requests), self.max_threads)) as pool:
+            return list(pool.map(self.call, requests))
+
+    def _call_batched(self, bound: _BoundTool, requests: Sequence[ToolRequest]) -> list[ToolOutcome]:
+        """Rounds of one batched call: what failed in a round and may be retried makes up the next."""
+        prepared = [self._prepare(request) for request in requests]
+        outcomes: list[Any] = [None if isinstance(one, tuple) else one for one in prepared]
+        waiting = [index for index, outcome in enumerate(outcomes) if outcome is None]
+        started = time.perf_counter()
+        attempts = 0
+        while waiting:
+            attempts += 1
+            results = self._run_batch(bound, [prepared[index][1] for index in waiting], started)
+            latency_s = time.perf_counter() - started
+            for index, result in zip(waiting, results, strict=True):
+                outcomes[index] = self._settle(requests[index], result, latency_s, attempts)
+            waiting = [index for index in waiting if isinstance(outcomes[index], float)]
+            if waiting:
+                time.sleep(max(outcomes[index] for index in waiting))
+        return outcomes
+
+    def _run_batch(self, bound: _BoundTool, arguments: list[Any], started: float) -> Sequence[Any]:
+        """One result or exception an argument; a batch that fails as a whole fails each of them."""
+        assert bound.run_batch is not None
+        try:
+            if bound.inline:
+                results = bound.run_batch(arguments)
+            else:
+                results = _start_thread(bound.run_batch, arguments).result(self._remaining_s(started))
+            if len(results) != len(arguments):
+                raise TypeError(f"call_batch returned {len(results)} results for {len(arguments)} requests")
+        except Exception as error:  # noqa: BLE001  as in ``call``
+            return [error] * len(arguments)
+        return results
 
     def close(self) -> None:
         """Close the tools that hold something open."""
@@ -140,37 +183,48 @@ class Toolbox:
             if close is not None:
                 close()
 
-    def _prepare(self, request: ToolRequest) -> _Pending | ToolCall:
-        """The call about to be made, or the observation for a request that cannot be."""
+    def _remaining_s(self, started: float) -> float:
+        return started + self.timeout_s - time.perf_counter()
+
+    def _prepare(self, request: ToolRequest) -> tuple[_BoundTool, Any] | ToolCall:
+        """The tool and its argument, or the observation for a request that cannot be served."""
         bound = self._bound.get(request.tool)
         if bound is None:
             problem = f"There is no tool {request.tool!r}. {did_you_mean(request.tool, self.names)}"
         elif bound.raw_text:
-            return _Pending(request, bound, request.argument, self.timeout_s)
+            return bound, request.argument
         else:
             argument, problem = _decode(request.argument, bound.tool.schema)
             if not problem:
-                return _Pending(request, bound, argument, self.timeout_s)
+                return bound, argument
         return ToolCall(request.tool, request.argument, problem, ok=False, error=problem, attempts=0)
 
-    def _judge(self, pending: _Pending, error: Exception) -> ToolOutcome | None:
-        """What a failed attempt means: the policy's fault, an outage for good, or None for another try."""
-        if isinstance(error, ToolInputError):
-            return pending.record(ToolReply(str(error)), error=str(error))
-        if _is_outage(error):
-            pending.wait_s = self.backoff_s * 2 ** (pending.attempts - 1) * _jitter.uniform(0.5, 1.0)
-            if pending.attempts <= self.retries and pending.wait_s < pending.remaining_s():
-                pending.attempts += 1
-                return None
-            reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            if pending.remaining_s() <= 0:
+    def _settle(
+        self, request: ToolRequest, result: Any, latency_s: float, attempts: int
+    ) -> ToolOutcome | float:
+        """What one attempt's result or exception means: an outcome, or the seconds to wait before another try."""
+        if isinstance(result, ToolReply):
+            return _record(request, result, latency_s, attempts)
+        if isinstance(result, str):
+            return _record(request, ToolReply(result), latency_s, attempts)
+        if isinstance(result, ToolInputError):
+            return _record(request, ToolReply(str(result)), latency_s, attempts, error=str(result))
+        if not isinstance(result, Exception):
+            result = TypeError(f"it returned {type(result).__name__}, expected str or ToolReply")
+        if _is_outage(result):
+            wait_s = self.backoff_s * 2 ** (attempts - 1) * _jitter.uniform(0.5, 1.0)
+            if attempts <= self.retries and latency_s + wait_s < self.timeout_s:
+                return wait_s
+            reason = f"{type(result).__name__}: {result}".rstrip(": ")
+            if latency_s >= self.timeout_s:
                 reason = f"no reply within {self.timeout_s:g} s ({reason})"
         else:
-            reason = f"bug in the tool: {type(error).__name__}: {error}"
-            self._log_bug(pending.request, error)
-        message = f"tool {pending.request.tool} is unavailable after {pending.attempts} tries: {reason}"
-        unavailable = ToolUnavailableError(message, pending.record(ToolReply(""), error=message))
-        unavailable.__cause__ = error
+            reason = f"bug in the tool: {type(result).__name__}: {result}"
+            self._log_bug(request, result)
+        message = f"tool {request.tool} is unavailable after {attempts} tries: {reason}"
+        call = _record(request, ToolReply(""), latency_s, attempts, error=message)
+        unavailable = ToolUnavailableError(message, call)
+        unavailable.__cause__ = result
         return unavailable
 
     def _log_bug(self, request: ToolRequest, error: Exception) -> None:
@@ -178,50 +232,6 @@ class Toolbox:
         if key not in self._logged_bugs:
             self._logged_bugs.add(key)
             logger.error("tool %s raised on %r (logged once)", request.tool, request.argument, exc_info=error)
-
-    def _call_one_batch(self, pending: Mapping[int, _Pending]) -> dict[int, ToolOutcome]:
-        """Rounds of one batched call; what failed in a slot is tried again with the others that did."""
-        outcomes: dict[int, ToolOutcome] = {}
-        while pending:
-            results = self._run_batch(list(pending.values()))
-            again: dict[int, _Pending] = {}
-            for (index, call), result in zip(pending.items(), results):
-                try:
-                    if isinstance(result, Exception):
-                        raise result
-                    outcomes[index] = call.succeed(result)
-                except Exception as error:  # as in ``call``
-                    outcome = self._judge(call, error)
-                    if outcome is None:
-                        again[index] = call
-                    else:
-                        outcomes[index] = outcome
-            if again:
-                time.sleep(max(call.wait_s for call in again.values()))
-            pending = again
-        return outcomes
-
-    def _run_batch(self, pending: Sequence[_Pending]) -> Sequence[Any]:
-        """One result or exception a request; a batch that fails as a whole fails each of them."""
-        bound = pending[0].bound
-        assert bound.run_batch is not None
-        arguments = [call.argument for call in pending]
-        try:
-            if bound.inline:
-                results = bound.run_batch(arguments)
-            else:
-                results = _start_thread(bound.run_batch, arguments).result(pending[0].remaining_s())
-            if len(results) != len(arguments):
-                raise TypeError(f"call_batch returned {len(results)} results for {len(arguments)} requests")
-        except Exception as error:  # as in ``call``
-            return [error] * len(arguments)
-        return results
-
-    def _call_concurrently(self, requests: Sequence[ToolRequest]) -> list[ToolOutcome]:
-        if len(requests) < 2 or all(r.tool in self._bound and self._bound[r.tool].inline for r in requests):
-            return [self.call(request) for request in requests]
-        with ThreadPoolExecutor(min(len(requests), self.max_threads)) as pool:
-            return list(pool.map(self.call, requests))
 
 
 @dataclass(frozen=True)
@@ -249,42 +259,13 @@ def _bind(tool: Tool) -> _BoundTool:
     )
 
 
-class _Pending:
-    """A call under way: when it started, how often it was tried."""
-
-    __slots__ = ("argument", "attempts", "bound", "request", "started", "timeout_s", "wait_s")
-
-    def __init__(self, request: ToolRequest, bound: _BoundTool, argument: Any, timeout_s: float) -> None:
-        self.request = request
-        self.bound = bound
-        self.argument = argument
-        self.timeout_s = timeout_s
-        self.started = time.perf_counter()
-        self.attempts = 1
-        self.wait_s = 0.0
-
-    def remaining_s(self) -> float:
-        return self.started + self.timeout_s - time.perf_counter()
-
-    def succeed(self, result: Any) -> ToolCall:
-        if isinstance(result, str):
-            result = ToolReply(result)
-        elif not isinstance(result, ToolReply):
-            raise TypeError(f"tool {self.request.tool} returned {type(result).__name__}, expected str or ToolReply")
-        return self.record(result)
-
-    def record(self, reply: ToolReply, error: str | None = None) -> ToolCall:
-        return ToolCall(
-            tool=self.request.tool,
-            argument=self.request.argument,
-            reply=reply.text,
-            ok=error is None,
-            error=error,
-            latency_s=time.perf_counter() - self.started,
-            hits=reply.hits,
-            attempts=self.attempts,
-            cached=bool(reply.metadata.get("cached", False)),
-        )
+def _record(
+    request: ToolRequest, reply: ToolReply, latency_s: float, attempts: int, error: str | None = None
+) -> ToolCall:
+    cached = reply.metadata.get("cached") is True if reply.metadata else False
+    return ToolCall(
+        request.tool, request.argument, reply.text, error is None, error, latency_s, reply.hits, attempts, cached
+    )
 
 
 def _decode(body: str, schema: Mapping[str, Any]) -> tuple[Any, str]:
@@ -317,7 +298,7 @@ def _start_thread(function: Callable[[Any], Any], argument: Any) -> Future[Any]:
         future.set_running_or_notify_cancel()
         try:
             result = function(argument)
-        except BaseException as error:  # handed to the waiting side, which raises it
+        except BaseException as error:  # noqa: BLE001  handed to the waiting side, which raises it
             future.set_exception(error)
         else:
             future.set_result(result)

@@ -10,20 +10,21 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from sorl_env.env import StepResult, ToolUseEnv
+from sorl_env.env import EPISODE_INFO, TURN_INFO, ToolUseEnv, read_index_option
 from sorl_env.errors import UserError
 from sorl_env.task import Limits, Task, ToolSettings
-from sorl_env.tool import ToolLike, ToolRequest
-from sorl_env.toolbox import ToolOutcome
+from sorl_env.tool import ToolLike
 
-_INFO_TYPES = {int: np.int64, float: np.float64, bool: np.bool_}
+_VectorStep = tuple[tuple[str, ...], NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
+_DTYPES: Mapping[str, Any] = {"index": np.int64, "turn": np.int64, "is_sample": np.bool_}  # of infos; else objects
+_NO_ROWS: Sequence[Sequence[Any]] = ((),) * (4 + len(TURN_INFO))
 
 
 class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
     """``num_envs`` episodes of one task, stepped together; they share examples and tools.
 
     Observations are a tuple of strings, actions a sequence of strings; ``info`` holds arrays of shape (num_envs,) with
-    masks, as Gymnasium's own vector environments do.
+    masks, as Gymnasium's own vector environments do. One generator draws the examples of all.
 
     Args:
         autoreset_mode: ``NEXT_STEP``, Gymnasium's default: the step after an episode's end ignores the action and
@@ -74,102 +75,146 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         self.single_observation_space = first.observation_space
         self.action_space = batch_space(first.action_space, num_envs)
         self.observation_space = batch_space(first.observation_space, num_envs)
-        self._ended = [False] * num_envs  # NEXT_STEP: these reset in the coming step
+        self._toolbox = first.toolbox
+        self._ended = [False] * num_envs  # NEXT_STEP: these begin anew in the coming step
 
     def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
-        """Reset all episodes; with an int seed, environment i gets ``seed + i``."""
-        if seed is None or isinstance(seed, int):
-            super().reset(seed=seed)
-            seeds: Sequence[int | None] = [None if seed is None else seed + i for i in range(self.num_envs)]
-        else:
-            seeds = seed
-        if len(seeds) != self.num_envs:
-            raise UserError(f"{len(seeds)} seeds for {self.num_envs} environments")
-        results = [env.reset(seed=one, options=options) for env, one in zip(self.envs, seeds)]
+        """Start an episode in every environment, on uniformly drawn examples or on ``options={"index": i}``.
+
+        The index is one number for all, or a sequence of one for each.
+        """
+        super().reset(seed=seed)
+        everyone = range(self.num_envs)
+        examples = self._read_indices(options) if options else self._draw(self.num_envs)
+        observations = [""] * self.num_envs
+        infos: dict[str, Any] = {}
         self._ended = [False] * self.num_envs
-        return tuple(obs for obs, _ in results), stack_infos([info for _, info in results])
+        self._begin(everyone, examples, observations, infos)
+        return tuple(observations), infos
 
-    def step(
-        self, actions: Sequence[str]
-    ) -> tuple[tuple[str, ...], NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
+    def step(self, actions: Sequence[str]) -> _VectorStep:
         """One turn of every episode; all of its tool requests go out together."""
-        if len(actions) != self.num_envs:
-            raise UserError(f"{len(actions)} actions for {self.num_envs} environments")
-        ended = self._ended
-        requests: list[ToolRequest] = []
-        owners: list[int] = []
-        for index, env in enumerate(self.envs):
-            if not ended[index]:
-                for request in env.begin_turn(actions[index]):
-                    requests.append(request)
-                    owners.append(index)
-        calls: list[Sequence[ToolOutcome]] = [()] * self.num_envs
-        if requests:
-            for owner, outcome in zip(owners, self.envs[0].toolbox.call_batch(requests)):
-                calls[owner] = (outcome,)
-        results = [
-            StepResult(*_as_step(env.reset())) if over else env.finish_turn(outcomes)
-            for env, over, outcomes in zip(self.envs, ended, calls)
-        ]
-        return self._collect(results)
-
-    def _collect(
-        self, results: Sequence[StepResult]
-    ) -> tuple[tuple[str, ...], NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        observations, rewards, terminated, truncated, infos = zip(*results)
-        self._ended = [a or b for a, b in zip(terminated, truncated)]
-        stacked: dict[str, Any] = {}
+        size = self.num_envs
+        if len(actions) != size:
+            raise UserError(f"{len(actions)} actions for {size} environments")
+        running = [index for index, over in enumerate(self._ended) if not over]
+        begun = [index for index, over in enumerate(self._ended) if over]
+        rows = self._take_turns(running, actions)
+        replies, rewards, terminated, truncated, *columns = zip(*rows, strict=True) if rows else _NO_ROWS
+        observations = [""] * size
+        _place(replies, running, observations)
+        ends = [_array(flags, np.bool_, running, size) for flags in (terminated, truncated)]
+        self._ended = (ends[0] | ends[1]).tolist()
+        infos: dict[str, Any] = {}
         if self.autoreset_mode is AutoresetMode.SAME_STEP and any(self._ended):
-            ended, self._ended = self._ended, [False] * self.num_envs
-            final_obs = [obs if over else None for obs, over in zip(observations, ended)]
-            final_infos = [info if over else None for info, over in zip(infos, ended)]
-            fresh = [env.reset() if over else None for env, over in zip(self.envs, ended)]
-            observations = tuple(new[0] if new else obs for new, obs in zip(fresh, observations))
-            infos = tuple(new[1] if new else info for new, info in zip(fresh, infos))
-            mask = np.fromiter(ended, np.bool_, self.num_envs)
-            stacked = {"final_obs": np.fromiter(final_obs, object, self.num_envs), "_final_obs": mask}
-            stacked.update({"final_info": stack_infos(final_infos), "_final_info": mask.copy()})
-        stacked.update(stack_infos(infos))
-        return (
-            observations,
-            np.array(rewards, dtype=np.float64),
-            np.array(terminated, dtype=np.bool_),
-            np.array(truncated, dtype=np.bool_),
-            stacked,
-        )
+            begun = self._set_final(rows, observations, infos)
+        else:
+            _stack(infos, TURN_INFO, columns, running, size)
+        if begun:
+            self._begin(begun, self._draw(len(begun)), observations, infos)
+        return tuple(observations), _array(rewards, np.float64, running, size), ends[0], ends[1], infos
+
+    def _take_turns(self, running: Sequence[int], actions: Sequence[str]) -> list[tuple[Any, ...]]:
+        """The turns of the running episodes, as rows."""
+        envs = [self.envs[index] for index in running]
+        requests = [env.begin_turn(actions[index]) for env, index in zip(envs, running, strict=True)]
+        calls = iter(self._toolbox.call_batch([request for each in requests for request in each]))
+        return [
+            env.finish_turn_row([next(calls) for _ in each]) for env, each in zip(envs, requests, strict=True)
+        ]
+
+    def _set_final(
+        self, rows: Sequence[tuple[Any, ...]], observations: Sequence[str], infos: dict[str, Any]
+    ) -> list[int]:
+        """SAME_STEP: the last observations and infos of what ended become ``final_*``; returns what ended."""
+        size = self.num_envs
+        ended = [index for index, over in enumerate(self._ended) if over]
+        running = [index for index, over in enumerate(self._ended) if not over]
+        infos["final_obs"] = _array([observations[index] for index in ended], object, ended, size)
+        infos["final_info"] = {}
+        infos["_final_obs"] = infos["_final_info"] = _mask(ended, size)
+        for stacked, indices in ((infos["final_info"], ended), (infos, running)):
+            columns = list(zip(*(rows[index] for index in indices), strict=True)) if indices else _NO_ROWS
+            _stack(stacked, TURN_INFO, columns[4:], indices, size)
+        self._ended = [False] * size
+        return ended
+
+    def _begin(
+        self, which: Sequence[int], examples: Sequence[int], observations: list[str], infos: dict[str, Any]
+    ) -> None:
+        """Begin episodes in some environments, on the examples of these numbers."""
+        rows = [self.envs[i].begin_episode_row(example) for i, example in zip(which, examples, strict=True)]
+        prompts, *columns = zip(*rows, strict=True)
+        _place(prompts, which, observations)
+        _stack(infos, EPISODE_INFO, columns, which, self.num_envs)
+
+    def _draw(self, count: int) -> list[int]:
+        """Examples for new episodes, uniformly."""
+        return self.np_random.integers(len(self.envs[0].examples), size=count).tolist()
+
+    def _read_indices(self, options: Mapping[str, Any]) -> list[int]:
+        given = options.get("index")
+        each = list(given) if isinstance(given, Sequence) else [given] * self.num_envs
+        if len(each) != self.num_envs:
+            raise UserError(f"reset: {len(each)} indices for {self.num_envs} environments")
+        size = len(self.envs[0].examples)
+        return [read_index_option({**options, "index": index}, size) for index in each]
 
     def render(self) -> tuple[str | None, ...] | None:  # type: ignore[override]
         """The dialogues, one string an environment."""
         return None if self.render_mode is None else tuple(env.render() for env in self.envs)
 
     def close_extras(self) -> None:
+        """Close the tools, which all environments share."""
         self.envs[0].close()
 
 
-def _as_step(fresh: tuple[str, dict[str, Any]]) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    return fresh[0], 0.0, False, False, fresh[1]
+def _place(values: Sequence[str], indices: Sequence[int], into: list[str]) -> None:
+    for index, value in zip(indices, values, strict=True):
+        into[index] = value
 
 
-def stack_infos(infos: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Infos of single environments as one of arrays: ``{key: (N,) array, _key: (N,) mask}``, nested for mappings.
-
-    What ``VectorEnv._add_info`` builds, but a column at a time, which costs a fraction.
-    """
-    size = len(infos)
-    keys = dict.fromkeys(key for info in infos if info is not None for key in info)
-    stacked: dict[str, Any] = {}
-    for key in keys:
-        column = [None if info is None else info.get(key) for info in infos]
-        present = [info is not None and key in info for info in infos]
-        values = [value for value, here in zip(column, present) if here]
-        kind = type(values[0])
-        if kind is dict:
-            stacked[key] = stack_infos(column)
-        elif kind in _INFO_TYPES and all(type(value) is kind for value in values):
-            stacked[key] = np.array([value if here else 0 for value, here in zip(column, present)], _INFO_TYPES[kind])
+def _stack(
+    stacked: dict[str, Any], keys: Sequence[str], columns: Sequence[Any], indices: Sequence[int], size: int
+) -> None:
+    """Add columns of some environments to ``{key: (size,) array, _key: (size,) mask}``, Gymnasium's form of infos."""
+    if not indices:
+        return
+    mask = _mask(indices, size)
+    for key, column in zip(keys, columns, strict=True):
+        if key == "reward_items":
+            stacked[key] = _stack_items(column, indices, size)
+        elif key in stacked:
+            stacked[key][indices] = column
         else:
-            stacked[key] = np.fromiter(column, object, size)
-        stacked[f"_{key}"] = np.array(present, dtype=np.bool_)
+            stacked[key] = _array(column, _DTYPES.get(key, object), indices, size)
+        stacked[f"_{key}"] = stacked[f"_{key}"] | mask if f"_{key}" in stacked else mask
+
+
+def _stack_items(column: Sequence[Mapping[str, float]], indices: Sequence[int], size: int) -> dict[str, Any]:
+    stacked: dict[str, Any] = {}
+    for name in dict.fromkeys(name for items in column for name in items):
+        stacked[name] = _array([items.get(name, 0.0) for items in column], np.float64, indices, size)
+        having = [index for index, items in zip(indices, column, strict=True) if name in items]
+        stacked[f"_{name}"] = _mask(having, size)
     return stacked
+
+
+def _array(values: Sequence[Any], dtype: Any, indices: Sequence[int], size: int) -> NDArray[Any]:
+    """Values at their indices; zeros, or None among objects, elsewhere."""
+    array = np.fromiter(values, dtype, len(values))  # unlike np.array, it leaves lists among objects alone
+    if len(values) == size:
+        return array
+    whole = np.full(size, None if dtype is object else 0, dtype)
+    whole[indices] = array
+    return whole
+
+
+def _mask(indices: Sequence[int], size: int) -> NDArray[np.bool_]:
+    if len(indices) == size:
+        return np.ones(size, dtype=np.bool_)
+    mask = np.zeros(size, dtype=np.bool_)
+    mask[indices] = True
+    return mask
