@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CPU_CHUNK = 1 << 19  # logits at a time: 2 MiB of float32, which stay in the cache
-GPU_CHUNK = 1 << 25  # 128 MiB: kernels long enough to hide their launch
+CPU_CHUNK = 1 << 19  # logits at a time: 2 MiB of float32, which stay in the cache. Up to four chunks are held
+GPU_CHUNK = 1 << 24  # 64 MiB: kernels long enough to hide their launch
 
 
 @dataclass(frozen=True)
