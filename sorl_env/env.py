@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.tool import ToolCall, ToolLike, ToolRequest, ToolUnavailableError, as_tool
 from sorl_env.toolbox import Toolbox, ToolOutcome
 from sorl_env.trajectory import StopReason
+
+logger = logging.getLogger(__name__)
 
 INVALID_TURN_OBSERVATION = (
     "\n\n<information>\nInvalid turn: write one think block, then exactly one tool or answer block, and nothing else.\n"
@@ -125,6 +128,14 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         if search_url is not None:
             tool_settings = replace(tool_settings, search_url=search_url)
         self.toolbox = _make_toolbox(self.task, tools, tool_settings)
+        sample_tools = any(getattr(tool, "is_sample", False) for tool in self.toolbox.tools)
+        if sample_tools and not self.examples.is_sample:
+            logger.warning(
+                "task %s asks questions of %s, but searches only its embedded sample of passages: give corpus= or "
+                "search_url=",
+                self.task.name,
+                self.examples.source,
+            )
         self._start()
 
     def _start(self) -> None:

@@ -31,11 +31,18 @@ def _stemmer() -> Any:
 
 
 def build_index(passages: Sequence[Passage]) -> Any:
-    """A bm25s index over titles and texts."""
+    """A bm25s index over titles and texts.
+
+    Raises:
+        UserError: no passage has a word in it.
+    """
     import bm25s
 
+    words = tokenize([f"{passage.title}\n{passage.text}" for passage in passages])
+    if not any(words):
+        raise UserError(f"there is nothing to search: {len(passages)} passages and no words in them")
     index = bm25s.BM25()
-    index.index(tokenize([f"{passage.title}\n{passage.text}" for passage in passages]), show_progress=False)
+    index.index(words, show_progress=False)
     return index
 
 

@@ -39,7 +39,7 @@ def search_tool(settings: ToolSettings, sample: Path) -> BM25Search | HttpSearch
         return HttpSearch(settings.search_url, settings.top_k, settings.timeout_s)
     if settings.corpus is not None:
         return BM25Search.from_file(settings.corpus, settings.top_k)
-    return BM25Search(list(read_corpus(sample)), settings.top_k)
+    return BM25Search(list(read_corpus(sample)), settings.top_k, is_sample=True)
 
 
 class BM25Search:
@@ -53,6 +53,7 @@ class BM25Search:
         top_k: passages a search returns at most; a passage that shares no word with the query is never one of them.
         index: the bm25s index of the passages, built now when None.
         fingerprint: names the corpus in a run's manifest; a hash of the passages when None.
+        is_sample: the passages are a task's embedded sample; the environment warns when real questions meet them.
 
     Raises:
         UserError: no passages.
@@ -70,10 +71,12 @@ class BM25Search:
         *,
         index: Any = None,
         fingerprint: str | None = None,
+        is_sample: bool = False,
     ) -> None:
         if not passages:
             raise UserError("there is nothing to search: the corpus has no passages")
         self.top_k = top_k
+        self.is_sample = is_sample
         self._passages = passages
         self._index = build_index(passages) if index is None else index
         self.fingerprint = fingerprint or hash_passages(passages)

@@ -136,6 +136,20 @@ def test_tool_settings_reach_the_search(tmp_path: Path) -> None:
     assert observation == "\n\n<information>\nDoc 1 (Mozart): Only this.\n</information>\n\n"
 
 
+def test_real_questions_over_sample_passages_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
+    data, passages = tmp_path / "q.jsonl", tmp_path / "c.jsonl"
+    data.write_text('{"question": "Who?", "golden_answers": ["x"]}\n')
+    passages.write_text('{"id": "0", "contents": "\\"Who\\"\\nA band."}\n')
+    ToolUseEnv("nq", data=str(data))
+    assert "searches only its embedded sample of passages: give corpus= or search_url=" in caplog.text
+    caplog.clear()
+    ToolUseEnv("nq", data=str(data), corpus=str(passages))
+    assert "embedded sample" not in caplog.text
+
+
 @pytest.mark.parametrize("name", ["nq", "hotpotqa"])
 def test_qa_prompt(name: str) -> None:
     task = load_task(name)

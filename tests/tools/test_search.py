@@ -69,6 +69,11 @@ def test_no_match_is_an_answer(query: str) -> None:
     assert BM25Search(PASSAGES)(query) == ToolReply("No passages found.", hits=0)
 
 
+def test_a_corpus_of_one_and_empty_passages() -> None:
+    assert BM25Search([PASSAGES[2]])("river").hits == 1
+    assert BM25Search([Passage("0", "", ""), PASSAGES[2]])("river").text.startswith("Doc 1 (Salzburg)")
+
+
 def test_batch_equals_single_calls() -> None:
     search = BM25Search(PASSAGES)
     queries = ["Mozart", "river", "nothing", "Paris"]
@@ -163,8 +168,9 @@ def test_missing_corpus_and_wrong_kind(tmp_path: Path) -> None:
         BM25Search.from_file(tmp_path / "wik.jsonl")
     with pytest.raises(UserError, match=r"use .jsonl or .jsonl.gz"):
         BM25Search.from_file(tmp_path / "wiki.txt")
-    with pytest.raises(UserError, match="nothing to search"):
-        BM25Search([])
+    for nothing in ([], [Passage("0", "", "")], [Passage("0", "x", "of the")]):
+        with pytest.raises(UserError, match="nothing to search"):
+            BM25Search(nothing)
 
 
 def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
