@@ -148,7 +148,7 @@ def measure(
         factors = norms.get(trajectory_norm, square.sqrt()).clamp(min=delta).reciprocal()
     statistics = ClipBias(
         trajectories=present.sum(),
-        clipped=cut.count_nonzero().to(mean.dtype),
+        clipped=(cut > 0).sum().to(mean.dtype),
         mean_sum=mean.sum(),
         mean_square_sum=mean.square().sum(),
         square_sum=square.sum(),

@@ -20,13 +20,14 @@ class Segments:
 
         loss_mask = [[0 1 1 1 0 1 1],   turn_ids = [[-1 0 0 0 -1 1 1],   positions = [1 2 3 5 6 8 9]
                      [0 1 1 0 0 0 0]]               [-1 0 0 -1 -1 -1 -1]]
-        row_lengths = [5, 2]; at level turn: lengths = [3, 2, 2], per_row = [2, 1]
+        row_lengths = [5, 2]; at level turn: lengths = [3, 2, 2], index = [0 0 0 1 1 2 2], per_row = [2, 1]
 
     Attributes:
         shape: (B, T).
         positions: (N,) where the tokens lie in the flattened (B, T).
         row_lengths: (B,) loss tokens of each trajectory, |y|.
         lengths: (S,) tokens of each segment, |y^k| at level turn; None at level token, where each has one.
+        index: (N,) number of each token's segment; None at level token.
         per_row: (B,) segments of each trajectory; None at level sequence, where each has one, if an empty one.
     """
 
@@ -34,19 +35,22 @@ class Segments:
     positions: Tensor
     row_lengths: Tensor
     lengths: Tensor | None
+    index: Tensor | None
     per_row: Tensor | None
 
     @staticmethod
     def of(level: RatioLevel, loss_mask: Tensor, turn_ids: Tensor) -> Segments:
         """Segments of ``loss_mask`` (B, T) at ``level``; ``turn_ids`` (B, T) is read at level ``turn`` only."""
         positions = loss_mask.flatten().nonzero().squeeze(1)
-        row_lengths = loss_mask.sum(dim=1)
+        row_starts = torch.arange(len(loss_mask) + 1, device=loss_mask.device) * loss_mask.shape[1]
+        row_lengths = torch.searchsorted(positions, row_starts).diff()  # a sum would copy the mask to int64
         if level == "token":
-            return Segments(loss_mask.shape, positions, row_lengths, None, row_lengths)
-        if level == "sequence":
-            return Segments(loss_mask.shape, positions, row_lengths, row_lengths, None)
-        lengths, per_row = _turns(turn_ids.flatten().index_select(0, positions), row_lengths)
-        return Segments(loss_mask.shape, positions, row_lengths, lengths, per_row)
+            return Segments(loss_mask.shape, positions, row_lengths, None, None, row_lengths)
+        lengths, per_row = row_lengths, None
+        if level == "turn":
+            lengths, per_row = _turns(turn_ids.flatten().index_select(0, positions), row_lengths)
+        index = torch.repeat_interleave(lengths, output_size=len(positions))
+        return Segments(loss_mask.shape, positions, row_lengths, lengths, index, per_row)
 
     @property
     def counts(self) -> Tensor | int:
@@ -73,9 +77,7 @@ class Segments:
 
     def spread(self, values: Tensor) -> Tensor:
         """(S,) -> (N,): each segment's value on each of its tokens; the adjoint of ``total``."""
-        if self.lengths is None:
-            return values
-        return torch.repeat_interleave(values, self.lengths, output_size=len(self.positions))
+        return values if self.index is None else values.index_select(0, self.index)
 
     def rows(self, values: Tensor) -> Tensor:
         """(S,) -> (B,): sums over each trajectory's segments."""
@@ -86,7 +88,9 @@ def _sums(values: Tensor, lengths: Tensor) -> Tensor:
     """Sums of consecutive stretches of ``values``; 0 for a stretch of length 0."""
     if not len(lengths):
         return values.new_zeros(0)
-    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)  # unsafe: lengths add up, by construction
+    return torch.segment_reduce(
+        values, "sum", lengths=lengths, unsafe=True
+    )  # unsafe: lengths add up, by construction
 
 
 def _turns(ids: Tensor, row_lengths: Tensor) -> tuple[Tensor, Tensor]:

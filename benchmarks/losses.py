@@ -1,0 +1,178 @@
+"""Time and memory of the losses: each ratio level, and the log-probabilities they start from.
+
+    python benchmarks/losses.py                     # (64, 4096), one thread
+    python benchmarks/losses.py --json losses.json
+
+The turn-level loss is to take at most 1.15 times the token-level one's time and 1.1 times its peak memory. Rounds are
+interleaved and ratios are medians over rounds, so that what else the machine does weighs on all alike. Peak memory is
+what torch's allocator hands out during one forward and backward, beyond the inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sorl_train.log_probs import token_log_probs
+from sorl_train.losses import policy_loss
+
+Step = Callable[[], None]
+
+
+def turn_layout(rows: int, columns: int, turns: int, generator: torch.Generator) -> Tensor:
+    """Turn ids (B, T) of agent trajectories: a prompt, then turns and observations by turns, then padding."""
+    ids = torch.full((rows, columns), -1, dtype=torch.int32)
+    unit = columns // (2 * turns + 1)
+    for row in ids:
+        t = int(torch.randint(unit // 2, unit + 1, (), generator=generator))
+        for turn in range(turns):
+            length, observation = torch.randint(unit // 3, unit + 1, (2,), generator=generator).tolist()
+            row[t : t + length] = turn
+            t += length + observation
+    return ids
+
+
+def loss_steps(rows: int, columns: int, turns: int) -> dict[str, Step]:
+    """Forward and backward of the policy loss as the trainer calls it, by ratio level."""
+    generator = torch.Generator().manual_seed(0)
+    turn_ids = turn_layout(rows, columns, turns, generator)
+    loss_mask = turn_ids >= 0
+    log_probs = (-torch.rand(rows, columns, generator=generator)).requires_grad_()
+    old_log_probs = log_probs.detach() + 0.3 * torch.randn(rows, columns, generator=generator)
+    advantages = torch.randn(rows, columns, generator=generator)
+    logit_scale = torch.rand(rows, columns, generator=generator)
+
+    def step(level: Any) -> None:
+        log_probs.grad = None
+        output = policy_loss(
+            log_probs,
+            old_log_probs,
+            advantages,
+            loss_mask,
+            turn_ids,
+            ratio_level=level,
+            denominator=float(rows),
+            logit_scale=logit_scale,
+        )
+        output.loss.backward()
+
+    return {level: lambda level=level: step(level) for level in ("token", "turn", "sequence")}
+
+
+def log_prob_steps(positions: int, vocabulary: int, dtype: torch.dtype) -> dict[str, Step]:
+    """Forward and backward of log-probability and entropy, next to the plain formulas on a float32 copy."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(positions, vocabulary, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocabulary, (positions,), generator=generator)
+
+    def plain() -> None:
+        logits.grad = None
+        log_p = torch.log_softmax(logits.float(), -1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        (log_p.gather(1, targets[:, None]).squeeze(1) + entropy).sum().backward()
+
+    def chunked() -> None:
+        logits.grad = None
+        stats = token_log_probs(logits, targets, entropy=True)
+        assert stats.entropy is not None
+        (stats.log_probs + stats.entropy).sum().backward()
+
+    return {"log_softmax, gather": plain, "token_log_probs": chunked}
+
+
+def measure(steps: Mapping[str, Step], rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds, MiB and their ratios to the first step's, by name."""
+    names = list(steps)
+    for step in steps.values():
+        step()
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(rounds):
+        for name in names if index % 2 else reversed(names):
+            start = time.perf_counter()
+            steps[name]()
+            seconds[name].append(time.perf_counter() - start)
+    mib = {name: peak_mib(step) for name, step in steps.items()}
+    return {
+        name: {
+            "milliseconds": 1e3 * statistics.median(seconds[name]),
+            "time_ratio": statistics.median(
+                a / b for a, b in zip(seconds[name], seconds[names[0]], strict=True)
+            ),
+            "peak_mib": mib[name],
+            "peak_ratio": mib[name] / mib[names[0]],
+        }
+        for name in names
+    }
+
+
+def peak_mib(step: Step) -> float:
+    """Most memory held at once, from the profiler's record of each allocation and release."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    return max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]") / 2**20
+
+
+def show(title: str, results: Mapping[str, Mapping[str, float]]) -> None:
+    print(f"\n{title}")
+    print(f"{'':22} {'ms':>9} {'x':>6} {'peak MiB':>10} {'x':>6}")
+    for name, row in results.items():
+        print(
+            f"{name:22} {row['milliseconds']:9.2f} {row['time_ratio']:6.2f}"
+            f" {row['peak_mib']:10.2f} {row['peak_ratio']:6.2f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=64, help="trajectories (default: %(default)s)")
+    parser.add_argument("--columns", type=int, default=4096, help="scored positions (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=6, help="turns of a trajectory (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=101, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: %(default)s)")
+    parser.add_argument(
+        "--positions", type=int, default=512, help="of the log-probabilities (default: %(default)s)"
+    )
+    parser.add_argument("--vocabulary", type=int, default=32768, help="of them, too (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    losses = measure(loss_steps(args.rows, args.columns, args.turns), args.rounds)
+    show(f"policy loss, forward and backward, ({args.rows}, {args.columns}), {args.turns} turns", losses)
+    turn = losses["turn"]
+    print(
+        f"turn / token: time {turn['time_ratio']:.2f} (at most 1.15), peak {turn['peak_ratio']:.2f} (at most 1.1)"
+    )
+    figures: dict[str, Any] = {
+        "settings": {**vars(args), "json": None, "torch": torch.__version__},
+        "losses": losses,
+    }
+    for dtype in (torch.bfloat16, torch.float32):
+        steps = log_prob_steps(args.positions, args.vocabulary, dtype)
+        figures[f"log_probs_{dtype}".replace("torch.", "")] = results = measure(
+            steps, max(args.rounds // 20, 1)
+        )
+        show(f"log-probability and entropy, ({args.positions}, {args.vocabulary}) {dtype}", results)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
