@@ -227,3 +227,28 @@ def test_trajectory_scope_is_each_trajectory_normalized_alone(level: str, norm: 
     torch.testing.assert_close(c.gradient(output.loss), expected, atol=1e-10, rtol=0)
     assert output.clip_bias.factor_sum.item() == pytest.approx(sum(factors), abs=1e-10)
     assert len(set(factors)) > 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_float32_is_enough_for_long_turns(level: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    old = -torch.rand(2, 4096, dtype=F64, generator=g)
+    log_probs = (old + 0.3 * torch.randn(2, 4096, dtype=F64, generator=g)).requires_grad_()
+    advantages = torch.randn(2, 4096, dtype=F64, generator=g)
+    mask = torch.ones(2, 4096, dtype=torch.bool)
+    turns = torch.arange(4096).div(1500, rounding_mode="floor").expand(2, 4096)
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
+        output = policy_loss(
+            log_probs.to(dtype), old.to(dtype), advantages.to(dtype), mask, turns, ratio_level=level
+        )
+        return (
+            output.loss.double(),
+            torch.autograd.grad(output.loss, log_probs)[0],
+            output.clip_bias.norm("token"),
+        )
+
+    (loss, gradient, norm), (loss64, gradient64, norm64) = run(torch.float32), run(F64)
+    torch.testing.assert_close(loss, loss64, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(gradient, gradient64, atol=1e-9, rtol=2e-4)
+    assert norm == pytest.approx(norm64, rel=1e-5)
