@@ -1,25 +1,29 @@
-"""A tiny policy for closed-world tasks: a word-level tokenizer and a small random Llama in a plain model folder.
+"""A tiny policy for closed-world tasks: a word-level tokenizer and a small untrained Llama in a plain model folder.
 
 With one token a word and half a million parameters, a policy learns a multi-turn search task on a laptop's CPU in
-minutes. The folder is an ordinary Hugging Face one: everything that trains a real model trains this one too.
+minutes. The folder is an ordinary one of transformers': what trains a real model trains this one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sorl_env.env import ToolUseEnv
-from sorl_env.task import Example, Task
+from sorl_env.errors import UserError
+from sorl_env.task import Task
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-# A tag, a word, or one punctuation mark. Decoding joins with blanks, and encoding that gives the same ids again.
-TOKEN_PATTERN = r"</?\w+>|\w+|[^\w\s]"
+# A tag, a word, or one mark. Decoding puts blanks in between, and encoding that text gives the same ids again.
+TOKEN = r"</?\w+>|\w+|[^\w\s]"
+# Contexts are a few hundred words and what matters is a few words apart: most rotary frequencies should tell that.
+ROPE_THETA = 100.0
 
 
 def build_tiny_policy(
@@ -30,36 +34,33 @@ def build_tiny_policy(
     hidden_size: int = 96,
     num_layers: int = 3,
     num_heads: int = 4,
-    intermediate_size: int | None = None,
-    num_demonstrations: int = 64,
+    num_dialogues: int = 64,
 ) -> None:
-    """Write a tokenizer over the task's own words and a Llama with random weights into ``folder``.
+    """Write a tokenizer over the task's words and a Llama with initial weights (see `init_weights`) into ``folder``.
 
     Args:
-        task: with an expert and a vocabulary (see `Task`), such as `sorl_tasks.minihop`.
+        task: one with an expert and a vocabulary (see `Task`), such as minihop.
         folder: created if missing; loads with ``AutoModelForCausalLM`` and ``AutoTokenizer``.
-        seed: of the weights. Torch's global random state is left as it was.
-        hidden_size, num_layers, num_heads: of the Llama; heads divide the hidden size into even parts.
-        intermediate_size: width of the MLP, None for 4 times ``hidden_size``.
-        num_demonstrations: expert dialogues that the vocabulary is read from, next to the task's own list.
+        seed: of the weights. Torch's own random state stays as it was.
+        hidden_size, num_layers, num_heads: of the model; its MLP is four times as wide as ``hidden_size``.
+        num_dialogues: expert dialogues whose words enter the vocabulary, next to the task's own list.
 
     Raises:
-        ValueError: the task has no expert or no vocabulary, or the sizes do not fit together.
+        UserError: the task has no expert or no vocabulary, or ``hidden_size`` does not split into heads of even width.
     """
-    if task.vocabulary is None or task.expert is None:
-        missing = "vocabulary" if task.vocabulary is None else "expert"
-        raise ValueError(f"task {task.name!r} has no {missing}: a tiny policy needs a closed world, such as minihop")
-    if hidden_size % num_heads or (hidden_size // num_heads) % 2:
-        raise ValueError(f"hidden_size={hidden_size} does not split into {num_heads} heads of even width")
-    texts = [*task.vocabulary(), *demonstrations(task, "train", num_demonstrations), *_feedback(task)]
-    tokenizer = word_tokenizer(texts, max_length=task.limits.max_trajectory_tokens)
+    if hidden_size % (2 * num_heads):
+        raise UserError(f"hidden_size={hidden_size} does not split into {num_heads} heads of even width")
+    max_tokens = task.limits.max_trajectory_tokens
+    tokenizer = word_tokenizer(task_texts(task, num_dialogues), max_tokens)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
-        intermediate_size=intermediate_size or 4 * hidden_size,
+        intermediate_size=4 * hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
-        max_position_embeddings=task.limits.max_trajectory_tokens,
+        attention_bias=True,
+        max_position_embeddings=max_tokens,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -68,50 +69,89 @@ def build_tiny_policy(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
+        init_weights(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def word_tokenizer(texts: Iterable[str], max_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are the words, tags and punctuation marks of ``texts``; others become ``<unk>``."""
-    words = dict.fromkeys(word for text in texts for word in re.findall(TOKEN_PATTERN, text))
-    vocabulary = {word: index for index, word in enumerate(dict.fromkeys([PAD, EOS, UNK, *words]))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), behavior="removed", invert=True)
+@torch.no_grad()
+def init_weights(model: LlamaForCausalLM, scale: float = 0.7, positional: float = 2.0) -> None:
+    """Draw attention weights from which a small model learns to look things up in its context at once.
+
+    In every layer keys start as the queries and the output projection as the transpose of the values, so that a token
+    attends to others like it and copies what they hold (mimetic initialization, Trockman and Kolter, 2023). In the
+    first layer, biases make head h look h + 1 tokens back, so that a token knows the words before it. Together that is
+    the start of an induction head, which takes a small transformer thousands of steps to find from nothing.
+
+    Args:
+        scale: of queries and values; their entries have the standard deviation ``scale / sqrt(hidden_size)``.
+        positional: of the first layer's query and key biases.
+    """
+    config = model.config
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        nn.init.normal_(attention.q_proj.weight, std=scale / config.hidden_size**0.5)
+        nn.init.normal_(attention.v_proj.weight, std=scale / config.hidden_size**0.5)
+        attention.k_proj.weight.copy_(attention.q_proj.weight)
+        attention.o_proj.weight.copy_(attention.v_proj.weight.T)
+    first = model.model.layers[0].self_attn
+    head_dim = config.hidden_size // config.num_attention_heads
+    keys, queries = _look_back(config.num_attention_heads, head_dim, config.rope_parameters["rope_theta"])
+    first.k_proj.bias.copy_(positional * keys.flatten())
+    first.q_proj.bias.copy_(positional * queries.flatten())
+
+
+def _look_back(num_heads: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Key and query biases (heads, head_dim) whose product, after rotation, peaks h + 1 positions back in head h."""
+    angles = theta ** (-torch.arange(0, head_dim, 2) / head_dim)  # (head_dim / 2,), radians a position
+    offsets = torch.arange(1, num_heads + 1)[:, None]  # (heads, 1)
+    keys = torch.cat([torch.ones(num_heads, head_dim // 2), torch.zeros(num_heads, head_dim // 2)], dim=1)
+    queries = torch.cat(
+        [torch.cos(offsets * angles), -torch.sin(offsets * angles)], dim=1
+    )  # keys turned back
+    return keys, queries
+
+
+def word_tokenizer(texts: Iterable[str], max_tokens: int) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the words, tags and marks of ``texts``; any other word is ``<unk>``."""
+    words = dict.fromkeys([PAD, EOS, UNK, *(word for text in texts for word in re.findall(TOKEN, text))])
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN), behavior="removed", invert=True)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNK,
-        padding_side="left",
-        model_max_length=max_length,
+        model_max_length=max_tokens,
         clean_up_tokenization_spaces=False,
     )
 
 
-def demonstrations(task: Task, split: str, count: int) -> list[str]:
-    """The first ``count`` expert dialogues of a split as text: prompt, turns and observations."""
-    if task.expert is None or task.embedded is None:
-        raise ValueError(f"task {task.name!r} has no scripted expert over embedded examples")
-    env = ToolUseEnv(task, split=split)
-    return [_dialogue(env, task, index, example) for index, example in enumerate(task.embedded(split)[:count])]
+def task_texts(task: Task, num_dialogues: int) -> Iterator[str]:
+    """Text with every word that a dialogue of the task can show.
 
+    The task's vocabulary, its expert's first dialogues, and what the environment says to a malformed turn.
 
-def _dialogue(env: ToolUseEnv, task: Task, index: int, example: Example) -> str:
-    assert task.expert is not None
-    prompt, _ = env.reset(options={"index": index})
-    parts, observations, ended = [prompt], list[str](), False
-    while not ended:
-        turn = task.expert(example, observations)
-        observation, _, terminated, truncated, _ = env.step(turn)
-        parts += [turn, observation]
-        observations.append(observation)
-        ended = terminated or truncated
-    return "\n".join(parts)
-
-
-def _feedback(task: Task) -> Sequence[str]:
-    """What the environment says to a malformed turn, so that the policy can read it."""
-    env = ToolUseEnv(task, split="train")
-    env.reset(seed=0)
-    return [env.step("")[0]]
+    Raises:
+        UserError: the task has no expert or no vocabulary.
+    """
+    if task.vocabulary is None or task.expert is None:
+        missing = "vocabulary" if task.vocabulary is None else "expert"
+        raise UserError(
+            f"task {task.name!r} has no {missing}, which a tiny policy is built from: use model=FOLDER, or task=minihop"
+        )
+    yield from task.vocabulary()
+    env = ToolUseEnv(task)
+    for index in range(min(num_dialogues, len(env.examples))):
+        observation, _ = env.begin_episode(index)
+        observations: list[str] = []
+        ended = False
+        while not ended:
+            yield observation
+            turn = task.expert(env.example, observations)
+            yield turn
+            observation, _, terminated, truncated, _ = env.step(turn)
+            observations.append(observation)
+            ended = terminated or truncated
+    env.begin_episode(0)
+    yield env.step("").observation

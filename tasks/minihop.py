@@ -1,28 +1,24 @@
 """MiniHop: multi-hop questions over a small closed world that is generated from a seed, searched by BM25.
 
 Nothing can be memorised: the entities of the test questions are others than those of the train questions. Nothing can
-be guessed: answers spread evenly over some fifty entities of their kind. So a policy has to search, once a hop, and to
-tell the passage it asked for from those of look-alikes. Small enough to train on a laptop's CPU, and the embedded
-task of the quickstart.
+be guessed: answers spread evenly over more than a hundred entities. So a policy has to search, once a hop, and to tell
+the passage it asked for from those about its namesakes. It is small enough to train on a laptop's CPU.
 
     gym.make("sorl/MiniHop-v0")
-    load_task("minihop", hops=(2, 3, 4), lookalikes=8)
+    load_task("minihop", hops=(2, 3, 4), lookalikes=40)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, did_you_mean
 from sorl_env.parser import ParsedTurn
 from sorl_env.rewards import exact_match
 from sorl_env.task import Example, Limits, Task, ToolSettings
-from sorl_env.tool import ToolReply
 from sorl_tasks.minihop_world import (
     MAX_HOPS,
     SPLITS,
@@ -30,16 +26,16 @@ from sorl_tasks.minihop_world import (
     World,
     WorldSpec,
     draw_chains,
-    fact_sentence,
     generate_world,
     world_words,
 )
+from sorl_tools.corpus import format_passages
+from sorl_tools.search import BM25Search
 
 INSTRUCTION = "Search, then answer."
-NO_PASSAGES = "No passages found."
-UNKNOWN = "unknown"
+GIVE_UP = "unknown"
 
-_PASSAGE = re.compile(r"^\((?P<title>[^)]*)\) (?P<text>.*)$", re.MULTILINE)
+_PASSAGE = re.compile(r"^Doc \d+ \((?P<title>[^)]*)\): (?P<text>.*)$", re.MULTILINE)
 
 
 def minihop(
@@ -47,12 +43,12 @@ def minihop(
     seed: int = 0,
     hops: Sequence[int] = (1, 2, 3),
     hop_weights: Sequence[float] | None = None,
-    entities: int = 1000,
-    lookalikes: float = 4.0,
+    entities: int = 6000,
+    lookalikes: float = 25.0,
     distractors: float = 0.5,
-    test_share: float = 0.25,
-    train_questions: int = 2000,
-    test_questions: int = 256,
+    test_share: float = 0.1,
+    train_questions: int = 4000,
+    test_questions: int = 512,
     top_k: int | None = None,
     reasoning: int = 1,
     search_off: bool = False,
@@ -65,27 +61,41 @@ def minihop(
         hop_weights: share of the questions for each entry of ``hops``; None is equal shares.
         entities: in the world, train and test together: 40% people, 20% each companies, towns and countries.
         lookalikes: how many entities of a kind share each word of a name, on average.
-        distractors: passages with a person's name in the title that are about something else, for each person.
+        distractors: passages titled with a person's name that are about something else, for each person.
         test_share: share of the entities that belong to the test questions.
-        train_questions, test_questions: how many questions of each split.
+        train_questions, test_questions: how many questions of each split, all different.
         top_k: passages a search returns; None leaves it to the tool settings (3).
-        reasoning: how much the expert thinks aloud: 1 is a line of a few words, each unit above it adds a paragraph
-            that goes over the facts found and the titles just read (about 40 words).
+        reasoning: how much the expert thinks aloud: 1 is a line of a few words, each unit above it adds a review of the
+            plan, the titles just read and the facts found (up to some 70 words).
         search_off: the search tool finds nothing, which shows how much can be guessed.
 
     Raises:
-        ValueError: a knob is out of range, or the world cannot hold as many names or questions.
+        UserError: a knob is out of range, or the world cannot hold as many names or questions.
     """
+    hops = tuple(hops)
     weights = tuple(hop_weights) if hop_weights is not None else (1.0,) * len(hops)
-    _check(hops, weights, test_share, reasoning, top_k)
+    _check_hops(hops, weights)
+    if reasoning < 1 or (top_k is not None and top_k < 1):
+        raise UserError(f"minihop: reasoning={reasoning}, top_k={top_k}: give at least 1")
     spec = WorldSpec(seed, entities, lookalikes, distractors, test_share)
-    counts = dict(zip(SPLITS, (train_questions, test_questions), strict=True))
+    counts = dict(zip(SPLITS, (train_questions, test_questions)))
 
     def embedded(split: str) -> Sequence[Example]:
         if split not in counts:
-            raise UserError(f"minihop has no split {split!r}: its splits are {', '.join(SPLITS)}")
-        chains = draw_chains(_world(spec), split, tuple(hops), weights, counts[split])
-        return tuple(_example(chain, split, index) for index, chain in enumerate(chains))
+            raise UserError(f"task minihop has no split {split!r}. {did_you_mean(split, counts)}")
+        chains = draw_chains(_world(spec), split, hops, weights, counts[split])
+        return [_example(f"{split}-{index}", chain) for index, chain in enumerate(chains)]
+
+    def tools(settings: ToolSettings) -> Sequence[BM25Search]:
+        if settings.corpus is not None or settings.search_url is not None:
+            raise UserError("minihop searches the world it generates: leave corpus and search_url out")
+        shown = top_k or settings.top_k
+        if distractors > shown - 1:
+            raise UserError(
+                f"minihop: distractors={distractors} would crowd the passage asked for out of the top {shown}: "
+                f"give at most {shown - 1}"
+            )
+        return (_search(spec, 0 if search_off else shown),)
 
     return Task(
         name="minihop",
@@ -94,30 +104,34 @@ def minihop(
         prompt=lambda example: f"{INSTRUCTION} {example.question}",
         reward=reward,
         parse_row=parse_row,
-        tools=lambda settings: (WorldSearch(spec, 0 if search_off else top_k or settings.top_k),),
+        tools=tools,
         embedded=embedded,
         limits=_limits(max(hops), top_k or ToolSettings().top_k, reasoning),
+        wrong_answer=lambda example: example.metadata["names"][0],
         expert=lambda example, observations: expert_turn(example, observations, reasoning),
         vocabulary=lambda: _vocabulary(spec),
     )
 
 
 def reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:
-    """1 for the exact answer in the last turn, else 0."""
+    """1 for the exact answer, else 0."""
     answered = bool(turns) and turns[-1].kind == "answer"
     return {"exact_match": exact_match(turns[-1].content, example.golden_answers) if answered else 0.0}
 
 
 def parse_row(row: Mapping[str, Any]) -> Example:
-    """An example from a row with id, question, names and relations (see `Chain`).
+    """An example from a row with ``id``, ``question``, ``names`` and ``relations`` (see `Chain`).
 
     Raises:
         KeyError: a column is missing.
-        ValueError: the chain of the row does not fit together.
+        ValueError: the names and the relations make no chain.
     """
     chain = Chain(tuple(row["names"]), tuple(row["relations"]))
-    if len(chain.names) != len(chain.relations) + 1:
-        raise ValueError(f"column 'names' has {len(chain.names)} entries for {len(chain.relations)} relations")
+    if not chain.relations or len(chain.names) != len(chain.relations) + 1:
+        raise ValueError(
+            f"columns 'names' and 'relations' make no chain: {len(chain.names)} names need one relation less, "
+            f"there are {len(chain.relations)}"
+        )
     return Example(
         id=str(row["id"]),
         question=str(row["question"]),
@@ -126,135 +140,93 @@ def parse_row(row: Mapping[str, Any]) -> Example:
     )
 
 
-class WorldSearch:
-    """BM25 over the passages of a MiniHop world, in process.
-
-    Args:
-        spec: the world; generated and indexed at the first search.
-        top_k: passages a search returns; 0 switches search off.
-    """
-
-    name = "search"
-    description = "Search the passages of the world by keywords."
-    schema: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {"query": {"type": "string"}},
-        "required": ["query"],
-    }
-    inline = True
-
-    def __init__(self, spec: WorldSpec, top_k: int = 3):
-        self.spec = spec
-        self.top_k = top_k
-
-    def __call__(self, query: str) -> ToolReply:
-        """The passages that match best, one a line, ties in the order of the corpus."""
-        if self.top_k == 0:
-            return ToolReply(text=NO_PASSAGES, hits=0)
-        index = _index(self.spec)
-        scores = index.get_scores([word for word in _words(query) if word in index.vocab_dict] or [""])
-        best = [i for i in np.argsort(-scores, kind="stable")[: self.top_k] if scores[i] > 0]
-        passages = [_world(self.spec).passages[i] for i in best]
-        text = "\n".join(f"({passage.title}) {passage.text}" for passage in passages)
-        return ToolReply(text=text or NO_PASSAGES, hits=len(passages))
-
-    def call_batch(self, arguments: Sequence[Mapping[str, str]]) -> list[ToolReply]:
-        """One reply for each mapping ``{"query": ...}``."""
-        return [self(**argument) for argument in arguments]
-
-
 def expert_turn(example: Example, observations: Sequence[str], reasoning: int = 1) -> str:
-    """The next turn of a policy that knows which facts to look up, and learns them from the observations alone.
+    """The next turn of a scripted policy that knows which relations to follow and reads the rest from observations.
 
     Args:
-        example: a question with its relations in the metadata.
-        observations: the environment's replies so far, the first one after the first turn.
+        example: with its relations and its first name in the metadata.
+        observations: the environment's replies so far; the first one answers the first turn.
         reasoning: see `minihop`.
 
     Returns:
-        A turn that searches for the next entity, or answers. When a search does not show the fact, it gives up.
+        A turn that searches for the next entity, or that answers: with `GIVE_UP` once a reply does not show the fact.
     """
     relations: Sequence[str] = example.metadata["relations"]
     names: list[str] = [example.metadata["names"][0]]
     for relation, observation in zip(relations, observations):
-        value = _read_fact(observation, names[-1], relation)
-        if value is None:
-            return f"<think> {relation} of {names[-1]} is {UNKNOWN} </think> <answer> {UNKNOWN} </answer>"
-        names.append(value)
-    found = [f"{relation} of {name} is {value}" for relation, name, value in zip(relations, names, names[1:])]
-    missing = [f"{relation} of {names[-1]}" for relation in relations[len(found) : len(found) + 1]]
-    thoughts = " , ".join(found[-1:] + missing)
-    if reasoning > 1:
-        titles = [f"( {match['title']} )" for match in _PASSAGE.finditer("\n".join(observations[-1:]))]
-        paragraph = " . ".join([*found, *(f"{title} is not {names[-1]}" for title in titles), *missing])
-        thoughts = " . ".join([paragraph] * (reasoning - 1) + [thoughts])
+        names.append(_read_fact(observation, names[-1], relation) or GIVE_UP)
+        if names[-1] == GIVE_UP:
+            break
+    facts = [f"{relation} of {name} is {value}" for relation, name, value in zip(relations, names, names[1:])]
+    missing = [] if names[-1] == GIVE_UP else relations[len(facts) :]
+    steps = [*facts[-1:], *(f"{relation} of {names[-1]}" for relation in missing[:1])]
+    titles = [match["title"] for match in _PASSAGE.finditer("\n".join(observations[-1:]))]
+    review = [
+        "plan : " + " , then ".join(missing) if missing else "plan : answer",
+        *(f"Doc {rank} is about {title}" for rank, title in enumerate(titles, start=1)),
+        *facts,
+    ]
+    thoughts = " . ".join(review * (reasoning - 1) + [" , ".join(steps)])
     action = f"<search> {names[-1]} </search>" if missing else f"<answer> {names[-1]} </answer>"
     return f"<think> {thoughts} </think> {action}"
 
 
 def _read_fact(observation: str, name: str, relation: str) -> str | None:
-    """What the passage titled ``name`` says, None when no such passage was shown."""
+    """The object of the relation in the passage titled ``name``, None when that is not shown."""
     for match in _PASSAGE.finditer(observation):
         if match["title"] == name:
-            before, _, after = match["text"].partition(fact_sentence(name, relation, "\0").split("\0")[0])
-            return after.partition(".")[0] or None
+            stated = re.search(rf"\b{relation} (\w+ \w+)", match["text"])
+            return stated[1] if stated else None
     return None
 
 
-def _example(chain: Chain, split: str, index: int) -> Example:
-    row = {"id": f"{split}-{index}", "question": chain.question, "names": chain.names, "relations": chain.relations}
-    return parse_row(row)
-
-
-def _limits(hops: int, top_k: int, reasoning: int) -> Limits:
-    """One turn a hop, one to answer, one to spare; tokens are the words of `sorl_train.tiny`'s tokenizer."""
-    turns, turn_tokens, observation_tokens = hops + 2, 48 + 64 * (reasoning - 1), 16 + 40 * top_k
-    return Limits(
-        max_turns=turns,
-        max_prompt_tokens=64,
-        max_new_tokens=turn_tokens,
-        max_observation_tokens=observation_tokens,
-        max_trajectory_tokens=64 + turns * (turn_tokens + observation_tokens),
+def _example(id: str, chain: Chain) -> Example:
+    return parse_row(
+        {"id": id, "question": chain.question, "names": chain.names, "relations": chain.relations}
     )
 
 
-def _check(
-    hops: Sequence[int], weights: Sequence[float], test_share: float, reasoning: int, top_k: int | None
-) -> None:
-    if not hops or not all(1 <= depth <= MAX_HOPS for depth in hops) or len(set(hops)) < len(hops):
-        raise ValueError(f"hops={tuple(hops)}: give different numbers from 1 to {MAX_HOPS}")
+def _limits(hops: int, top_k: int, reasoning: int) -> Limits:
+    """A turn for each hop, one to answer and one to spare; tokens leave room for three to a word."""
+    review = 8 * top_k + 10 * hops + 4
+    max_turns, max_new_tokens, max_observation_tokens = (
+        hops + 2,
+        48 + 3 * review * (reasoning - 1),
+        80 * top_k,
+    )
+    return Limits(
+        max_turns=max_turns,
+        max_prompt_tokens=128,
+        max_new_tokens=max_new_tokens,
+        max_observation_tokens=max_observation_tokens,
+        max_trajectory_tokens=128 + max_turns * (max_new_tokens + max_observation_tokens),
+    )
+
+
+def _check_hops(hops: tuple[int, ...], weights: tuple[float, ...]) -> None:
+    if not hops or len(set(hops)) < len(hops) or not set(hops) <= set(range(1, MAX_HOPS + 1)):
+        raise UserError(f"minihop: hops={hops}: give different numbers from 1 to {MAX_HOPS}")
     if len(weights) != len(hops) or min(weights) < 0 or sum(weights) <= 0:
-        raise ValueError(f"hop_weights={tuple(weights)}: give {len(hops)} weights, none negative, not all 0")
-    if not 0 < test_share < 1:
-        raise ValueError(f"test_share={test_share}: both splits need entities, give a share between 0 and 1")
-    if reasoning < 1 or (top_k is not None and top_k < 1):
-        raise ValueError(f"reasoning={reasoning}, top_k={top_k}: give at least 1 (search_off=True stops the search)")
+        raise UserError(f"minihop: hop_weights={weights}: give {len(hops)}, none below 0 and not all 0")
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
-def _vocabulary(spec: WorldSpec) -> Iterable[str]:
-    """All text that a tokenizer of this world has to cover: the closed list of words, then the passages."""
+def _vocabulary(spec: WorldSpec) -> Iterator[str]:
+    """Text that holds every word of the world; the words of questions and of the expert come with its dialogues."""
     yield from world_words()
-    yield from (NO_PASSAGES, UNKNOWN)
-    for passage in _world(spec).passages:
-        yield f"({passage.title}) {passage.text}"
+    yield GIVE_UP
+    yield format_passages([]).text
+    yield format_passages(_world(spec).passages[:10]).text  # how passages are shown, and their ranks
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)
 def _world(spec: WorldSpec) -> World:
     return generate_world(spec)
 
 
-@lru_cache(maxsize=8)
-def _index(spec: WorldSpec) -> Any:
-    import bm25s
-
-    index = bm25s.BM25()
-    index.index([_words(f"{p.title} {p.text}") for p in _world(spec).passages], show_progress=False)
-    return index
+@lru_cache(maxsize=4)
+def _search(spec: WorldSpec, top_k: int) -> BM25Search:
+    """The search tool of a world; environments share it."""
+    return BM25Search(_world(spec).passages, top_k)
 
 
 TASK = minihop()

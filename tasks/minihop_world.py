@@ -1,8 +1,8 @@
 """The closed world behind MiniHop: invented entities, the passages about them, and multi-hop questions.
 
-Everything is drawn from ``random.Random`` seeded by text, so a world is a function of its `WorldSpec` alone, on every
-platform. The train and the test half are closed under every relation: no chain leads from one into the other, while
-their names are put together from the same parts, so that a word-level vocabulary covers both.
+Everything is drawn from ``random.Random`` objects seeded with text, so that a world is a function of its `WorldSpec`
+alone, on every platform. The train and the test part are closed under every relation: no chain leads from one to the
+other. Their names are made of the same words, so that one word-level vocabulary covers both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from sorl_env.errors import UserError
+from sorl_tools.corpus import Passage
+
 SPLITS = ("train", "test")
+MAX_HOPS = 4
 
 # What each kind of entity tells about itself: relation -> kind of its object.
 RELATIONS: Mapping[str, Mapping[str, str]] = {
@@ -22,45 +26,45 @@ RELATIONS: Mapping[str, Mapping[str, str]] = {
     "town": {"country": "country"},
     "country": {"capital": "town"},
 }
-MAX_HOPS = 4
+SHARES = {"person": 0.4, "company": 0.2, "town": 0.2, "country": 0.2}
 
-
-def _parts(stems: str, endings: str) -> tuple[str, ...]:
-    return tuple(stem + ending for stem, ending in product(stems.split(), endings.split()))
-
-
-# The closed list of name parts: (first words, second words) of each kind. A name is one of each.
-NAME_PARTS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "person": (
-        _parts("Tar Sen Bel Kor Mir Ru Jal Ne Os Pri Vel Dor", "von a ric lan dis eth o imar"),
-        _parts("Mel Das Quar Brin Hol Fen Gor Tul Sav Ost Zel Lum", "k kin ovar tes by mond wright ell"),
-    ),
-    "company": (
-        _parts("Brill Con Vex Nor Ard Sul", "tech dyne ora max ium aris"),
-        _parts("Wind Iron Silk Salt Glass Steam", "works mills craft yards lines forge"),
-    ),
-    "town": (
-        _parts("Old New Low High East Far", "er bury stead moor gate port"),
-        _parts("Quist Hather Wend Cald Esk Thorn", "ham ford ley combe wick dale"),
-    ),
-    "country": (
-        _parts("Al Ver Is Ma Sor Ux", "dania grovia tria landa rusia mark"),
-        _parts("Coast Vale Cape Crown Isle Heath", "land reach shore mark side watch"),
-    ),
-}
-
-# Titles that start with a person's name yet are about something else: title word -> (relation, kind of its object).
+# Passages titled with a person's name and one of these words: what such a thing tells -> kind of its object.
 NAMESAKES: Mapping[str, tuple[str, str]] = {
     "Prize": ("winner", "person"),
     "Bridge": ("builder", "company"),
-    "Museum": ("town", "town"),
+    "Museum": ("location", "town"),
     "Song": ("singer", "person"),
+}
+
+
+def _words(stems: str, endings: str) -> tuple[str, ...]:
+    return tuple(stem + ending for stem, ending in product(stems.split(), endings.split()))
+
+
+# The closed list of name parts. A name is a word of its kind's first tuple, then one of the second.
+NAME_PARTS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "person": (
+        _words("Tar Sen Bel Kor Mir Ru Jal Ne Os Pri Vel Dor", "von a ric lan dis eth o imar"),
+        _words("Mel Das Quar Brin Hol Fen Gor Tul Sav Ost Zel Lum", "k kin ovar tes by mond wright ell"),
+    ),
+    "company": (
+        _words("Brill Con Vex Nor Ard Sul", "tech dyne ora max ium aris"),
+        _words("Wind Iron Silk Salt Glass Steam", "works mills craft yards lines forge"),
+    ),
+    "town": (
+        _words("Old New Low High East Far", "er bury stead moor gate port"),
+        _words("Quist Hather Wend Cald Esk Thorn", "ham ford ley combe wick dale"),
+    ),
+    "country": (
+        _words("Al Ver Is Ma Sor Ux", "dania grovia tria landa rusia mark"),
+        _words("Coast Vale Cape Crown Isle Heath", "land reach shore mark side watch"),
+    ),
 }
 
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """What a world is made from; see `sorl_tasks.minihop.minihop` for the meaning of each knob."""
+    """What a world is made from; `sorl_tasks.minihop.minihop` explains each field."""
 
     seed: int
     entities: int
@@ -68,23 +72,19 @@ class WorldSpec:
     distractors: float
     test_share: float
 
+    def rng(self, purpose: str) -> random.Random:
+        """Random numbers for one purpose, independent of what other purposes draw."""
+        return random.Random(f"minihop/{self.seed}/{purpose}")
+
 
 @dataclass(frozen=True)
 class Entity:
-    """An invented entity with its facts: relation -> name of the object."""
+    """An invented entity; ``facts`` maps relations to the names of their objects."""
 
     name: str
     kind: str
     split: str
     facts: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A retrievable document."""
-
-    title: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -100,18 +100,13 @@ class Chain:
 
     @property
     def question(self) -> str:
-        """Asked from the last relation inwards, e.g. "What is the birthplace of the mother of Tarvon Melk?"."""
-        return f"What is {' of '.join(f'the {name}' for name in reversed(self.relations))} of {self.names[0]}?"
+        """Asked from the last relation inwards: "What is the birthplace of the mother of Tarvon Melk?"."""
+        return f"What is {' of '.join(f'the {relation}' for relation in self.relations[::-1])} of {self.names[0]}?"
 
 
 @dataclass(frozen=True)
 class World:
-    """A generated world.
-
-    Attributes:
-        entities: by name, in a fixed order.
-        passages: one for each entity, then the distractors, shuffled together.
-    """
+    """A generated world: entities by name, and their passages shuffled together with the distractors."""
 
     spec: WorldSpec
     entities: Mapping[str, Entity]
@@ -119,29 +114,27 @@ class World:
 
     @property
     def sha256(self) -> str:
-        """Hash of every passage and every split: equal for equal worlds."""
+        """Hash of every entity and every passage, in order."""
         digest = hashlib.sha256()
-        for passage in self.passages:
-            digest.update(f"{passage.title}\t{passage.text}\n".encode())
         for entity in self.entities.values():
-            digest.update(f"{entity.name}\t{entity.split}\n".encode())
+            digest.update(f"{entity.name}\0{entity.kind}\0{entity.split}\0".encode())
+        for passage in self.passages:
+            digest.update(f"{passage.id}\0{passage.title}\0{passage.text}\0".encode())
         return digest.hexdigest()
 
-    def follow(self, start: str, relations: Sequence[str]) -> Chain:
-        """The chain from ``start`` along ``relations``."""
-        names = [start]
-        for relation in relations:
-            names.append(self.entities[names[-1]].facts[relation])
-        return Chain(tuple(names), tuple(relations))
+    def chains(self, split: str, kind: str, relations: Sequence[str]) -> Iterator[Chain]:
+        """Every question of a split along ``relations``, but for those that come back to an earlier entity."""
+        for entity in self.entities.values():
+            if entity.kind == kind and entity.split == split:
+                names = [entity.name]
+                for relation in relations:
+                    names.append(self.entities[names[-1]].facts[relation])
+                if len(set(names)) == len(names):
+                    yield Chain(tuple(names), tuple(relations))
 
 
-def fact_sentence(name: str, relation: str, value: str) -> str:
-    """A fact as passages state it."""
-    return f"The {relation} of {name} is {value}."
-
-
-def relation_paths(hops: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Every (kind of the start, relations) with ``hops`` relations, none of them twice."""
+def relation_paths(hops: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(kind of the start, relations) for every way to go ``hops`` relations, none of them twice."""
 
     def extend(kind: str, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         if len(path) == hops:
@@ -151,132 +144,113 @@ def relation_paths(hops: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
             if relation not in path:
                 yield from extend(target, (*path, relation))
 
-    return tuple((kind, path) for kind in RELATIONS for path in extend(kind, ()))
+    for kind in RELATIONS:
+        for path in extend(kind, ()):
+            yield kind, path
 
 
 def generate_world(spec: WorldSpec) -> World:
     """Draw the world of ``spec``.
 
     Raises:
-        ValueError: the spec asks for more names than the closed list of name parts can make.
+        UserError: the closed list has too few words for so many names, or a split gets no entities.
     """
-    entities: dict[str, Entity] = {}
     names = {kind: _draw_names(spec, kind) for kind in RELATIONS}
+    entities: dict[str, Entity] = {}
     for split in SPLITS:
-        pools = {kind: [name for name, its_split in names[kind] if its_split == split] for kind in RELATIONS}
-        for kind, pool in pools.items():
-            objects = {
-                relation: _spread(spec, f"{split}/{kind}/{relation}", pool, pools[target])
-                for relation, target in RELATIONS[kind].items()
-            }
-            for index, name in enumerate(pool):
-                facts = {relation: chosen[index] for relation, chosen in objects.items()}
-                entities[name] = Entity(name, kind, split, facts)
-    passages = [_entity_passage(entity) for entity in entities.values()] + _distractors(spec, entities)
-    _rng(spec, "order").shuffle(passages)
-    return World(spec, entities, tuple(passages))
+        for kind, relations in RELATIONS.items():
+            subjects = names[kind][split]
+            facts: list[dict[str, str]] = [{} for _ in subjects]
+            for relation, target in relations.items():
+                rng = spec.rng(f"{split}/{relation}")
+                for own, value in zip(facts, _spread(rng, subjects, names[target][split])):
+                    own[relation] = value
+            entities |= {name: Entity(name, kind, split, own) for name, own in zip(subjects, facts)}
+    texts = [(entity.name, _text(entity.name, entity.facts)) for entity in entities.values()]
+    texts += _distractors(spec, entities)
+    spec.rng("passages").shuffle(texts)
+    return World(spec, entities, tuple(Passage(str(i), title, text) for i, (title, text) in enumerate(texts)))
 
 
 def draw_chains(
     world: World, split: str, hops: Sequence[int], weights: Sequence[float], count: int
-) -> tuple[Chain, ...]:
-    """Draw ``count`` different questions: hops by weight, then the relations and the start uniformly.
+) -> list[Chain]:
+    """Draw ``count`` different questions: numbers of hops by weight, every path of relations equally often.
 
     Raises:
-        ValueError: the world has too few questions of some number of hops.
+        UserError: the world has too few questions of some number of hops.
     """
-    rng = _rng(world.spec, f"questions/{split}")
-    by_path = {depth: [_chains(world, split, *path) for path in relation_paths(depth)] for depth in hops}
-    for paths in by_path.values():
-        for chains in paths:
-            rng.shuffle(chains)
-    quotas = _quotas(count, weights)
+    rng = world.spec.rng(f"questions/{split}")
     drawn: list[Chain] = []
-    for depth, quota in zip(hops, quotas, strict=True):
-        paths = by_path[depth]
-        available = sum(map(len, paths))
-        if quota > available:
-            raise ValueError(
-                f"{quota} {split} questions of {depth} hops asked for, the world has {available}: "
-                "ask for fewer questions or more entities"
+    for index, depth in enumerate(hops):
+        by_path = [list(world.chains(split, kind, path)) for kind, path in relation_paths(depth)]
+        for chains in by_path:
+            rng.shuffle(chains)
+        in_turn = [chains[i] for i in range(max(map(len, by_path))) for chains in by_path if i < len(chains)]
+        before, after = (round(count * sum(weights[:end]) / sum(weights)) for end in (index, index + 1))
+        if after - before > len(in_turn):
+            raise UserError(
+                f"minihop: {after - before} {split} questions of {depth} hops asked for, the world has {len(in_turn)}: "
+                "give more entities, or ask for fewer questions"
             )
-        # Round robin over the paths, so that no relation is rarer than its number of entities makes it.
-        rounds = (chains[i] for i in range(max(map(len, paths))) for chains in paths if i < len(chains))
-        drawn += [chain for chain, _ in zip(rounds, range(quota))]
+        drawn += in_turn[: after - before]
     rng.shuffle(drawn)
-    return tuple(drawn)
+    return drawn
 
 
 def world_words() -> tuple[str, ...]:
-    """The closed list of words that name something in any world, whatever its knobs."""
+    """Every word that names something in any world, whatever its spec."""
     parts = [word for pair in NAME_PARTS.values() for words in pair for word in words]
     relations = [relation for facts in RELATIONS.values() for relation in facts]
-    namesakes = [word for title, (relation, _) in NAMESAKES.items() for word in (title, relation)]
-    return tuple(dict.fromkeys(parts + relations + namesakes))
+    return (*parts, *relations, *NAMESAKES, *dict.fromkeys(relation for relation, _ in NAMESAKES.values()))
 
 
-def _rng(spec: WorldSpec, purpose: str) -> random.Random:
-    return random.Random(f"minihop/{spec.seed}/{purpose}")
-
-
-def _draw_names(spec: WorldSpec, kind: str) -> list[tuple[str, str]]:
-    """(name, split) for every entity of a kind; each name part is shared by ``lookalikes`` of them on average."""
-    share = {"person": 0.4, "company": 0.2, "town": 0.2, "country": 0.2}[kind]
-    count = round(spec.entities * share)
-    num_parts = max(1, round(count / max(spec.lookalikes, 1)))
-    first, second = (words[:num_parts] for words in NAME_PARTS[kind])
+def _draw_names(spec: WorldSpec, kind: str) -> dict[str, list[str]]:
+    """Split -> names, no name twice; each word is shared by ``lookalikes`` names on average."""
+    count = round(spec.entities * SHARES[kind])
+    num_words = max(1, round(count / max(spec.lookalikes, 1.0)))
+    first, second = (words[:num_words] for words in NAME_PARTS[kind])
     if count > len(first) * len(second):
-        raise ValueError(
-            f"{count} names of kind {kind} asked for, {len(first)} x {len(second)} can be made: "
-            "lower entities or lookalikes"
+        raise UserError(
+            f"minihop: entities={spec.entities} and lookalikes={spec.lookalikes} need {count} names of kind {kind}, "
+            f"{len(first)} x {len(second)} words make too few: lower one of them"
         )
-    rng = _rng(spec, f"names/{kind}")
-    names = [f"{a} {b}" for a, b in rng.sample(list(product(first, second)), count)]
     num_test = round(count * spec.test_share)
-    return [(name, "test" if index < num_test else "train") for index, name in enumerate(names)]
+    if not 2 <= num_test <= count - 2:
+        raise UserError(
+            f"minihop: entities={spec.entities} and test_share={spec.test_share} leave a split with fewer than two "
+            f"entities of kind {kind}: raise entities, or move test_share towards 0.5"
+        )
+    names = [" ".join(pair) for pair in spec.rng(f"names/{kind}").sample(list(product(first, second)), count)]
+    return {"train": names[num_test:], "test": names[:num_test]}
 
 
-def _spread(spec: WorldSpec, purpose: str, subjects: Sequence[str], objects: Sequence[str]) -> list[str]:
-    """An object for each subject: every object equally often, none its own.
-
-    Equal counts keep the most common answer as rare as it can be.
-    """
-    rng = _rng(spec, f"facts/{purpose}")
-    order = rng.sample(list(objects), len(objects))
-    chosen = [order[index % len(order)] for index in rng.sample(range(len(subjects)), len(subjects))]
+def _spread(rng: random.Random, subjects: Sequence[str], objects: Sequence[str]) -> list[str]:
+    """An object for each subject, none its own; each object equally often, so that none is worth guessing."""
+    order = rng.sample(objects, len(objects))
+    chosen = [order[i % len(order)] for i in rng.sample(range(len(subjects)), len(subjects))]
     for i, name in enumerate(subjects):
-        if chosen[i] == name:
-            j = (i + 1) % len(subjects)
-            chosen[i], chosen[j] = chosen[j], chosen[i]
+        if chosen[i] == name:  # only where subjects and objects are the same entities, each chosen once
+            chosen[i], chosen[i - 1] = chosen[i - 1], chosen[i]
     return chosen
 
 
-def _entity_passage(entity: Entity) -> Passage:
-    sentences = [fact_sentence(entity.name, relation, value) for relation, value in entity.facts.items()]
-    return Passage(entity.name, " ".join(sentences))
+def _text(name: str, facts: Mapping[str, str]) -> str:
+    return f"{name} has {', '.join(f'{relation} {value}' for relation, value in facts.items())}."
 
 
-def _distractors(spec: WorldSpec, entities: Mapping[str, Entity]) -> list[Passage]:
-    """Passages titled after a person that are about something else and so answer no question."""
-    rng = _rng(spec, "distractors")
+def _distractors(spec: WorldSpec, entities: Mapping[str, Entity]) -> list[tuple[str, str]]:
+    """(title, text) of passages that share a person's name and answer no question, evenly over the people."""
+    rng = spec.rng("distractors")
     by_kind = {kind: [e.name for e in entities.values() if e.kind == kind] for kind in RELATIONS}
-    passages = []
-    for person in rng.sample(by_kind["person"], round(spec.distractors * len(by_kind["person"]))):
-        word, (relation, kind) = rng.choice(list(NAMESAKES.items()))
+    people = by_kind["person"]
+    order = rng.sample(people, len(people))
+    words = {person: rng.sample(list(NAMESAKES), len(NAMESAKES)) for person in people}
+    texts = []
+    for index in range(round(spec.distractors * len(people))):
+        person = order[index % len(people)]
+        word = words[person][index // len(people)]
+        relation, kind = NAMESAKES[word]
         title = f"{person} {word}"
-        passages.append(Passage(title, fact_sentence(title, relation, rng.choice(by_kind[kind]))))
-    return passages
-
-
-def _chains(world: World, split: str, kind: str, relations: Sequence[str]) -> list[Chain]:
-    """Every question along ``relations``, those that come back to an earlier entity left out."""
-    starts = (e.name for e in world.entities.values() if e.kind == kind and e.split == split)
-    chains = (world.follow(start, relations) for start in starts)
-    return [chain for chain in chains if len(set(chain.names)) == len(chain.names)]
-
-
-def _quotas(count: int, weights: Sequence[float]) -> list[int]:
-    """Split ``count`` in proportion to ``weights``, to the unit."""
-    total = sum(weights)
-    bounds = [round(count * sum(weights[:i]) / total) for i in range(len(weights) + 1)]
-    return [after - before for before, after in zip(bounds, bounds[1:])]
+        texts.append((title, _text(title, {relation: rng.choice(by_kind[kind])})))
+    return texts
