@@ -100,9 +100,8 @@ def sample(
     def embedded(split: str) -> Sequence[Example]:
         if split not in _SPLITS:
             raise UserError(f"the sample of {name} has no split {split!r}. {did_you_mean(split, _SPLITS)}")
-        with (_SAMPLES / f"{name}_questions.jsonl").open(encoding="utf-8") as lines:
-            test: list[Example] = []
         train: list[Example] = []
+        test: list[Example] = []
         with (_SAMPLES / f"{name}_questions.jsonl").open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 (train if number % _TEST_EVERY else test).append(parse_row(json.loads(line)))
