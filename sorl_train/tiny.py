@@ -105,10 +105,11 @@ def _look_back(num_heads: int, head_dim: int, theta: float) -> tuple[Tensor, Ten
     """Key and query biases (heads, head_dim) whose product, after rotation, peaks h + 1 positions back in head h."""
     angles = theta ** (-torch.arange(0, head_dim, 2) / head_dim)  # (head_dim / 2,), radians a position
     offsets = torch.arange(1, num_heads + 1)[:, None]  # (heads, 1)
-    keys = torch.cat([torch.ones(num_heads, head_dim // 2), torch.zeros(num_heads, head_dim // 2)], dim=1)
+    zeros = torch.zeros(num_heads, head_dim // 2)
+    keys = torch.cat([1.0 + zeros, zeros], dim=1)
     queries = torch.cat(
         [torch.cos(offsets * angles), -torch.sin(offsets * angles)], dim=1
-    )  # keys turned back
+    )  # the keys, turned back
     return keys, queries
 
 

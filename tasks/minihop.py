@@ -21,7 +21,6 @@ from sorl_env.rewards import exact_match
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_tasks.minihop_world import (
     MAX_HOPS,
-    SPLITS,
     Chain,
     World,
     WorldSpec,
@@ -78,7 +77,7 @@ def minihop(
     if reasoning < 1 or (top_k is not None and top_k < 1):
         raise UserError(f"minihop: reasoning={reasoning}, top_k={top_k}: give at least 1")
     spec = WorldSpec(seed, entities, lookalikes, distractors, test_share)
-    counts = dict(zip(SPLITS, (train_questions, test_questions)))
+    counts = {"train": train_questions, "test": test_questions}
 
     def embedded(split: str) -> Sequence[Example]:
         if split not in counts:
@@ -153,11 +152,12 @@ def expert_turn(example: Example, observations: Sequence[str], reasoning: int = 
     """
     relations: Sequence[str] = example.metadata["relations"]
     names: list[str] = [example.metadata["names"][0]]
-    for relation, observation in zip(relations, observations):
+    for relation, observation in zip(relations, observations, strict=False):
         names.append(_read_fact(observation, names[-1], relation) or GIVE_UP)
         if names[-1] == GIVE_UP:
             break
-    facts = [f"{relation} of {name} is {value}" for relation, name, value in zip(relations, names, names[1:])]
+    found = zip(relations, names, names[1:], strict=False)
+    facts = [f"{relation} of {name} is {value}" for relation, name, value in found]
     missing = [] if names[-1] == GIVE_UP else relations[len(facts) :]
     steps = [*facts[-1:], *(f"{relation} of {names[-1]}" for relation in missing[:1])]
     titles = [match["title"] for match in _PASSAGE.finditer("\n".join(observations[-1:]))]
@@ -189,17 +189,13 @@ def _example(id: str, chain: Chain) -> Example:
 def _limits(hops: int, top_k: int, reasoning: int) -> Limits:
     """A turn for each hop, one to answer and one to spare; tokens leave room for three to a word."""
     review = 8 * top_k + 10 * hops + 4
-    max_turns, max_new_tokens, max_observation_tokens = (
-        hops + 2,
-        48 + 3 * review * (reasoning - 1),
-        80 * top_k,
-    )
+    turn, observation = 48 + 3 * review * (reasoning - 1), 80 * top_k
     return Limits(
-        max_turns=max_turns,
+        max_turns=hops + 2,
         max_prompt_tokens=128,
-        max_new_tokens=max_new_tokens,
-        max_observation_tokens=max_observation_tokens,
-        max_trajectory_tokens=128 + max_turns * (max_new_tokens + max_observation_tokens),
+        max_new_tokens=turn,
+        max_observation_tokens=observation,
+        max_trajectory_tokens=128 + (hops + 2) * (turn + observation),
     )
 
 

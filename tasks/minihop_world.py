@@ -162,10 +162,11 @@ def generate_world(spec: WorldSpec) -> World:
             subjects = names[kind][split]
             facts: list[dict[str, str]] = [{} for _ in subjects]
             for relation, target in relations.items():
-                rng = spec.rng(f"{split}/{relation}")
-                for own, value in zip(facts, _spread(rng, subjects, names[target][split])):
+                objects = _spread(spec.rng(f"{split}/{relation}"), subjects, names[target][split])
+                for own, value in zip(facts, objects, strict=True):
                     own[relation] = value
-            entities |= {name: Entity(name, kind, split, own) for name, own in zip(subjects, facts)}
+            for name, own in zip(subjects, facts, strict=True):
+                entities[name] = Entity(name, kind, split, own)
     texts = [(entity.name, _text(entity.name, entity.facts)) for entity in entities.values()]
     texts += _distractors(spec, entities)
     spec.rng("passages").shuffle(texts)
