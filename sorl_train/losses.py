@@ -117,6 +117,14 @@ class _WithGradient(torch.autograd.Function):
         return grad_output * gradient, None, None
 
 
+def _check_shapes(reference: Tensor, **others: Tensor) -> None:
+    for name, tensor in others.items():
+        if tensor.shape != reference.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, the first input {tuple(reference.shape)}"
+            )
+
+
 def loss_denominator(loss_mask: Tensor, aggregation: Aggregation = "trajectory_mean") -> float:
     """What a mask (B, T) adds to the denominator: its trajectories with a loss token, or its loss tokens.
 
@@ -156,6 +164,7 @@ def aggregate(
     ``token_mean``: (1/denominator) sum over tokens.
     None as ``denominator`` is this batch's own, ``loss_denominator(loss_mask, aggregation)``.
     """
+    _check_shapes(per_token, loss_mask=loss_mask)
     weights = _row_weights(loss_mask.sum(dim=1), aggregation, denominator, per_token.dtype)
     return (per_token.masked_fill(~loss_mask, 0.0).sum(dim=1) * weights).sum()
 
@@ -213,15 +222,9 @@ def policy_loss(
         ValueError: for shapes that differ, an unknown choice, or turn ids that break their contract.
     """
     check_choice("ratio_level", ratio_level, get_args(RatioLevel))
-    named = {
-        "old_log_probs": old_log_probs,
-        "advantages": advantages,
-        "loss_mask": loss_mask,
-        "turn_ids": turn_ids,
-    }
-    for name, tensor in named.items():
-        if tensor.shape != log_probs.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, log_probs {tuple(log_probs.shape)}")
+    _check_shapes(
+        log_probs, old_log_probs=old_log_probs, advantages=advantages, loss_mask=loss_mask, turn_ids=turn_ids
+    )
     with torch.no_grad():
         dtype = torch.promote_types(log_probs.dtype, torch.float32)
         segments = Segments.of(ratio_level, loss_mask, turn_ids)
@@ -307,6 +310,7 @@ def value_loss(
     With ``clip_eps``, PPO's pessimistic variant: the larger of that and the error of V_t held within ``clip_eps`` of
     ``old_values``. The paper names no clip range for the critic; None, its default, does not clip.
     """
+    _check_shapes(values, returns=returns, loss_mask=loss_mask)
     dtype = torch.promote_types(values.dtype, torch.float32)
     values, returns = (x.to(dtype).masked_fill(~loss_mask, 0.0) for x in (values, returns))
     error = (returns - values).square()

@@ -323,7 +323,7 @@ def test_turn_ids_that_break_their_contract() -> None:
 def test_clear_errors() -> None:
     with pytest.raises(ValueError, match=r"unknown ratio_level 'turns'.*Did you mean 'turn'\?"):
         hand_loss("turns")
-    with pytest.raises(ValueError, match=r"advantages has shape \(2, 1\), log_probs \(2, 6\)"):
+    with pytest.raises(ValueError, match=r"advantages has shape \(2, 1\), the first input \(2, 6\)"):
         hand_loss("token", advantages=ADVANTAGES[:, :1])
     with pytest.raises(ValueError, match="unknown aggregation 'mean'"):
         hand_loss("token", aggregation="mean")

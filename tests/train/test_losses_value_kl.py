@@ -39,6 +39,8 @@ def test_clipped_value_loss_by_hand() -> None:
     # held values: -1 + 0.2 (error 1.69 > .25); -0.9 + 0.2 (error 7.29 > 4); 2 + 0.2 (error .04 < 1)
     assert pulled.loss.item() == pytest.approx(0.5 * ((1.69 + 7.29) / 2 + 1.0) / 2)
     assert pulled.stats.metrics()["value_clip_frac"] == pytest.approx(2 / 3)
+    with pytest.raises(ValueError, match=r"returns has shape \(2, 1\)"):
+        value_loss(VALUES, RETURNS[:, :1], MASK)
     with pytest.raises(ValueError, match="needs old_values"):
         value_loss(VALUES, RETURNS, MASK, clip_eps=0.2)
 
