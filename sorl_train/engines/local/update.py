@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -142,7 +142,9 @@ class PolicyUpdate:
             how = {"aggregation": loss_config.aggregation, "denominator": denominator}
             assert token_stats.entropy is not None
             entropy = aggregate(token_stats.entropy, micro.loss_mask, **how)  # type: ignore[arg-type]
-            loss = output.loss - loss_config.entropy_coef * entropy
+            loss = output.loss
+            if loss_config.entropy_coef:  # a weight of 0 would still cost the entropy's backward pass
+                loss = loss - loss_config.entropy_coef * entropy
             if micro.ref_log_probs is not None:
                 penalty = kl_penalty(token_stats.log_probs, micro.ref_log_probs, loss_config.kl_type)
                 kl = aggregate(penalty, micro.loss_mask, **how)  # type: ignore[arg-type]
@@ -237,11 +239,11 @@ class CriticUpdate:
         means.add(value=total, critic_grad_norm=grad_norm)
 
 
-def _grad_norm(parameters: list[Tensor]) -> float:
+def _grad_norm(parameters: Sequence[Tensor]) -> float:
     return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
 
-def _scale_gradients(parameters: list[Tensor], scale: float) -> None:
+def _scale_gradients(parameters: Sequence[Tensor], scale: float) -> None:
     if scale != 1.0:
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
 
