@@ -34,6 +34,8 @@ INVALID_TURN_OBSERVATION = (
 )
 
 
+_ANSWER, _ERROR, _ABORTED = StopReason.ANSWER, StopReason.ERROR, StopReason.ABORTED
+
 EPISODE_INFO = ("example_id", "index", "question", "tools", "source", "split", "is_sample")
 TURN_INFO = (
     "parsed",
@@ -154,9 +156,14 @@ class ToolUseEnv(gymnasium.Env[str, str]):
 
     def spawn(self) -> ToolUseEnv:
         """Another environment of the same task, examples and tools, with no episode; cheap."""
-        env = copy.copy(self)
-        env._np_random = env._np_random_seed = None
+        env = type(self).__new__(type(self))
+        env.task = self.task
+        env.limits = self.limits
+        env.render_mode = self.render_mode
+        env.examples = self.examples
+        env.toolbox = self.toolbox
         env._start()
+        env.spec = self.spec
         return env
 
     def reset(
@@ -166,12 +173,12 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         super().reset(seed=seed)
         size = len(self.examples.examples)
         index = read_index_option(options, size) if options else None
-        return self.begin_episode(int(self.np_random.integers(size)) if index is None else index)
+        return self.begin_episode(int(self.np_random.random() * size) if index is None else index)
 
     def begin_episode(self, index: int) -> tuple[str, dict[str, Any]]:
         """``reset`` on the example of that number, without a random draw."""
         row = self.begin_episode_row(index)
-        return row[0], dict(zip(EPISODE_INFO, row[1:], strict=True))
+        return row[0], dict(zip(EPISODE_INFO, row[1:]))  # noqa: B905  strict costs more than the rest
 
     def begin_episode_row(self, index: int) -> tuple[Any, ...]:
         """``begin_episode`` as a plain row: the prompt, then the values of ``EPISODE_INFO``."""
@@ -233,13 +240,13 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         for outcome in calls:
             if isinstance(outcome, ToolUnavailableError):
                 self._calls = [] if outcome.call is None else [outcome.call]
-                return self._end(StopReason.ERROR, error=str(outcome))
+                return self._end(_ERROR, error=str(outcome))
             self._calls = [outcome]
             observation = f"\n\n<information>\n{neutralise(outcome.reply)}\n</information>\n\n"
         if self.task.turn_reward is not None:
             self._items = check_reward_items(self.task.turn_reward(self.example, self._turns), self.task.name)
         if parsed.kind == "answer":
-            return self._end(StopReason.ANSWER)
+            return self._end(_ANSWER)
         if len(self._turns) >= self.limits.max_turns:
             return self._end(StopReason.INVALID if parsed.kind == "invalid" else StopReason.MAX_TURNS)
         if self.limits.max_seconds is not None and time.monotonic() - self._started >= self.limits.max_seconds:
@@ -264,9 +271,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
 
     def _end(self, reason: StopReason, error: str | None = None) -> tuple[Any, ...]:
         items: Mapping[str, float] = {}
-        if not reason.excluded:
-            final = check_reward_items(self.task.reward(self.example, self._turns), self.task.name)
-            items = {name: self._items.get(name, 0.0) + final.get(name, 0.0) for name in {**self._items, **final}}
+        if reason is not _ERROR and reason is not _ABORTED:
+            items = check_reward_items(self.task.reward(self.example, self._turns), self.task.name)
+            if self._items:  # the last turn's own
+                items = {name: items.get(name, 0.0) + self._items.get(name, 0.0) for name in {**self._items, **items}}
         if self._turns:
             self._dialogue.append((self._action, ""))
         self._phase = _RESET
@@ -283,8 +291,8 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         return (
             observation,
             float(sum(items.values())) if items else 0.0,
-            reason is StopReason.ANSWER,
-            reason is not None and reason is not StopReason.ANSWER,
+            reason is _ANSWER,
+            reason is not None and reason is not _ANSWER,
             parsed,
             parsed.error.value if parsed is not None and parsed.error is not None else None,
             dict(items),
@@ -350,7 +358,18 @@ class ToolUseEnv(gymnasium.Env[str, str]):
 
 
 def _as_result(row: tuple[Any, ...]) -> StepResult:
-    return StepResult(row[0], row[1], row[2], row[3], dict(zip(TURN_INFO, row[4:], strict=True)))
+    observation, reward, terminated, truncated, parsed, error, items, calls, turn, stop, outage, example_id = row
+    info = {
+        "parsed": parsed,
+        "format_error": error,
+        "reward_items": items,
+        "tool_calls": calls,
+        "turn": turn,
+        "stop_reason": stop,
+        "error": outage,
+        "example_id": example_id,
+    }
+    return StepResult(observation, reward, terminated, truncated, info)
 
 
 def _make_toolbox(task: Task, tools: Sequence[ToolLike] | None, settings: ToolSettings) -> Toolbox:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 class FormatError(str, Enum):
@@ -29,8 +29,7 @@ class FormatError(str, Enum):
     FORGED_INFORMATION = "forged_information"  # the policy wrote the environment's own tag
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedTurn:
+class ParsedTurn(NamedTuple):
     """What the policy did in one turn.
 
     Attributes:

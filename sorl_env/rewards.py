@@ -7,6 +7,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -24,7 +25,10 @@ def normalize_answer(text: str) -> str:
 def exact_match(prediction: str, golds: Iterable[str]) -> float:
     """1.0 if the prediction equals a gold answer after normalization, else 0.0; no golds give 0.0."""
     normal = normalize_answer(prediction)
-    return float(any(normal == normalize_answer(gold) for gold in golds))
+    return float(any(normal == _normalize_gold(gold) for gold in golds))
+
+
+_normalize_gold = lru_cache(maxsize=4096)(normalize_answer)  # the rollouts of a group share their gold answers
 
 
 def substring_match(prediction: str, golds: Iterable[str]) -> float:

@@ -11,8 +11,9 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, Union, runtime_checkable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, Union, runtime_checkable
 
 from sorl_env.tool_schema import schema_of
 
@@ -37,8 +38,7 @@ class ToolInputError(ValueError):
     """The request is malformed: the policy's fault, shown to it as an observation."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolReply:
+class ToolReply(NamedTuple):
     """What a tool says.
 
     Attributes:
@@ -49,11 +49,10 @@ class ToolReply:
 
     text: str
     hits: int | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class ToolRequest:
+class ToolRequest(NamedTuple):
     """One block of the policy's: ``argument`` is the text between the tags."""
 
     tool: str

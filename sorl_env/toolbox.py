@@ -89,6 +89,8 @@ class Toolbox:
                     result = _start_thread(bound.run, argument).result(self._remaining_s(started))
             except Exception as error:  # noqa: BLE001  whatever a tool raises becomes the outcome of its own call
                 result = error
+            if isinstance(result, ToolReply):
+                return _record(request, result, time.perf_counter() - started, attempts)
             verdict = self._settle(request, result, time.perf_counter() - started, attempts)
             if not isinstance(verdict, float):
                 return verdict
@@ -147,7 +149,7 @@ class Toolbox:
     def _call_batched(self, bound: _BoundTool, requests: Sequence[ToolRequest]) -> list[ToolOutcome]:
         """Rounds of one batched call: what failed in a round and may be retried makes up the next."""
         prepared = [self._prepare(request) for request in requests]
-        outcomes: list[Any] = [None if isinstance(one, tuple) else one for one in prepared]
+        outcomes: list[Any] = [one if isinstance(one, ToolCall) else None for one in prepared]
         waiting = [index for index, outcome in enumerate(outcomes) if outcome is None]
         started = time.perf_counter()
         attempts = 0
@@ -156,7 +158,10 @@ class Toolbox:
             results = self._run_batch(bound, [prepared[index][1] for index in waiting], started)
             latency_s = time.perf_counter() - started
             for index, result in zip(waiting, results, strict=True):
-                outcomes[index] = self._settle(requests[index], result, latency_s, attempts)
+                if isinstance(result, ToolReply):
+                    outcomes[index] = _record(requests[index], result, latency_s, attempts)
+                else:
+                    outcomes[index] = self._settle(requests[index], result, latency_s, attempts)
             waiting = [index for index in waiting if isinstance(outcomes[index], float)]
             if waiting:
                 time.sleep(max(outcomes[index] for index in waiting))
@@ -189,10 +194,10 @@ class Toolbox:
     def _prepare(self, request: ToolRequest) -> tuple[_BoundTool, Any] | ToolCall:
         """The tool and its argument, or the observation for a request that cannot be served."""
         bound = self._bound.get(request.tool)
+        if bound is not None and bound.raw_text:
+            return bound, request.argument
         if bound is None:
             problem = f"There is no tool {request.tool!r}. {did_you_mean(request.tool, self.names)}"
-        elif bound.raw_text:
-            return bound, request.argument
         else:
             argument, problem = _decode(request.argument, bound.tool.schema)
             if not problem:

@@ -76,6 +76,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         self.action_space = batch_space(first.action_space, num_envs)
         self.observation_space = batch_space(first.observation_space, num_envs)
         self._toolbox = first.toolbox
+        self._everyone = list(range(num_envs))
         self._ended = [False] * num_envs  # NEXT_STEP: these begin anew in the coming step
 
     def reset(
@@ -86,12 +87,11 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         The index is one number for all, or a sequence of one for each.
         """
         super().reset(seed=seed)
-        everyone = range(self.num_envs)
         examples = self._read_indices(options) if options else self._draw(self.num_envs)
         observations = [""] * self.num_envs
         infos: dict[str, Any] = {}
         self._ended = [False] * self.num_envs
-        self._begin(everyone, examples, observations, infos)
+        self._begin(self._everyone, examples, observations, infos)
         return tuple(observations), infos
 
     def step(self, actions: Sequence[str]) -> _VectorStep:
@@ -99,8 +99,8 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         size = self.num_envs
         if len(actions) != size:
             raise UserError(f"{len(actions)} actions for {size} environments")
-        running = [index for index, over in enumerate(self._ended) if not over]
         begun = [index for index, over in enumerate(self._ended) if over]
+        running = [index for index, over in enumerate(self._ended) if not over] if begun else self._everyone
         rows = self._take_turns(running, actions)
         replies, rewards, terminated, truncated, *columns = zip(*rows, strict=True) if rows else _NO_ROWS
         observations = [""] * size
@@ -122,7 +122,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         requests = [env.begin_turn(actions[index]) for env, index in zip(envs, running, strict=True)]
         calls = iter(self._toolbox.call_batch([request for each in requests for request in each]))
         return [
-            env.finish_turn_row([next(calls) for _ in each]) for env, each in zip(envs, requests, strict=True)
+            env.finish_turn_row([next(calls)] if each else ()) for env, each in zip(envs, requests, strict=True)
         ]
 
     def _set_final(
@@ -152,7 +152,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
 
     def _draw(self, count: int) -> list[int]:
         """Examples for new episodes, uniformly."""
-        return self.np_random.integers(len(self.envs[0].examples), size=count).tolist()
+        return (self.np_random.random(count) * len(self.envs[0].examples)).astype(int).tolist()
 
     def _read_indices(self, options: Mapping[str, Any]) -> list[int]:
         given = options.get("index")
@@ -172,8 +172,11 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
 
 
 def _place(values: Sequence[str], indices: Sequence[int], into: list[str]) -> None:
-    for index, value in zip(indices, values, strict=True):
-        into[index] = value
+    if len(values) == len(into):
+        into[:] = values
+    else:
+        for index, value in zip(indices, values, strict=True):
+            into[index] = value
 
 
 def _stack(
