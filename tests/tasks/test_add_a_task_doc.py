@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> str:
 
 
 def test_keeps_the_contract(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for split, count in (("train", 200), ("test", 116)):
+    for split, count in (("train", 200), ("test", 200)):
         assert check([path, "--split", split]) == 0
         out = capsys.readouterr().out
         assert f"expert        solves {count} of {count}" in out
@@ -39,12 +39,12 @@ def test_the_expert_can_be_watched(path: str, capsys: pytest.CaptureFixture[str]
 def test_an_episode(path: str) -> None:
     env = ToolUseEnv(path)
     prompt, info = env.reset(options={"index": 0})
-    assert prompt.endswith("How many bolts lie on shelf elm A ?")
+    assert prompt.endswith("How many bolts lie on shelf elm A 1 ?")
     assert info["tools"] == ("shelf",)
-    wrong = env.step("<think> x </think> <shelf> elm Z </shelf>")
-    assert "There is no shelf 'elm Z'" in wrong.observation
+    wrong = env.step("<think> x </think> <shelf> elm Z 1 </shelf>")
+    assert "There is no shelf 'elm Z 1'" in wrong.observation
     assert wrong.info["tool_calls"][0].ok is False
-    right = env.step("<think> x </think> <shelf> elm A </shelf>")
+    right = env.step("<think> x </think> <shelf> elm A 1 </shelf>")
     assert "bolts 37 , " in right.observation
     last = env.step("<think> x </think> <answer> 37 </answer>")
     assert (last.reward, last.terminated) == (1.0, True)
