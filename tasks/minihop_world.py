@@ -28,12 +28,13 @@ RELATIONS: Mapping[str, Mapping[str, str]] = {
 }
 SHARES = {"person": 0.4, "company": 0.2, "town": 0.2, "country": 0.2}
 
-# Passages titled with a person's name and one of these words: what such a thing tells -> kind of its object.
+# Passages titled with a person's name and one of these words: what such a thing tells -> kind of its object. None is a
+# person: a second name that shares a word with the first would outrank the person's own passage.
 NAMESAKES: Mapping[str, tuple[str, str]] = {
-    "Prize": ("winner", "person"),
+    "Prize": ("sponsor", "company"),
     "Bridge": ("builder", "company"),
     "Museum": ("location", "town"),
-    "Song": ("singer", "person"),
+    "Song": ("publisher", "company"),
 }
 
 
@@ -242,6 +243,10 @@ def _text(name: str, facts: Mapping[str, str]) -> str:
 
 def _distractors(spec: WorldSpec, entities: Mapping[str, Entity]) -> list[tuple[str, str]]:
     """(title, text) of passages that share a person's name and answer no question, evenly over the people."""
+    if not 0 <= spec.distractors <= len(NAMESAKES):
+        raise UserError(
+            f"minihop: distractors={spec.distractors}: give 0 to {len(NAMESAKES)}, one of each kind a person"
+        )
     rng = spec.rng("distractors")
     by_kind = {kind: [e.name for e in entities.values() if e.kind == kind] for kind in RELATIONS}
     people = by_kind["person"]

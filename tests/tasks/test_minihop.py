@@ -1,0 +1,383 @@
+"""MiniHop: the world, its questions, the expert, and how little can be guessed."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from sorl_env import Example, Task, ToolSettings, ToolUseEnv, UserError, load_examples, load_task, parse_turn
+from sorl_env.check_task import check_task
+from sorl_tasks.minihop import TASK, expert_turn, minihop
+from sorl_tasks.minihop_world import (
+    MAX_HOPS,
+    NAME_PARTS,
+    Chain,
+    World,
+    WorldSpec,
+    draw_chains,
+    generate_world,
+    relation_paths,
+    world_words,
+)
+from sorl_tools.bm25_index import tokenize
+
+SPEC = WorldSpec(seed=0, entities=6000, lookalikes=25.0, distractors=0.5, test_share=0.1)
+SMALL: dict[str, Any] = {
+    "entities": 400,
+    "lookalikes": 6.0,
+    "train_questions": 300,
+    "test_questions": 60,
+    "test_share": 0.3,
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return generate_world(SPEC)
+
+
+def examples(task: Task, split: str) -> Sequence[Example]:
+    assert task.embedded is not None
+    return task.embedded(split)
+
+
+def play(env: ToolUseEnv, index: int) -> tuple[list[str], float, str]:
+    """The expert's turns on an example, its reward, and why the episode ended."""
+    assert env.task.expert is not None
+    env.begin_episode(index)
+    turns: list[str] = []
+    observations: list[str] = []
+    while True:
+        turns.append(env.task.expert(env.example, observations))
+        result = env.step(turns[-1])
+        observations.append(result.observation)
+        if result.terminated or result.truncated:
+            return turns, result.reward, result.info["stop_reason"]
+
+
+# -- the world ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_world_is_a_function_of_its_spec(world: World) -> None:
+    assert world.sha256 == "40ac7bebf69651ec0942a0795cf319d64050b165e2a120f2f69a37c9d9e66afe"
+    assert generate_world(SPEC).sha256 == world.sha256
+    assert generate_world(WorldSpec(1, 6000, 25.0, 0.5, 0.1)).sha256 != world.sha256
+
+
+def test_the_world_is_made_quickly() -> None:
+    started = time.perf_counter()
+    generate_world(SPEC)
+    assert time.perf_counter() - started < 2.0
+
+
+def test_splits_are_closed_and_share_no_name(world: World) -> None:
+    names = {
+        split: {e.name for e in world.entities.values() if e.split == split} for split in ("train", "test")
+    }
+    assert len(names["train"]) == 5400 and len(names["test"]) == 600
+    assert not names["train"] & names["test"]
+    for entity in world.entities.values():
+        assert set(entity.facts.values()) <= names[entity.split] - {entity.name}
+
+
+def test_every_entity_has_one_passage_that_states_its_facts(world: World) -> None:
+    titles = Counter(passage.title for passage in world.passages)
+    assert max(titles.values()) == 1
+    assert len(world.passages) == 6000 + 1200
+    texts = {passage.title: passage.text for passage in world.passages}
+    for entity in world.entities.values():
+        for relation, value in entity.facts.items():
+            assert f"{relation} {value}" in texts[entity.name]
+
+
+def test_passages_are_short(world: World) -> None:
+    assert max(len(passage.text.split()) for passage in world.passages) <= 12
+
+
+def test_words_are_told_apart_by_the_search() -> None:
+    words = world_words()
+    assert len(set(words)) == len(words)
+    stems = [stem for word in words for stem in tokenize([word])[0]]
+    assert len(set(stems)) == len(stems) == len(words)
+
+
+def test_objects_are_spread_evenly(world: World) -> None:
+    for split in ("train", "test"):
+        for kind, relations in (("person", ("mother", "birthplace", "employer")), ("company", ("founder",))):
+            for relation in relations:
+                counts = Counter(
+                    e.facts[relation] for e in world.entities.values() if (e.kind, e.split) == (kind, split)
+                )
+                assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_lookalikes_share_words_as_often_as_asked() -> None:
+    for asked in (6.0, 12.0):
+        spec = WorldSpec(0, 1500, asked, 0.5, 0.2)
+        people = [e.name for e in generate_world(spec).entities.values() if e.kind == "person"]
+        for word in (0, 1):
+            counts = Counter(name.split()[word] for name in people)
+            assert sum(counts.values()) / len(counts) == pytest.approx(asked, rel=0.1)
+
+
+@pytest.mark.parametrize("hops", range(1, MAX_HOPS + 1))
+def test_relation_paths_repeat_nothing(hops: int) -> None:
+    paths = list(relation_paths(hops))
+    assert len(paths) >= 7
+    assert len(set(paths)) == len(paths)
+    assert all(len(set(path)) == len(path) == hops for _, path in paths)
+
+
+# -- questions ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_question_reads_from_the_last_relation_inwards() -> None:
+    chain = Chain(("Tarvon Melk", "Sendis Quark", "Oldgate Eskham"), ("mother", "birthplace"))
+    assert chain.question == "What is the birthplace of the mother of Tarvon Melk?"
+    assert chain.answer == "Oldgate Eskham"
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_question_has_one_answer_and_does_not_name_it(world: World, split: str) -> None:
+    found = examples(TASK, split)
+    assert len({example.question for example in found}) == len(found) == {"train": 4000, "test": 512}[split]
+    assert {example.metadata["hops"] for example in found} == {1, 2, 3}
+    for example in found:
+        name, *rest = example.metadata["names"]
+        for relation, value in zip(example.metadata["relations"], rest, strict=True):
+            assert world.entities[name].split == split
+            assert world.entities[name].facts[relation] == value  # one value a relation: the answer is unique
+            name = value
+        assert example.golden_answers == (name,)
+        assert not any(answer in example.question for answer in rest)
+
+
+def test_questions_of_the_splits_are_about_different_entities() -> None:
+    names = {
+        split: {name for example in examples(TASK, split) for name in example.metadata["names"]}
+        for split in ("train", "test")
+    }
+    assert not names["train"] & names["test"]
+
+
+def test_hop_weights() -> None:
+    task = minihop(hops=(1, 4), hop_weights=(1, 3), **SMALL)
+    assert Counter(example.metadata["hops"] for example in examples(task, "train")) == {1: 75, 4: 225}
+
+
+# -- what can be guessed ------------------------------------------------------------------------------------------------
+
+
+def test_the_most_common_answers_are_rare() -> None:
+    answers = Counter(example.golden_answers[0] for example in examples(TASK, "test"))
+    assert max(answers.values()) / 512 < 0.05
+    seen = Counter(example.golden_answers[0] for example in examples(TASK, "train"))
+    assert not any(answer in seen for answer in answers)  # so what training answers teach scores nothing
+
+
+def test_the_question_gives_nothing_away(world: World) -> None:
+    """Even who knows, for each form of question, the most common answer over all test questions of that form."""
+    for hops in (1, 2, 3):
+        for kind, path in relation_paths(hops):
+            answers = Counter(chain.answer for chain in world.chains("test", kind, path))
+            assert max(answers.values()) / sum(answers.values()) < 0.05, path
+
+
+def test_without_search_the_expert_fails() -> None:
+    env = ToolUseEnv(minihop(search_off=True), split="test")
+    played = [play(env, index) for index in range(100)]
+    assert [reward for _, reward, _ in played] == [0.0] * 100
+    assert {stop for _, _, stop in played} == {"answer"}
+    assert env.task.expert is not None
+    env.begin_episode(0)
+    reply = env.step(env.task.expert(env.example, []))
+    assert reply.observation.strip() == "<information>\nNo passages found.\n</information>"
+
+
+# -- search -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_right_passage_is_among_near_misses(world: World) -> None:
+    env = ToolUseEnv(TASK, split="test")
+    search: Any = env.toolbox.tools[0]
+    ranks: Counter[int] = Counter()
+    for entity in list(world.entities.values())[::4]:
+        titles = [passage.title for passage, _ in search.retrieve(entity.name)]
+        ranks[titles.index(entity.name)] += 1
+        assert len(titles) == 3
+    assert 0.5 < ranks[0] / sum(ranks.values()) < 0.9  # taking the first passage does not do
+
+
+def test_search_is_fast_and_deterministic() -> None:
+    search: Any = ToolUseEnv(TASK, split="test").toolbox.tools[0]
+    names = [example.metadata["names"][0] for example in examples(TASK, "test")]
+    replies = search.call_batch(names)
+    started = time.perf_counter()
+    assert search.call_batch(names) == replies
+    assert (time.perf_counter() - started) / len(names) < 3e-3  # 0.05 ms on a quiet core
+
+
+# -- the expert ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_expert_answers_everything() -> None:
+    for split in ("train", "test"):
+        env = ToolUseEnv(TASK, split=split)
+        for index in range(400):
+            turns, reward, stop = play(env, index)
+            assert (reward, stop) == (1.0, "answer")
+            assert len(turns) == env.example.metadata["hops"] + 1 <= env.limits.max_turns - 1
+            assert all(parse_turn(turn).error is None for turn in turns)
+
+
+def test_a_dialogue() -> None:
+    example = TASK.parse_row(
+        {
+            "id": "a",
+            "question": "What is the birthplace of the mother of Tarvon Melk?",
+            "names": ["Tarvon Melk", "Sendis Quark", "Oldgate Eskham"],
+            "relations": ["mother", "birthplace"],
+        }
+    )
+    near_miss = "Doc 1 (Tarvon Melk Prize): Tarvon Melk Prize has sponsor Conora Silkmills."
+    first = (
+        f"{near_miss}\nDoc 2 (Tarvon Melk): Tarvon Melk has mother Sendis Quark, employer Ardmax Windforge."
+    )
+    second = "Doc 1 (Sendis Quark): Sendis Quark has mother Bela Savby, birthplace Oldgate Eskham."
+    assert TASK.prompt(example) == "Search, then answer. What is the birthplace of the mother of Tarvon Melk?"
+    assert expert_turn(example, []) == "<think> mother of Tarvon Melk </think> <search> Tarvon Melk </search>"
+    assert expert_turn(example, [first]) == (
+        "<think> mother of Tarvon Melk is Sendis Quark , birthplace of Sendis Quark </think> "
+        "<search> Sendis Quark </search>"
+    )
+    assert expert_turn(example, [first, second]) == (
+        "<think> birthplace of Sendis Quark is Oldgate Eskham </think> <answer> Oldgate Eskham </answer>"
+    )
+    assert expert_turn(example, [near_miss]) == (
+        "<think> mother of Tarvon Melk is unknown </think> <answer> unknown </answer>"
+    )
+    assert expert_turn(example, [first], reasoning=2) == (
+        "<think> plan : birthplace . Doc 1 is about Tarvon Melk Prize . Doc 2 is about Tarvon Melk . "
+        "mother of Tarvon Melk is Sendis Quark . mother of Tarvon Melk is Sendis Quark , birthplace of Sendis Quark "
+        "</think> <search> Sendis Quark </search>"
+    )
+
+
+@pytest.mark.parametrize("reasoning", [1, 2, 5])
+def test_four_hops_and_longer_thoughts_fit_the_limits(reasoning: int) -> None:
+    env = ToolUseEnv(minihop(hops=(4,), reasoning=reasoning, **SMALL), split="test")
+    words = 0
+    for index in range(60):
+        turns, reward, _ = play(env, index)
+        assert reward == 1.0
+        words = max(words, *(len(turn.split()) for turn in turns))
+    assert (reasoning - 1) * 40 < words <= (reasoning - 1) * 80 + 20
+    assert 3 * words <= env.limits.max_new_tokens + 12
+
+
+# -- the task -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_contract(split: str) -> None:
+    assert [check for check in check_task(ToolUseEnv(TASK, split=split)) if not check.passed] == []
+
+
+def test_environment_passes_the_checker_without_warnings() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env = gymnasium.make("sorl/MiniHop-v0")
+        check_env(env.unwrapped)
+
+
+def test_the_whole_corpus_is_the_same_for_equal_knobs() -> None:
+    a, b = (load_examples(minihop(seed=3, **SMALL), None, "test") for _ in range(2))
+    assert (a.sha256, a.is_sample) == (b.sha256, False)
+    assert a.sha256 != load_examples(minihop(seed=4, **SMALL), None, "test").sha256
+
+
+def test_vocabulary_is_closed(world: World) -> None:
+    assert TASK.vocabulary is not None
+    words = {word for text in TASK.vocabulary() for word in text.replace(".", " ").replace(",", " ").split()}
+    for passage in world.passages:
+        assert set(passage.title.split()) <= words
+        assert set(passage.text.replace(",", "").replace(".", "").split()) <= words
+    assert sum(len(words) for pair in NAME_PARTS.values() for words in pair) == 408
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"hops": ()}, "hops=()"),
+        ({"hops": (1, 5)}, "from 1 to 4"),
+        ({"hops": (2, 2)}, "different numbers"),
+        ({"hop_weights": (1, 1)}, "give 3"),
+        ({"hop_weights": (1, -1, 1)}, "none below 0"),
+        ({"reasoning": 0}, "reasoning=0"),
+        ({"top_k": 0}, "top_k=0"),
+    ],
+)
+def test_knobs_out_of_range(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        minihop(**knobs)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"entities": 100_000}, "need 40000 names of kind person"),
+        ({"lookalikes": 500.0}, "lower one of them"),
+        ({"entities": 20, "lookalikes": 1.0}, "fewer than two entities of kind person"),
+        ({"test_share": 0.0}, "move test_share"),
+        ({"test_questions": 100_000}, "test questions of 1 hops asked for, the world has"),
+        ({"distractors": 5.0}, "give 0 to 4"),
+    ],
+)
+def test_worlds_that_cannot_be(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        examples(minihop(**knobs), "test")
+
+
+def test_a_split_that_does_not_exist() -> None:
+    with pytest.raises(UserError, match="Did you mean 'test'"):
+        examples(TASK, "tests")
+
+
+def test_namesakes_must_not_crowd_out_the_passage() -> None:
+    with pytest.raises(UserError, match=r"distractors=3.0 would crowd .* top 3: give at most 2"):
+        ToolUseEnv(minihop(distractors=3.0))
+    env = ToolUseEnv(minihop(distractors=3.0, **SMALL), tool_settings=ToolSettings(top_k=5), split="test")
+    assert [play(env, index)[1] for index in range(60)] == [1.0] * 60
+
+
+def test_another_corpus_is_refused() -> None:
+    with pytest.raises(UserError, match="leave corpus and search_url out"):
+        ToolUseEnv(TASK, corpus="passages.jsonl")
+
+
+def test_knobs_through_the_registry() -> None:
+    assert load_task("minihop", hops=(2,)).limits.max_turns == 4
+    assert load_task("minihop").limits.max_turns == 5
+    with pytest.raises(UserError, match="hopps"):
+        load_task("minihop", hopps=(2,))
+
+
+def test_rows_that_make_no_chain() -> None:
+    row = {"id": 1, "question": "?", "names": ["A B"], "relations": ["mother"]}
+    with pytest.raises(ValueError, match="'names' and 'relations' make no chain"):
+        TASK.parse_row(row)
+    with pytest.raises(KeyError, match="names"):
+        TASK.parse_row({"id": 1, "question": "?"})
+
+
+def test_too_many_questions_are_an_error_and_not_fewer(world: World) -> None:
+    assert len(draw_chains(world, "test", (1,), (1.0,), 50)) == 50
+    with pytest.raises(UserError, match="give more entities"):
+        draw_chains(world, "test", (1,), (1.0,), 50_000)
