@@ -46,9 +46,9 @@ def load_examples(task: Task, data: str | Path | None = None, split: str = "trai
     """Load a split of a task's examples.
 
     Args:
-        data: None for the embedded examples; the path of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file (the split is
-            then a label) or of a folder that holds ``{split}.jsonl`` and the like; ``hf:owner/name[:config]``; or ``hf:``
-            for the task's own hub data set.
+        data: None for the embedded examples; the path of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file (the split
+            is then a label) or of a folder that holds ``{split}.jsonl`` and the like; ``hf:owner/name[:config]``; or
+            ``hf:`` for the task's own hub data set.
 
     Raises:
         UserError: the source is missing or empty, or a row of it cannot be read.

@@ -22,8 +22,8 @@ from sorl_env.replay import ReplayTool
 from sorl_env.rewards import check_reward_items
 from sorl_env.spaces import UnicodeText
 from sorl_env.task import Example, Limits, Task, ToolSettings
-from sorl_env.tool import ToolCall, ToolLike, ToolRequest, ToolUnavailableError, as_tool
-from sorl_env.toolbox import Toolbox, ToolOutcome
+from sorl_env.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, ToolUnavailableError, as_tool
+from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory import StopReason
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
     the tools of many episodes in their own way in between.
     """
 
-    metadata = {"render_modes": ["ansi"], "render_fps": 1}
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  as Gymnasium declares it
 
     def __init__(
         self,
@@ -346,7 +346,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             self._np_random, self._np_random_seed = seeding.np_random(0)
             self._np_random.bit_generator.state = copy.deepcopy(dict(state.rng_state))
 
-    def render(self) -> str | None:  # type: ignore[override]
+    def render(self) -> str | None:
         """The dialogue so far as the paper's Table 2 shows it, with colours, in mode ``ansi``; else None."""
         if self.render_mode is None:
             return None

@@ -96,9 +96,8 @@ def _parse_slowly(text: str, tag: re.Pattern[str], require_think: bool) -> Parse
         if opened is None:
             stray = text[end : match.start()].strip()
             if stray:
-                return _invalid(
-                    FormatError.TRAILING_TEXT if action else FormatError.STRAY_TEXT, _quote(stray) + " outside the blocks"
-                )
+                error = FormatError.TRAILING_TEXT if action else FormatError.STRAY_TEXT
+                return _invalid(error, f"{_quote(stray)} outside the blocks")
             if closing:
                 return _invalid(FormatError.UNOPENED, f"</{name}> closes nothing")
             if name in blocks or (action and name != "think"):
@@ -123,7 +122,7 @@ def _parse_slowly(text: str, tag: re.Pattern[str], require_think: bool) -> Parse
     if action is None:
         return _invalid(FormatError.MISSING_ACTION, "neither a tool block nor an answer")
     if rest:
-        return _invalid(FormatError.TRAILING_TEXT, _quote(rest) + f" after </{action}>")
+        return _invalid(FormatError.TRAILING_TEXT, f"{_quote(rest)} after </{action}>")
     if not blocks[action]:
         return _invalid(FormatError.EMPTY, f"<{action}> is empty")
     if action == "answer":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -20,13 +22,14 @@ from sorl_env.task import Task
 ENTRY_POINT_GROUP = "sorl.tasks"
 _TASK_PACKAGE = "sorl_tasks"
 
-# Known before any task is imported, so that `import sorl_env` stays light. Other tasks get their id when they are loaded.
+# Known before any task is imported, so that `import sorl_env` stays light; other tasks get their id when loaded.
 _ENV_IDS = {
     "sorl/NQ-v0": "nq",
     "sorl/HotpotQA-v0": "hotpotqa",
     "sorl/AlphaMed19K-v0": "alphamed19k",
     "sorl/MiniHop-v0": "minihop",
 }
+_registered: dict[str, Task] = {}  # by environment id
 
 
 def load_task(reference: str, **knobs: Any) -> Task:
@@ -34,21 +37,26 @@ def load_task(reference: str, **knobs: Any) -> Task:
 
     Args:
         reference: a name (a module of ``sorl_tasks``, or an entry point of the group ``sorl.tasks``),
-            ``package.module:ATTRIBUTE``, or the path of a ``.py`` file.
-        knobs: for tasks that are built, such as ``minihop``; a module's builder is the callable named by ``TASK`` or
-            like the module.
+            ``package.module:ATTRIBUTE``, the path of a ``.py`` file, also with ``:ATTRIBUTE``, or an environment id.
+        knobs: for a task that is built, such as ``minihop``: the module's ``TASK`` is a function that returns it, or
+            there is a function named like the task.
 
     Raises:
         UserError: there is no such task, or it takes no such knobs.
     """
-    if reference.endswith(".py"):
-        module = _import_file(Path(reference).expanduser())
-        task = _pick(module, None, reference, knobs)
-    elif ":" in reference:
-        module_name, _, attribute = reference.partition(":")
-        task = _pick(_import_module(module_name, reference), attribute, reference, knobs)
+    reference = _ENV_IDS.get(reference, reference)
+    if reference in _registered and not knobs:
+        return _registered[reference]
+    location, attribute = reference, None
+    if ".py:" in reference or not reference.endswith(".py"):
+        location, _, attribute = reference.partition(":")
+    if location.endswith(".py"):
+        module = _import_file(Path(location).expanduser())
+    elif attribute:
+        module = _import_module(location, reference)
     else:
-        task = _load_by_name(reference, knobs)
+        module, attribute = _find_by_name(reference)
+    task = _pick(module, attribute, reference, knobs)
     register_task(task)
     return task
 
@@ -59,55 +67,57 @@ def task_names() -> list[str]:
 
 
 def register_task(task: Task) -> None:
-    """Make ``gym.make(task.env_id)`` work; an id that is taken stays as it is."""
-    if task.env_id is not None and task.env_id not in gymnasium.registry:
-        _register(task.env_id, task)
+    """Make ``gym.make(task.env_id)`` work; the id of a task that comes with the package stays with it."""
+    if task.env_id is None or task.env_id in _ENV_IDS:
+        return
+    _registered[task.env_id] = task
+    if task.env_id not in gymnasium.registry:
+        _register(task.env_id)
 
 
 def register_envs() -> None:
     """Register the ids of the tasks that come with the package, without importing them."""
-    for env_id, name in _ENV_IDS.items():
+    for env_id in _ENV_IDS:
         if env_id not in gymnasium.registry:
-            _register(env_id, name)
+            _register(env_id)
 
 
-def _register(env_id: str, task: Task | str) -> None:
+def _register(env_id: str) -> None:
     gymnasium.register(
         env_id,
         entry_point="sorl_env.env:ToolUseEnv",
         vector_entry_point="sorl_env.vector:ToolUseVectorEnv",
-        kwargs={"task": task},
+        kwargs={"task": env_id},  # not the task itself: Gymnasium copies what stands here, tools with their locks too
         order_enforce=False,  # the environment itself says so when step precedes reset
-        disable_env_checker=True,  # a passive check of each step costs more than the step
+        disable_env_checker=True,  # a passive check of each step costs a good part of the step
     )
 
 
-def _load_by_name(name: str, knobs: dict[str, Any]) -> Task:
+def _find_by_name(name: str) -> tuple[ModuleType, str | None]:
     if name in _packaged_names():
-        return _pick(importlib.import_module(f"{_TASK_PACKAGE}.{name}"), None, name, knobs)
+        return importlib.import_module(f"{_TASK_PACKAGE}.{name}"), None
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
             module_name, _, attribute = point.value.partition(":")
-            return _pick(_import_module(module_name, name), attribute or None, name, knobs)
+            return _import_module(module_name, name), attribute or None
     raise UserError(
-        f"there is no task {name!r}. {did_you_mean(name, task_names())} A task of your own: package.module:TASK, or the "
-        "path of a .py file"
+        f"there is no task {name!r}. {did_you_mean(name, task_names())} A task of your own: package.module:TASK, or "
+        "the path of a .py file"
     )
 
 
 def _packaged_names() -> list[str]:
+    """Modules of the task package that declare a ``TASK``; read from the source, nothing is imported."""
     spec = importlib.util.find_spec(_TASK_PACKAGE)
-    locations = list(spec.submodule_search_locations or ()) if spec else []
-    return [module.name for module in pkgutil.iter_modules(locations) if _holds_task(module.name, locations)]
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    names = [module.name for module in pkgutil.iter_modules(map(str, folders)) if not module.name.startswith("_")]
+    return [name for name in names if any(_declares_task(folder / f"{name}.py") for folder in folders)]
 
 
-def _holds_task(name: str, locations: list[str]) -> bool:
-    """A module with a ``TASK``, and not one of its helpers; read from the source, without importing it."""
-    for location in locations:
-        file = Path(location) / f"{name}.py"
-        if not name.startswith("_") and file.is_file():
-            return any(line.startswith(("TASK =", "TASK:")) for line in file.read_text(encoding="utf-8").splitlines())
-    return False
+def _declares_task(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    return any(line.startswith(("TASK =", "TASK:")) for line in file.read_text(encoding="utf-8").splitlines())
 
 
 def _import_module(name: str, reference: str) -> ModuleType:
@@ -126,35 +136,38 @@ def _import_file(path: Path) -> ModuleType:
     # one module a file, under a name of its own: two files called task.py must not shadow each other
     name = f"sorl_task_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{path}: cannot be imported as a Python module")
+    assert spec is not None and spec.loader is not None, path  # always so for a .py file
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling look it up
     spec.loader.exec_module(module)
     return module
 
 
-def _pick(module: ModuleType, attribute: str | None, reference: str, knobs: dict[str, Any]) -> Task:
+def _pick(module: ModuleType, attribute: str | None, reference: str, knobs: Mapping[str, Any]) -> Task:
     """The module's task; with knobs, from its builder."""
-    name = attribute or "TASK"
+    tasks = {name: value for name, value in vars(module).items() if isinstance(value, Task)}
+    name = attribute or ("TASK" if hasattr(module, "TASK") or len(tasks) != 1 else next(iter(tasks)))
     found = getattr(module, name, None)
-    if found is None and attribute is None:
-        tasks = [value for value in vars(module).values() if isinstance(value, Task)]
-        if len(tasks) > 1:
-            raise UserError(f"task {reference!r}: {len(tasks)} tasks in one module; name one TASK, or use module:NAME")
-        found = tasks[0] if tasks else None
     if found is None:
-        known = [key for key, value in vars(module).items() if isinstance(value, Task)]
-        raise UserError(f"task {reference!r}: {module.__name__} has no {name}. {did_you_mean(name, known)}")
+        raise UserError(f"task {reference!r}: {module.__name__} has no {name}. {did_you_mean(name, tasks)}")
     if isinstance(found, Task) and not knobs:
         return found
     builder = getattr(module, found.name, None) if isinstance(found, Task) else found
-    if not callable(builder) or isinstance(builder, Task):
-        raise UserError(f"task {reference!r} takes no knobs, got {', '.join(knobs)}")
+    if not callable(builder):
+        given = f"takes no knobs, got {', '.join(knobs)}" if isinstance(found, Task) else f"{name} is no Task"
+        raise UserError(f"task {reference!r}: {given}")
+    return _build(builder, reference, knobs)
+
+
+def _build(builder: Callable[..., Any], reference: str, knobs: Mapping[str, Any]) -> Task:
+    known = inspect.signature(builder).parameters
+    for knob in knobs:
+        if knob not in known:
+            raise UserError(f"task {reference!r} has no knob {knob!r}. {did_you_mean(knob, known)}")
     try:
         built = builder(**knobs)
-    except (TypeError, ValueError) as error:  # an unknown knob, or one out of range
+    except ValueError as error:  # a knob out of range
         raise UserError(f"task {reference!r}: {error}") from error
     if not isinstance(built, Task):
-        raise UserError(f"task {reference!r}: {name} made a {type(built).__name__}, not a Task")
+        raise UserError(f"task {reference!r} was built as a {type(built).__name__}, not a Task")
     return built

@@ -43,8 +43,8 @@ class ReplayTool:
 
     Args:
         record: file to which replies of the tool are appended; may be the one that is replayed.
-        replay: file whose replies are served first. A request that is not in it goes to the tool if ``record`` is given,
-            and raises LookupError otherwise.
+        replay: file whose replies are served first. A request that is not in it goes to the tool if ``record`` is
+            given, and raises LookupError otherwise.
 
     Raises:
         UserError: the file to replay is missing, or a row of it cannot be read.
@@ -110,7 +110,7 @@ class ReplayTool:
                 results[index] = error
         if missing:
             fresh = self.tool.call_batch([arguments[index] for index in missing])  # type: ignore[attr-defined]
-            for index, result in zip(missing, fresh):
+            for index, result in zip(missing, fresh, strict=True):
                 results[index] = result
                 self._append(arguments[index], result)
         return [results[index] for index in range(len(arguments))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 from sorl_env.parser import ParsedTurn
 from sorl_env.tool import ToolLike
@@ -92,7 +92,7 @@ class HubSource:
     splits: Mapping[str, str] = field(default_factory=dict)
 
 
-ToolSource = Union[Sequence[ToolLike], Callable[[ToolSettings], Sequence[ToolLike]]]
+ToolSource = Sequence[ToolLike] | Callable[[ToolSettings], Sequence[ToolLike]]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, Union, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from sorl_env.tool_schema import schema_of
 
@@ -83,7 +83,7 @@ class ToolCall:
     cached: bool = False
 
 
-ToolResult = Union[str, ToolReply]
+ToolResult = str | ToolReply
 
 
 @runtime_checkable
@@ -93,23 +93,28 @@ class Tool(Protocol):
     It is called with the block's text when its schema has one string parameter, else with keyword arguments from a JSON
     object. Optional members:
 
-    - ``inline = True``: a fast in-process call, safe on the event loop. Others run in a thread, abandoned at the deadline.
+    - ``inline = True``: a fast in-process call, safe on the event loop. Others run in a thread, which is abandoned at
+      the deadline.
     - ``acall``: the coroutine version of ``__call__``.
     - ``call_batch(arguments)``: takes a list of texts (or of mappings) and returns as many results; an exception
       instance in a slot fails that request alone.
     - ``close()``: frees what the tool holds.
     """
 
-    name: str
-    description: str
-    schema: Mapping[str, Any]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def schema(self) -> Mapping[str, Any]: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> ToolResult: ...
 
 
-ToolLike = Union[Tool, Callable[..., ToolResult]]
-
-ToolOutcome = Union[ToolCall, ToolUnavailableError]
+ToolLike = Tool | Callable[..., ToolResult]
+ToolOutcome = ToolCall | ToolUnavailableError
 
 
 @dataclass(frozen=True)
@@ -149,5 +154,8 @@ def as_tool(tool: ToolLike) -> Tool:
     else:
         raise TypeError(f"{tool!r} is no tool: give a function, or an object with name, description and schema")
     if not _NAME.fullmatch(made.name) or made.name in RESERVED_NAMES:
-        raise ValueError(f"a tool cannot be named {made.name!r}: its name is its tag, and {set(RESERVED_NAMES)} are taken")
+        raise ValueError(
+            f"a tool cannot be named {made.name!r}: its name is its tag, letters and digits, and "
+            f"{', '.join(sorted(RESERVED_NAMES))} are taken"
+        )
     return made

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 from sorl_env.errors import did_you_mean
 from sorl_env.tool import (
@@ -21,6 +21,7 @@ from sorl_env.tool import (
     ToolCall,
     ToolInputError,
     ToolLike,
+    ToolOutcome,
     ToolReply,
     ToolRequest,
     ToolUnavailableError,
@@ -30,8 +31,6 @@ from sorl_env.tool_schema import find_problem, takes_raw_text
 
 logger = logging.getLogger(__name__)
 
-ToolOutcome = Union[ToolCall, ToolUnavailableError]
-
 _jitter = random.Random()  # its own generator: retries must not disturb anyone's seeds
 
 
@@ -39,7 +38,7 @@ class Toolbox:
     """The tools of an environment.
 
     ``call``, ``call_batch`` and ``acall`` return outcomes as values: a ``ToolCall``, or a ``ToolUnavailableError`` once
-    retries or time have run out. A malformed request is a ``ToolCall`` with ``ok=False`` whose reply says what is wrong.
+    retries or time have run out. A malformed request is a ``ToolCall`` with ``ok=False`` and a reply that says why.
     A tool that raises anything else has a bug: it counts as unavailable at once, and its traceback is logged once.
 
     Args:
@@ -148,14 +147,14 @@ class Toolbox:
 
     def _call_batched(self, bound: _BoundTool, requests: Sequence[ToolRequest]) -> list[ToolOutcome]:
         """Rounds of one batched call: what failed in a round and may be retried makes up the next."""
-        prepared = [self._prepare(request) for request in requests]
-        outcomes: list[Any] = [one if isinstance(one, ToolCall) else None for one in prepared]
-        waiting = [index for index, outcome in enumerate(outcomes) if outcome is None]
+        outcomes: list[Any] = [self._prepare(request) for request in requests]
+        arguments = [None if isinstance(one, ToolCall) else one[1] for one in outcomes]
+        waiting = [index for index, one in enumerate(outcomes) if not isinstance(one, ToolCall)]
         started = time.perf_counter()
         attempts = 0
         while waiting:
             attempts += 1
-            results = self._run_batch(bound, [prepared[index][1] for index in waiting], started)
+            results = self._run_batch(bound, [arguments[index] for index in waiting], started)
             latency_s = time.perf_counter() - started
             for index, result in zip(waiting, results, strict=True):
                 if isinstance(result, ToolReply):
