@@ -4,11 +4,12 @@
 """
 
 from sorl_env.data import ExampleSet, load_examples
-from sorl_env.env import StepResult, ToolUseEnv
+from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.parser import FormatError, ParsedTurn, neutralise, parse_turn
 from sorl_env.registry import load_task, register_envs, register_task, task_names
 from sorl_env.spaces import UnicodeText
+from sorl_env.step import EnvState, StepResult
 from sorl_env.task import Example, HubSource, Limits, Task, ToolSettings
 from sorl_env.tool import (
     Tool,
@@ -24,6 +25,7 @@ from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_env.vector import ToolUseVectorEnv
 
 __all__ = [
+    "EnvState",
     "Example",
     "ExampleSet",
     "FormatError",

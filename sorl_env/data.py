@@ -76,7 +76,8 @@ def _load_embedded(task: Task, split: str) -> ExampleSet:
     if task.embedded_is_sample and task.name not in _warned:
         _warned.add(task.name)
         logger.warning(
-            "task %s uses its embedded sample, which is not the benchmark: give data= for real questions", task.name
+            "task %s uses its embedded sample, which is not the benchmark: give data= for real questions",
+            task.name,
         )
     examples = tuple(task.embedded(split))
     return ExampleSet(examples, "embedded", split, _hash_examples(examples), task.embedded_is_sample)
@@ -170,7 +171,9 @@ def _load_hub(task: Task, reference: str, split: str) -> ExampleSet:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise UserError(f"{source}: the Hugging Face hub needs datasets: pip install 'sorl[train]'") from error
+        raise UserError(
+            f"{source}: the Hugging Face hub needs datasets: pip install 'sorl[train]'"
+        ) from error
     try:
         rows = datasets.load_dataset(name, config or None, split=splits.get(split, split))
     except (OSError, ValueError) as error:  # unreachable, unknown name, unknown configuration or split
@@ -179,7 +182,9 @@ def _load_hub(task: Task, reference: str, split: str) -> ExampleSet:
     return ExampleSet(examples, source, split, _hash_examples(examples))
 
 
-def _parse_rows(task: Task, rows: Iterable[tuple[int, Mapping[str, Any]]], source: str) -> tuple[Example, ...]:
+def _parse_rows(
+    task: Task, rows: Iterable[tuple[int, Mapping[str, Any]]], source: str
+) -> tuple[Example, ...]:
     examples = []
     for number, row in rows:
         try:

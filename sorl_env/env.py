@@ -6,10 +6,11 @@ import copy
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 
@@ -21,63 +22,29 @@ from sorl_env.render import render_dialogue
 from sorl_env.replay import ReplayTool
 from sorl_env.rewards import check_reward_items
 from sorl_env.spaces import UnicodeText
+from sorl_env.step import (
+    EPISODE_INFO,
+    INVALID_TURN_OBSERVATION,
+    EnvState,
+    EpisodeRow,
+    StepResult,
+    TurnRow,
+)
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, ToolUnavailableError, as_tool
 from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory import StopReason
 
+__all__ = ["StepResult", "ToolUseEnv", "read_index_option"]
+
 logger = logging.getLogger(__name__)
 
-INVALID_TURN_OBSERVATION = (
-    "\n\n<information>\nInvalid turn: write one think block, then exactly one tool or answer block, and nothing else.\n"
-    "</information>\n\n"
-)
-
-
 _ANSWER, _ERROR, _ABORTED = StopReason.ANSWER, StopReason.ERROR, StopReason.ABORTED
-
-EPISODE_INFO = ("example_id", "index", "question", "tools", "source", "split", "is_sample")
-TURN_INFO = (
-    "parsed",
-    "format_error",
-    "reward_items",
-    "tool_calls",
-    "turn",
-    "stop_reason",
-    "error",
-    "example_id",
-)
-
-
-class StepResult(NamedTuple):
-    """What ``step`` returns: Gymnasium's five, in its order."""
-
-    observation: str
-    reward: float
-    terminated: bool
-    truncated: bool
-    info: dict[str, Any]
-
 
 # An episode's phase is what has to happen next; plain strings, as comparing enum members costs a tenth of a step.
 _RESET = "reset()"
 _BEGIN_TURN = "step() or begin_turn()"
 _FINISH_TURN = "finish_turn()"
-
-
-@dataclass(frozen=True)
-class EnvState:
-    """An episode, to be restored by ``set_state`` in any environment of the same task and data. Picklable."""
-
-    example_id: str
-    index: int
-    phase: str
-    turns: tuple[ParsedTurn, ...]
-    dialogue: tuple[tuple[str, str], ...]
-    calls: tuple[ToolCall, ...]
-    items: Mapping[str, float]
-    elapsed_s: float
-    rng_state: Mapping[str, Any] | None
 
 
 class ToolUseEnv(gymnasium.Env[str, str]):
@@ -130,14 +97,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         if search_url is not None:
             tool_settings = replace(tool_settings, search_url=search_url)
         self.toolbox = _make_toolbox(self.task, tools, tool_settings)
-        sample_tools = any(getattr(tool, "is_sample", False) for tool in self.toolbox.tools)
-        if sample_tools and not self.examples.is_sample:
-            logger.warning(
-                "task %s asks questions of %s, but searches only its embedded sample of passages: give corpus= or "
-                "search_url=",
-                self.task.name,
-                self.examples.source,
-            )
+        _warn_of_sample(self.toolbox, self.task, self.examples)
         self._start()
 
     def _start(self) -> None:
@@ -180,8 +140,8 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         row = self.begin_episode_row(index)
         return row[0], dict(zip(EPISODE_INFO, row[1:]))  # noqa: B905  strict costs more than the rest
 
-    def begin_episode_row(self, index: int) -> tuple[Any, ...]:
-        """``begin_episode`` as a plain row: the prompt, then the values of ``EPISODE_INFO``."""
+    def begin_episode_row(self, index: int) -> EpisodeRow:
+        """``begin_episode`` as a plain row, for those who make columns of many."""
         examples = self.examples
         self.example = example = examples.examples[index]
         self._index = index
@@ -224,13 +184,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
 
     def finish_turn(self, calls: Sequence[ToolOutcome]) -> StepResult:
         """Reply to the turn, given the outcomes of its requests in their order."""
-        return _as_result(self.finish_turn_row(calls))
+        return StepResult.from_row(self.finish_turn_row(calls))
 
-    def finish_turn_row(self, calls: Sequence[ToolOutcome]) -> tuple[Any, ...]:
-        """``finish_turn`` as a plain row: observation, reward, terminated, truncated, then ``TURN_INFO``.
-
-        A vector environment makes columns of such rows, in half the time that dictionaries take.
-        """
+    def finish_turn_row(self, calls: Sequence[ToolOutcome]) -> TurnRow:
+        """``finish_turn`` as a plain row, for those who make columns of many."""
         if self._phase != _FINISH_TURN:
             raise ResetNeeded(f"call {self._phase} first")
         parsed = self._turns[-1]
@@ -249,7 +206,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             return self._end(_ANSWER)
         if len(self._turns) >= self.limits.max_turns:
             return self._end(StopReason.INVALID if parsed.kind == "invalid" else StopReason.MAX_TURNS)
-        if self.limits.max_seconds is not None and time.monotonic() - self._started >= self.limits.max_seconds:
+        if (
+            self.limits.max_seconds is not None
+            and time.monotonic() - self._started >= self.limits.max_seconds
+        ):
             return self._end(StopReason.MAX_SECONDS)
         self._dialogue.append((self._action, observation))
         self._phase = _BEGIN_TURN
@@ -267,14 +227,17 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             self._items = {}
         elif self._dialogue:
             self._action, _ = self._dialogue.pop()
-        return _as_result(self._end(StopReason(reason), error))
+        return StepResult.from_row(self._end(StopReason(reason), error))
 
-    def _end(self, reason: StopReason, error: str | None = None) -> tuple[Any, ...]:
+    def _end(self, reason: StopReason, error: str | None = None) -> TurnRow:
         items: Mapping[str, float] = {}
         if reason is not _ERROR and reason is not _ABORTED:
             items = check_reward_items(self.task.reward(self.example, self._turns), self.task.name)
             if self._items:  # the last turn's own
-                items = {name: items.get(name, 0.0) + self._items.get(name, 0.0) for name in {**self._items, **items}}
+                items = {
+                    name: items.get(name, 0.0) + self._items.get(name, 0.0)
+                    for name in {**self._items, **items}
+                }
         if self._turns:
             self._dialogue.append((self._action, ""))
         self._phase = _RESET
@@ -286,7 +249,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         items: Mapping[str, float],
         reason: StopReason | None = None,
         error: str | None = None,
-    ) -> tuple[Any, ...]:
+    ) -> TurnRow:
         parsed = self._turns[-1] if self._turns else None
         return (
             observation,
@@ -320,6 +283,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             calls=tuple(self._calls),
             items=dict(self._items),
             elapsed_s=time.monotonic() - self._started,
+            seed=self._np_random_seed,
             rng_state=None if self._np_random is None else copy.deepcopy(self._np_random.bit_generator.state),
         )
 
@@ -331,7 +295,9 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         """
         examples = self.examples.examples
         if state.index >= len(examples) or examples[state.index].id != state.example_id:
-            raise ValueError(f"the state is of example {state.example_id!r}, which is not number {state.index} here")
+            raise ValueError(
+                f"the state is of example {state.example_id!r}, which is not number {state.index} here"
+            )
         self._phase = state.phase
         self._index = state.index
         self.example = examples[state.index]
@@ -340,10 +306,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._calls = list(state.calls)
         self._items = dict(state.items)
         self._started = time.monotonic() - state.elapsed_s
-        if state.rng_state is None:
-            self._np_random = self._np_random_seed = None
-        else:
-            self._np_random, self._np_random_seed = seeding.np_random(0)
+        self._np_random_seed = state.seed
+        self._np_random = None
+        if state.rng_state is not None:
+            self._np_random, _ = seeding.np_random(0)
             self._np_random.bit_generator.state = copy.deepcopy(dict(state.rng_state))
 
     def render(self) -> str | None:
@@ -357,21 +323,6 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self.toolbox.close()
 
 
-def _as_result(row: tuple[Any, ...]) -> StepResult:
-    observation, reward, terminated, truncated, parsed, error, items, calls, turn, stop, outage, example_id = row
-    info = {
-        "parsed": parsed,
-        "format_error": error,
-        "reward_items": items,
-        "tool_calls": calls,
-        "turn": turn,
-        "stop_reason": stop,
-        "error": outage,
-        "example_id": example_id,
-    }
-    return StepResult(observation, reward, terminated, truncated, info)
-
-
 def _make_toolbox(task: Task, tools: Sequence[ToolLike] | None, settings: ToolSettings) -> Toolbox:
     if tools is None:
         tools = task.tools(settings) if callable(task.tools) else task.tools
@@ -380,16 +331,26 @@ def _make_toolbox(task: Task, tools: Sequence[ToolLike] | None, settings: ToolSe
     return Toolbox(tools, timeout_s=settings.timeout_s, retries=settings.retries)
 
 
+def _warn_of_sample(toolbox: Toolbox, task: Task, examples: ExampleSet) -> None:
+    if not examples.is_sample and any(getattr(tool, "is_sample", False) for tool in toolbox.tools):
+        logger.warning(
+            "task %s asks questions of %s, but searches only its embedded sample of passages: give corpus= or "
+            "search_url=",
+            task.name,
+            examples.source,
+        )
+
+
 def read_index_option(options: Mapping[str, Any], size: int) -> int:
     """The example that ``reset(options={"index": i})`` asks for.
 
     Raises:
         UserError: there is another option, or no such example.
     """
-    unknown = set(options) - {"index"}
-    if unknown:
-        raise UserError(f"reset has no option {sorted(unknown)[0]!r}; there is 'index'")
-    index = int(options["index"])
-    if not 0 <= index < size:
-        raise UserError(f"reset: index {index} is outside the {size} examples")
-    return index
+    for name in options:
+        if name != "index":
+            raise UserError(f"reset has no option {name!r}; there is 'index'")
+    index = options["index"]
+    if not isinstance(index, (int, np.integer)) or not 0 <= index < size:
+        raise UserError(f"reset: index {index!r} is none of the {size} examples, which count from 0")
+    return int(index)

@@ -101,7 +101,9 @@ def _parse_slowly(text: str, tag: re.Pattern[str], require_think: bool) -> Parse
             if closing:
                 return _invalid(FormatError.UNOPENED, f"</{name}> closes nothing")
             if name in blocks or (action and name != "think"):
-                return _invalid(FormatError.REPEATED, f"<{name}> after {' and '.join(f'</{b}>' for b in blocks)}")
+                return _invalid(
+                    FormatError.REPEATED, f"<{name}> after {' and '.join(f'</{b}>' for b in blocks)}"
+                )
             if action:
                 return _invalid(FormatError.OUT_OF_ORDER, f"<{name}> after </{action}>")
             if require_think and name != "think" and not blocks:

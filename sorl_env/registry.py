@@ -87,7 +87,9 @@ def _register(env_id: str) -> None:
         env_id,
         entry_point="sorl_env.env:ToolUseEnv",
         vector_entry_point="sorl_env.vector:ToolUseVectorEnv",
-        kwargs={"task": env_id},  # not the task itself: Gymnasium copies what stands here, tools with their locks too
+        kwargs={
+            "task": env_id
+        },  # not the task itself: Gymnasium copies what stands here, tools with their locks too
         order_enforce=False,  # the environment itself says so when step precedes reset
         disable_env_checker=True,  # a passive check of each step costs a good part of the step
     )
@@ -110,7 +112,9 @@ def _packaged_names() -> list[str]:
     """Modules of the task package that declare a ``TASK``; read from the source, nothing is imported."""
     spec = importlib.util.find_spec(_TASK_PACKAGE)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-    names = [module.name for module in pkgutil.iter_modules(map(str, folders)) if not module.name.startswith("_")]
+    names = [
+        module.name for module in pkgutil.iter_modules(map(str, folders)) if not module.name.startswith("_")
+    ]
     return [name for name in names if any(_declares_task(folder / f"{name}.py") for folder in folders)]
 
 
@@ -126,7 +130,9 @@ def _import_module(name: str, reference: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, and something it imports is not
-        raise UserError(f"task {reference!r}: there is no module {error.name!r}; is its folder on the path?") from error
+        raise UserError(
+            f"task {reference!r}: there is no module {error.name!r}; is its folder on the path?"
+        ) from error
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from sorl_env.task import Example
 
-_BLUE, _CYAN, _GRAY, _RED, _BOLD, _RESET = "\033[34m", "\033[36m", "\033[90m", "\033[31m", "\033[1m", "\033[0m"
+_BLUE, _CYAN, _GRAY, _RED, _BOLD, _RESET = (f"\033[{code}m" for code in (34, 36, 90, 31, 1, 0))
 _RULE = "-" * 80
 
 
@@ -19,7 +19,11 @@ def render_dialogue(example: Example, dialogue: Iterable[tuple[str, str]], tools
     """
     lines = [_RULE, f"{_BOLD}Question:{_RESET} {example.question}"]
     if example.options:
-        lines += ["", f"{_BOLD}Options:{_RESET}", *(f"{letter}: {text}" for letter, text in example.options.items())]
+        lines += [
+            "",
+            f"{_BOLD}Options:{_RESET}",
+            *(f"{letter}: {text}" for letter, text in example.options.items()),
+        ]
     lines.append(_RULE)
     colours = {"think": _BLUE, "information": _GRAY, "answer": _RED, **dict.fromkeys(tools, _CYAN)}
     tag = re.compile(rf"</?({'|'.join(map(re.escape, colours))})>")

@@ -50,7 +50,9 @@ class ReplayTool:
         UserError: the file to replay is missing, or a row of it cannot be read.
     """
 
-    def __init__(self, tool: Tool, *, record: str | Path | None = None, replay: str | Path | None = None) -> None:
+    def __init__(
+        self, tool: Tool, *, record: str | Path | None = None, replay: str | Path | None = None
+    ) -> None:
         self.tool = tool
         self.name = tool.name
         self.description = tool.description
@@ -123,7 +125,9 @@ class ReplayTool:
     def _find(self, argument: Any) -> _Row | None:
         row = self._rows.get(_Row(self.name, argument, "").key) if self._rows else None
         if row is None and self._record is None:
-            raise LookupError(f"{self._replay} holds no reply of {self.name} to {argument!r}; record it first")
+            raise LookupError(
+                f"{self._replay} holds no reply of {self.name} to {argument!r}; record it first"
+            )
         return row
 
     def _append(self, argument: Any, result: ToolResult | Exception) -> None:
@@ -146,7 +150,9 @@ class ReplayTool:
 
 def _read(path: Path) -> dict[tuple[str, str], _Row]:
     if not path.is_file():
-        raise UserError(f"{path}: no recorded tool replies there; record them first with ToolSettings(record=...)")
+        raise UserError(
+            f"{path}: no recorded tool replies there; record them first with ToolSettings(record=...)"
+        )
     rows: dict[tuple[str, str], _Row] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():

@@ -28,7 +28,9 @@ def exact_match(prediction: str, golds: Iterable[str]) -> float:
     return float(any(normal == _normalize_gold(gold) for gold in golds))
 
 
-_normalize_gold = lru_cache(maxsize=4096)(normalize_answer)  # the rollouts of a group share their gold answers
+_normalize_gold = lru_cache(maxsize=4096)(
+    normalize_answer
+)  # the rollouts of a group share their gold answers
 
 
 def substring_match(prediction: str, golds: Iterable[str]) -> float:

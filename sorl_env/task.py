@@ -55,7 +55,9 @@ class Limits:
             if getattr(self, name) < 1:
                 raise ValueError(f"limits.{name} must be at least 1, not {getattr(self, name)}")
         if self.max_trajectory_tokens <= 1:
-            raise ValueError(f"limits.max_trajectory_tokens must be above 1, not {self.max_trajectory_tokens}")
+            raise ValueError(
+                f"limits.max_trajectory_tokens must be above 1, not {self.max_trajectory_tokens}"
+            )
         if self.max_seconds is not None and self.max_seconds <= 0:
             raise ValueError(f"limits.max_seconds must be positive or None, not {self.max_seconds}")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from sorl_env.tool_schema import schema_of
+from sorl_env.tool_schema import check_schema, schema_of
 
 logger = logging.getLogger(__name__)
 
@@ -138,8 +138,12 @@ def as_tool(tool: ToolLike) -> Tool:
 
     Raises:
         TypeError: neither a function nor a tool, or a parameter without a usable type hint.
-        ValueError: a name that cannot be a tag, or one that the turn format reserves.
+        ValueError: a name that cannot be a tag, or one that the turn format reserves; a schema that is none.
     """
+    if inspect.iscoroutinefunction(tool):
+        raise TypeError(
+            f"tool {tool.__name__} is a coroutine: give an object with __call__ and acall instead"
+        )
     if inspect.isroutine(tool):
         function: Callable[..., ToolResult] = tool
         made: Tool = _FunctionTool(
@@ -152,7 +156,10 @@ def as_tool(tool: ToolLike) -> Tool:
     elif isinstance(tool, Tool):
         made = tool
     else:
-        raise TypeError(f"{tool!r} is no tool: give a function, or an object with name, description and schema")
+        raise TypeError(
+            f"{tool!r} is no tool: give a function, or an object with name, description and schema"
+        )
+    check_schema(made.schema, f"tool {made.name}")
     if not _NAME.fullmatch(made.name) or made.name in RESERVED_NAMES:
         raise ValueError(
             f"a tool cannot be named {made.name!r}: its name is its tag, letters and digits, and "

@@ -34,9 +34,13 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     required: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise TypeError(f"tool {name}: parameter {parameter} cannot be filled by name; use plain parameters")
+            raise TypeError(
+                f"tool {name}: parameter {parameter} cannot be filled by name; use plain parameters"
+            )
         if parameter.name not in hints:
-            raise TypeError(f"tool {name}: parameter {parameter.name!r} needs a type hint, for example `: str`")
+            raise TypeError(
+                f"tool {name}: parameter {parameter.name!r} needs a type hint, for example `: str`"
+            )
         properties[parameter.name] = _schema_of_hint(hints[parameter.name], f"tool {name}: {parameter.name}")
         if parameter.default is parameter.empty:
             required.append(parameter.name)
@@ -58,13 +62,34 @@ def _schema_of_hint(hint: Any, where: str) -> dict[str, Any]:
     if origin in (Union, types.UnionType):
         options = [{"type": "null"} if arg is type(None) else _schema_of_hint(arg, where) for arg in args]
         return {"anyOf": options}
-    raise TypeError(f"{where}: no JSON schema for type {hint!r}; use str, int, float, bool, list, dict or Literal")
+    raise TypeError(
+        f"{where}: no JSON schema for type {hint!r}; use str, int, float, bool, list, dict or Literal"
+    )
+
+
+def check_schema(schema: Mapping[str, Any], where: str) -> None:
+    """Refuse a schema that ``find_problem`` cannot read.
+
+    Raises:
+        ValueError: the arguments are no object, or something has an unknown type.
+    """
+    if schema.get("type") != "object" or not isinstance(schema.get("properties"), Mapping):
+        raise ValueError(f"{where}: its schema must be an object with properties, not {schema!r}")
+    pending: list[Mapping[str, Any]] = list(schema["properties"].values())
+    while pending:
+        part = pending.pop()
+        if "type" in part and not (isinstance(part["type"], str) and part["type"] in _PYTHON_TYPES):
+            raise ValueError(
+                f"{where}: unknown type {part['type']!r}; there are {', '.join(_PYTHON_TYPES)}, and anyOf"
+            )
+        pending += [*part.get("anyOf", ()), *part.get("properties", {}).values()]
+        pending += [part["items"]] if "items" in part else []
 
 
 def takes_raw_text(schema: Mapping[str, Any]) -> bool:
-    """True when the tool has a single string parameter: the block's body is that argument, not JSON."""
-    properties = schema.get("properties", {})
-    return len(properties) == 1 and next(iter(properties.values())).get("type") == "string"
+    """True when the tool has a single, free string parameter: the block's body is that argument, not JSON."""
+    properties = list(schema["properties"].values())
+    return len(properties) == 1 and properties[0].get("type") == "string" and "enum" not in properties[0]
 
 
 def find_problem(value: Any, schema: Mapping[str, Any], path: str = "arguments") -> str | None:
@@ -83,10 +108,11 @@ def find_problem(value: Any, schema: Mapping[str, Any], path: str = "arguments")
     expected = schema.get("type")
     if expected is not None and not _has_type(value, expected):
         return f"{path} must be {expected}, not {type(value).__name__}"
-    if "minimum" in schema and value < schema["minimum"]:
-        return f"{path} must be at least {schema['minimum']}"
-    if "maximum" in schema and value > schema["maximum"]:
-        return f"{path} must be at most {schema['maximum']}"
+    if isinstance(value, (int, float)):
+        if value < schema.get("minimum", value):
+            return f"{path} must be at least {schema['minimum']}"
+        if value > schema.get("maximum", value):
+            return f"{path} must be at most {schema['maximum']}"
     if expected == "array" and "items" in schema:
         problems = (find_problem(item, schema["items"], f"{path}[{i}]") for i, item in enumerate(value))
         return next((problem for problem in problems if problem), None)
@@ -109,5 +135,7 @@ def _find_object_problem(value: Mapping[str, Any], schema: Mapping[str, Any], pa
     unknown = [name for name in value if name not in properties]
     if unknown and schema.get("additionalProperties", True) is False:
         return f"{path} have no parameter {unknown[0]!r}; there are {', '.join(map(repr, properties))}"
-    problems = (find_problem(value[name], properties[name], f"{path}.{name}") for name in value if name in properties)
+    problems = (
+        find_problem(value[name], properties[name], f"{path}.{name}") for name in value if name in properties
+    )
     return next((problem for problem in problems if problem), None)

@@ -266,10 +266,9 @@ def _bind(tool: Tool) -> _BoundTool:
 def _record(
     request: ToolRequest, reply: ToolReply, latency_s: float, attempts: int, error: str | None = None
 ) -> ToolCall:
-    cached = reply.metadata.get("cached") is True if reply.metadata else False
-    return ToolCall(
-        request.tool, request.argument, reply.text, error is None, error, latency_s, reply.hits, attempts, cached
-    )
+    cached = bool(reply.metadata) and reply.metadata.get("cached") is True
+    tool, argument = request
+    return ToolCall(tool, argument, reply.text, error is None, error, latency_s, reply.hits, attempts, cached)
 
 
 def _decode(body: str, schema: Mapping[str, Any]) -> tuple[Any, str]:
@@ -277,7 +276,8 @@ def _decode(body: str, schema: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         arguments = json.loads(body)
     except (json.JSONDecodeError, RecursionError) as error:
-        return None, f"The request is not a JSON object: {error}. Parameters: {', '.join(schema['properties'])}."
+        parameters = ", ".join(schema["properties"])
+        return None, f"The request is not a JSON object: {error}. Parameters: {parameters}."
     problem = find_problem(arguments, schema)
     return arguments, f"The request does not fit the tool: {problem}." if problem else ""
 
@@ -299,7 +299,8 @@ def _start_thread(function: Callable[[Any], Any], argument: Any) -> Future[Any]:
     future: Future[Any] = Future()
 
     def work() -> None:
-        future.set_running_or_notify_cancel()
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             result = function(argument)
         except BaseException as error:  # noqa: BLE001  handed to the waiting side, which raises it

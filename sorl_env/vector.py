@@ -10,13 +10,14 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from sorl_env.env import EPISODE_INFO, TURN_INFO, ToolUseEnv, read_index_option
+from sorl_env.env import ToolUseEnv, read_index_option
 from sorl_env.errors import UserError
+from sorl_env.step import EPISODE_INFO, TURN_INFO, TurnRow
 from sorl_env.task import Limits, Task, ToolSettings
 from sorl_env.tool import ToolLike
 
 _VectorStep = tuple[tuple[str, ...], NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
-_DTYPES: Mapping[str, Any] = {"index": np.int64, "turn": np.int64, "is_sample": np.bool_}  # of infos; else objects
+_DTYPES: Mapping[str, Any] = {"index": np.int64, "turn": np.int64, "is_sample": np.bool_}  # else objects
 _NO_ROWS: Sequence[Sequence[Any]] = ((),) * (4 + len(TURN_INFO))
 
 
@@ -116,17 +117,18 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
             self._begin(begun, self._draw(len(begun)), observations, infos)
         return tuple(observations), _array(rewards, np.float64, running, size), ends[0], ends[1], infos
 
-    def _take_turns(self, running: Sequence[int], actions: Sequence[str]) -> list[tuple[Any, ...]]:
+    def _take_turns(self, running: Sequence[int], actions: Sequence[str]) -> list[TurnRow]:
         """The turns of the running episodes, as rows."""
         envs = [self.envs[index] for index in running]
         requests = [env.begin_turn(actions[index]) for env, index in zip(envs, running, strict=True)]
         calls = iter(self._toolbox.call_batch([request for each in requests for request in each]))
         return [
-            env.finish_turn_row([next(calls)] if each else ()) for env, each in zip(envs, requests, strict=True)
+            env.finish_turn_row([next(calls)] if each else ())
+            for env, each in zip(envs, requests, strict=True)
         ]
 
     def _set_final(
-        self, rows: Sequence[tuple[Any, ...]], observations: Sequence[str], infos: dict[str, Any]
+        self, rows: Sequence[TurnRow], observations: Sequence[str], infos: dict[str, Any]
     ) -> list[int]:
         """SAME_STEP: the last observations and infos of what ended become ``final_*``; returns what ended."""
         size = self.num_envs
