@@ -62,7 +62,7 @@ def play(env: ToolUseEnv, index: int) -> tuple[list[str], float, str]:
             return turns, result.reward, result.info["stop_reason"]
 
 
-# -- the world ----------------------------------------------------------------------------------------------------------
+# -- the world ---
 
 
 def test_the_world_is_a_function_of_its_spec(world: World) -> None:
@@ -135,7 +135,7 @@ def test_relation_paths_repeat_nothing(hops: int) -> None:
     assert all(len(set(path)) == len(path) == hops for _, path in paths)
 
 
-# -- questions ----------------------------------------------------------------------------------------------------------
+# -- questions ---
 
 
 def test_a_question_reads_from_the_last_relation_inwards() -> None:
@@ -172,7 +172,7 @@ def test_hop_weights() -> None:
     assert Counter(example.metadata["hops"] for example in examples(task, "train")) == {1: 75, 4: 225}
 
 
-# -- what can be guessed ------------------------------------------------------------------------------------------------
+# -- what can be guessed ---
 
 
 def test_the_most_common_answers_are_rare() -> None:
@@ -201,7 +201,7 @@ def test_without_search_the_expert_fails() -> None:
     assert reply.observation.strip() == "<information>\nNo passages found.\n</information>"
 
 
-# -- search -------------------------------------------------------------------------------------------------------------
+# -- search ---
 
 
 def test_the_right_passage_is_among_near_misses(world: World) -> None:
@@ -224,7 +224,7 @@ def test_search_is_fast_and_deterministic() -> None:
     assert (time.perf_counter() - started) / len(names) < 3e-3  # 0.05 ms on a quiet core
 
 
-# -- the expert ---------------------------------------------------------------------------------------------------------
+# -- the expert ---
 
 
 def test_the_expert_answers_everything() -> None:
@@ -282,7 +282,7 @@ def test_four_hops_and_longer_thoughts_fit_the_limits(reasoning: int) -> None:
     assert 3 * words <= env.limits.max_new_tokens + 12
 
 
-# -- the task -----------------------------------------------------------------------------------------------------------
+# -- the task ---
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
