@@ -26,14 +26,14 @@ _INSTRUCTION = (
     "<search> query </search>, and it will return the top search results between <information> and "
     "</information>. You can search as many times as you want. If you find that no further outside knowledge is "
     "needed, give the answer inside <answer> and </answer>, without detailed explanations. For example, "
-    "<answer> Beijing </answer>. Question: {question}\n"
+    "<answer> Beijing </answer>. Question: "
 )
 
 
 def qa_prompt(example: Example) -> str:
     """The instruction and the question, which ends in a question mark as in Search-R1's data preparation."""
     question = example.question.strip()
-    return _INSTRUCTION.format(question=question if question.endswith("?") else question + "?")
+    return f"{_INSTRUCTION}{question}\n" if question.endswith("?") else f"{_INSTRUCTION}{question}?\n"
 
 
 def qa_reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:
