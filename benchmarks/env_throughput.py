@@ -11,6 +11,7 @@ interleaved rounds, so that a busy machine blurs no comparison.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -166,6 +167,8 @@ def questions() -> Any:
 def measure(runs: dict[str, Run], rounds: int, seconds: float) -> dict[str, float]:
     """Median steps per second of each, in interleaved rounds of about ``seconds`` each."""
     steps = {name: _steps_within(run, seconds) for name, run in runs.items()}
+    gc.collect()
+    gc.freeze()  # what one contestant's libraries keep in memory must not slow the garbage collection of the others
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():

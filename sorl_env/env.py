@@ -112,7 +112,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._dialogue: list[tuple[str, str]] = []
         self._action = ""
         self._calls: list[ToolCall] = []
-        self._items: Mapping[str, float] = {}
+        self._items: dict[str, float] = {}
 
     def spawn(self) -> ToolUseEnv:
         """Another environment of the same task, examples and tools, with no episode; cheap."""
@@ -230,7 +230,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         return StepResult.from_row(self._end(StopReason(reason), error))
 
     def _end(self, reason: StopReason, error: str | None = None) -> TurnRow:
-        items: Mapping[str, float] = {}
+        items: dict[str, float] = {}
         if reason is not _ERROR and reason is not _ABORTED:
             items = check_reward_items(self.task.reward(self.example, self._turns), self.task.name)
             if self._items:  # the last turn's own
@@ -246,7 +246,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
     def _row(
         self,
         observation: str,
-        items: Mapping[str, float],
+        items: dict[str, float],
         reason: StopReason | None = None,
         error: str | None = None,
     ) -> TurnRow:
@@ -258,8 +258,8 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             reason is not None and reason is not _ANSWER,
             parsed,
             parsed.error.value if parsed is not None and parsed.error is not None else None,
-            dict(items),
-            self._calls.copy(),
+            items,
+            self._calls,
             len(self._turns) - 1,
             None if reason is None else reason.value,
             error,

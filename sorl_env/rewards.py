@@ -112,8 +112,8 @@ def search_r1_valid_format(rollout_text: str) -> bool:
     return state == "end" and not rollout_text[position:].strip()
 
 
-def check_reward_items(items: Mapping[str, float], task: str) -> Mapping[str, float]:
-    """The items themselves.
+def check_reward_items(items: Mapping[str, float], task: str) -> dict[str, float]:
+    """The items as a dictionary of one's own.
 
     Raises:
         ValueError: one of them is NaN or infinite, which would poison a whole batch.
@@ -121,4 +121,4 @@ def check_reward_items(items: Mapping[str, float], task: str) -> Mapping[str, fl
     for name, value in items.items():
         if not math.isfinite(value):
             raise ValueError(f"task {task}: reward item {name!r} is {value}")
-    return items
+    return dict(items)

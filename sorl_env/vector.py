@@ -123,7 +123,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         requests = [env.begin_turn(actions[index]) for env, index in zip(envs, running, strict=True)]
         calls = iter(self._toolbox.call_batch([request for each in requests for request in each]))
         return [
-            env.finish_turn_row([next(calls)] if each else ())
+            env.finish_turn_row((next(calls),) if each else ())
             for env, each in zip(envs, requests, strict=True)
         ]
 
