@@ -84,7 +84,7 @@ def init_weights(
     it. In later layers keys start equal to queries, and in all of them the output projection as the transpose of the
     values: a token attends to others like it and copies what they hold (after mimetic initialization, Trockman and
     Kolter, 2023). Together they are the start of an induction head, which a small model drawn as usual takes several
-    times as many steps to find: on MiniHop 120 supervised steps do what 300 did not.
+    times as many supervised steps to find.
 
     Args:
         scale: of queries and values, whose entries have the standard deviation ``scale / sqrt(hidden_size)``.
