@@ -5,7 +5,7 @@ be guessed: answers spread evenly over more than a hundred entities. So a policy
 the passage it asked for from those about its namesakes. It is small enough to train on a laptop's CPU.
 
     gym.make("sorl/MiniHop-v0")
-    load_task("minihop", hops=(2, 3, 4), lookalikes=40)
+    load_task("minihop", hops=(2, 3, 4), distractors=2.0)
 """
 
 from __future__ import annotations
