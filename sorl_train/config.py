@@ -176,6 +176,7 @@ class SftConfig:
     lr: float = opt(1e-5, "peak learning rate, cosine to a tenth")
     warmup_ratio: float = opt(0.05, "share of steps with a rising rate")
     max_grad_norm: float = opt(1.0, "gradient clipping")
+    stop_at_success: float | None = opt(None, "end the cold start once greedy success on training examples is this high")
 
 
 @dataclass(frozen=True)

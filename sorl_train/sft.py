@@ -42,9 +42,12 @@ def fine_tune(
     demos: Sequence[Demo],
     config: TrainConfig,
     pad_id: int,
-    on_step: Callable[[int, dict[str, float]], None],
+    on_step: Callable[[int, dict[str, float]], bool | None],
 ) -> None:
-    """Minimize the mean negative log-likelihood of the demonstrators' tokens; prompts and observations are read only."""
+    """Minimize the mean negative log-likelihood of the demonstrators' tokens; prompts and observations are read only.
+
+    ``on_step(step, metrics)`` is called after each step and ends the training by returning True.
+    """
     sft = config.sft
     device = next(model.parameters()).device
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -72,7 +75,9 @@ def fine_tune(
         if not (math.isfinite(norm) and math.isfinite(loss_sum)):
             raise UserError(f"supervised step {step}: the loss or its gradient is not finite; lower sft.lr ({sft.lr})")
         optimizer.step()
-        on_step(step, {"sft/loss": loss_sum, "sft/confident": correct / total, "sft/grad_norm": norm, "sft/lr": lr})
+        metrics = {"sft/loss": loss_sum, "sft/confident": correct / total, "sft/grad_norm": norm, "sft/lr": lr}
+        if on_step(step, metrics):
+            return
 
 
 def _batches(size: int, batch_size: int, seed: int) -> Iterator[list[int]]:
