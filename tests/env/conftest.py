@@ -1,0 +1,88 @@
+"""A task of six questions with a canned search tool, for tests of the environment itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from sorl_env import Example, Limits, ParsedTurn, Task, ToolReply
+from sorl_env.rewards import exact_match
+
+EXAMPLES = tuple(Example(str(i), f"Question {i}?", (f"gold {i}",), metadata={"number": i}) for i in range(6))
+
+
+class CannedSearch:
+    """Answers every query with one passage and keeps what it was asked, one list a call."""
+
+    name = "search"
+    description = "Search nothing."
+    schema: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"query": {"type": "string"}},
+        "required": ["query"],
+    }
+    inline = True
+
+    def __init__(self, passage: str = "Doc 1 (Canned): about {query}") -> None:
+        self.passage = passage
+        self.batches: list[list[str]] = []
+
+    def __call__(self, query: str) -> ToolReply:
+        return self.call_batch([query])[0]
+
+    def call_batch(self, queries: Sequence[str]) -> list[ToolReply]:
+        self.batches.append(list(queries))
+        return [ToolReply(self.passage.replace("{query}", query), hits=1) for query in queries]
+
+
+def reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:
+    answers = [turn.content for turn in turns if turn.kind == "answer"]
+    return {"exact_match": exact_match(answers[-1], example.golden_answers) if answers else 0.0}
+
+
+@pytest.fixture
+def canned() -> CannedSearch:
+    return CannedSearch()
+
+
+@pytest.fixture
+def make_task(canned: CannedSearch) -> Callable[..., Task]:
+    """``make_task(**changes)``: the task with other fields."""
+    task = Task(
+        name="toy",
+        prompt=lambda example: f"Answer with the tags <answer>Beijing</answer>. {example.question}",
+        reward=reward,
+        parse_row=lambda row: Example(row["id"], row["question"], tuple(row["golden_answers"])),
+        tools=[canned],
+        embedded=lambda split: EXAMPLES,
+        limits=Limits(max_turns=3),
+    )
+    return lambda **changes: dataclasses.replace(task, **changes)
+
+
+@pytest.fixture
+def task(make_task: Callable[..., Task]) -> Task:
+    return make_task()
+
+
+@pytest.fixture(scope="session")
+def make_task_for_fuzzing() -> Callable[[str], Task]:
+    """A task whose search finds one passage of that text, and whose prompt shows the gold answer in its tags."""
+
+    def make(passage: str) -> Task:
+        return Task(
+            name="fuzzed",
+            prompt=lambda example: (
+                f"For example <answer>{example.golden_answers[0]}</answer>. {example.question}"
+            ),
+            reward=reward,
+            parse_row=lambda row: EXAMPLES[0],
+            tools=[CannedSearch(passage)],
+            embedded=lambda split: EXAMPLES,
+            limits=Limits(max_turns=4),
+        )
+
+    return make

@@ -1,0 +1,163 @@
+"""Rewards against public scorers, and multiple choice against everything it must not accept."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sorl_env.rewards import (
+    check_reward_items,
+    exact_match,
+    f1,
+    multiple_choice,
+    normalize_answer,
+    search_r1_valid_format,
+    substring_match,
+)
+
+
+def cases(folder: Path, name: str) -> list[dict[str, Any]]:
+    with gzip.open(folder / "cases" / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def test_exact_and_substring_match_agree_with_seven_public_scorers(shared_data: Path) -> None:
+    rows = cases(shared_data, "exact_match")
+    assert len(rows) == 1384
+    wrong = [
+        row["id"]
+        for row in rows
+        if exact_match(row["prediction"], row["golds"]) != row["expected_em"]
+        or substring_match(row["prediction"], row["golds"]) != row["expected_subem"]
+    ]
+    assert wrong == []
+    assert 0 < sum(row["expected_em"] for row in rows) < len(rows)
+
+
+def test_rollout_format_agrees_with_search_r1(shared_data: Path) -> None:
+    rows = cases(shared_data, "rollout_format")
+    assert len(rows) == 140
+    assert [row["id"] for row in rows if search_r1_valid_format(row["text"]) != row["valid"]] == []
+    assert 0 < sum(row["valid"] for row in rows) < len(rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("The  Beatles!", "beatles"),
+        ("A man, a plan, an apple", "man plan apple"),
+        ("the", ""),
+        ("U.S.", "us"),
+        ("theatre", "theatre"),
+        ("naïve café", "naïve café"),
+        ("Brunswick\u2013Lüneburg", "brunswick\u2013lüneburg"),
+        ("", ""),
+    ],
+)
+def test_normal_form(text: str, normal: str) -> None:
+    assert normalize_answer(text) == normal
+
+
+def test_no_golds_give_nothing() -> None:
+    assert exact_match("x", []) == substring_match("x", []) == f1("x", []) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prediction", "golds", "expected"),
+    [
+        ("the green hill", ["green hill"], 1.0),
+        ("green", ["green hill"], 2 / 3),
+        ("green green", ["green hill"], 1 / 2),
+        ("red", ["green hill", "red hill"], 2 / 3),
+        ("red", ["green"], 0.0),
+        ("the", ["a"], 1.0),
+        ("", ["green"], 0.0),
+    ],
+)
+def test_f1(prediction: str, golds: list[str], expected: float) -> None:
+    assert f1(prediction, golds) == pytest.approx(expected)
+
+
+OPTIONS = {"A": "Iron deficiency", "B": "Zinc (low)", "C": "A"}
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        "A",
+        "a",
+        " A\n",
+        "(A)",
+        "(a)",
+        "A.",
+        "a.",
+        "A: Iron deficiency",
+        "a: the iron deficiency.",
+        "A:Iron deficiency",
+    ],
+)
+def test_the_letter_is_taken_in_these_forms(prediction: str) -> None:
+    assert multiple_choice(prediction, "A", OPTIONS) == 1.0
+    assert multiple_choice(prediction, "B", OPTIONS) == 0.0
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        "",
+        "B",
+        "A or B",
+        "A, B",
+        "AB",
+        "A A",
+        "A)",
+        "(A",
+        "(A).",
+        "A..",
+        "A:",
+        "A: ",
+        "A: Zinc (low)",
+        "A: Iron deficiency or zinc",
+        "A. Iron deficiency",
+        "(A) Iron deficiency",
+        "Iron deficiency",
+        "The answer is A",
+        "A is right",
+        "Option A",
+        "not A",
+        "<answer>A</answer>",
+        "\u0391",  # a Greek capital alpha
+        "\uff21",  # a full-width A
+        "1",
+    ],
+)
+def test_the_letter_is_taken_in_no_other_form(prediction: str) -> None:
+    assert multiple_choice(prediction, "A", OPTIONS) == 0.0
+
+
+def test_a_labelled_answer_needs_the_options() -> None:
+    assert multiple_choice("A: Iron deficiency", "A") == 0.0
+    assert multiple_choice("E: x", "E", OPTIONS) == 0.0
+    assert multiple_choice("A", "A") == multiple_choice("J", "j") == 1.0
+
+
+@given(st.text(max_size=6))
+def test_only_the_letter_scores(prediction: str) -> None:
+    scored = multiple_choice(prediction, "A", OPTIONS) == 1.0
+    assert scored == (prediction.strip() in {"A", "a", "A.", "a.", "(A)", "(a)"})
+
+
+def test_reward_items_are_finite() -> None:
+    items = {"a": 1.0, "b": -0.5}
+    checked = check_reward_items(items, "toy")
+    assert checked == items and checked is not items
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match=r"task toy: reward item 'b' is (nan|inf|-inf)"):
+            check_reward_items({"a": 1.0, "b": value}, "toy")

@@ -1,0 +1,317 @@
+"""Calls that fail, hang, or ask for what there is not: alone, in a batch, on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from sorl_env import Toolbox, ToolCall, ToolInputError, ToolReply, ToolRequest, ToolUnavailableError
+
+Call = Callable[[Toolbox, ToolRequest], "ToolCall | ToolUnavailableError"]
+
+
+def sync(box: Toolbox, request: ToolRequest) -> ToolCall | ToolUnavailableError:
+    return box.call(request)
+
+
+def batched(box: Toolbox, request: ToolRequest) -> ToolCall | ToolUnavailableError:
+    (outcome,) = box.call_batch([request])
+    return outcome
+
+
+def awaited(box: Toolbox, request: ToolRequest) -> ToolCall | ToolUnavailableError:
+    return asyncio.run(box.acall(request))
+
+
+@pytest.fixture(params=[sync, batched, awaited])
+def call(request: pytest.FixtureRequest) -> Call:
+    return request.param
+
+
+class Scripted:
+    """A search tool that goes through a script: text is a reply, an exception is raised."""
+
+    name = "search"
+    description = ""
+    schema: Mapping[str, Any] = {"type": "object", "properties": {"query": {"type": "string"}}}
+
+    def __init__(self, *script: str | Exception) -> None:
+        self.script = list(script)
+        self.asked: list[str] = []
+
+    def __call__(self, query: str) -> ToolReply:
+        self.asked.append(query)
+        step = self.script.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return ToolReply(step, hits=2)
+
+
+class Inline(Scripted):
+    inline = True
+
+
+class Batched(Scripted):
+    def call_batch(self, queries: Sequence[str]) -> list[ToolReply | Exception]:
+        results: list[ToolReply | Exception] = []
+        for query in queries:
+            try:
+                results.append(self(query))
+            except Exception as error:  # noqa: BLE001  one slot fails alone
+                results.append(error)
+        return results
+
+
+class Awaited(Scripted):
+    async def acall(self, query: str) -> ToolReply:
+        await asyncio.sleep(0)
+        return self(query)
+
+
+@pytest.fixture(params=[Scripted, Inline, Batched, Awaited])
+def kind(request: pytest.FixtureRequest) -> type[Scripted]:
+    return request.param
+
+
+REQUEST = ToolRequest("search", "who")
+
+
+def http_error(status: int) -> httpx.HTTPStatusError:
+    request = httpx.Request("GET", "http://retriever")
+    return httpx.HTTPStatusError("no", request=request, response=httpx.Response(status, request=request))
+
+
+def test_a_reply(call: Call, kind: type[Scripted]) -> None:
+    outcome = call(Toolbox([kind("Doc 1")]), REQUEST)
+    assert isinstance(outcome, ToolCall)
+    assert 0 <= outcome.latency_s < 5
+    assert outcome == ToolCall("search", "who", "Doc 1", latency_s=outcome.latency_s, hits=2)
+
+
+@pytest.mark.parametrize(
+    "outage",
+    [TimeoutError(), ConnectionResetError("gone"), OSError("unreachable"), ToolUnavailableError("busy"),
+     http_error(503), http_error(429), httpx.ReadTimeout("slow"), httpx.ConnectError("refused")],
+    ids=repr,
+)  # fmt: skip
+def test_outages_are_retried(call: Call, kind: type[Scripted], outage: Exception) -> None:
+    tool = kind(outage, outage, "Doc 1")
+    outcome = call(Toolbox([tool], retries=2, backoff_s=0.001), REQUEST)
+    assert isinstance(outcome, ToolCall)
+    assert (outcome.reply, outcome.attempts, outcome.ok) == ("Doc 1", 3, True)
+
+
+def test_an_outage_that_stays_is_an_error_with_a_record(call: Call, kind: type[Scripted]) -> None:
+    tool = kind(*[ConnectionError("refused")] * 5)
+    outcome = call(Toolbox([tool], retries=2, backoff_s=0.001), REQUEST)
+    assert isinstance(outcome, ToolUnavailableError)
+    assert str(outcome) == "tool search is unavailable after 3 tries: ConnectionError: refused"
+    assert isinstance(outcome.__cause__, ConnectionError)
+    assert outcome.call is not None
+    assert (outcome.call.ok, outcome.call.attempts, outcome.call.error) == (False, 3, str(outcome))
+    assert len(tool.asked) == 3
+
+
+def test_retries_end_at_the_deadline(call: Call, kind: type[Scripted]) -> None:
+    tool = kind(*[ConnectionError("refused")] * 50)
+    started = time.monotonic()
+    outcome = call(Toolbox([tool], timeout_s=0.2, retries=40, backoff_s=0.05), REQUEST)
+    assert isinstance(outcome, ToolUnavailableError)
+    assert time.monotonic() - started < 2
+    assert 2 <= len(tool.asked) < 10
+
+
+def test_a_refused_request_is_an_observation(call: Call, kind: type[Scripted]) -> None:
+    outcome = call(Toolbox([kind(ToolInputError("the query is empty"))]), REQUEST)
+    assert isinstance(outcome, ToolCall)
+    assert (outcome.ok, outcome.reply, outcome.error) == (False, "the query is empty", "the query is empty")
+    assert outcome.attempts == 1
+
+
+@pytest.mark.parametrize("bug", [KeyError("result"), http_error(404), ValueError("x")], ids=repr)
+def test_a_bug_is_contained_not_retried_and_logged_once(
+    call: Call, kind: type[Scripted], bug: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = kind(*[bug] * 3)
+    box = Toolbox([tool])
+    with caplog.at_level(logging.ERROR, logger="sorl_env"):
+        outcomes = [call(box, REQUEST) for _ in range(3)]
+    assert all(isinstance(outcome, ToolUnavailableError) for outcome in outcomes)
+    assert f"bug in the tool: {type(bug).__name__}" in str(outcomes[0])
+    assert len(tool.asked) == 3
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+
+
+def test_a_tool_that_returns_something_else_has_a_bug(call: Call) -> None:
+    def search(query: str) -> str:
+        return None  # type: ignore[return-value]
+
+    outcome = call(Toolbox([search]), REQUEST)
+    assert "it returned NoneType, expected str or ToolReply" in str(outcome)
+
+
+def test_malformed_requests_are_observations(call: Call) -> None:
+    asked = []
+
+    def weather(city: str, days: int = 1) -> str:
+        asked.append(city)
+        return city
+
+    def search(query: str) -> str:
+        return query
+
+    box = Toolbox([search, weather])
+    for request, problem in (
+        (ToolRequest("weather", "Oslo"), "The request is not a JSON object: "),
+        (ToolRequest("weather", "[" * 100_000), "The request is not a JSON object: "),
+        (ToolRequest("weather", '{"days": 2}'), "The request does not fit the tool: arguments lack 'city'."),
+        (
+            ToolRequest("weather", '["Oslo"]'),
+            "The request does not fit the tool: arguments must be object, not list.",
+        ),
+        (ToolRequest("serach", "x"), "There is no tool 'serach'. Did you mean 'search'?"),
+    ):
+        outcome = call(box, request)
+        assert isinstance(outcome, ToolCall)
+        assert outcome.reply.startswith(problem)
+        assert (outcome.ok, outcome.error, outcome.attempts) == (False, outcome.reply, 0)
+    assert asked == []
+
+
+@pytest.fixture
+def hanging() -> Iterator[Callable[[str], str]]:
+    """A search that hangs until the test is over."""
+    release = threading.Event()
+
+    def search(query: str) -> str:
+        release.wait(60)
+        return query
+
+    yield search
+    release.set()
+
+
+def test_a_call_that_hangs_is_abandoned_at_the_deadline(call: Call, hanging: Callable[[str], str]) -> None:
+    started = time.monotonic()
+    outcome = call(Toolbox([hanging], timeout_s=0.1), REQUEST)
+    assert isinstance(outcome, ToolUnavailableError)
+    assert "no reply within 0.1 s" in str(outcome)
+    assert time.monotonic() - started < 5
+
+
+def test_a_coroutine_that_ignores_its_cancellation_is_abandoned_too() -> None:
+    class Stubborn(Scripted):
+        async def acall(self, query: str) -> ToolReply:
+            for _ in range(20):
+                try:
+                    await asyncio.sleep(0.05)
+                except asyncio.CancelledError:
+                    self.asked.append("cancelled")
+            return ToolReply("late")
+
+    async def timed(tool: Stubborn) -> tuple[object, float]:
+        started = time.monotonic()
+        outcome = await Toolbox([tool], timeout_s=0.1).acall(REQUEST)
+        return outcome, time.monotonic() - started
+
+    outcome, elapsed = asyncio.run(timed(Stubborn()))
+    assert isinstance(outcome, ToolUnavailableError)
+    assert elapsed < 0.8
+
+
+def test_a_dead_call_stalls_no_other(hanging: Callable[[str], str]) -> None:
+    def quick(query: str) -> str:
+        return query
+
+    quick.__name__ = "quick"
+
+    async def both() -> tuple[list[object], float]:
+        box = Toolbox([hanging, quick], timeout_s=1.0)
+        dead = [asyncio.ensure_future(box.acall(REQUEST)) for _ in range(8)]
+        started = time.monotonic()
+        alive = [await box.acall(ToolRequest("quick", str(i))) for i in range(20)]
+        elapsed = time.monotonic() - started
+        return [*alive, *await asyncio.gather(*dead)], elapsed
+
+    outcomes, elapsed = asyncio.run(both())
+    assert [getattr(outcome, "reply", None) for outcome in outcomes[:20]] == [str(i) for i in range(20)]
+    assert all(isinstance(outcome, ToolUnavailableError) for outcome in outcomes[20:])
+    assert elapsed < 0.9
+
+
+def test_a_batch_goes_out_as_one_call_a_tool() -> None:
+    class Counted(Batched):
+        def call_batch(self, queries: Sequence[str]) -> list[ToolReply | Exception]:
+            self.script = [f"about {query}" for query in queries]
+            self.asked.append(f"batch of {len(queries)}")
+            return super().call_batch(queries)
+
+    def echo(text: str) -> str:
+        return text.upper()
+
+    tool = Counted()
+    requests = [ToolRequest("search", "a"), ToolRequest("echo", "x"), ToolRequest("nothing", "y"),
+                ToolRequest("search", "b"), ToolRequest("echo", "z")]  # fmt: skip
+    outcomes = Toolbox([tool, echo]).call_batch(requests)
+    replies = [outcome.reply for outcome in outcomes if isinstance(outcome, ToolCall)]
+    assert replies == ["about a", "X", "There is no tool 'nothing'. Known: echo, search.", "about b", "Z"]
+    assert tool.asked == ["batch of 2", "a", "b"]
+    assert Toolbox([tool]).call_batch([]) == []
+
+
+def test_only_what_failed_in_a_batch_is_tried_again() -> None:
+    tool = Batched("one", ConnectionError(), ToolInputError("bad"), KeyError("bug"), "two")
+    outcomes = Toolbox([tool], backoff_s=0.001).call_batch([ToolRequest("search", str(i)) for i in range(4)])
+    assert [getattr(outcome, "reply", "out") for outcome in outcomes] == ["one", "two", "bad", "out"]
+    assert [outcome.attempts for outcome in outcomes if isinstance(outcome, ToolCall)] == [1, 2, 1]
+    assert tool.asked == ["0", "1", "2", "3", "1"]
+
+
+def test_a_batch_of_the_wrong_length_is_a_bug() -> None:
+    class Short(Scripted):
+        def call_batch(self, queries: Sequence[str]) -> list[ToolReply]:
+            return [ToolReply("x")]
+
+    outcomes = Toolbox([Short()]).call_batch([REQUEST, REQUEST])
+    assert all("call_batch returned 1 results for 2 requests" in str(outcome) for outcome in outcomes)
+
+
+def test_a_batch_of_a_plain_function_runs_concurrently() -> None:
+    barrier = threading.Barrier(4, timeout=10)
+
+    def search(query: str) -> str:
+        barrier.wait()  # passes only when four calls are under way
+        return query
+
+    outcomes = Toolbox([search]).call_batch([ToolRequest("search", str(i)) for i in range(8)])
+    assert [outcome.reply for outcome in outcomes if isinstance(outcome, ToolCall)] == list("01234567")
+
+
+def test_a_failure_of_the_process_is_not_contained() -> None:
+    def search(query: str) -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Toolbox([search]).call(REQUEST)
+
+
+def test_closing_closes_the_tools_that_can_be() -> None:
+    class Closing(Scripted):
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    def echo(text: str) -> str:
+        return text
+
+    tool = Closing()
+    Toolbox([tool, echo]).close()
+    assert tool.closed == 1
