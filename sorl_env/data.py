@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import logging
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,7 +134,7 @@ def _read_rows(path: Path, content: bytes) -> Iterator[tuple[int, Mapping[str, A
     if path.name.endswith(".gz"):
         try:
             content = gzip.decompress(content)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{path}: not a readable gzip file ({error})") from error
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():

@@ -160,8 +160,8 @@ def _pick(module: ModuleType, attribute: str | None, reference: str, knobs: Mapp
         return found
     builder = getattr(module, found.name, None) if isinstance(found, Task) else found
     if not callable(builder):
-        given = f"takes no knobs, got {', '.join(knobs)}" if isinstance(found, Task) else f"{name} is no Task"
-        raise UserError(f"task {reference!r}: {given}")
+        problem = f"it takes no knobs, got {', '.join(knobs)}" if knobs else f"{name} is no Task"
+        raise UserError(f"task {reference!r}: {problem}")
     return _build(builder, reference, knobs)
 
 

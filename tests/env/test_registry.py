@@ -1,0 +1,175 @@
+"""Tasks by name, module and path; environment ids."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import gymnasium
+import pytest
+
+import sorl_env
+from sorl_env import Task, ToolUseEnv, UserError, load_task, register_task, task_names
+from sorl_env.registry import _ENV_IDS
+
+SOURCE = """
+from sorl_env import Example, Task
+
+def build(name="filed", answer="yes"):
+    return Task(
+        name=name,
+        prompt=lambda example: example.question,
+        reward=lambda example, turns: {"right": float(turns[-1].content == answer)},
+        parse_row=lambda row: Example(row["id"], row["question"]),
+        env_id=f"test/{name.capitalize()}-v0",
+        embedded=lambda split: [Example("1", "Yes?")],
+    )
+"""
+
+
+def test_the_packaged_tasks() -> None:
+    assert {"nq", "hotpotqa", "alphamed19k", "minihop"} <= set(task_names())
+    assert not [name for name in task_names() if name.startswith("_")]
+
+
+@pytest.mark.parametrize(("env_id", "name"), _ENV_IDS.items())
+def test_ids_known_without_import_are_those_of_the_tasks(env_id: str, name: str) -> None:
+    assert load_task(name).env_id == env_id
+    assert load_task(env_id) is load_task(name)
+    assert env_id in gymnasium.registry
+
+
+def test_unknown_names_get_suggestions() -> None:
+    with pytest.raises(UserError, match=r"there is no task 'hotpot_qa'\. Did you mean 'hotpotqa'\?"):
+        load_task("hotpot_qa")
+    with pytest.raises(
+        UserError, match=r"A task of your own: package\.module:TASK, or the path of a \.py file"
+    ):
+        load_task("zzz")
+    with pytest.raises(UserError, match="there is no module 'no_such_package'; is its folder on the path"):
+        load_task("no_such_package.tasks:TASK")
+    with pytest.raises(UserError, match=r"there is no module 'sorl_env.no_such'"):
+        load_task("sorl_env.no_such:TASK")
+    with pytest.raises(
+        UserError, match=r"'sorl_tasks\.nq:TSAK': sorl_tasks\.nq has no TSAK\. Did you mean 'TASK'"
+    ):
+        load_task("sorl_tasks.nq:TSAK")
+
+
+def test_a_module_and_attribute() -> None:
+    assert load_task("sorl_tasks.nq:TASK") is load_task("nq")
+    with pytest.raises(UserError, match=r"register_envs is no Task|built as a NoneType, not a Task"):
+        load_task("sorl_env.registry:register_envs")
+    with pytest.raises(UserError, match="ENTRY_POINT_GROUP is no Task"):
+        load_task("sorl_env.registry:ENTRY_POINT_GROUP")
+
+
+def test_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE + "\nTASK = build()\n", encoding="utf-8")
+    task = load_task(str(file))
+    assert task.name == "filed"
+    env = gymnasium.make("test/Filed-v0")
+    env.reset()
+    assert env.step("<think>a</think><answer>yes</answer>")[1] == 1.0
+    with pytest.raises(UserError, match=r"mien\.py: no such file\. Did you mean 'mine\.py'\?"):
+        load_task(str(tmp_path / "mien.py"))
+
+
+def test_two_files_of_one_name_do_not_mix(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "task.py").write_text(f"{SOURCE}\nTASK = build({folder!r})\n", encoding="utf-8")
+    assert [load_task(str(tmp_path / folder / "task.py")).name for folder in "abab"] == list("abab")
+
+
+def test_a_file_with_other_names_for_its_tasks(tmp_path: Path) -> None:
+    file = tmp_path / "more.py"
+    file.write_text(SOURCE + "\nONE = build('one')\n", encoding="utf-8")
+    assert load_task(str(file)).name == "one"
+    file.write_text(SOURCE + "\nONE = build('one')\nTWO = build('two')\n", encoding="utf-8")
+    assert load_task(f"{file}:TWO").name == "two"
+    with pytest.raises(UserError, match=r"has no TASK. Known: ONE, TWO"):
+        load_task(str(file))
+    with pytest.raises(UserError, match=r"has no TOW. Did you mean 'TWO'"):
+        load_task(f"{file}:TOW")
+    file.write_text("x = 1\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"has no TASK. There are none"):
+        load_task(str(file))
+
+
+def test_errors_in_a_task_file_are_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("import no_such_package_at_all\n", encoding="utf-8")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
+        load_task(str(file))
+
+
+def test_knobs_reach_a_builder(tmp_path: Path) -> None:
+    file = tmp_path / "built.py"
+    file.write_text(SOURCE + "\nTASK = build\n", encoding="utf-8")
+    assert load_task(str(file)).name == "filed"
+    assert load_task(str(file), name="knobbed").name == "knobbed"
+    with pytest.raises(UserError, match=r"has no knob 'nmae'\. Did you mean 'name'\?"):
+        load_task(str(file), nmae="x")
+    file.write_text(SOURCE + "\nfiled = build\nTASK = build()\n", encoding="utf-8")
+    assert load_task(str(file), name="again").name == "again"
+    with pytest.raises(UserError, match="task 'nq': it takes no knobs, got hops"):
+        load_task("nq", hops=3)
+
+
+def test_knobs_out_of_range_are_the_users_error(tmp_path: Path) -> None:
+    file = tmp_path / "picky.py"
+    file.write_text(
+        SOURCE + "\ndef TASK(hops=1):\n    raise ValueError(f'hops={hops} is too many')\n", encoding="utf-8"
+    )
+    with pytest.raises(UserError, match="hops=9 is too many"):
+        load_task(str(file), hops=9)
+
+
+def test_a_registered_task_keeps_its_tools(make_task: Callable[..., Task]) -> None:
+    """Gymnasium copies the arguments it is registered with; a tool with a lock cannot be copied."""
+
+    class Locked:
+        name, description, inline = "search", "", True
+        schema = {"type": "object", "properties": {"query": {"type": "string"}}}  # noqa: RUF012
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __call__(self, query: str) -> str:
+            with self.lock:
+                return query
+
+    task = make_task(env_id="test/Locked-v0", tools=[Locked()])
+    register_task(task)
+    env = gymnasium.make("test/Locked-v0").unwrapped
+    assert isinstance(env, ToolUseEnv) and env.task is task
+    renewed = make_task(env_id="test/Locked-v0")
+    register_task(renewed)
+    assert gymnasium.make("test/Locked-v0").unwrapped.task is renewed  # type: ignore[attr-defined]
+
+
+def test_a_packaged_id_stays_with_its_task(make_task: Callable[..., Task]) -> None:
+    register_task(make_task(env_id="sorl/NQ-v0"))
+    assert load_task("sorl/NQ-v0").name == "nq"
+    register_task(make_task())  # without an id there is nothing to do
+
+
+def test_import_is_light_and_quick() -> None:
+    code = (
+        "import sys, time, gymnasium, gymnasium.vector, numpy\n"
+        "start = time.process_time()\n"
+        "import sorl_env\n"
+        "heavy = {*'torch ray transformers bm25s datasets pyarrow httpx sorl_tasks sorl_tools'.split()}\n"
+        "print(time.process_time() - start, *sorted(heavy & set(sys.modules)))\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert out[1:] == []
+    assert float(out[0]) < 0.5  # 0.06 s on an idle core
+    assert sorl_env.__all__ == sorted(sorl_env.__all__, key=lambda name: (name[0].islower(), name))
