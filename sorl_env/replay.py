@@ -58,6 +58,7 @@ class ReplayTool:
         self.description = tool.description
         self.schema: Mapping[str, Any] = tool.schema
         self.inline = record is None or getattr(tool, "inline", False)
+        self.is_sample = getattr(tool, "is_sample", False)
         self._raw_text = takes_raw_text(tool.schema)
         self._record = None if record is None else Path(record)
         self._replay = None if replay is None else Path(replay)

@@ -98,6 +98,7 @@ class Tool(Protocol):
     - ``acall``: the coroutine version of ``__call__``.
     - ``call_batch(arguments)``: takes a list of texts (or of mappings) and returns as many results; an exception
       instance in a slot fails that request alone.
+    - ``is_sample = True``: it stands in for the real thing, as a search in a task's embedded sample does.
     - ``close()``: frees what the tool holds.
     """
 

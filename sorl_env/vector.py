@@ -192,7 +192,7 @@ def _stack(
         if key == "reward_items":
             stacked[key] = _stack_items(column, indices, size)
         elif key in stacked:
-            stacked[key][indices] = column
+            stacked[key][indices] = np.fromiter(column, stacked[key].dtype, len(column))
         else:
             stacked[key] = _array(column, _DTYPES.get(key, object), indices, size)
         stacked[f"_{key}"] = stacked[f"_{key}"] | mask if f"_{key}" in stacked else mask

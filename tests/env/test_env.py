@@ -409,6 +409,14 @@ def test_the_dialogue_is_shown_as_in_the_papers_table(make_task: Callable[..., T
     assert colours == {"34": "think", "36": "search", "90": "information", "31": "answer"}
 
 
+def test_no_text_talks_to_the_terminal(task: Task) -> None:
+    env = ToolUseEnv(task, render_mode="ansi")
+    env.reset()
+    env.step("<think>\033[2J</think><search>x</search>")
+    shown = env.render()
+    assert shown is not None and "\033[2J" not in shown and "\N{SYMBOL FOR ESCAPE}[2J" in shown
+
+
 def test_render_modes(task: Task) -> None:
     env = ToolUseEnv(task)
     env.reset()
