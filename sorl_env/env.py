@@ -97,6 +97,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         if search_url is not None:
             tool_settings = replace(tool_settings, search_url=search_url)
         self.toolbox = _make_toolbox(self.task, tools, tool_settings)
+        self._owns_tools = tools is None and callable(self.task.tools)
         _warn_of_sample(self.toolbox, self.task, self.examples)
         self._start()
 
@@ -122,6 +123,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         env.render_mode = self.render_mode
         env.examples = self.examples
         env.toolbox = self.toolbox
+        env._owns_tools = False
         env._start()
         env.spec = self.spec
         return env
@@ -319,8 +321,9 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         return render_dialogue(self.example, self._dialogue, self.toolbox.names)
 
     def close(self) -> None:
-        """Close the tools; those of spawned environments are the same."""
-        self.toolbox.close()
+        """Close the tools that were built for this environment; those it was given may have other users."""
+        if self._owns_tools:
+            self.toolbox.close()
 
 
 def _make_toolbox(task: Task, tools: Sequence[ToolLike] | None, settings: ToolSettings) -> Toolbox:

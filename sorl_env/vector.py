@@ -35,6 +35,10 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
     Other arguments: see ``ToolUseEnv``.
     """
 
+    envs: tuple[
+        ToolUseEnv, ...
+    ] = ()  # also there when the constructor fails and Gymnasium closes what there is
+
     def __init__(
         self,
         num_envs: int,
@@ -65,7 +69,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
             knobs=knobs,
             render_mode=render_mode,
         )
-        self.envs: tuple[ToolUseEnv, ...] = (first, *(first.spawn() for _ in range(num_envs - 1)))
+        self.envs = (first, *(first.spawn() for _ in range(num_envs - 1)))
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         if self.autoreset_mode is AutoresetMode.DISABLED:
             raise UserError("autoreset_mode must be NEXT_STEP or SAME_STEP")
@@ -169,8 +173,9 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         return None if self.render_mode is None else tuple(env.render() for env in self.envs)
 
     def close_extras(self) -> None:
-        """Close the tools, which all environments share."""
-        self.envs[0].close()
+        """Close the tools that were built for these environments."""
+        for env in self.envs:
+            env.close()
 
 
 def _place(values: Sequence[str], indices: Sequence[int], into: list[str]) -> None:

@@ -27,6 +27,7 @@ from sorl_env import (
     ToolSettings,
     ToolUnavailableError,
     ToolUseEnv,
+    ToolUseVectorEnv,
     UserError,
     register_task,
 )
@@ -437,6 +438,20 @@ def test_shortcuts_reach_the_tools_settings(make_task: Callable[..., Task], cann
     ToolUseEnv(task, search_url="http://retriever")
     ToolUseEnv(task, tools=[])
     assert seen == [ToolSettings(corpus="c.jsonl", top_k=5), ToolSettings(search_url="http://retriever")]
+
+
+def test_closing_closes_what_was_built_for_the_environment(
+    make_task: Callable[..., Task], canned: Any
+) -> None:
+    closed: list[str] = []
+    canned.close = lambda: closed.append("closed")
+    built = make_task(tools=lambda settings: [canned])
+    for env in (ToolUseEnv(make_task()), ToolUseEnv(built, tools=[canned]), ToolUseEnv(built).spawn()):
+        env.close()
+    assert closed == []
+    ToolUseEnv(built).close()
+    ToolUseVectorEnv(3, built).close()
+    assert closed == ["closed", "closed"]
 
 
 def test_limits_are_checked() -> None:
