@@ -355,5 +355,5 @@ def read_index_option(options: Mapping[str, Any], size: int) -> int:
             raise UserError(f"reset has no option {name!r}; there is 'index'")
     index = options["index"]
     if not isinstance(index, (int, np.integer)) or not 0 <= index < size:
-        raise UserError(f"reset: index {index!r} is none of the {size} examples, which count from 0")
+        raise UserError(f"reset: index {index!r} is outside the {size} examples, 0 to {size - 1}")
     return int(index)

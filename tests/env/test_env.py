@@ -187,9 +187,9 @@ def test_an_index_picks_the_example(env: ToolUseEnv) -> None:
         assert env.reset(options={"index": index})[1]["index"] == index
         assert env.example.id == str(index)
     for options, problem in (
-        ({"index": 6}, "index 6 is none of the 6 examples"),
-        ({"index": -1}, "index -1 is none of"),
-        ({"index": "2"}, "index '2' is none of"),
+        ({"index": 6}, "index 6 is outside the 6 examples, 0 to 5"),
+        ({"index": -1}, "index -1 is outside"),
+        ({"index": "2"}, "index '2' is outside"),
         ({"indx": 2}, "reset has no option 'indx'; there is 'index'"),
     ):
         with pytest.raises(UserError, match=problem):
