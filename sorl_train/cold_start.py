@@ -7,9 +7,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
 
-from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_train.checkpoint import write_checkpoint
 from sorl_train.config import TrainConfig
@@ -17,9 +15,7 @@ from sorl_train.display import Display
 
 TINY = "tiny"
 # Raised when the recipe changes, so that policies of the old one are not taken for the new one's.
-RECIPE_VERSION = 2
-PROBE_EVERY = 10  # supervised steps between two looks at the success that sft.stop_at_success waits for
-PROBE_EXAMPLES = 128
+RECIPE_VERSION = 3
 
 
 def cache_folder() -> Path:
@@ -79,26 +75,6 @@ def _build(config: TrainConfig, display: Display, folder: Path) -> None:
     model = load_policy(str(folder), dataclasses.replace(config.hardware, lora_rank=0))
     demos = load_demos(config, env, tokenizer)
     with display.stage("cold start", config.sft.steps) as advance:
-
-        def on_step(step: int, metrics: dict[str, float]) -> bool:
-            advance(1)
-            target = config.sft.stop_at_success
-            if target is None or step % PROBE_EVERY:
-                return False
-            reached = _greedy_success(config, env, model, tokenizer) >= target
-            model.train()
-            return reached
-
-        fine_tune(model, demos, config, tokenizer.pad_token_id, on_step)
+        fine_tune(model, demos, config, tokenizer.pad_token_id, lambda step, metrics: advance(1))
     model.save_pretrained(folder)
 
-
-def _greedy_success(config: TrainConfig, env: ToolUseEnv, model: Any, tokenizer: Any) -> float:
-    """Success on a few training examples: the test split plays no part in choosing where to stop."""
-    from sorl_train.engines.local.collect import evaluation_jobs, run_jobs
-    from sorl_train.engines.local.sampler import TransformersSampler
-    from sorl_train.metrics import success_rate
-
-    sampler = TransformersSampler(model, tokenizer, config.sampler.max_concurrency, config.hardware)
-    jobs = evaluation_jobs(config, len(env.examples.examples), PROBE_EXAMPLES)
-    return success_rate(run_jobs(env, tokenizer, sampler, jobs, config, temperature=0.0))

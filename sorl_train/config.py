@@ -169,14 +169,13 @@ class SftConfig:
     demos: str | None = opt(
         None, "trajectories or chat messages as JSONL/Parquet; None: the task's scripted expert"
     )
-    num_demos: int = opt(2000, "demonstrations drawn from the expert")
+    num_demos: int = opt(4000, "demonstrations drawn from the expert")
     steps: int = opt(300, "optimizer steps")
     batch_size: int = opt(24, "demonstrations a step")
     micro_batch_size: int = opt(24, "demonstrations a forward pass")
     lr: float = opt(1e-5, "peak learning rate, cosine to a tenth")
     warmup_ratio: float = opt(0.05, "share of steps with a rising rate")
     max_grad_norm: float = opt(1.0, "gradient clipping")
-    stop_at_success: float | None = opt(None, "end the cold start once greedy success on training examples is this high")
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,9 @@ def fine_tune(
     demos: Sequence[Demo],
     config: TrainConfig,
     pad_id: int,
-    on_step: Callable[[int, dict[str, float]], bool | None],
+    on_step: Callable[[int, dict[str, float]], None],
 ) -> None:
-    """Minimize the mean negative log-likelihood of the demonstrators' tokens; prompts and observations are read only.
-
-    ``on_step(step, metrics)`` is called after each step and ends the training by returning True.
-    """
+    """Minimize the mean negative log-likelihood of the demonstrators' tokens; prompts and observations are read only."""
     sft = config.sft
     device = next(model.parameters()).device
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -76,8 +73,7 @@ def fine_tune(
             raise UserError(f"supervised step {step}: the loss or its gradient is not finite; lower sft.lr ({sft.lr})")
         optimizer.step()
         metrics = {"sft/loss": loss_sum, "sft/confident": correct / total, "sft/grad_norm": norm, "sft/lr": lr}
-        if on_step(step, metrics):
-            return
+        on_step(step, metrics)
 
 
 def _batches(size: int, batch_size: int, seed: int) -> Iterator[list[int]]:

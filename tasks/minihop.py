@@ -11,6 +11,7 @@ the passage it asked for from those about its namesakes. It is small enough to t
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -50,6 +51,7 @@ def minihop(
     test_questions: int = 512,
     top_k: int | None = None,
     reasoning: int = 1,
+    hasty: float = 0.0,
     search_off: bool = False,
 ) -> Task:
     """Build the task; the defaults are the quickstart's.
@@ -66,6 +68,8 @@ def minihop(
         top_k: passages a search returns; None leaves it to the tool settings (3).
         reasoning: how much the expert thinks aloud: 1 is a line of a few words, each unit above it adds a review of the
             plan, the titles just read and the facts found (up to some 70 words).
+        hasty: on this share of the questions with most hops the expert answers one hop too early. A policy that
+            imitates it takes over the habit, which is then left to reinforcement learning.
         search_off: the search tool finds nothing, which shows how much can be guessed.
 
     Raises:
@@ -76,6 +80,8 @@ def minihop(
     _check_hops(hops, weights)
     if reasoning < 1 or (top_k is not None and top_k < 1):
         raise UserError(f"minihop: reasoning={reasoning}, top_k={top_k}: give at least 1")
+    if not 0 <= hasty <= 1:
+        raise UserError(f"minihop: hasty={hasty}: give a share between 0 and 1")
     spec = WorldSpec(seed, entities, lookalikes, distractors, test_share)
     counts = {"train": train_questions, "test": test_questions}
 
@@ -107,7 +113,9 @@ def minihop(
         embedded=embedded,
         limits=_limits(max(hops), top_k or ToolSettings().top_k, reasoning),
         wrong_answer=lambda example: example.metadata["names"][0],
-        expert=lambda example, observations: expert_turn(example, observations, reasoning),
+        expert=lambda example, observations: expert_turn(
+            example, observations, reasoning, skipped=int(_is_hasty(example, max(hops), hasty))
+        ),
         vocabulary=lambda: _vocabulary(spec),
     )
 
@@ -139,18 +147,25 @@ def parse_row(row: Mapping[str, Any]) -> Example:
     )
 
 
-def expert_turn(example: Example, observations: Sequence[str], reasoning: int = 1) -> str:
+def _is_hasty(example: Example, most_hops: int, share: float) -> bool:
+    """Whether the expert hurries on this example: the same at every call, and unrelated to what the example asks."""
+    return 1 < most_hops == example.metadata["hops"] and zlib.crc32(example.id.encode()) < share * 2**32
+
+
+def expert_turn(example: Example, observations: Sequence[str], reasoning: int = 1, skipped: int = 0) -> str:
     """The next turn of a scripted policy that knows which relations to follow and reads the rest from observations.
 
     Args:
         example: with its relations and its first name in the metadata.
         observations: the environment's replies so far; the first one answers the first turn.
         reasoning: see `minihop`.
+        skipped: hops at the end that it does not take.
 
     Returns:
         A turn that searches for the next entity, or that answers: with `GIVE_UP` once a reply does not show the fact.
     """
     relations: Sequence[str] = example.metadata["relations"]
+    relations = relations[: len(relations) - skipped]
     names: list[str] = [example.metadata["names"][0]]
     for relation, observation in zip(relations, observations, strict=False):
         names.append(_read_fact(observation, names[-1], relation) or GIVE_UP)

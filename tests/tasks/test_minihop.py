@@ -381,3 +381,23 @@ def test_too_many_questions_are_an_error_and_not_fewer(world: World) -> None:
     assert len(draw_chains(world, "test", (1,), (1.0,), 50)) == 50
     with pytest.raises(UserError, match="give more entities"):
         draw_chains(world, "test", (1,), (1.0,), 50_000)
+
+
+def test_a_hasty_expert_stops_a_hop_early_on_some_of_the_longest_questions() -> None:
+    task = minihop(hasty=0.6, train_questions=300)
+    env = ToolUseEnv(task)
+    assert task.expert is not None
+    solved: dict[int, list[float]] = {1: [], 2: [], 3: []}
+    for index, example in enumerate(env.examples.examples):
+        env.reset(options={"index": index})
+        observations: list[str] = []
+        while True:
+            result = env.step(task.expert(example, observations))
+            if result.terminated or result.truncated:
+                break
+            observations.append(result.observation)
+        solved[example.metadata["hops"]].append(result.reward)
+    assert set(solved[1]) == set(solved[2]) == {1.0}
+    assert 0.3 < sum(solved[3]) / len(solved[3]) < 0.5
+    with pytest.raises(UserError, match="hasty=1.5"):
+        minihop(hasty=1.5)
