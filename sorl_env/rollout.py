@@ -109,9 +109,9 @@ class TrajectoryBuilder:
             limits = self.env.limits
             observation = _observation_ids(self._tokenizer, result.observation, limits)
             if len(self.token_ids) + len(observation) >= limits.max_trajectory_tokens:
-                result = self.env.truncate(StopReason.MAX_TOKENS)
+                result = _truncate(self.env, StopReason.MAX_TOKENS)
             elif limits.max_seconds is not None and time.monotonic() - self._started >= limits.max_seconds:
-                result = self.env.truncate(StopReason.MAX_SECONDS)
+                result = _truncate(self.env, StopReason.MAX_SECONDS)
             else:
                 self._append(observation, -1, [0.0] * len(observation))
         info = result.info
@@ -232,9 +232,22 @@ async def _reply(env: ToolUseEnv, text: str) -> StepResult:
         requests = env.begin_turn(text)
         calls = await asyncio.gather(*(env.toolbox.acall(request) for request in requests))
         return env.finish_turn(calls)
-    except Exception as error:  # a task's reward or prompt is user code: one bad row must not end a run of days
-        logger.exception("task %s raised on example %s", env.task.name, env.example.id)
-        return env.truncate(StopReason.ERROR, error=f"{type(error).__name__}: {error}")
+    except Exception as error:  # a task's reward is user code: one bad row must not end a run of days
+        return _contain(env, error)
+
+
+def _truncate(env: ToolUseEnv, reason: StopReason) -> StepResult:
+    """End the episode on a budget; the task's reward is called here too."""
+    try:
+        return env.truncate(reason)
+    except Exception as error:  # as in _reply
+        return _contain(env, error)
+
+
+def _contain(env: ToolUseEnv, error: Exception) -> StepResult:
+    """End the episode on an exception of the task, which is logged with its traceback."""
+    logger.exception("task %s raised on example %s", env.task.name, env.example.id)
+    return env.truncate(StopReason.ERROR, error=f"{type(error).__name__}: {error}")
 
 
 def turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> str:

@@ -16,16 +16,17 @@ from sorl_train.config_io import load_config
 from sorl_train.engines.local.trainer import run
 from sorl_train.run_dir import RunDir
 
-WORLD = {"entities": 120, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
+WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
 
 # A run of seconds: a few short trajectories, a tiny policy with a few supervised steps.
 SHORT: dict[str, Any] = {
     "task_args": WORLD,
-    "hardware.tiny": {"hidden_size": 32, "num_layers": 2, "num_heads": 2},
+    "hardware.tiny": {"hidden_size": 48, "num_layers": 2, "num_heads": 4},
     "hardware.threads": 1,
     "sft.num_demos": 48,
-    "sft.steps": 12,
+    "sft.steps": 100,
     "sft.batch_size": 8,
+    "sft.lr": 6e-3,
     "rollout.batch_size": 16,
     "update.steps": 2,
     "update.mini_batch_size": 8,
@@ -87,7 +88,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     from sorl_train.tiny import build_tiny_policy
 
     folder = tmp_path_factory.mktemp("tiny")
-    build_tiny_policy(load_task("minihop", **WORLD), folder, hidden_size=32, num_layers=2, num_heads=2)
+    build_tiny_policy(load_task("minihop", **WORLD), folder, hidden_size=48, num_layers=2, num_heads=4)
     return str(folder)
 
 

@@ -147,7 +147,7 @@ def test_a_tool_that_is_out_for_a_fifth_of_calls_does_not_stop_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     make_flaky(monkeypatch, 5)
-    run_dir, _ = train_short(tmp_path / "run", sft__steps=60)
+    run_dir, _ = train_short(tmp_path / "run")
     lines = read_metrics(run_dir.metrics)[1:]
     assert all(0.0 < line["rollout/excluded_rate"] < 1.0 for line in lines)
     assert all(line["rollout/stop_error"] == line["rollout/excluded_rate"] for line in lines)
@@ -221,4 +221,4 @@ def test_supervised_stage(tmp_path: Path) -> None:
     losses = [line["sft/loss"] for line in read_metrics(run_dir.metrics) if "sft/loss" in line]
     assert losses[-1] < 0.6 * losses[0]
     assert summary["demos"] == 48
-    assert AutoModelForCausalLM.from_pretrained(run_dir.checkpoints / "best" / "policy").config.hidden_size == 32
+    assert AutoModelForCausalLM.from_pretrained(run_dir.checkpoints / "best" / "policy").config.hidden_size == 48
