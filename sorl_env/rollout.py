@@ -80,7 +80,9 @@ class RolloutSettings:
 class TrajectoryBuilder:
     """Grows one trajectory: prompt, then sampled turn and observation in alternation; history only appends."""
 
-    def __init__(self, env: ToolUseEnv, tokenizer: Tokenizer, job: RolloutJob, *, use_chat_template: bool) -> None:
+    def __init__(
+        self, env: ToolUseEnv, tokenizer: Tokenizer, job: RolloutJob, *, use_chat_template: bool
+    ) -> None:
         self.env = env
         self.job = job
         self.prompt, _ = env.reset(seed=job.seed, options={"index": job.example_index})
@@ -97,7 +99,12 @@ class TrajectoryBuilder:
         self._log_probs.extend(log_probs)
 
     def append(
-        self, sampled: SampledTurn, text: str, result: StepResult, generate_s: float = 0.0, tool_s: float = 0.0
+        self,
+        sampled: SampledTurn,
+        text: str,
+        result: StepResult,
+        generate_s: float = 0.0,
+        tool_s: float = 0.0,
     ) -> StepResult:
         """Add a sampled turn and the environment's reply to it.
 
@@ -232,7 +239,7 @@ async def _reply(env: ToolUseEnv, text: str) -> StepResult:
         requests = env.begin_turn(text)
         calls = await asyncio.gather(*(env.toolbox.acall(request) for request in requests))
         return env.finish_turn(calls)
-    except Exception as error:  # a task's reward is user code: one bad row must not end a run of days
+    except Exception as error:  # noqa: BLE001  a task is user code: one bad row must not end a run of days
         return _contain(env, error)
 
 
@@ -240,7 +247,7 @@ def _truncate(env: ToolUseEnv, reason: StopReason) -> StepResult:
     """End the episode on a budget; the task's reward is called here too."""
     try:
         return env.truncate(reason)
-    except Exception as error:  # as in _reply
+    except Exception as error:  # noqa: BLE001  as in _reply
         return _contain(env, error)
 
 

@@ -33,7 +33,9 @@ def encode_prompt(
         if system_prompt:
             messages.insert(0, {"role": "system", "content": system_prompt})
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tokenizer.encode(text, add_special_tokens=False)  # the template wrote the special tokens itself
+        return tokenizer.encode(
+            text, add_special_tokens=False
+        )  # the template wrote the special tokens itself
     text = f"{system_prompt}\n\n{prompt}" if system_prompt else prompt
     return tokenizer.encode(text, add_special_tokens=True)
 

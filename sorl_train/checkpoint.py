@@ -33,6 +33,7 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 
 def checkpoint_name(step: int) -> str:
+    """Name of a step's folder; names sort as steps do."""
     return f"step_{step:06d}"
 
 
@@ -59,7 +60,9 @@ def newest_checkpoint(folder: Path) -> Path:
     """The complete checkpoint with the highest step. Raises UserError when there is none."""
     found = list_checkpoints(folder)
     if not found:
-        raise UserError(f"nothing to resume: no checkpoint in {folder}; start anew with another --run_dir or --overwrite")
+        raise UserError(
+            f"nothing to resume: no checkpoint in {folder}; start anew with another --run_dir or --overwrite"
+        )
     return found[-1]
 
 
@@ -94,14 +97,18 @@ def load_optimizers(path: Path, optimizers: dict[str, torch.optim.Optimizer]) ->
         name, index, key = full_name.split(".")
         states[name].setdefault(int(index), {})[key] = tensor
     for name, optimizer in optimizers.items():
-        optimizer.load_state_dict({"state": states[name], "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.load_state_dict(
+            {"state": states[name], "param_groups": optimizer.state_dict()["param_groups"]}
+        )
 
 
 def write_json(path: Path, content: Any) -> None:
+    """Write a small file of JSON, for people to read too."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> Any:
+    """Inverse of ``write_json``."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -74,8 +74,9 @@ def _build(config: TrainConfig, display: Display, folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder))
     model = load_policy(str(folder), dataclasses.replace(config.hardware, lora_rank=0))
     demos = load_demos(config, env, tokenizer)
-    display.message(f"cold start: {config.sft.steps} supervised steps on {len(demos)} demonstrations, kept for later runs")
+    display.message(
+        f"cold start: {config.sft.steps} supervised steps on {len(demos)} demonstrations, kept for later runs"
+    )
     with display.stage("cold start", config.sft.steps) as advance:
         fine_tune(model, demos, config, tokenizer.pad_token_id, lambda step, metrics: advance(1))
     model.save_pretrained(folder)
-

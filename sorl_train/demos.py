@@ -26,7 +26,9 @@ class Demo:
     action_mask: NDArray[np.bool_]
 
 
-def expert_trajectory(env: ToolUseEnv, tokenizer: Tokenizer, job: RolloutJob, *, use_chat_template: bool) -> Trajectory:
+def expert_trajectory(
+    env: ToolUseEnv, tokenizer: Tokenizer, job: RolloutJob, *, use_chat_template: bool
+) -> Trajectory:
     """Let the task's scripted expert play one episode."""
     expert = env.task.expert
     if expert is None:
@@ -59,7 +61,12 @@ def expert_demos(env: ToolUseEnv, tokenizer: Tokenizer, count: int, *, use_chat_
 
 
 def file_demos(
-    path: str, tokenizer: Tokenizer, max_tokens: int, *, use_chat_template: bool, system_prompt: str | None = None
+    path: str,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    *,
+    use_chat_template: bool,
+    system_prompt: str | None = None,
 ) -> list[Demo]:
     """Demonstrations from JSONL or Parquet rows, tokenized with this tokenizer.
 
@@ -76,7 +83,11 @@ def file_demos(
         ids = encode_prompt(tokenizer, prompt, system_prompt, use_chat_template=use_chat_template)
         mask = [False] * len(ids)
         for sampled, text in parts:
-            new = tokenizer.encode(text, add_special_tokens=False) if sampled else encode_observation(tokenizer, text)
+            new = (
+                tokenizer.encode(text, add_special_tokens=False)
+                if sampled
+                else encode_observation(tokenizer, text)
+            )
             ids, mask = ids + new, mask + [sampled] * len(new)
         if len(ids) > max_tokens:
             raise UserError(f"{where}: {len(ids)} tokens, limits.max_trajectory_tokens is {max_tokens}")
@@ -98,4 +109,6 @@ def _dialogue(row: Mapping[str, Any], where: str) -> tuple[str, Sequence[tuple[b
         turns = json.loads(row["turns"]) if isinstance(row["turns"], str) else row["turns"]
         parts = [part for turn in turns for part in ((True, turn["text"]), (False, turn["observation"]))]
         return row["prompt"], [(sampled, text) for sampled, text in parts if text]
-    raise UserError(f"{where}: a demonstration has 'messages', or 'prompt' and 'turns'; this row has {sorted(row)}")
+    raise UserError(
+        f"{where}: a demonstration has 'messages', or 'prompt' and 'turns'; this row has {sorted(row)}"
+    )

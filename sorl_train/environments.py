@@ -31,17 +31,22 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
 def without_tools(env: ToolUseEnv) -> ToolUseEnv:
     """The same environment with tools that find nothing."""
     silent = env.spawn()
-    silent.toolbox = Toolbox([SilentTool(tool.name, tool.description, tool.schema) for tool in env.toolbox.tools])
+    silent.toolbox = Toolbox(
+        [SilentTool(tool.name, tool.description, tool.schema) for tool in env.toolbox.tools]
+    )
     return silent
 
 
 def limits(task: Task, config: LimitsConfig) -> Limits:
     """The task's limits with those that the config sets."""
     given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    return dataclasses.replace(task.limits, **{name: value for name, value in given.items() if value is not None})
+    return dataclasses.replace(
+        task.limits, **{name: value for name, value in given.items() if value is not None}
+    )
 
 
 def tool_settings(config: TrainConfig) -> ToolSettings:
+    """What the task's tools are built from."""
     search = config.search
     return ToolSettings(
         corpus=search.corpus,

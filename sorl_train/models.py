@@ -123,11 +123,15 @@ def action_stats(
     def spread(values: Tensor | None) -> Tensor | None:
         if values is None:
             return None
-        return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values[0])
+        return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(
+            mask, values[0]
+        )
 
     log_probs = spread(stats.log_probs)
     assert log_probs is not None
-    return TokenStats(log_probs=log_probs, entropy=spread(stats.entropy), logit_scale=spread(stats.logit_scale))
+    return TokenStats(
+        log_probs=log_probs, entropy=spread(stats.entropy), logit_scale=spread(stats.logit_scale)
+    )
 
 
 class Critic(nn.Module):
@@ -148,7 +152,10 @@ class Critic(nn.Module):
     def save(self, folder: Path) -> None:
         """A plain transformers folder and the head beside it."""
         self.backbone.save_pretrained(folder)
-        save_file({k: v.detach().cpu().contiguous() for k, v in self.head.state_dict().items()}, folder / VALUE_HEAD_FILE)
+        save_file(
+            {k: v.detach().cpu().contiguous() for k, v in self.head.state_dict().items()},
+            folder / VALUE_HEAD_FILE,
+        )
 
 
 def load_critic(folder: str, config: ModelConfig) -> Critic:

@@ -20,7 +20,7 @@ from sorl_train.demos import Demo, expert_demos, file_demos
 from sorl_train.display import Display
 from sorl_train.environments import env_facts, make_env
 from sorl_train.metrics_log import MetricsLog
-from sorl_train.models import action_stats, autocast, load_policy, load_tokenizer, pick_device
+from sorl_train.models import action_stats, autocast, load_tokenizer
 from sorl_train.run_dir import RunDir
 from sorl_train.seeds import generator
 from sorl_train.summary import Summary
@@ -44,7 +44,7 @@ def fine_tune(
     pad_id: int,
     on_step: Callable[[int, dict[str, float]], None],
 ) -> None:
-    """Minimize the mean negative log-likelihood of the demonstrators' tokens; prompts and observations are read only."""
+    """Minimize the mean negative log-likelihood of the demonstrators' tokens; the rest is only read."""
     sft = config.sft
     device = next(model.parameters()).device
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -70,9 +70,16 @@ def fine_tune(
             correct += float((log_probs.detach() > math.log(0.5)).float()[mask.to(device)].sum())
         norm = float(nn.utils.clip_grad_norm_(parameters, sft.max_grad_norm))
         if not (math.isfinite(norm) and math.isfinite(loss_sum)):
-            raise UserError(f"supervised step {step}: the loss or its gradient is not finite; lower sft.lr ({sft.lr})")
+            raise UserError(
+                f"supervised step {step}: the loss or its gradient is not finite; lower sft.lr ({sft.lr})"
+            )
         optimizer.step()
-        metrics = {"sft/loss": loss_sum, "sft/confident": correct / total, "sft/grad_norm": norm, "sft/lr": lr}
+        metrics = {
+            "sft/loss": loss_sum,
+            "sft/confident": correct / total,
+            "sft/grad_norm": norm,
+            "sft/lr": lr,
+        }
         on_step(step, metrics)
 
 
@@ -109,10 +116,14 @@ def _lr(sft: SftConfig, step: int) -> float:
 
 def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) -> dict[str, Any]:
     """``--stage sft``: fine-tune the model, write ``checkpoints/best/policy``, and evaluate before and after."""
-    from sorl_train.engines.local.engine import LocalEngine  # the engine evaluates; its module imports this package
+    from sorl_train.engines.local.engine import (
+        LocalEngine,
+    )  # the engine evaluates; its module imports this package
 
     if resume:
-        raise UserError("a supervised run is short and does not resume: start it again with another --run_dir")
+        raise UserError(
+            "a supervised run is short and does not resume: start it again with another --run_dir"
+        )
     if config.hardware.threads:
         torch.set_num_threads(config.hardware.threads)
     folder = resolve_model(config, display)
@@ -145,6 +156,11 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         tokenizer.save_pretrained(path / "policy")
 
     write_checkpoint(run_dir.checkpoints / "best", save)
-    figures = {"stage": "sft", "task": env.task.name, "seed": config.seed, "demos": len(demos)} | summary.figures()
+    figures = {
+        "stage": "sft",
+        "task": env.task.name,
+        "seed": config.seed,
+        "demos": len(demos),
+    } | summary.figures()
     run_dir.write_summary(figures)
     return figures

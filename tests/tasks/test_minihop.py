@@ -399,5 +399,5 @@ def test_a_hasty_expert_stops_a_hop_early_on_some_of_the_longest_questions() -> 
         solved[example.metadata["hops"]].append(result.reward)
     assert set(solved[1]) == set(solved[2]) == {1.0}
     assert 0.3 < sum(solved[3]) / len(solved[3]) < 0.5
-    with pytest.raises(UserError, match="hasty=1.5"):
+    with pytest.raises(UserError, match=r"hasty=1\.5"):
         minihop(hasty=1.5)

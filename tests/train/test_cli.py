@@ -338,7 +338,10 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
     assert (
-        main(["--dry_run", "--algo", "so_grpo", "--loss.kl_coef", "0.01", "--task_args.train_questions", "40"]) == 0
+        main(
+            ["--dry_run", "--algo", "so_grpo", "--loss.kl_coef", "0.01", "--task_args.train_questions", "40"]
+        )
+        == 0
     )
     out = capsys.readouterr().out
     for part in (

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sorl_env.env import ToolUseEnv
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import read_jsonl, write_jsonl
 from sorl_train import checkpoint
@@ -34,7 +33,7 @@ from sorl_train.engines.local.update import (
 )
 from sorl_train.environments import make_env, without_tools
 from sorl_train.losses import get_algorithm, kl_penalty
-from sorl_train.metrics import eval_metrics, rollout_metrics, success_rate, tool_timings
+from sorl_train.metrics import eval_metrics, success_rate, tool_timings
 from sorl_train.models import action_stats, autocast, load_critic, load_policy, load_tokenizer, pick_device
 from sorl_train.run_dir import RunDir
 from sorl_train.summary import Summary
@@ -73,7 +72,9 @@ class LocalEngine:
         source = str(folder / "policy") if folder else self.model_folder
         self.device = pick_device(hardware.device)
         self.policy = load_policy(source, hardware)
-        self.sampler = TransformersSampler(self.policy, self.tokenizer, config.sampler.max_concurrency, hardware)
+        self.sampler = TransformersSampler(
+            self.policy, self.tokenizer, config.sampler.max_concurrency, hardware
+        )
         optimizer = self._adamw([p for p in self.policy.parameters() if p.requires_grad], config.optim.lr)
         self.policy_update = PolicyUpdate(self.policy, optimizer, self.algorithm, config)
         self.optimizers = {"actor": optimizer}
@@ -120,7 +121,9 @@ class LocalEngine:
             return Collected(trajectories, self._batch(trajectories))
 
     def _batch(self, trajectories: list[Trajectory]) -> Batch | None:
-        usable = [t for t in trajectories if not t.excluded]  # nothing else reaches a loss or a group baseline
+        usable = [
+            t for t in trajectories if not t.excluded
+        ]  # nothing else reaches a loss or a group baseline
         return self.score(collate(usable, self.tokenizer.pad_token_id)) if usable else None
 
     @torch.no_grad()
@@ -171,7 +174,9 @@ class LocalEngine:
             advantages = per_row[:, None] * batch.action_mask
             return batch.with_fields(advantages=advantages, returns=torch.zeros_like(advantages))
         assert batch.values is not None
-        advantages, returns = gae(rewards, batch.values, batch.action_mask, gamma=loss.gamma, lam=loss.gae_lambda)
+        advantages, returns = gae(
+            rewards, batch.values, batch.action_mask, gamma=loss.gamma, lam=loss.gae_lambda
+        )
         if loss.whiten_advantages:
             advantages = whiten(advantages, batch.loss_mask)
         return batch.with_fields(advantages=advantages, returns=returns)
@@ -319,7 +324,7 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
     if batch.values is not None:
         returns, error = batch.returns[mask].double(), (batch.returns - batch.values)[mask].double()
         variance = float(returns.var(correction=0))
-        metrics["loss/explained_variance"] = 1.0 - float(error.var(correction=0)) / variance if variance else 0.0
+        metrics["loss/explained_variance"] = (
+            1.0 - float(error.var(correction=0)) / variance if variance else 0.0
+        )
     return metrics
-
-

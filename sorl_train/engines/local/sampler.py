@@ -53,7 +53,7 @@ class RowCache:
         return self.data.shape[4]
 
     def select(self, rows: slice, new_tokens: int) -> tuple[Tensor, Tensor]:
-        """Prepare a pass of ``new_tokens`` columns over ``rows``; returns position ids (b, n) and the mask (b, 1, n, w)."""
+        """Prepare a pass of ``new_tokens`` columns over ``rows``: position ids (b, n) and the mask (b, 1, n, w)."""
         lengths = self.lengths[rows]
         self._width = int(lengths.max()) + new_tokens
         self._grow(self._width)
@@ -67,7 +67,9 @@ class RowCache:
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store (b, heads, n, dim) at the selected places and return all keys and values up to the widest row."""
         for kind, new in enumerate((keys, values)):
-            self.data[layer, kind, self._row_index, :, self._column_index] = new.transpose(1, 2).to(self.data.dtype)
+            self.data[layer, kind, self._row_index, :, self._column_index] = new.transpose(1, 2).to(
+                self.data.dtype
+            )
         view = self.data[layer, :, self._rows, :, : self._width]
         return view[0], view[1]
 
@@ -118,7 +120,9 @@ class TransformersSampler:
         config: the compute dtype.
     """
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, max_rows: int, config: ModelConfig = ModelConfig()) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer, max_rows: int, config: ModelConfig = ModelConfig()
+    ) -> None:
         self.model = model
         self._device = next(model.parameters()).device
         self._config = config
@@ -213,7 +217,9 @@ class TransformersSampler:
         except BaseException as error:
             for row in self._by_slot:
                 if row.reply is not None and not row.reply.done():
-                    row.reply.set_exception(error if isinstance(error, Exception) else asyncio.CancelledError())
+                    row.reply.set_exception(
+                        error if isinstance(error, Exception) else asyncio.CancelledError()
+                    )
             raise
 
     def _prefill(self) -> None:
@@ -252,7 +258,7 @@ class TransformersSampler:
             self._cache.lengths[row.slot] += len(row.pending)
             row.cached.extend(row.pending)
         tokens, log_probs = _draw(logits, rows)
-        for row, token, log_prob in zip(rows, tokens, log_probs):  # a copy of the list: rows move when they finish
+        for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
             self._accept(row, token, log_prob)
 
     def _accept(self, row: _Row, token: int, log_prob: float) -> None:
@@ -288,7 +294,11 @@ def _draw(logits: Tensor, rows: Sequence[_Row]) -> tuple[list[int], list[float]]
         )
         probs = _nucleus(log_probs.exp().double(), [row.params.top_p for row in rows])
         cumulative = probs.cumsum(dim=-1)
-        tokens = (cumulative <= (uniforms * cumulative[:, -1])[:, None]).sum(dim=-1).clamp(max=logits.shape[-1] - 1)
+        tokens = (
+            (cumulative <= (uniforms * cumulative[:, -1])[:, None])
+            .sum(dim=-1)
+            .clamp(max=logits.shape[-1] - 1)
+        )
         if not all(temperatures):
             greedy = torch.tensor([not t for t in temperatures], device=logits.device)
             tokens = torch.where(greedy, log_probs.argmax(dim=-1), tokens)
@@ -333,7 +343,9 @@ class _StopTokens:
         if stop not in self._may_end:
             last = {word[-1] for word in stop}
             texts = (self._tokenizer.decode([i]) for i in range(self._vocab_size))
-            self._may_end[stop] = np.fromiter((any(c in text for c in last) for text in texts), dtype=np.bool_)
+            self._may_end[stop] = np.fromiter(
+                (any(c in text for c in last) for text in texts), dtype=np.bool_
+            )
         if not self._may_end[stop][drawn[-1]]:
             return False
         text = self._tokenizer.decode(drawn[-self.TAIL :], skip_special_tokens=True)

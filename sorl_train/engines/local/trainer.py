@@ -74,7 +74,9 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     engine.load(newest_checkpoint(run_dir.checkpoints) if resume else None)
     with MetricsLog(run_dir, tensorboard=config.log.tensorboard, wandb=config.log.wandb) as log:
         log.truncate_after(engine.step if resume else -1)
-        title = f"{config.algo} on {engine.env.task.name}, {engine.num_parameters:,} parameters, {engine.device}"
+        title = (
+            f"{config.algo} on {engine.env.task.name}, {engine.num_parameters:,} parameters, {engine.device}"
+        )
         display.start(title, config.update.steps, engine.step)
         with finish_step_on_interrupt(display) as interrupted:
             if engine.step == 0 and not resume:
@@ -125,7 +127,9 @@ def stop_when_lost(engine: LocalEngine, collected: Collected) -> None:
         return
     engine.lost_steps += 1
     cause = next((t.error for t in collected.trajectories if t.error), "unknown")
-    engine.display.message(f"step {engine.step}: every trajectory was excluded, nothing was trained on ({cause})")
+    engine.display.message(
+        f"step {engine.step}: every trajectory was excluded, nothing was trained on ({cause})"
+    )
     if engine.lost_steps == MAX_LOST_STEPS:
         engine.save()
         raise UserError(

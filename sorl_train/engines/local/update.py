@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from sorl_train.batch import Batch
 from sorl_train.clip_bias import ClipBias, Normalization, normalization
 from sorl_train.config import OptimConfig, TrainConfig
-from sorl_train.losses import Algorithm, LossStats, aggregate, kl_penalty, loss_denominator, policy_loss, value_loss
+from sorl_train.losses import (
+    Algorithm,
+    LossStats,
+    aggregate,
+    kl_penalty,
+    loss_denominator,
+    policy_loss,
+    value_loss,
+)
 from sorl_train.models import action_stats, autocast
 from sorl_train.seeds import generator
 
@@ -63,13 +71,17 @@ def learning_rate(optim: OptimConfig, base: float, warmup_ratio: float, done: in
     if optim.schedule == "constant":
         return base
     progress = (done - warmup) / max(1, total - warmup)
-    return base * (1.0 - progress if optim.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress)))
+    return base * (
+        1.0 - progress if optim.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
 
 
 class PolicyUpdate:
     """Optimizer steps of the actor."""
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, algorithm: Algorithm, config: TrainConfig) -> None:
+    def __init__(
+        self, model: Any, optimizer: torch.optim.Optimizer, algorithm: Algorithm, config: TrainConfig
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.algorithm = algorithm
@@ -168,7 +180,7 @@ class PolicyUpdate:
 
     def _add_bias_gradient(self, objective: Tensor, total: list[Tensor] | None) -> list[Tensor]:
         grads = torch.autograd.grad(objective, self.parameters, retain_graph=True, materialize_grads=True)
-        return list(grads) if total is None else [a + b for a, b in zip(total, grads)]
+        return list(grads) if total is None else [a + b for a, b in zip(total, grads, strict=True)]
 
     def _trajectory_norm(self) -> Any:
         loss_config = self.config.loss

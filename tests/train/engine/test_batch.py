@@ -9,7 +9,9 @@ from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_train.batch import collate
 
 
-def trajectory(name: str, token_ids: list[int], turn_ids: list[int], rewards: list[float], **fields: object) -> Trajectory:
+def trajectory(
+    name: str, token_ids: list[int], turn_ids: list[int], rewards: list[float], **fields: object
+) -> Trajectory:
     spans = [[i for i, turn in enumerate(turn_ids) if turn == k] for k in range(max(turn_ids) + 1)]
     turns = tuple(
         Turn(k, "", "tool", "", None, "", {"item": rewards[k]}, (), start=span[0], end=span[-1] + 1)

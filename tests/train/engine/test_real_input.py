@@ -24,7 +24,9 @@ pytestmark = pytest.mark.slow
 def test_tokens_are_exact_with_a_real_tokenizer_and_template(smollm2: Path, shared_data: Path) -> None:
     """Ids are those the sampler saw and drew, and the trainer's log-probabilities are the sampler's to 1e-4."""
     limits = Limits(max_turns=3, max_new_tokens=24, max_observation_tokens=200, max_trajectory_tokens=1024)
-    env = ToolUseEnv("hotpotqa", data=str(shared_data / "hotpotqa/test.jsonl.gz"), tools=[search], limits=limits)
+    env = ToolUseEnv(
+        "hotpotqa", data=str(shared_data / "hotpotqa/test.jsonl.gz"), tools=[search], limits=limits
+    )
     model, tokenizer = load_policy(str(smollm2), ModelConfig()), load_tokenizer(str(smollm2))
     trajectories, seen = roll(env, model, tokenizer, 3)
     assert_exact(trajectories, seen, model)
@@ -55,7 +57,14 @@ def test_two_steps_on_real_questions(algo: str, smollm2: Path, shared_data: Path
     assert summary["peak_rss_mb"] < 12_000
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2]
     names = {path.name for path in run.iterdir()}
-    assert names >= {"config.yaml", "manifest.json", "metrics.jsonl", "timings.jsonl", "report.html", "trajectories"}
+    assert names >= {
+        "config.yaml",
+        "manifest.json",
+        "metrics.jsonl",
+        "timings.jsonl",
+        "report.html",
+        "trajectories",
+    }
     data = json.loads((run / "manifest.json").read_text())["data"]
     assert re.fullmatch(r"[0-9a-f]{64}", data["train"]["sha256"]) and data["train"]["examples"] == 298
 

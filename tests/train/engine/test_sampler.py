@@ -57,7 +57,9 @@ def assert_exact(trajectories: list[Trajectory], seen: dict[str, list[int]], mod
     """Ids are those of the sampler, and the trainer computes the same log-probabilities."""
     for trajectory in trajectories:
         ids = trajectory.token_ids.tolist()
-        assert ids == seen[trajectory.id][: len(ids)] or ids[: len(seen[trajectory.id])] == seen[trajectory.id]
+        assert (
+            ids == seen[trajectory.id][: len(ids)] or ids[: len(seen[trajectory.id])] == seen[trajectory.id]
+        )
     batch = collate(trajectories)
     with torch.no_grad():
         log_probs = action_stats(model, batch.token_ids, batch.action_mask).log_probs
@@ -80,7 +82,9 @@ def byte_level(minihop_env: ToolUseEnv) -> tuple[Any, Any]:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([minihop_env.task.prompt(e) for e in minihop_env.examples.examples], trainer)
+    tokenizer.train_from_iterator(
+        [minihop_env.task.prompt(e) for e in minihop_env.examples.examples], trainer
+    )
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -121,7 +125,7 @@ def test_draws_do_not_depend_on_the_batch(tiny_folder: str, minihop_env: ToolUse
     many, _ = roll(minihop_env, model, tokenizer, 9, max_rows=64)
     again, _ = roll(minihop_env, model, tokenizer, 9, max_rows=64)
     assert [t.token_ids.tolist() for t in few] == [t.token_ids.tolist() for t in many]
-    for one, other in zip(many, again):
+    for one, other in zip(many, again, strict=True):
         np.testing.assert_array_equal(one.rollout_log_probs, other.rollout_log_probs)  # bit for bit
 
 
@@ -150,7 +154,9 @@ def draw(probs: list[float], uniform: float, **params: Any) -> tuple[int, float]
     return tokens[0], log_probs[0]
 
 
-@pytest.mark.parametrize(("uniform", "token"), [(0.0, 0), (0.099, 0), (0.101, 1), (0.299, 1), (0.31, 2), (0.9999, 2)])
+@pytest.mark.parametrize(
+    ("uniform", "token"), [(0.0, 0), (0.099, 0), (0.101, 1), (0.299, 1), (0.31, 2), (0.9999, 2)]
+)
 def test_draw_inverts_the_cumulative_distribution(uniform: float, token: int) -> None:
     drawn, log_prob = draw([0.1, 0.2, 0.7], uniform)
     assert drawn == token
@@ -164,7 +170,9 @@ def test_draw_greedy_and_nucleus() -> None:
     assert draw([0.1, 0.2, 0.7], 0.01, top_p=0.5)[0] == 2
     # temperature 2 flattens: the log-probability is that of the scaled distribution
     root = np.sqrt([0.1, 0.2, 0.7])
-    assert draw([0.1, 0.2, 0.7], 0.99, temperature=2.0)[1] == pytest.approx(np.log(root[2] / root.sum()), abs=1e-6)
+    assert draw([0.1, 0.2, 0.7], 0.99, temperature=2.0)[1] == pytest.approx(
+        np.log(root[2] / root.sum()), abs=1e-6
+    )
 
 
 def test_stop_string_across_tokens(byte_level: tuple[Any, Any]) -> None:

@@ -72,7 +72,9 @@ def test_one_seed_gives_one_run_and_another_seed_another(tmp_path: Path) -> None
     assert first.metrics.read_bytes() != other.metrics.read_bytes()
 
 
-@pytest.mark.parametrize("settings", [{}, {"rollout__max_staleness": 2, "update__epochs": 2}], ids=["", "stale"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"rollout__max_staleness": 2, "update__epochs": 2}], ids=["", "stale"]
+)
 def test_resume_after_kill_9_repeats_the_uninterrupted_run(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {"update__steps": 8, "checkpoint__every": 2, "eval__every": 3} | settings
     whole, _ = train_short(tmp_path / "whole", **settings)
@@ -221,4 +223,6 @@ def test_supervised_stage(tmp_path: Path) -> None:
     losses = [line["sft/loss"] for line in read_metrics(run_dir.metrics) if "sft/loss" in line]
     assert losses[-1] < 0.6 * losses[0]
     assert summary["demos"] == 48
-    assert AutoModelForCausalLM.from_pretrained(run_dir.checkpoints / "best" / "policy").config.hidden_size == 48
+    assert (
+        AutoModelForCausalLM.from_pretrained(run_dir.checkpoints / "best" / "policy").config.hidden_size == 48
+    )

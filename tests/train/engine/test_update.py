@@ -35,7 +35,9 @@ def off_policy(batch: Batch, seed: int = 0, spread: float = 0.4) -> Batch:
     return batch.with_fields(old_log_probs=old * batch.action_mask, advantages=advantages)
 
 
-def step(folder: str, batch: Batch, config: TrainConfig, optimizer: str = "sgd") -> tuple[Any, dict[str, float]]:
+def step(
+    folder: str, batch: Batch, config: TrainConfig, optimizer: str = "sgd"
+) -> tuple[Any, dict[str, float]]:
     """Parameters after one optimizer step, and its metrics."""
     model = load_policy(folder, config.hardware)
     kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
@@ -68,14 +70,20 @@ def test_targets_agree_under_sgd_and_differ_under_adam(
     batch = off_policy(collate(trajectories))
     results = {}
     for target in ("gradient", "update"):
-        options = {"loss.clip_bias_scope": scope, "loss.clip_bias_target": target, "loss.clip_bias_delta": 0.01}
+        options = {
+            "loss.clip_bias_scope": scope,
+            "loss.clip_bias_target": target,
+            "loss.clip_bias_delta": 0.01,
+        }
         config = short_config(**options, **{"optim.max_grad_norm": None})
         results[target] = [step(tiny_folder, batch, config, kind)[0] for kind in ("sgd", "adam")]
     torch.testing.assert_close(results["gradient"][0], results["update"][0], atol=1e-7, rtol=1e-5)
     assert (results["gradient"][1] - results["update"][1]).abs().max() > 0.01
 
 
-def test_normalization_comes_before_gradient_clipping(tiny_folder: str, trajectories: list[Trajectory]) -> None:
+def test_normalization_comes_before_gradient_clipping(
+    tiny_folder: str, trajectories: list[Trajectory]
+) -> None:
     """A gradient of norm 5 that is normalized by 1/100 passes a limit of 1 unclipped."""
     batch = off_policy(collate(trajectories), spread=2.0)
     base = {"loss.clip_bias_target": "gradient", "loss.clip_bias_delta": 100.0}
@@ -88,7 +96,9 @@ def test_normalization_comes_before_gradient_clipping(tiny_folder: str, trajecto
 
 def test_excluded_trajectories_leave_no_trace(tiny_folder: str, trajectories: list[Trajectory]) -> None:
     """A batch with tool outages in it gives the gradient of the batch without them."""
-    broken = [dataclasses.replace(t, stop_reason=StopReason.ERROR, id=f"{t.id}-out") for t in trajectories[:3]]
+    broken = [
+        dataclasses.replace(t, stop_reason=StopReason.ERROR, id=f"{t.id}-out") for t in trajectories[:3]
+    ]
     clean, mixed = collate(trajectories), collate([*broken, *trajectories])
     assert mixed.included.tolist() == [False] * 3 + [True] * 8
     config = short_config(**{"update.micro_batch_size": 16})
