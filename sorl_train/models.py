@@ -113,7 +113,7 @@ def action_stats(
     Args:
         token_ids: (B, L). mask: bool (B, T), T = L - 1.
     """
-    hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state[:, :-1][mask]  # (N, H)
+    hidden = model.base_model(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state[mask]  # (N, H)
     logits = model.get_output_embeddings()(hidden)  # (N, V)
     targets = token_ids[:, 1:][mask]  # (N,)
     stats = token_log_probs(
@@ -146,7 +146,7 @@ class Critic(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids (B, L) -> float32 values (B, T), T = L - 1."""
-        hidden = self.backbone(input_ids=token_ids, use_cache=False).last_hidden_state[:, :-1]
+        hidden = self.backbone(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state
         return self.head(hidden.float()).squeeze(-1)
 
     def save(self, folder: Path) -> None:

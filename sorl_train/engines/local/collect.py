@@ -63,5 +63,11 @@ def run_jobs(
         use_chat_template=config.hardware.chat_template,
         max_concurrency=config.sampler.max_concurrency,
     )
+    trajectories: list[Trajectory] = []
+
+    async def main() -> None:  # with a result, asyncio.run would print it: to a message that it throws away
+        trajectories.extend(await collect(env, tokenizer, sampler, jobs, settings, on_finish))
+
     with sampler.session():
-        return asyncio.run(collect(env, tokenizer, sampler, jobs, settings, on_finish))
+        asyncio.run(main())
+    return trajectories

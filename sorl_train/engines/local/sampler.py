@@ -3,7 +3,7 @@
 Each trajectory in flight holds one row of a key-value cache from its first token to its last, so a turn only pays
 for the tokens that are new. Rows that are decoding are kept in front, ``[0, num_active)``: one decoding step is one
 forward pass over a contiguous view of the cache, finished rows leave it at once, and rows that wait for a tool cost
-nothing. New rows and returning rows are prefilled together.
+nothing. New rows and returning rows are prefilled together; a prompt that a group shares is read once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_env.tokens import Tokenizer
 from sorl_train.config import ModelConfig
+from sorl_train.engines.local.row_cache import COLUMNS, RowCache
 from sorl_train.models import autocast, compute_dtype
 
 PREFILL_TOKENS = 16384  # upper bound of rows x columns of one prefill pass
@@ -29,70 +30,7 @@ PREFILL_TOKENS = 16384  # upper bound of rows x columns of one prefill pass
 YIELDS = 6
 
 
-class RowCache:
-    """Keys and values of all rows, (layers, 2, rows, kv_heads, capacity, head_dim), written in place.
-
-    It stands in for a transformers ``Cache``: the model calls ``update`` once a layer. ``select`` says beforehand which
-    rows a forward pass covers and where their new tokens go; ``mask`` hides what lies behind a row's length.
-    """
-
-    def __init__(self, model: nn.Module, rows: int, dtype: torch.dtype, capacity: int = 256) -> None:
-        config: Any = model.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (config.num_hidden_layers, 2, rows, heads, capacity, head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=next(model.parameters()).device)
-        self.lengths = np.zeros(rows, dtype=np.int64)
-        self._rows = slice(0, 0)
-        self._width = 0
-        self._row_index: Tensor = torch.empty(0)
-        self._column_index: Tensor = torch.empty(0)
-
-    @property
-    def capacity(self) -> int:
-        return self.data.shape[4]
-
-    def select(self, rows: slice, new_tokens: int) -> tuple[Tensor, Tensor]:
-        """Prepare a pass of ``new_tokens`` columns over ``rows``: position ids (b, n) and the mask (b, 1, n, w)."""
-        lengths = self.lengths[rows]
-        self._width = int(lengths.max()) + new_tokens
-        self._grow(self._width)
-        device = self.data.device
-        columns = torch.as_tensor(lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
-        self._rows, self._column_index = rows, columns
-        self._row_index = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        mask = torch.arange(self._width, device=device) <= columns[:, None, :, None]
-        return columns, mask
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store (b, heads, n, dim) at the selected places and return all keys and values up to the widest row."""
-        for kind, new in enumerate((keys, values)):
-            self.data[layer, kind, self._row_index, :, self._column_index] = new.transpose(1, 2).to(
-                self.data.dtype
-            )
-        view = self.data[layer, :, self._rows, :, : self._width]
-        return view[0], view[1]
-
-    def swap(self, a: int, b: int) -> None:
-        """Exchange two rows."""
-        if a == b:
-            return
-        width = int(max(self.lengths[a], self.lengths[b]))
-        kept = self.data[:, :, a, :, :width].clone()
-        self.data[:, :, a, :, :width] = self.data[:, :, b, :, :width]
-        self.data[:, :, b, :, :width] = kept
-        self.lengths[[a, b]] = self.lengths[[b, a]]
-
-    def _grow(self, width: int) -> None:
-        if width <= self.capacity:
-            return
-        layers, two, rows, heads, capacity, dim = self.data.shape
-        data = self.data.new_zeros((layers, two, rows, heads, max(width, 2 * capacity), dim))
-        data[..., :capacity, :] = self.data
-        self.data = data
-
-
-@dataclass
+@dataclass(eq=False)
 class _Row:
     """One trajectory in flight."""
 
@@ -129,6 +67,7 @@ class TransformersSampler:
         self.policy_version = 0
         self._tokenizer = tokenizer
         self._max_rows = max_rows
+        self._capacity = COLUMNS  # of a new cache: what the last one came to have
         self._cache = self._new_cache(0)
         self._rows: dict[str, _Row] = {}  # by session
         self._by_slot: list[_Row] = []  # rows in flight, [0, num_active) decoding
@@ -152,10 +91,11 @@ class TransformersSampler:
             self._by_slot.clear()
             self._waiting.clear()
             self._num_active, self._driver = 0, None
+            self._capacity = self._cache.capacity
             self._cache = self._new_cache(0)
 
     def _new_cache(self, rows: int) -> RowCache:
-        return RowCache(self.model, rows, compute_dtype(self._config, self._device))
+        return RowCache(self.model, rows, compute_dtype(self._config, self._device), self._capacity)
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
         """Draw one turn (see ``Sampler.generate``)."""
@@ -180,10 +120,12 @@ class TransformersSampler:
             self._waiting.remove(row)
         if row.slot < self._num_active:
             self._deactivate(row)
-        last = self._by_slot[-1]
-        self._swap(row, last)
+        last = self._by_slot.pop()
+        if last is not row:
+            self._cache.copy([last.slot], [row.slot])
+            self._by_slot[row.slot] = last
+            last.slot, row.slot = row.slot, last.slot
         self._cache.lengths[row.slot] = 0
-        self._by_slot.pop()
 
     def _admit(self, session: str) -> _Row:
         if len(self._by_slot) == self._max_rows:
@@ -193,9 +135,21 @@ class TransformersSampler:
         return row
 
     def _swap(self, a: _Row, b: _Row) -> None:
+        if a is b:
+            return
         self._cache.swap(a.slot, b.slot)
         self._by_slot[a.slot], self._by_slot[b.slot] = b, a
         a.slot, b.slot = b.slot, a.slot
+
+    def _activate(self, rows: Sequence[_Row]) -> slice:
+        """Put ``rows`` behind those that decode, swapping none that is there already; returns their slots."""
+        slots = slice(self._num_active, self._num_active + len(rows))
+        strangers = [row for row in self._by_slot[slots] if row not in set(rows)]
+        for row in rows:
+            if row.slot >= slots.stop:
+                self._swap(row, strangers.pop())
+        self._num_active = slots.stop
+        return slots
 
     def _deactivate(self, row: _Row) -> None:
         self._swap(row, self._by_slot[self._num_active - 1])
@@ -211,7 +165,8 @@ class TransformersSampler:
                 if self._waiting and len(self._waiting) * 4 >= self._num_active:
                     self._prefill()
                 elif self._num_active:
-                    self._step(slice(0, self._num_active), 1)
+                    rows = slice(0, self._num_active)
+                    self._accept(self._by_slot[rows], self._forward(rows))
                 else:
                     return
         except BaseException as error:
@@ -225,60 +180,69 @@ class TransformersSampler:
     def _prefill(self) -> None:
         """Feed the pending tokens of waiting rows, similar lengths together, and draw their first tokens."""
         self._waiting.sort(key=lambda row: -len(row.pending))
-        width = len(self._waiting[0].pending)
-        count = max(1, PREFILL_TOKENS // width)
+        count = max(1, PREFILL_TOKENS // len(self._waiting[0].pending))
         rows, self._waiting = self._waiting[:count], self._waiting[count:]
-        start = self._num_active
+        readers: dict[Any, _Row] = {}  # rows of one group wait for the same prompt: one reads it for all
         for row in rows:
-            self._swap(row, self._by_slot[self._num_active])
-            self._num_active += 1
-        self._step(slice(start, self._num_active), width)
+            readers.setdefault(id(row) if row.cached else tuple(row.pending), row)
+        slots = self._activate(list(readers.values()))
+        logits = self._forward(slots)
+        copies = [row for row in rows if row.slot >= slots.stop]
+        if copies:
+            copies = self._by_slot[self._activate(copies)]
+            sources = [readers[tuple(row.pending)] for row in copies]
+            self._cache.copy([row.slot for row in sources], [row.slot for row in copies])
+            for row in copies:
+                row.cached.extend(row.pending)
+            logits = torch.cat([logits, logits[[row.slot - slots.start for row in sources]]])
+        self._accept(self._by_slot[slots] + copies, logits)
 
-    @torch.no_grad()
-    def _step(self, slots: slice, width: int) -> None:
-        """One forward pass over ``slots``, ``width`` columns wide, and one draw for each row."""
+    @torch.inference_mode()
+    def _forward(self, slots: slice) -> Tensor:
+        """Feed the pending tokens of the rows in ``slots``; returns the logits after their last ones, (b, V)."""
         rows = self._by_slot[slots]
-        device = self._cache.data.device
-        inputs = torch.zeros((len(rows), width), dtype=torch.long)
+        counts = np.fromiter((len(row.pending) for row in rows), dtype=np.int64)
+        inputs = np.zeros((len(rows), counts.max()), dtype=np.int64)
         for i, row in enumerate(rows):
-            inputs[i, : len(row.pending)] = torch.as_tensor(row.pending)
-        last = torch.as_tensor([len(row.pending) - 1 for row in rows], device=device)
-        positions, mask = self._cache.select(slots, width)
+            inputs[i, : counts[i]] = row.pending
+            row.cached.extend(row.pending)
+        positions, mask = self._cache.select(slots, inputs.shape[1])
         with autocast(self._config, self._device):
             output = self.model.base_model(
-                input_ids=inputs.to(device),
+                input_ids=torch.from_numpy(inputs).to(self._device),
                 attention_mask=mask,
                 position_ids=positions,
                 past_key_values=self._cache,
                 use_cache=True,
             )
-            hidden = output.last_hidden_state[torch.arange(len(rows), device=device), last]
-            logits = self.model.get_output_embeddings()(hidden)  # (b, V)
-        for row in rows:
-            self._cache.lengths[row.slot] += len(row.pending)
-            row.cached.extend(row.pending)
-        tokens, log_probs = _draw(logits, rows)
-        for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
-            self._accept(row, token, log_prob)
+            last = torch.as_tensor(counts - 1, device=self._device)
+            hidden = output.last_hidden_state[torch.arange(len(rows), device=self._device), last]
+            logits: Tensor = self.model.get_output_embeddings()(hidden)
+        self._cache.lengths[slots] += counts
+        return logits
 
-    def _accept(self, row: _Row, token: int, log_prob: float) -> None:
-        row.drawn.append(token)
-        row.log_probs.append(log_prob)
-        row.pending = [token]
-        if token in self._eos:
-            finish = "eos"
-        elif self._enders.completes(row.drawn, row.params.stop):
-            finish = "stop"
-        elif len(row.drawn) >= row.params.max_new_tokens:
-            finish = "length"
-        else:
-            return
-        self._deactivate(row)
-        assert row.reply is not None
-        if not row.reply.done():  # the caller may have been cancelled
-            row.reply.set_result(SampledTurn(row.drawn, row.log_probs, finish, self.policy_version))  # type: ignore[arg-type]
+    def _accept(self, rows: Sequence[_Row], logits: Tensor) -> None:
+        """Draw the next token of each of ``rows`` (a copy: rows move when they finish)."""
+        for row, token, log_prob in zip(rows, *_draw(logits, rows), strict=True):
+            row.drawn.append(token)
+            row.log_probs.append(log_prob)
+            row.pending = [token]
+            if token in self._eos:
+                finish = "eos"
+            elif self._enders.completes(row.drawn, row.params.stop):
+                finish = "stop"
+            elif len(row.drawn) >= row.params.max_new_tokens:
+                finish = "length"
+            else:
+                continue
+            self._deactivate(row)
+            assert row.reply is not None
+            if not row.reply.done():  # the caller may have been cancelled
+                turn = SampledTurn(row.drawn, row.log_probs, finish, self.policy_version)  # type: ignore[arg-type]
+                row.reply.set_result(turn)
 
 
+@torch.inference_mode()
 def _draw(logits: Tensor, rows: Sequence[_Row]) -> tuple[list[int], list[float]]:
     """One token a row and its log-probability under the (temperature-scaled, untruncated) policy. logits: (b, V)."""
     temperatures = [row.params.temperature for row in rows]
@@ -292,13 +256,10 @@ def _draw(logits: Tensor, rows: Sequence[_Row]) -> tuple[list[int], list[float]]
             dtype=torch.float64,
             device=logits.device,
         )
-        probs = _nucleus(log_probs.exp().double(), [row.params.top_p for row in rows])
-        cumulative = probs.cumsum(dim=-1)
-        tokens = (
-            (cumulative <= (uniforms * cumulative[:, -1])[:, None])
-            .sum(dim=-1)
-            .clamp(max=logits.shape[-1] - 1)
-        )
+        probs = _nucleus(log_probs.exp(), [row.params.top_p for row in rows])
+        cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+        points = (uniforms * cumulative[:, -1])[:, None]
+        tokens = torch.searchsorted(cumulative, points, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
         if not all(temperatures):
             greedy = torch.tensor([not t for t in temperatures], device=logits.device)
             tokens = torch.where(greedy, log_probs.argmax(dim=-1), tokens)
@@ -309,10 +270,10 @@ def _nucleus(probs: Tensor, top_p: Sequence[float]) -> Tensor:
     """Zero what lies outside the smallest set of tokens whose mass reaches ``top_p`` (the first token always stays)."""
     if all(p >= 1.0 for p in top_p):
         return probs
-    limits = torch.tensor(top_p, dtype=probs.dtype, device=probs.device)[:, None]
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    limits = torch.tensor(top_p, dtype=torch.float64, device=probs.device)[:, None]
+    ordered, order = probs.double().sort(dim=-1, descending=True, stable=True)
     ordered[(ordered.cumsum(dim=-1) - ordered) >= limits] = 0.0
-    return torch.zeros_like(probs).scatter(-1, order, ordered)
+    return torch.zeros_like(ordered).scatter(-1, order, ordered)
 
 
 def _eos_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
@@ -326,8 +287,8 @@ def _eos_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
 class _StopTokens:
     """Tells whether the newest token completed a stop string.
 
-    Only tokens that hold the last character of a stop string can complete one; for all others, nearly all of them,
-    the answer is one look-up.
+    Only tokens that begin with an end of a stop string (``>``, ``ch>``, ..) can complete it; for all others, nearly
+    all of them, the answer is one look-up.
     """
 
     TAIL = 24  # tokens decoded to look for a stop string
@@ -335,18 +296,21 @@ class _StopTokens:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._may_end: dict[tuple[str, ...], np.ndarray[Any, np.dtype[np.bool_]]] = {}
+        self._may_end: dict[tuple[str, ...], frozenset[int]] = {}
 
     def completes(self, drawn: Sequence[int], stop: tuple[str, ...]) -> bool:
         if not stop:
             return False
         if stop not in self._may_end:
-            last = {word[-1] for word in stop}
-            texts = (self._tokenizer.decode([i]) for i in range(self._vocab_size))
-            self._may_end[stop] = np.fromiter(
-                (any(c in text for c in last) for text in texts), dtype=np.bool_
+            ends = tuple(word[i:] for word in stop for i in range(len(word)))
+            texts = enumerate(self._tokenizer.decode([i]) for i in range(self._vocab_size))
+            # a whole stop string may stand anywhere in a token; parts of characters (U+FFFD) may turn out to be any
+            self._may_end[stop] = frozenset(
+                i
+                for i, text in texts
+                if text.startswith((*ends, "\ufffd")) or any(word in text for word in stop)
             )
-        if not self._may_end[stop][drawn[-1]]:
+        if drawn[-1] not in self._may_end[stop]:
             return False
         text = self._tokenizer.decode(drawn[-self.TAIL :], skip_special_tokens=True)
         return any(word in text for word in stop)

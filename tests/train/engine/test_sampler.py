@@ -129,6 +129,40 @@ def test_draws_do_not_depend_on_the_batch(tiny_folder: str, minihop_env: ToolUse
         np.testing.assert_array_equal(one.rollout_log_probs, other.rollout_log_probs)  # bit for bit
 
 
+def test_a_group_reads_its_prompt_once(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
+    model, tokenizer = load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder)
+    group = [RolloutJob(f"g{i % 2}/{i}", f"g{i % 2}", example_index=i % 2, seed=1000 * i) for i in range(8)]
+    read: list[int] = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    trajectories = []
+    for max_rows in (8, 1):
+        sampler = TransformersSampler(model, tokenizer, max_rows)
+        settings = RolloutSettings(max_concurrency=max_rows)
+        with sampler.session():
+            trajectories.append(asyncio.run(collect(minihop_env, tokenizer, sampler, group, settings)))
+    assert read[:2] == [2, 8]  # two prompts, then the second token of all eight
+    for together, alone in zip(*trajectories, strict=True):
+        assert together.token_ids.tolist() == alone.token_ids.tolist()
+        np.testing.assert_allclose(together.rollout_log_probs, alone.rollout_log_probs, atol=1e-5)
+
+
+def test_what_a_sampler_did_before_leaves_no_trace(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
+    """A resumed run starts with a small cache, the run it repeats had a grown one: not a bit may differ."""
+    model, tokenizer = load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder)
+    sampler = TransformersSampler(model, tokenizer, 16)
+    before, after = [], []
+    for _ in range(2):
+        with sampler.session():
+            before.append(sampler._cache.capacity)
+            after.append(asyncio.run(collect(minihop_env, tokenizer, sampler, jobs(16))))
+    assert before[0] < before[1]
+    for one, other in zip(*after, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.rollout_log_probs, other.rollout_log_probs)
+
+
 def test_history_that_was_rewritten_is_refused(tiny_folder: str) -> None:
     sampler = TransformersSampler(load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder), 2)
 
