@@ -271,7 +271,7 @@ def test_resume_brings_its_own_settings(trainer: list[Any], capsys: pytest.Captu
     assert main(["--resume", "--run_dir", "r", "--update.steps", "77"]) == 0
     config, _, resume = trainer[1]
     assert resume and (config.optim.lr, config.algo, config.update.steps) == (0.25, "so_grpo", 77)
-    assert "update.steps: 50 -> 77" in capsys.readouterr().out
+    assert "update.steps: 80 -> 77" in capsys.readouterr().out
     assert main(["--resume", "--run_dir", "r", "--seed", "1", "--update.steps", "78"]) == 2
     assert "seed: 0 in the run, 1 now" in capsys.readouterr().err
     assert (
@@ -345,7 +345,7 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
     )
     out = capsys.readouterr().out
     for part in (
-        "* optim.lr: 0.00015  (default 1e-06)",
+        "* optim.lr: 0.0002  (default 1e-06)",
         "  loss.gamma: 1.0",
         "train: embedded, split train",
         "first prompt",

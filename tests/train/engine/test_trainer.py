@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -226,3 +227,41 @@ def test_supervised_stage(tmp_path: Path) -> None:
     assert (
         AutoModelForCausalLM.from_pretrained(run_dir.checkpoints / "best" / "policy").config.hidden_size == 48
     )
+
+
+def test_a_prompt_longer_than_the_limit_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the prompt of example 'test-\d+' has \d+ tokens, the limit is 5"):
+        train_short(tmp_path / "run", limits__max_prompt_tokens=5)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tiny_folder: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((Path(tiny_folder) / name).read_bytes())
+    with pytest.raises(UserError, match=r"no tokenizer could be loaded from the folder .*model \(it holds config"):
+        train_short(tmp_path / "run", model=str(folder))
+
+
+def test_a_reward_that_raises_ends_its_own_trajectory_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original = LocalEngine.__init__
+
+    def patched(self: LocalEngine, *arguments: Any) -> None:
+        original(self, *arguments)
+        task = self.env.task
+
+        def reward(example: Any, turns: Any) -> Any:
+            if example.id.endswith("3"):
+                raise KeyError("no gold answer")
+            return task.reward(example, turns)
+
+        self.env.task = dataclasses.replace(task, reward=reward)
+
+    monkeypatch.setattr(LocalEngine, "__init__", patched)
+    run_dir, _ = train_short(tmp_path / "run", update__steps=3)
+    lines = read_metrics(run_dir.metrics)[1:]
+    assert 0 < sum(line["rollout/excluded_rate"] for line in lines) < 1.5
+    errors = {t.error for t in read_jsonl(run_dir.trajectories / "step_000003.jsonl") if t.excluded}
+    assert errors <= {"KeyError: 'no gold answer'"}
