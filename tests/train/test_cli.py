@@ -79,7 +79,7 @@ def test_help_explains_every_field_with_the_papers_value() -> None:
     for about in sections().values():
         assert " ".join(about.split()) in text
     assert text.count("sorl-train --") >= 5  # examples
-    assert "actor learning rate [0.00015; paper: 1e-6]" in text  # the quickstart's value
+    assert "actor learning rate [0.0002; paper: 1e-6]" in text  # the quickstart's value
 
 
 def test_help_and_mistakes_do_not_load_torch() -> None:
