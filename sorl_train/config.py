@@ -57,13 +57,9 @@ class SearchConfig:
 class SamplerConfig:
     """How turns are drawn."""
 
-    backend: Literal["transformers", "vllm"] = opt(
-        "transformers", "vllm needs one GPU and the vllm package", paper="vllm"
-    )
     temperature: float = opt(1.0, "sampling temperature in training", paper="1.0")
     top_p: float = opt(1.0, "nucleus sampling in training", paper="1.0")
     max_concurrency: int = opt(128, "trajectories in flight; each holds a row of the key-value cache")
-    gpu_memory_utilization: float = opt(0.6, "vllm only", paper="0.6")
 
 
 @dataclass(frozen=True)

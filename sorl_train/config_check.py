@@ -93,8 +93,6 @@ def _choice_problems(config: TrainConfig) -> list[str]:
         problems.append("optim.beta1 and optim.beta2 must be below 1")
     if config.sampler.top_p == 0:
         problems.append("sampler.top_p must be above 0")
-    if config.sampler.backend == "vllm" and config.hardware.device == "cpu":
-        problems.append("sampler.backend=vllm needs a GPU; use sampler.backend=transformers on a CPU")
     prompt, total = limits.max_prompt_tokens, limits.max_trajectory_tokens
     if prompt is not None and total is not None and prompt >= total:
         problems.append(

@@ -237,7 +237,6 @@ def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
             {"loss.clip_bias_norm": "gradient", "loss.clip_bias_scope": "trajectory"},
             "clip_bias_scope=mini_batch",
         ),
-        ({"sampler.backend": "vllm", "hardware.device": "cpu"}, "vllm needs a GPU"),
         ({"limits.max_prompt_tokens": 9, "limits.max_trajectory_tokens": 9}, "leaves no room"),
     ],
 )
