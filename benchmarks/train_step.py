@@ -1,0 +1,335 @@
+"""One GRPO step next to TRL's, and multi-turn rollouts next to a loop around transformers' ``generate``.
+
+Both sides of each comparison have the same tiny policy, prompts, limits, batches and threads, and their rounds are
+interleaved in one process, so that a busy machine slows both. The ratios are medians over the rounds.
+
+- One GRPO step: 16 prompts with 8 completions each, every one of exactly 24 tokens (tokens that would end it have no
+  probability, in the model itself), a reward function, one optimizer step on one micro-batch of 128. TRL computes no
+  log-probabilities before the update, as it trains on what it has just sampled; ours does, once, for every step.
+- Multi-turn rollouts: 128 dialogues on MiniHop with its search tool. The loop takes the whole left-padded history of
+  all live dialogues to ``generate`` once a turn; ids of the closing tags end a row, finished dialogues leave.
+
+    python benchmarks/train_step.py --json train_step.json --require-peers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from sorl_env import Example, FormatError, Limits, ParsedTurn, Task, ToolUseEnv, parse_turn
+from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder, turn_text
+from sorl_env.trajectory import Trajectory
+from sorl_train.cold_start import resolve_model
+from sorl_train.config import TrainConfig
+from sorl_train.config_io import load_config
+from sorl_train.display import PlainDisplay
+from sorl_train.engines.local.collect import run_jobs, training_jobs
+from sorl_train.engines.local.engine import LocalEngine
+from sorl_train.engines.local.sampler import TransformersSampler
+from sorl_train.environments import make_env
+from sorl_train.metrics import rollout_metrics
+from sorl_train.models import load_policy, load_tokenizer
+from sorl_train.run_dir import RunDir
+
+INSTALL = "pip install trl==1.16.0 (or: pip install 'sorl[bench]')"
+STEP_RATIO, ROLLOUT_RATIO = 0.7, 1.5  # at most, at least
+PROMPTS, GROUP, TOKENS = 16, 8, 24
+BATCH = PROMPTS * GROUP
+MICRO_BATCH = 64  # the fastest for both
+LEARNING_RATE = 1e-5
+CLOSING = ("</search>", "</answer>")
+
+
+def opens_answer(turn: ParsedTurn) -> float:
+    """A reward of the format: an answer was begun (and, as its closing tag cannot be drawn, not ended)."""
+    return float(turn.error is FormatError.UNCLOSED)
+
+
+def single_turns() -> Task:
+    """Sixteen of MiniHop's questions, to be continued by one turn with no tool."""
+    minihop = ToolUseEnv("minihop")
+    examples = minihop.examples.examples[:PROMPTS]
+    return Task(
+        name="single_turns",
+        prompt=minihop.task.prompt,
+        reward=lambda example, turns: {"format": opens_answer(turns[-1])},
+        parse_row=lambda row: Example(id=str(row["id"]), question=str(row["question"])),
+        embedded=lambda split: examples,
+        limits=Limits(
+            max_turns=1, max_prompt_tokens=64, max_new_tokens=TOKENS, max_trajectory_tokens=64 + TOKENS
+        ),
+    )
+
+
+TASK = single_turns  # what the engine below loads from this file
+
+
+def forbid_ends(model: Any, tokenizer: Any) -> None:
+    """No token that ends a turn has any probability, at no cost: a frozen bias of the vocabulary projection."""
+    ends = tokenizer.convert_tokens_to_ids([*CLOSING, tokenizer.eos_token, tokenizer.pad_token])
+    bias = torch.zeros(model.config.vocab_size)
+    bias[ends] = -1e9
+    model.lm_head.bias = nn.Parameter(bias, requires_grad=False)
+
+
+def sorl_step(model: str, folder: Path) -> Callable[[int], int]:
+    """One training step as ``trainer.train`` takes it, without the log; returns the number of tokens drawn."""
+    sizes = {
+        "mini_batch_size": BATCH,
+        "micro_batch_size": MICRO_BATCH,
+        "log_prob_micro_batch_size": MICRO_BATCH,
+    }
+    overrides = {
+        "algo": "grpo",
+        "task": f"{Path(__file__).resolve()}:TASK",
+        "model": model,
+        "rollout.batch_size": BATCH,
+        "rollout.group_size": GROUP,
+        "loss.kl_coef": 0.0,
+        "optim.lr": LEARNING_RATE,
+    }
+    config = load_config("quickstart", overrides | {f"update.{name}": size for name, size in sizes.items()})
+    engine = LocalEngine(config, RunDir.create(folder, config), PlainDisplay(sys.stderr), model)
+    engine.load(None)
+    forbid_ends(engine.policy, engine.tokenizer)
+
+    def step(number: int) -> int:
+        collected = engine.collect(number)
+        assert collected.batch is not None
+        metrics = rollout_metrics(collected.trajectories)
+        metrics |= engine.update(engine.estimate_advantages(collected.batch), number)
+        return sum(trajectory.num_action_tokens for trajectory in collected.trajectories)
+
+    return step
+
+
+def compare_steps(model: str, rounds: int, warm_up: int) -> dict[str, Any]:
+    """Seconds of each step of both; TRL's trainer runs, and one of our steps after each of its own."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    steps = rounds + warm_up
+    task = single_turns()
+    assert task.embedded is not None
+    prompts = [task.prompt(example) for example in task.embedded("train")]
+    tokenizer = load_tokenizer(model)
+    policy = load_policy(model, TrainConfig().hardware)
+    forbid_ends(policy, tokenizer)
+    ours: list[float] = []
+    theirs: list[float] = []
+    drawn: list[int] = []
+
+    def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        drawn.append(sum(map(len, completion_ids)))
+        return [opens_answer(parse_turn(text, ())) for text in completions]
+
+    with tempfile.TemporaryDirectory() as folder:
+        step = sorl_step(model, Path(folder) / "run")
+
+        class Interleave(transformers.TrainerCallback):
+            started = 0.0
+
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                self.started = time.perf_counter()
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                between = time.perf_counter()
+                tokens = step(len(ours) + 1)
+                if not tokens == drawn[-1] == BATCH * TOKENS:
+                    raise RuntimeError(f"ours drew {tokens} tokens, TRL {drawn[-1]}, not {BATCH * TOKENS}")
+                theirs.append(between - self.started)
+                self.started = time.perf_counter()
+                ours.append(self.started - between)
+
+        config = GRPOConfig(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=MICRO_BATCH,
+            gradient_accumulation_steps=BATCH // MICRO_BATCH,
+            num_generations=GROUP,
+            max_completion_length=TOKENS,
+            shuffle_dataset=False,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            optim="adamw_torch_fused",
+            loss_type="grpo",
+            beta=0.0,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            model=policy,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": prompts * steps}),
+            processing_class=tokenizer,
+            callbacks=[Interleave()],
+        )
+        trainer.train()
+    return compare(ours[warm_up:], theirs[warm_up:], [BATCH * TOKENS] * rounds, [BATCH * TOKENS] * rounds)
+
+
+def generate_rollouts(
+    env: ToolUseEnv, tokenizer: Any, model: Any, jobs: Sequence[RolloutJob]
+) -> list[Trajectory]:
+    """The straightforward loop: once a turn, ``generate`` on the whole left-padded history of all live dialogues."""
+    live = [TrajectoryBuilder(env.spawn(), tokenizer, job, use_chat_template=True) for job in jobs]
+    ends = tokenizer.convert_tokens_to_ids([*CLOSING, tokenizer.eos_token])
+    finished = []
+    while live:
+        width = max(len(dialogue.token_ids) for dialogue in live)
+        token_ids = torch.full((len(live), width), tokenizer.pad_token_id)
+        mask = torch.zeros_like(token_ids)
+        for row, dialogue in enumerate(live):
+            token_ids[row, width - len(dialogue.token_ids) :] = torch.tensor(dialogue.token_ids)
+            mask[row, width - len(dialogue.token_ids) :] = 1
+        output = model.generate(
+            token_ids,
+            attention_mask=mask,
+            max_new_tokens=env.limits.max_new_tokens,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            eos_token_id=ends,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        going_on = []
+        for dialogue, ids in zip(live, output[:, width:].tolist(), strict=True):
+            last = next((place for place, token in enumerate(ids) if token in ends), len(ids) - 1)
+            turn = SampledTurn(ids[: last + 1], [0.0] * (last + 1), "stop")
+            text = turn_text(tokenizer, turn.token_ids, CLOSING)
+            result = dialogue.append(turn, text, dialogue.env.step(text))
+            if result.terminated or result.truncated:
+                finished.append(dialogue.build(result))
+            else:
+                going_on.append(dialogue)
+        live = going_on
+    return finished
+
+
+def compare_rollouts(model: str, config: TrainConfig, rounds: int, warm_up: int) -> dict[str, Any]:
+    """Seconds and action tokens of both on the same questions, taking turns in going first."""
+    env, tokenizer = make_env(config), load_tokenizer(model)
+    policy = load_policy(model, config.hardware).eval()
+    sampler = TransformersSampler(policy, tokenizer, config.sampler.max_concurrency, config.hardware)
+    sides: tuple[Callable[[Sequence[RolloutJob]], list[Trajectory]], ...] = (
+        lambda jobs: run_jobs(env, tokenizer, sampler, jobs, config, temperature=1.0),
+        lambda jobs: generate_rollouts(env, tokenizer, policy, jobs),
+    )
+    seconds: tuple[list[float], list[float]] = ([], [])
+    tokens: tuple[list[int], list[int]] = ([], [])
+    turns = [0, 0]
+    torch.manual_seed(config.seed)
+    for number in range(rounds + warm_up):
+        jobs = training_jobs(config, len(env.examples.examples), number + 1)
+        for side in (0, 1) if number % 2 else (1, 0):
+            started = time.perf_counter()
+            trajectories = sides[side](jobs)
+            took = time.perf_counter() - started
+            if number >= warm_up:
+                seconds[side].append(took)
+                tokens[side].append(sum(trajectory.num_action_tokens for trajectory in trajectories))
+                turns[side] += sum(len(trajectory.turns) for trajectory in trajectories)
+    dialogues = rounds * config.rollout.batch_size
+    return compare(*seconds, *tokens) | {"turns": [count / dialogues for count in turns]}
+
+
+def compare(
+    ours: list[float], theirs: list[float], our_tokens: list[int], their_tokens: list[int]
+) -> dict[str, Any]:
+    """Medians; ``time`` is ours over theirs, ``speed`` is tokens a second, ours over theirs."""
+
+    def speeds(tokens: list[int], seconds: list[float]) -> Iterator[float]:
+        return (count / s for count, s in zip(tokens, seconds, strict=True))
+
+    our_speeds, their_speeds = list(speeds(our_tokens, ours)), list(speeds(their_tokens, theirs))
+    return {
+        "seconds": [statistics.median(ours), statistics.median(theirs)],
+        "tokens_per_s": [statistics.median(our_speeds), statistics.median(their_speeds)],
+        "tokens": [statistics.median(our_tokens), statistics.median(their_tokens)],
+        "time": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
+        "speed": statistics.median(a / b for a, b in zip(our_speeds, their_speeds, strict=True)),
+        "rounds": len(ours),
+    }
+
+
+def show(title: str, peer: str, figures: dict[str, Any]) -> None:
+    print(f"\n{title}\n{'':22} {'seconds':>9} {'tokens':>9} {'tokens/s':>9}")
+    for side, name in enumerate(("sorl", peer)):
+        row = [figures[column][side] for column in ("seconds", "tokens", "tokens_per_s")]
+        print(f"{name:22} {row[0]:9.3f} {row[1]:9.0f} {row[2]:9.0f}")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures are figures of."""
+    packages = {}
+    for name in ("torch", "transformers", "accelerate", "trl"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = "not installed"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    host = {"machine": platform.machine(), "cores": cores, "threads": torch.get_num_threads()}
+    return host | {"load": os.getloadavg()[0], "python": platform.python_version(), **packages}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=8, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--warm_up", type=int, default=2, help="rounds before that (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: its own choice")
+    parser.add_argument(
+        "--model", help="folder of the policy (default: the quickstart's, cold-started if need be)"
+    )
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--require-peers", action="store_true", help="fail when TRL is missing")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+    config = load_config("quickstart")
+    model = args.model or resolve_model(config, PlainDisplay(sys.stderr))
+    figures: dict[str, Any] = {"machine": machine()}
+    print(", ".join(f"{name} {value}" for name, value in figures["machine"].items()))
+    missing = figures["machine"]["trl"] == "not installed"
+    if missing:
+        print(f"\nTRL is not installed, its step is left out: {INSTALL}", file=sys.stderr)
+    else:
+        figures["grpo_step"] = step = compare_steps(model, args.rounds, args.warm_up)
+        show(f"one GRPO step, {BATCH} completions of {TOKENS} tokens", f"TRL {version('trl')}", step)
+        print(f"time, sorl / TRL: {step['time']:.2f} (at most {STEP_RATIO})")
+    figures["rollouts"] = rollouts = compare_rollouts(model, config, args.rounds, args.warm_up)
+    show(f"multi-turn rollouts, {config.rollout.batch_size} dialogues", "generate once a turn", rollouts)
+    print(f"turns a dialogue: {rollouts['turns'][0]:.2f} and {rollouts['turns'][1]:.2f}")
+    print(f"tokens/s, sorl / generate: {rollouts['speed']:.2f} (at least {ROLLOUT_RATIO})")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return 1 if missing and args.require_peers else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
