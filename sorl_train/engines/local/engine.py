@@ -270,9 +270,8 @@ class LocalEngine:
         checkpoint.save_optimizers(folder / "optimizer.safetensors", self.optimizers)
         for number, item in enumerate(self.waiting):
             write_jsonl(folder / f"stale_{number}.jsonl", item.trajectories)
-            if item.batch is not None:
-                assert item.batch.old_log_probs is not None  # of older weights: they cannot be computed again
-                save_file({"old_log_probs": item.batch.old_log_probs}, folder / f"stale_{number}.safetensors")
+            if item.batch is not None:  # scored with weights that are gone by now
+                save_file(_scores(item.batch), folder / f"stale_{number}.safetensors")
         state = {"step": self.step, "waiting": len(self.waiting), "summary": self.summary.state()}
         checkpoint.write_json(folder / "state.json", state)
 
@@ -283,9 +282,11 @@ class LocalEngine:
         self.summary = Summary.from_state(state["summary"])
         for number in range(state["waiting"]):
             trajectories = list(read_jsonl(folder / f"stale_{number}.jsonl"))
-            batch = self._batch(trajectories)
-            if batch is not None:
-                batch = batch.with_fields(**load_file(folder / f"stale_{number}.safetensors"))
+            usable = [t for t in trajectories if not t.excluded]
+            batch = None
+            if usable:
+                scores = load_file(folder / f"stale_{number}.safetensors")
+                batch = collate(usable, self.tokenizer.pad_token_id).with_fields(**scores)
             self.waiting.append(Collected(trajectories, batch))
 
     @property
@@ -307,6 +308,12 @@ class LocalEngine:
         path = self.run_dir.path / f"non_finite_{self.step + 1:06d}.jsonl"
         write_jsonl(path, ordered)
         return path
+
+
+def _scores(batch: Batch) -> dict[str, Tensor]:
+    """What ``LocalEngine.score`` filled in."""
+    names = ("old_log_probs", "ref_log_probs", "values")
+    return {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
 
 
 def _batch_metrics(batch: Batch) -> dict[str, float]:

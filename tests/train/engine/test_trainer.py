@@ -239,7 +239,9 @@ def test_a_folder_without_a_tokenizer_is_named(tiny_folder: str, tmp_path: Path)
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes((Path(tiny_folder) / name).read_bytes())
-    with pytest.raises(UserError, match=r"no tokenizer could be loaded from the folder .*model \(it holds config"):
+    with pytest.raises(
+        UserError, match=r"no tokenizer could be loaded from the folder .*model \(it holds config"
+    ):
         train_short(tmp_path / "run", model=str(folder))
 
 
