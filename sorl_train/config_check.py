@@ -24,7 +24,7 @@ _NOT_NEGATIVE = """
     update.critic_warmup_steps hardware.lora_rank hardware.threads eval.every eval.temperature checkpoint.every
 """.split()
 _SHARES = """
-    sampler.top_p sampler.gpu_memory_utilization loss.gamma loss.gae_lambda optim.warmup_ratio
+    sampler.top_p loss.gamma loss.gae_lambda optim.warmup_ratio
     optim.critic_warmup_ratio optim.beta1 optim.beta2 sft.warmup_ratio
 """.split()
 

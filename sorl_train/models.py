@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from sorl_train.config import ModelConfig
 from sorl_train.log_probs import TokenStats, token_log_probs
 
 VALUE_HEAD_FILE = "value_head.safetensors"
+LORA_FILE = "lora.safetensors"
 
 
 def pick_device(name: str) -> torch.device:
@@ -80,6 +82,36 @@ def _add_lora(model: Any, config: ModelConfig) -> Any:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     return model
+
+
+def save_policy(model: Any, tokenizer: Any, folder: Path) -> None:
+    """A plain transformers folder; LoRA adapters are merged into the weights, and kept beside them for a resume."""
+    adapters = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters() if "lora_" in n}
+    (_merged(model) if adapters else model).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if adapters:
+        save_file(adapters, folder / LORA_FILE)
+
+
+def load_adapters(model: Any, folder: Path) -> None:
+    """Put the adapters that ``save_policy`` kept in ``folder`` into a model that has LoRA layers."""
+    adapters = load_file(folder / LORA_FILE)
+    unexpected = model.load_state_dict(adapters, strict=False).unexpected_keys
+    if unexpected:
+        raise UserError(f"{folder / LORA_FILE} does not fit the model: it has {unexpected[0]}")
+
+
+def _merged(model: Any) -> Any:
+    """A copy with the adapters added to the weights and the LoRA layers gone."""
+    from peft.tuners.lora import LoraLayer
+
+    plain = copy.deepcopy(model)
+    for name, layer in list(plain.named_modules()):
+        if isinstance(layer, LoraLayer):
+            layer.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(plain.get_submodule(parent), child, layer.get_base_layer())
+    return plain
 
 
 def _loading_failed(what: str, folder: str, error: Exception) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_train.checkpoint import write_checkpoint
 from sorl_train.cold_start import resolve_model
 from sorl_train.config import SftConfig, TrainConfig
 from sorl_train.demos import Demo, expert_demos, file_demos
@@ -151,11 +149,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         fine_tune(engine.policy, demos, config, tokenizer.pad_token_id, on_step)
         evaluate(config.sft.steps)
 
-    def save(path: Path) -> None:
-        engine.policy.save_pretrained(path / "policy")
-        tokenizer.save_pretrained(path / "policy")
-
-    write_checkpoint(run_dir.checkpoints / "best", save)
+    engine.save_best()
     figures = {
         "stage": "sft",
         "task": env.task.name,

@@ -34,7 +34,16 @@ from sorl_train.engines.local.update import (
 from sorl_train.environments import make_env, without_tools
 from sorl_train.losses import get_algorithm, kl_penalty
 from sorl_train.metrics import eval_metrics, success_rate, tool_timings
-from sorl_train.models import action_stats, autocast, load_critic, load_policy, load_tokenizer, pick_device
+from sorl_train.models import (
+    action_stats,
+    autocast,
+    load_adapters,
+    load_critic,
+    load_policy,
+    load_tokenizer,
+    pick_device,
+    save_policy,
+)
 from sorl_train.run_dir import RunDir
 from sorl_train.summary import Summary
 
@@ -71,7 +80,9 @@ class LocalEngine:
         torch.manual_seed(config.seed)
         source = str(folder / "policy") if folder else self.model_folder
         self.device = pick_device(hardware.device)
-        self.policy = load_policy(source, hardware)
+        self.policy = load_policy(self.model_folder if hardware.lora_rank else source, hardware)
+        if folder and hardware.lora_rank:
+            load_adapters(self.policy, folder / "policy")
         self.sampler = TransformersSampler(
             self.policy, self.tokenizer, config.sampler.max_concurrency, hardware
         )
@@ -260,8 +271,7 @@ class LocalEngine:
         return checkpoint.write_checkpoint(self.run_dir.checkpoints / "best", self._write_policy)
 
     def _write_policy(self, folder: Path) -> None:
-        self.policy.save_pretrained(folder / "policy")
-        self.tokenizer.save_pretrained(folder / "policy")
+        save_policy(self.policy, self.tokenizer, folder / "policy")
 
     def _write_state(self, folder: Path) -> None:
         self._write_policy(folder)
@@ -331,7 +341,6 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
     if batch.values is not None:
         returns, error = batch.returns[mask].double(), (batch.returns - batch.values)[mask].double()
         variance = float(returns.var(correction=0))
-        metrics["loss/explained_variance"] = (
-            1.0 - float(error.var(correction=0)) / variance if variance else 0.0
-        )
+        explained = 1.0 - float(error.var(correction=0)) / variance if variance > 1e-12 else 0.0
+        metrics["loss/explained_variance"] = explained
     return metrics

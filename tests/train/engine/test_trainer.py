@@ -21,6 +21,7 @@ from sorl_env.errors import UserError
 from sorl_env.tool import ToolReply, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory_io import read_jsonl
+from sorl_train.cold_start import resolve_model
 from sorl_train.engines.local import trainer
 from sorl_train.engines.local.engine import LocalEngine
 from sorl_train.losses import ALGORITHMS
@@ -230,7 +231,7 @@ def test_supervised_stage(tmp_path: Path) -> None:
 
 
 def test_a_prompt_longer_than_the_limit_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the prompt of example 'test-\d+' has \d+ tokens, the limit is 5"):
+    with pytest.raises(UserError, match=r"the prompt of example '\w+-\d+' has \d+ tokens, the limit is 5"):
         train_short(tmp_path / "run", limits__max_prompt_tokens=5)
 
 
@@ -267,3 +268,19 @@ def test_a_reward_that_raises_ends_its_own_trajectory_only(
     assert 0 < sum(line["rollout/excluded_rate"] for line in lines) < 1.5
     errors = {t.error for t in read_jsonl(run_dir.trajectories / "step_000003.jsonl") if t.excluded}
     assert errors <= {"KeyError: 'no gold answer'"}
+
+
+def test_lora_resumes_exactly_and_its_checkpoints_are_plain_folders(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"hardware__lora_rank": 4, "optim__lr": 5e-3, "optim__schedule": "constant"}
+    whole, _ = train_short(tmp_path / "whole", update__steps=4, **settings)
+    path = tmp_path / "stopped"
+    train_short(path, update__steps=2, **settings)
+    resumed, _ = train_short(path, resume=True, update__steps=4, **settings)
+    lines, expected = read_metrics(resumed.metrics), read_metrics(whole.metrics)
+    assert lines[4] == expected[4] and lines[3] == expected[3]
+    folder = whole.checkpoints / "step_000004" / "policy"
+    plain, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    base = AutoModelForCausalLM.from_pretrained(resolve_model(short_config(**settings), QuietDisplay()))
+    moved = [n for n, p in plain.named_parameters() if not torch.equal(p, base.get_parameter(n))]
+    assert moved and all("proj" in name for name in moved)
