@@ -8,6 +8,7 @@ that an installed Python package carries; ``--gguf FILE`` takes a file. The fold
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.metadata
 import shutil
 import tempfile
@@ -111,7 +112,12 @@ def load_model(path: Path, dtype: Dtype = "float32") -> PreTrainedModel:
         path.parent, gguf_file=path.name, dtype=getattr(torch, dtype)
     )
     # save_pretrained refuses a model that came from a GGUF; a fresh one with the same weights is an ordinary model
-    fresh: PreTrainedModel = type(loaded)(loaded.config).to(loaded.dtype)
+    config = copy.deepcopy(loaded.config)
+    if hasattr(
+        config, "quantization_config"
+    ):  # transformers 5.23 notes the GGUF there, and would load it as quantized
+        del config.quantization_config
+    fresh: PreTrainedModel = type(loaded)(config).to(loaded.dtype)
     fresh.load_state_dict(loaded.state_dict())
     return fresh.eval()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def test_clear_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.slow
 def test_the_folder_of_smollm2_is_the_model_in_the_package(smollm2: Path) -> None:
+    config = json.loads((smollm2 / "config.json").read_text())
+    assert "quantization_config" not in config  # or transformers takes the plain weights for quantized ones
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
