@@ -128,7 +128,7 @@ def test_an_empty_file_and_an_empty_section_change_nothing(tmp_path: Path) -> No
 
 def test_loading_leaves_its_input_alone() -> None:
     overrides = {"task_args": {"hops": [1]}, "task_args.top_k": 2}
-    assert load_config("quickstart", overrides).task_args == {"hasty": 0.65, "hops": [1], "top_k": 2}
+    assert load_config("quickstart", overrides).task_args == {"hasty": 0.75, "hops": [1], "top_k": 2}
     assert overrides == {"task_args": {"hops": [1]}, "task_args.top_k": 2}
 
 
