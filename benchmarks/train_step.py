@@ -4,8 +4,8 @@ Both sides of each comparison have the same tiny policy, prompts, limits, batche
 interleaved in one process, so that a busy machine slows both. The ratios are medians over the rounds.
 
 - One GRPO step: 16 prompts with 8 completions each, every one of exactly 24 tokens (tokens that would end it have no
-  probability, in the model itself), a reward function, one optimizer step on one micro-batch of 128. TRL computes no
-  log-probabilities before the update, as it trains on what it has just sampled; ours does, once, for every step.
+  probability, in the model itself), a reward function, one optimizer step on two micro-batches of 64. Neither side
+  computes log-probabilities before the update, as it trains on what it has just sampled.
 - Multi-turn rollouts: 128 dialogues on MiniHop with its search tool. The loop takes the whole left-padded history of
   all live dialogues to ``generate`` once a turn; ids of the closing tags end a row, finished dialogues leave.
 
@@ -185,6 +185,7 @@ def compare_steps(model: str, rounds: int, warm_up: int) -> dict[str, Any]:
             processing_class=tokenizer,
             callbacks=[Interleave()],
         )
+        trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     return compare(ours[warm_up:], theirs[warm_up:], [BATCH * TOKENS] * rounds, [BATCH * TOKENS] * rounds)
 

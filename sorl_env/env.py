@@ -99,12 +99,12 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self.toolbox = _make_toolbox(self.task, tools, tool_settings)
         self._owns_tools = tools is None and callable(self.task.tools)
         _warn_of_sample(self.toolbox, self.task, self.examples)
+        self.action_space = UnicodeText()
+        self.observation_space = UnicodeText()
         self._start()
 
     def _start(self) -> None:
         """State of a fresh environment with no episode."""
-        self.action_space = UnicodeText()
-        self.observation_space = UnicodeText()
         self._phase = _RESET
         self.example: Example = self.examples.examples[0]  # of the running episode, or of the last one
         self._index = 0
@@ -116,13 +116,15 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._items: dict[str, float] = {}
 
     def spawn(self) -> ToolUseEnv:
-        """Another environment of the same task, examples and tools, with no episode; cheap."""
+        """Another environment of the same task, examples, tools and spaces, with no episode; cheap."""
         env = type(self).__new__(type(self))
         env.task = self.task
         env.limits = self.limits
         env.render_mode = self.render_mode
         env.examples = self.examples
         env.toolbox = self.toolbox
+        env.action_space = self.action_space
+        env.observation_space = self.observation_space
         env._owns_tools = False
         env._start()
         env.spec = self.spec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,10 +71,11 @@ class Batch:
                 changed[f.name] = part
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
-    def micro_batches(self, size: int) -> list[Batch]:
-        """Pieces of at most ``size`` trajectories, similar lengths together so that little is padded."""
-        order = torch.argsort(self.lengths, stable=True).flip(0)
-        return [self.rows(order[i : i + size]) for i in range(0, len(self), size)]
+    def micro_batches(self, size: int) -> Iterator[tuple[Tensor, Batch]]:
+        """Pieces of at most ``size`` trajectories and their places in the batch, similar lengths together so that
+        little is padded."""
+        for index in torch.argsort(self.lengths, descending=True, stable=True).split(size):
+            yield index, self.rows(index)
 
     def to(self, device: torch.device) -> Batch:
         """All tensors but ``lengths`` on ``device``."""

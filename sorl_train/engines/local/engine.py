@@ -137,32 +137,44 @@ class LocalEngine:
         ]  # nothing else reaches a loss or a group baseline
         return self.score(collate(usable, self.tokenizer.pad_token_id)) if usable else None
 
+    @property
+    def on_policy(self) -> bool:
+        """Every trajectory is trained on once, in one step, by the weights that sampled it: the old log-probabilities
+        are those of the step itself, and need no pass before it."""
+        update, loss = self.config.update, self.config.loss
+        one_step = update.epochs == 1 and update.mini_batch_size >= self.config.rollout.batch_size
+        in_reward = loss.kl_coef > 0 and loss.kl_in == "reward"  # takes old log-probabilities before the step
+        return one_step and self.config.rollout.max_staleness == 0 and not in_reward
+
     @torch.no_grad()
     def score(self, batch: Batch) -> Batch:
-        """Fill in old and reference log-probabilities and values."""
-        old = torch.zeros(batch.action_mask.shape)
-        ref, values = torch.zeros_like(old), torch.zeros_like(old)
-        size = self.config.update.log_prob_micro_batch_size
-        order = torch.argsort(batch.lengths, descending=True, stable=True)
-        for index in order.split(size):
-            micro = batch.rows(index).to(self.device)
+        """Fill in old (unless ``on_policy``) and reference log-probabilities and values."""
+        models = {} if self.on_policy else {"old_log_probs": self.policy}
+        if self.reference is not None:
+            models["ref_log_probs"] = self.reference
+        fields = {name: torch.zeros(batch.action_mask.shape) for name in models}
+        if self.critic_update is not None:
+            fields["values"] = torch.zeros(batch.action_mask.shape)
+        for index, micro in batch.micro_batches(self.config.update.log_prob_micro_batch_size):
+            micro = micro.to(self.device)
             columns = slice(0, micro.action_mask.shape[1])
             with autocast(self.config.hardware, self.device):
-                old[index, columns] = self._log_probs(self.policy, micro)
-                if self.reference is not None:
-                    ref[index, columns] = self._log_probs(self.reference, micro)
+                for name, model in models.items():
+                    fields[name][index, columns] = self._log_probs(model, micro)
                 if self.critic_update is not None:
-                    values[index, columns] = self.critic_update.critic(micro.token_ids).float().cpu()
-        for name, figures in (("a sampled", batch.rollout_log_probs), ("a recomputed", old)):
+                    fields["values"][index, columns] = (
+                        self.critic_update.critic(micro.token_ids).float().cpu()
+                    )
+        checked = {"a sampled": batch.rollout_log_probs, "a recomputed": fields.get("old_log_probs")}
+        for name, figures in checked.items():
+            if figures is None:
+                continue
             broken = (~torch.isfinite(figures)).any(dim=1)
             if broken.any():
                 ids = tuple(batch.ids[i] for i in broken.nonzero()[:, 0].tolist())
                 raise NonFiniteError(f"{name} log-probability", ids)
-        fields = {"old_log_probs": old}
-        if self.reference is not None:
-            fields["ref_log_probs"] = ref
-        if self.critic_update is not None:  # of the weights that are about to be updated
-            fields["values"] = values.masked_fill(~batch.action_mask, 0.0)
+        if "values" in fields:  # of the weights that are about to be updated
+            fields["values"].masked_fill_(~batch.action_mask, 0.0)
         return batch.with_fields(**fields)
 
     def _log_probs(self, model: Any, micro: Batch) -> Tensor:
@@ -174,9 +186,9 @@ class LocalEngine:
     def estimate_advantages(self, batch: Batch) -> Batch:
         """Advantages and returns, (B, T)."""
         loss = self.config.loss
-        assert batch.old_log_probs is not None
         rewards = batch.token_rewards
         if batch.ref_log_probs is not None and loss.kl_in == "reward":
+            assert batch.old_log_probs is not None
             kl = kl_penalty(batch.old_log_probs, batch.ref_log_probs, loss.kl_type)
             rewards = kl_in_reward(rewards, kl, batch.action_mask, loss.kl_coef)
         if self.algorithm.advantage == "group":
@@ -208,7 +220,9 @@ class LocalEngine:
                     self.critic_update.step(mini, lr, means)
                 if step > config.update.critic_warmup_steps:
                     lr = learning_rate(optim, optim.lr, optim.warmup_ratio, done, total)
-                    self.policy_update.step(mini, lr, means)
+                    log_probs = self.policy_update.step(mini, lr, means)
+                    if self.on_policy:
+                        batch = mini.with_fields(old_log_probs=log_probs)
                 advance(1)
         metrics = means.result()
         for name in ("grad_norm", "clip_bias_norm"):
@@ -328,16 +342,17 @@ def _scores(batch: Batch) -> dict[str, Tensor]:
 
 def _batch_metrics(batch: Batch) -> dict[str, float]:
     """``loss/`` metrics that depend on the batch alone, over its action tokens."""
-    assert batch.advantages is not None and batch.old_log_probs is not None and batch.returns is not None
+    assert batch.advantages is not None and batch.returns is not None
     mask = batch.loss_mask
     advantages = batch.advantages[mask].double()
-    gap = (batch.old_log_probs - batch.rollout_log_probs)[mask].double()
     metrics = {
         "loss/advantage_mean": float(advantages.mean()),
         "loss/advantage_std": float(advantages.std(correction=0)),
-        "rollout/mismatch_kl": float((gap.exp() - 1 - gap).mean()),  # k3 of sampler against trainer
-        "rollout/mismatch_max": float(gap.abs().max()),
     }
+    if batch.old_log_probs is not None:
+        gap = (batch.old_log_probs - batch.rollout_log_probs)[mask].double()
+        metrics["rollout/mismatch_kl"] = float((gap.exp() - 1 - gap).mean())  # k3 of sampler against trainer
+        metrics["rollout/mismatch_max"] = float(gap.abs().max())
     if batch.values is not None:
         returns, error = batch.returns[mask].double(), (batch.returns - batch.values)[mask].double()
         variance = float(returns.var(correction=0))

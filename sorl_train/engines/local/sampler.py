@@ -24,7 +24,11 @@ from sorl_train.config import ModelConfig
 from sorl_train.engines.local.row_cache import COLUMNS, RowCache
 from sorl_train.models import autocast, compute_dtype
 
-PREFILL_TOKENS = 16384  # upper bound of rows x columns of one prefill pass
+# Rows x columns of one prefill pass: on a CPU what its cache holds, on a GPU enough to fill it.
+CPU_PREFILL, GPU_PREFILL = 2048, 16384
+# A cache of up to so many bytes stays from one batch to the next: touching new memory costs a tiny policy a tenth of
+# its rollout. A larger one makes room for the update.
+KEPT_CACHE = 1 << 28
 # Event-loop turns granted to trajectories between two steps: enough for a reply of an in-process tool to come back
 # as the next turn's request, so that rows rejoin the batch together. It never waits for a tool that is slow.
 YIELDS = 6
@@ -70,7 +74,9 @@ class TransformersSampler:
         self._capacity = COLUMNS  # of a new cache: what the last one came to have
         self._cache = self._new_cache(0)
         self._rows: dict[str, _Row] = {}  # by session
-        self._by_slot: list[_Row] = []  # rows in flight, [0, num_active) decoding
+        self._by_slot: list[_Row | None] = [
+            None
+        ] * max_rows  # [0, num_active) decode, the others anywhere behind
         self._num_active = 0
         self._waiting: list[_Row] = []
         self._driver: asyncio.Task[None] | None = None
@@ -79,20 +85,23 @@ class TransformersSampler:
 
     @contextmanager
     def session(self) -> Iterator[TransformersSampler]:
-        """Around one batch: switches the model to inference and gives the cache's memory back afterwards."""
+        """Around one batch: switches the model to inference and gives a large cache's memory back afterwards."""
         was_training = self.model.training
         self.model.eval()
-        self._cache = self._new_cache(self._max_rows)
+        if len(self._cache.lengths) == 0:
+            self._cache = self._new_cache(self._max_rows)
         try:
             yield self
         finally:
             self.model.train(was_training)
             self._rows.clear()
-            self._by_slot.clear()
+            self._by_slot = [None] * self._max_rows
             self._waiting.clear()
             self._num_active, self._driver = 0, None
             self._capacity = self._cache.capacity
-            self._cache = self._new_cache(0)
+            self._cache.lengths[:] = 0
+            if self._cache.data.nbytes > KEPT_CACHE:
+                self._cache = self._new_cache(0)
 
     def _new_cache(self, rows: int) -> RowCache:
         return RowCache(self.model, rows, compute_dtype(self._config, self._device), self._capacity)
@@ -120,40 +129,49 @@ class TransformersSampler:
             self._waiting.remove(row)
         if row.slot < self._num_active:
             self._deactivate(row)
-        last = self._by_slot.pop()
-        if last is not row:
-            self._cache.copy([last.slot], [row.slot])
-            self._by_slot[row.slot] = last
-            last.slot, row.slot = row.slot, last.slot
+        self._by_slot[row.slot] = None
         self._cache.lengths[row.slot] = 0
 
     def _admit(self, session: str) -> _Row:
-        if len(self._by_slot) == self._max_rows:
+        if len(self._rows) == self._max_rows:
             raise ValueError(f"more than max_concurrency={self._max_rows} trajectories in flight")
-        row = self._rows[session] = _Row(slot=len(self._by_slot))
-        self._by_slot.append(row)
+        slot = len(self._rows)  # free unless a trajectory before it is over
+        if self._by_slot[slot] is not None:
+            slot = self._by_slot.index(None)
+        row = self._rows[session] = self._by_slot[slot] = _Row(slot)
         return row
 
-    def _swap(self, a: _Row, b: _Row) -> None:
-        if a is b:
+    def _move(self, row: _Row, slot: int) -> None:
+        """Give ``row`` another slot; who was there, if anyone, takes its old one."""
+        if slot == row.slot:
             return
-        self._cache.swap(a.slot, b.slot)
-        self._by_slot[a.slot], self._by_slot[b.slot] = b, a
-        a.slot, b.slot = b.slot, a.slot
+        other = self._by_slot[slot]
+        if other is None:
+            self._cache.copy([row.slot], [slot])
+        else:
+            self._cache.swap(row.slot, slot)
+            other.slot = row.slot
+        self._by_slot[row.slot], self._by_slot[slot] = other, row
+        row.slot = slot
 
     def _activate(self, rows: Sequence[_Row]) -> slice:
-        """Put ``rows`` behind those that decode, swapping none that is there already; returns their slots."""
+        """Put ``rows`` behind those that decode, moving none that is there already; returns their slots."""
         slots = slice(self._num_active, self._num_active + len(rows))
-        strangers = [row for row in self._by_slot[slots] if row not in set(rows)]
+        here = {row.slot for row in rows}
+        vacant = [slot for slot in range(slots.start, slots.stop) if slot not in here]
         for row in rows:
             if row.slot >= slots.stop:
-                self._swap(row, strangers.pop())
+                self._move(row, vacant.pop())
         self._num_active = slots.stop
         return slots
 
     def _deactivate(self, row: _Row) -> None:
-        self._swap(row, self._by_slot[self._num_active - 1])
+        self._move(row, self._num_active - 1)
         self._num_active -= 1
+
+    def _in(self, slots: slice) -> list[_Row]:
+        """The rows in ``slots``, where none is free."""
+        return [row for row in self._by_slot[slots] if row is not None]
 
     async def _drive(self) -> None:
         """Prefill and decode until no trajectory wants tokens; errors reach every caller that waits."""
@@ -166,41 +184,53 @@ class TransformersSampler:
                     self._prefill()
                 elif self._num_active:
                     rows = slice(0, self._num_active)
-                    self._accept(self._by_slot[rows], self._forward(rows))
+                    self._accept(self._in(rows), self._forward(rows))
                 else:
                     return
         except BaseException as error:
             for row in self._by_slot:
-                if row.reply is not None and not row.reply.done():
+                if row is not None and row.reply is not None and not row.reply.done():
                     row.reply.set_exception(
                         error if isinstance(error, Exception) else asyncio.CancelledError()
                     )
             raise
 
     def _prefill(self) -> None:
-        """Feed the pending tokens of waiting rows, similar lengths together, and draw their first tokens."""
-        self._waiting.sort(key=lambda row: -len(row.pending))
-        count = max(1, PREFILL_TOKENS // len(self._waiting[0].pending))
-        rows, self._waiting = self._waiting[:count], self._waiting[count:]
-        readers: dict[Any, _Row] = {}  # rows of one group wait for the same prompt: one reads it for all
-        for row in rows:
-            readers.setdefault(id(row) if row.cached else tuple(row.pending), row)
-        slots = self._activate(list(readers.values()))
+        """Feed the pending tokens of all waiting rows, similar lengths together, and draw their first tokens."""
+        readers: dict[
+            Any, list[_Row]
+        ] = {}  # rows of one group wait for the same prompt: the first reads it for all
+        for row in sorted(self._waiting, key=lambda row: -len(row.pending)):
+            readers.setdefault(id(row) if row.cached else tuple(row.pending), []).append(row)
+        self._waiting = []
+        groups = list(readers.values())
+        limit = CPU_PREFILL if self._device.type == "cpu" else GPU_PREFILL
+        while groups:
+            count = max(1, limit // len(groups[0][0].pending))
+            self._read(groups[:count])
+            groups = groups[count:]
+
+    def _read(self, groups: Sequence[list[_Row]]) -> None:
+        """One prefill pass; rows of one group have the same pending tokens."""
+        slots = self._activate([group[0] for group in groups])
         logits = self._forward(slots)
-        copies = [row for row in rows if row.slot >= slots.stop]
-        if copies:
-            copies = self._by_slot[self._activate(copies)]
-            sources = [readers[tuple(row.pending)] for row in copies]
-            self._cache.copy([row.slot for row in sources], [row.slot for row in copies])
+        rows = self._in(slots)
+        pairs = [(group[0], row) for group in groups for row in group[1:]]
+        if pairs:
+            copies = [row for _, row in pairs]
+            self._activate(copies)
+            sources = [reader.slot for reader, _ in pairs]
+            self._cache.copy(sources, [row.slot for row in copies])
             for row in copies:
                 row.cached.extend(row.pending)
-            logits = torch.cat([logits, logits[[row.slot - slots.start for row in sources]]])
-        self._accept(self._by_slot[slots] + copies, logits)
+            logits = torch.cat([logits, logits[[slot - slots.start for slot in sources]]])
+            rows += copies
+        self._accept(rows, logits)
 
     @torch.inference_mode()
     def _forward(self, slots: slice) -> Tensor:
         """Feed the pending tokens of the rows in ``slots``; returns the logits after their last ones, (b, V)."""
-        rows = self._by_slot[slots]
+        rows = self._in(slots)
         counts = np.fromiter((len(row.pending) for row in rows), dtype=np.int64)
         inputs = np.zeros((len(rows), counts.max()), dtype=np.int64)
         for i, row in enumerate(rows):
@@ -222,7 +252,8 @@ class TransformersSampler:
         return logits
 
     def _accept(self, rows: Sequence[_Row], logits: Tensor) -> None:
-        """Draw the next token of each of ``rows`` (a copy: rows move when they finish)."""
+        """Draw the next token of each of ``rows`` and answer those whose turn it ends."""
+        finished = []
         for row, token, log_prob in zip(rows, *_draw(logits, rows), strict=True):
             row.drawn.append(token)
             row.log_probs.append(log_prob)
@@ -235,11 +266,15 @@ class TransformersSampler:
                 finish = "length"
             else:
                 continue
-            self._deactivate(row)
+            finished.append(row)
             assert row.reply is not None
             if not row.reply.done():  # the caller may have been cancelled
                 turn = SampledTurn(row.drawn, row.log_probs, finish, self.policy_version)  # type: ignore[arg-type]
                 row.reply.set_result(turn)
+        for row in sorted(
+            finished, key=lambda row: -row.slot
+        ):  # from behind: rows that finish together stay put
+            self._deactivate(row)
 
 
 @torch.inference_mode()

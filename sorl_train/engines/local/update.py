@@ -88,10 +88,14 @@ class PolicyUpdate:
         self.config = config
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def step(self, mini: Batch, lr: float, means: Means) -> None:
-        """One optimizer step on ``mini``, whatever its micro-batches: loss, clipping bias, normalization, clipping."""
+    def step(self, mini: Batch, lr: float, means: Means) -> Tensor:
+        """One optimizer step on ``mini``, whatever its micro-batches: loss, clipping bias, normalization, clipping.
+
+        Returns the log-probabilities (B, T) before the step. If ``mini`` comes without old ones, they are these.
+        """
         self.optimizer.zero_grad(set_to_none=True)
-        bias, stats, bias_gradient = self._accumulate(mini, means)
+        log_probs = torch.zeros(mini.loss_mask.shape)
+        bias, stats, bias_gradient = self._accumulate(mini, means, log_probs)
         scales = self._normalization(bias, bias_gradient)
         grad_norm = _grad_norm(self.parameters)
         if not math.isfinite(grad_norm):
@@ -113,9 +117,12 @@ class PolicyUpdate:
             **{f"clip_bias_{name}": value for name, value in bias.norms().items()},
             **stats.metrics(),
         )
+        return log_probs
 
-    def _accumulate(self, mini: Batch, means: Means) -> tuple[ClipBias, LossStats, list[Tensor] | None]:
-        """Gradients of all micro-batches, with the denominator of the whole mini-batch."""
+    def _accumulate(
+        self, mini: Batch, means: Means, log_probs: Tensor
+    ) -> tuple[ClipBias, LossStats, list[Tensor] | None]:
+        """Gradients of all micro-batches, with the denominator of the whole mini-batch; fills ``log_probs`` in."""
         loss_config = self.config.loss
         denominator = loss_denominator(mini.loss_mask, loss_config.aggregation)
         bias: ClipBias | None = None
@@ -123,9 +130,9 @@ class PolicyUpdate:
         bias_gradient: list[Tensor] | None = None
         total = entropy_total = kl_total = 0.0
         device = self.parameters[0].device
-        for micro in mini.micro_batches(self.config.update.micro_batch_size):
+        for index, micro in mini.micro_batches(self.config.update.micro_batch_size):
             micro = micro.to(device)
-            assert micro.old_log_probs is not None and micro.advantages is not None
+            assert micro.advantages is not None
             with self.autocast():
                 token_stats = action_stats(
                     self.model,
@@ -135,9 +142,11 @@ class PolicyUpdate:
                     entropy=True,
                     logit_scale=True,
                 )
+            own = token_stats.log_probs.detach()
+            log_probs[index, : own.shape[1]] = own.float().cpu()
             output = policy_loss(
                 token_stats.log_probs,
-                micro.old_log_probs,
+                own if micro.old_log_probs is None else micro.old_log_probs,
                 micro.advantages,
                 micro.loss_mask,
                 micro.turn_ids,
@@ -222,7 +231,7 @@ class CriticUpdate:
         denominator = loss_denominator(mini.loss_mask, loss_config.aggregation)
         total = 0.0
         device = self.parameters[0].device
-        for micro in mini.micro_batches(self.config.update.critic_micro_batch_size):
+        for _, micro in mini.micro_batches(self.config.update.critic_micro_batch_size):
             micro = micro.to(device)
             assert micro.returns is not None
             with autocast(self.config.hardware, device):

@@ -56,7 +56,8 @@ def test_rows_trim_padding_and_micro_batches_cover_all() -> None:
     batch = collate(rows)
     part = batch.rows([0, 4])
     assert part.token_ids.shape == (2, 4) and part.action_mask.shape == (2, 3) and part.ids == ("3", "4")
-    pieces = batch.micro_batches(2)
+    index, pieces = zip(*batch.micro_batches(2), strict=True)
+    assert [i.tolist() for i in index] == [[1, 3], [2, 4], [0]]
     assert [p.ids for p in pieces] == [("9", "7"), ("5", "4"), ("3",)]
     assert sum(int(p.action_mask.sum()) for p in pieces) == int(batch.action_mask.sum())
     assert torch.equal(batch.lengths, torch.tensor([3, 9, 5, 7, 4]))

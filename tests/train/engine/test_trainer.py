@@ -197,6 +197,27 @@ def test_reference_kl_in_loss_and_in_reward(tmp_path: Path) -> None:
         assert 0.0 <= lines[2]["loss/ref_kl"] < 1.0
 
 
+@pytest.mark.parametrize("algo", ["so_ppo", "so_grpo"])
+def test_one_on_policy_step_needs_no_scoring_pass(
+    algo: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its own log-probabilities are the old ones: the same metrics as with a pass before it."""
+    settings = {"algo": algo, "update__mini_batch_size": 16, "rollout__group_size": 4}
+    calls: list[int] = []
+    log_probs = LocalEngine._log_probs
+    monkeypatch.setattr(LocalEngine, "_log_probs", lambda *args: calls.append(1) or log_probs(*args))
+    run_dir, _ = train_short(tmp_path / "without", **settings)
+    assert not calls
+    without = read_metrics(run_dir.metrics)
+    monkeypatch.setattr(LocalEngine, "on_policy", False)
+    run_dir, _ = train_short(tmp_path / "with", **settings)
+    assert calls
+    scored = read_metrics(run_dir.metrics)
+    assert [row.keys() for row in without] == [row.keys() for row in scored]
+    for ours, theirs in zip(without, scored, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-3)
+
+
 def test_options_that_change_the_model_train(tmp_path: Path) -> None:
     """bfloat16, gradient checkpointing, LoRA, whitening, token mean, critic warm-up: each for two steps."""
     for number, options in enumerate(
