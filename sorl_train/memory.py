@@ -5,14 +5,16 @@ L tokens a trajectory, A of them the policy's, m rows a micro-batch, n layers of
 
 - weights 4 (P + C), gradients 4 (T + C), Adam 8 (T + C), reference 4 P: master weights are float32 always;
 - key-value cache 2 n b L (kv_heads x head_dim) for each row in flight, held while sampling. It doubles as it grows,
-  and the old half lives until it is copied, so up to 3 times what L tokens need;
+  and the old half lives until it is copied, so up to 3 times what L tokens need. vLLM takes its own share of the GPU
+  (sampler.gpu_memory), which comes on top of this estimate;
 - activations b m L n (12 h + 4 i): a block of a gated-MLP transformer keeps three tensors for each of its two norms,
   five in attention (the flash kernels keep no L x L matrix), the residual, and four in its MLP. With gradient
   checkpointing b m L (n h + 12 h + 4 i): the input of each block, and one block computed again;
 - logits 2 b m A V: of action tokens only, and their gradient;
 - scoring without gradients b m' (L (4 h + 3 i) + A V), m' = update.log_prob_micro_batch_size.
 
-Sampling, scoring and updating take turns, so the peak is the lasting part and the largest of the three. Every
+Sampling, scoring and updating take turns, so the peak is the lasting part and the largest of the three (a small cache
+is kept and counts in each of them). Every
 trajectory is taken at its full length: real runs stay below.
 """
 
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 
 from sorl_env.task import Limits
 from sorl_train.config import CRITIC_ALGOS, TrainConfig
+from sorl_train.engines.local.sampler import KEPT_CACHE
 
 FLOAT32 = 4
 
@@ -75,14 +78,17 @@ def estimate_memory(
     cache_token = 2 * shape.layers * shape.key_value_width * compute_bytes
     micro = min(config.update.micro_batch_size, config.update.mini_batch_size)
     scored = min(config.update.log_prob_micro_batch_size, config.rollout.batch_size)
+    sampling = 0 if config.sampler.backend == "vllm" else 3 * rows * tokens * cache_token
+    kept = min(sampling, KEPT_CACHE)
     return MemoryEstimate(
         weights=FLOAT32 * (shape.parameters + critic),
         gradients=FLOAT32 * trained,
         optimizer=2 * FLOAT32 * trained,
         reference=FLOAT32 * shape.parameters if config.loss.kl_coef > 0 else 0,
-        sampling=3 * rows * tokens * cache_token,
-        scoring=compute_bytes * scored * (tokens * _scoring_width(shape) + actions * shape.vocabulary),
-        updating=max(
+        sampling=sampling,
+        scoring=kept + compute_bytes * scored * (tokens * _scoring_width(shape) + actions * shape.vocabulary),
+        updating=kept
+        + max(
             compute_bytes * micro * (tokens * _kept_width(config, shape) + 2 * actions * shape.vocabulary),
             _critic_update(config, shape, tokens, compute_bytes) if critic else 0,
         ),

@@ -175,7 +175,10 @@ def _memory(config: TrainConfig, shape: ModelShape, env: ToolUseEnv) -> list[str
         ("updating", need.updating, "activations and logits of a micro-batch"),
     )
     lines = [f"{name:<10}{_gb(size):>9}  {note}".rstrip() for name, size, note in rows]
-    return [f"on {device.type}, computing in {str(dtype).removeprefix('torch.')}", *lines, _peak(need)]
+    lines.append(_peak(need))
+    if config.sampler.backend == "vllm":
+        lines.append(f"and {config.sampler.gpu_memory:.0%} of the GPU for vLLM (sampler.gpu_memory)")
+    return [f"on {device.type}, computing in {str(dtype).removeprefix('torch.')}", *lines]
 
 
 def _peak(need: MemoryEstimate) -> str:

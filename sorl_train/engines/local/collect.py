@@ -5,14 +5,25 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from sorl_env.env import ToolUseEnv
-from sorl_env.rollout import RolloutJob, RolloutSettings, collect
+from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, collect
 from sorl_env.tokens import Tokenizer
 from sorl_env.trajectory import Trajectory
 from sorl_train.config import TrainConfig
-from sorl_train.engines.local.sampler import TransformersSampler
 from sorl_train.seeds import derive_seed, generator
+
+
+class LocalSampler(Sampler, Protocol):
+    """A sampler that shares a machine with the trainer."""
+
+    policy_version: int
+
+    def session(self) -> AbstractContextManager[Any]:
+        """Around one batch: the newest weights at its beginning, what the update needs given back at its end."""
+        ...
 
 
 def training_jobs(config: TrainConfig, num_examples: int, step: int) -> list[RolloutJob]:
@@ -49,7 +60,7 @@ def _order(seed: int, epoch: int, size: int, stream: str = "data") -> list[int]:
 def run_jobs(
     env: ToolUseEnv,
     tokenizer: Tokenizer,
-    sampler: TransformersSampler,
+    sampler: LocalSampler,
     jobs: Sequence[RolloutJob],
     config: TrainConfig,
     *,

@@ -21,7 +21,7 @@ from sorl_train.advantages import gae, group_advantages, kl_in_reward, whiten
 from sorl_train.batch import Batch, collate
 from sorl_train.config import TrainConfig
 from sorl_train.display import Display
-from sorl_train.engines.local.collect import evaluation_jobs, run_jobs, training_jobs
+from sorl_train.engines.local.collect import LocalSampler, evaluation_jobs, run_jobs, training_jobs
 from sorl_train.engines.local.sampler import TransformersSampler
 from sorl_train.engines.local.update import (
     CriticUpdate,
@@ -83,9 +83,7 @@ class LocalEngine:
         self.policy = load_policy(self.model_folder if hardware.lora_rank else source, hardware)
         if folder and hardware.lora_rank:
             load_adapters(self.policy, folder / "policy")
-        self.sampler = TransformersSampler(
-            self.policy, self.tokenizer, config.sampler.max_concurrency, hardware
-        )
+        self.sampler = self._make_sampler()
         optimizer = self._adamw([p for p in self.policy.parameters() if p.requires_grad], config.optim.lr)
         self.policy_update = PolicyUpdate(self.policy, optimizer, self.algorithm, config)
         self.optimizers = {"actor": optimizer}
@@ -100,6 +98,17 @@ class LocalEngine:
             self.reference.requires_grad_(False).eval()
         if folder:
             self._load_state(folder)
+
+    def _make_sampler(self) -> LocalSampler:
+        config = self.config
+        if config.sampler.backend == "vllm":
+            from sorl_train.engines.local.vllm_sampler import VllmSampler
+
+            longest = max(env.limits.max_trajectory_tokens for env in (self.env, self.eval_env))
+            return VllmSampler(self.policy, self.model_folder, longest, config)
+        return TransformersSampler(
+            self.policy, self.tokenizer, config.sampler.max_concurrency, config.hardware
+        )
 
     def _adamw(self, parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
         optim = self.config.optim

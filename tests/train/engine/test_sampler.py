@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sorl_env.env import ToolUseEnv
-from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, collect
+from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, Sampler, SamplingParams, collect
 from sorl_env.trajectory import Trajectory
 from sorl_train.batch import collate
 from sorl_train.config import ModelConfig
@@ -28,7 +28,7 @@ def jobs(count: int) -> list[RolloutJob]:
 class Recorder:
     """A sampler that notes every id that goes in and comes out."""
 
-    def __init__(self, sampler: TransformersSampler) -> None:
+    def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
         self.seen: dict[str, list[int]] = {}
 
