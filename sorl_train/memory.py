@@ -13,8 +13,8 @@ L tokens a trajectory, A of them the policy's, m rows a micro-batch, n layers of
 - logits 2 b m A V: of action tokens only, and their gradient;
 - scoring without gradients b m' (L (4 h + 3 i) + A V), m' = update.log_prob_micro_batch_size.
 
-Sampling, scoring and updating take turns, so the peak is the lasting part and the largest of the three (a small cache
-is kept and counts in each of them). Every
+Sampling, scoring and updating take turns, so the peak is the lasting part and the largest of the three; beside
+scoring and updating a small cache is kept. Every
 trajectory is taken at its full length: real runs stay below.
 """
 
@@ -63,7 +63,8 @@ class MemoryEstimate:
     @property
     def peak(self) -> int:
         """The most that is held at once, without the interpreter and its libraries."""
-        return self.lasting + max(self.sampling, self.scoring, self.updating)
+        kept_cache = min(self.sampling, KEPT_CACHE)
+        return self.lasting + max(self.sampling, kept_cache + max(self.scoring, self.updating))
 
 
 def estimate_memory(
@@ -79,16 +80,14 @@ def estimate_memory(
     micro = min(config.update.micro_batch_size, config.update.mini_batch_size)
     scored = min(config.update.log_prob_micro_batch_size, config.rollout.batch_size)
     sampling = 0 if config.sampler.backend == "vllm" else 3 * rows * tokens * cache_token
-    kept = min(sampling, KEPT_CACHE)
     return MemoryEstimate(
         weights=FLOAT32 * (shape.parameters + critic),
         gradients=FLOAT32 * trained,
         optimizer=2 * FLOAT32 * trained,
         reference=FLOAT32 * shape.parameters if config.loss.kl_coef > 0 else 0,
         sampling=sampling,
-        scoring=kept + compute_bytes * scored * (tokens * _scoring_width(shape) + actions * shape.vocabulary),
-        updating=kept
-        + max(
+        scoring=compute_bytes * scored * (tokens * _scoring_width(shape) + actions * shape.vocabulary),
+        updating=max(
             compute_bytes * micro * (tokens * _kept_width(config, shape) + 2 * actions * shape.vocabulary),
             _critic_update(config, shape, tokens, compute_bytes) if critic else 0,
         ),
