@@ -13,9 +13,8 @@ L tokens a trajectory, A of them the policy's, m rows a micro-batch, n layers of
 - logits 2 b m A V: of action tokens only, and their gradient;
 - scoring without gradients b m' (L (4 h + 3 i) + A V), m' = update.log_prob_micro_batch_size.
 
-Sampling, scoring and updating take turns, so the peak is the lasting part and the largest of the three; beside
-scoring and updating a small cache is kept. Every
-trajectory is taken at its full length: real runs stay below.
+Sampling, scoring and updating take turns, so the peak is the lasting part and the largest of the three; beside scoring
+and updating a small cache is kept. Every trajectory is taken at its full length: real runs stay below.
 """
 
 from __future__ import annotations

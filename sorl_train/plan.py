@@ -182,7 +182,7 @@ def _memory(config: TrainConfig, shape: ModelShape, env: ToolUseEnv) -> list[str
 
 
 def _peak(need: MemoryEstimate) -> str:
-    return f"{'peak':<10}{_gb(need.peak):>9}  the first four and the largest of the other three, and a small cache that is kept"
+    return f"{'peak':<10}{_gb(need.peak):>9}  the first four, the largest of the others, a small cache that is kept"
 
 
 def _gb(size: int) -> str:
