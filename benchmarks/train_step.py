@@ -45,6 +45,7 @@ from sorl_train.environments import make_env
 from sorl_train.metrics import rollout_metrics
 from sorl_train.models import load_policy, load_tokenizer
 from sorl_train.run_dir import RunDir
+from sorl_train.update import estimate_advantages
 
 INSTALL = "pip install trl==1.16.0 (or: pip install 'sorl[bench]')"
 STEP_RATIO, ROLLOUT_RATIO = 0.7, 1.5  # at most, at least
@@ -112,7 +113,7 @@ def sorl_step(model: str, folder: Path) -> Callable[[int], int]:
         collected = engine.collect(number)
         assert collected.batch is not None
         metrics = rollout_metrics(collected.trajectories)
-        metrics |= engine.update(engine.estimate_advantages(collected.batch), number)
+        metrics |= engine.update(estimate_advantages(collected.batch, "grpo", engine.config.loss), number)
         return sum(trajectory.num_action_tokens for trajectory in collected.trajectories)
 
     return step

@@ -121,6 +121,8 @@ def _run_stage(config: TrainConfig, run_dir: RunDir, display: Display, resume: b
     """Train and write the report; the summary."""
     if config.stage == "sft":
         from sorl_train.sft import run
+    elif config.engine == "openrlhf":
+        from sorl_train.engines.openrlhf.launch import run
     else:
         from sorl_train.engines.local.trainer import run
     from transformers.utils import logging as transformers_logging

@@ -163,6 +163,32 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class ClusterConfig:
+    """Where ``engine: openrlhf`` puts things; the local engine reads none of it."""
+
+    nodes: int = opt(1, "nodes")
+    gpus_per_node: int = opt(8, "GPUs of each node, for training and sampling together", paper="8")
+    vllm_engines: int = opt(2, "vLLM engines")
+    vllm_tensor_parallel: int = opt(4, "GPUs of one vLLM engine", paper="4")
+    vllm_memory: float = opt(0.6, "share of a GPU's memory that vLLM takes", paper="0.6")
+    zero_stage: int = opt(3, "DeepSpeed ZeRO: 2 shards optimizer and gradients, 3 the weights too")
+    offload_optimizer: bool = opt(True, "keep the optimizer's state in the memory of the host", paper="yes")
+    offload_reference: bool = opt(True, "keep the reference model in the memory of the host", paper="yes")
+    async_rollout: bool = opt(
+        False,
+        "sample the next batch while training; vLLM then has GPUs of its own, max_staleness is at least 1",
+    )
+    partial_rollout: bool = opt(False, "with async_rollout: go on sampling through a weight update")
+    deadline_s: float = opt(
+        3600.0,
+        "without any step, checkpoint or start-up progress for this long the run is ended with an error",
+    )
+    flags: dict[str, Any] = opt(
+        {}, "more flags for OpenRLHF, as {ds.overlap_comm: true}; they come last and win"
+    )
+
+
+@dataclass(frozen=True)
 class SftConfig:
     """Supervised fine-tuning on demonstrations: ``--stage sft``, and the cold start of ``model: tiny``."""
 
@@ -215,7 +241,11 @@ class TrainConfig:
         "ppo, turn_ppo, s_ppo, so_ppo need a critic; grpo, gspo, so_grpo need rollout.group_size >= 2",
     )
     stage: Literal["rl", "sft"] = opt("rl", "rl: reinforcement learning; sft: supervised cold start only")
-    engine: Literal["local"] = opt("local", "local: PyTorch on one machine")
+    engine: Literal["local", "openrlhf"] = opt(
+        "local",
+        "local: PyTorch on one machine; openrlhf: Ray, vLLM and DeepSpeed on many GPUs",
+        paper="openrlhf",
+    )
     task: str = opt("minihop", "a task's name, package.module:TASK, or a path to a .py file")
     task_args: dict[str, Any] = opt({}, "knobs of tasks that take some, such as task_args.hops=[1,2]")
     model: str = opt("tiny", "a transformers folder or hub name; tiny: built and cold-started for the task")
@@ -234,6 +264,7 @@ class TrainConfig:
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     update: UpdateConfig = dataclasses.field(default_factory=UpdateConfig)
     hardware: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     sft: SftConfig = dataclasses.field(default_factory=SftConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)

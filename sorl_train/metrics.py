@@ -52,6 +52,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
+def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """How many training steps before ``version`` the batch's turns were sampled, on average and at most."""
+    lags = [version - turn.policy_version for t in trajectories if not t.excluded for turn in t.turns]
+    return {"rollout/staleness": fmean(lags), "rollout/staleness_max": float(max(lags))} if lags else {}
+
+
 def tool_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Latencies, seconds: wall-clock figures are kept apart from the metrics that a seed reproduces."""
     latencies = [call.latency_s for t in trajectories for turn in t.turns for call in turn.tool_calls]

@@ -146,7 +146,26 @@ def action_stats(
         token_ids: (B, L). mask: bool (B, T), T = L - 1.
     """
     hidden = model.base_model(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state[mask]  # (N, H)
-    logits = model.get_output_embeddings()(hidden)  # (N, V)
+    return logit_stats(
+        model.get_output_embeddings()(hidden),
+        token_ids,
+        mask,
+        temperature=temperature,
+        entropy=entropy,
+        logit_scale=logit_scale,
+    )
+
+
+def logit_stats(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    logit_scale: bool = False,
+) -> TokenStats:
+    """As ``action_stats``, from the logits (N, V) of the N masked positions."""
     targets = token_ids[:, 1:][mask]  # (N,)
     stats = token_log_probs(
         logits[None], targets[None], temperature=temperature, entropy=entropy, logit_scale=logit_scale

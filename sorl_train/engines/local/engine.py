@@ -17,22 +17,13 @@ from torch import Tensor
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import read_jsonl, write_jsonl
 from sorl_train import checkpoint
-from sorl_train.advantages import gae, group_advantages, kl_in_reward, whiten
 from sorl_train.batch import Batch, collate
 from sorl_train.config import TrainConfig
 from sorl_train.display import Display
 from sorl_train.engines.local.collect import LocalSampler, evaluation_jobs, run_jobs, training_jobs
 from sorl_train.engines.local.sampler import TransformersSampler
-from sorl_train.engines.local.update import (
-    CriticUpdate,
-    Means,
-    NonFiniteError,
-    PolicyUpdate,
-    learning_rate,
-    mini_batches,
-)
 from sorl_train.environments import make_env, without_tools
-from sorl_train.losses import get_algorithm, kl_penalty
+from sorl_train.losses import get_algorithm
 from sorl_train.metrics import eval_metrics, success_rate, tool_timings
 from sorl_train.models import (
     action_stats,
@@ -46,6 +37,15 @@ from sorl_train.models import (
 )
 from sorl_train.run_dir import RunDir
 from sorl_train.summary import Summary
+from sorl_train.update import (
+    CriticUpdate,
+    Means,
+    NonFiniteError,
+    PolicyUpdate,
+    batch_metrics,
+    learning_rate,
+    mini_batches,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,27 +192,6 @@ class LocalEngine:
         )
         return stats.log_probs.float().cpu()
 
-    def estimate_advantages(self, batch: Batch) -> Batch:
-        """Advantages and returns, (B, T)."""
-        loss = self.config.loss
-        rewards = batch.token_rewards
-        if batch.ref_log_probs is not None and loss.kl_in == "reward":
-            assert batch.old_log_probs is not None
-            kl = kl_penalty(batch.old_log_probs, batch.ref_log_probs, loss.kl_type)
-            rewards = kl_in_reward(rewards, kl, batch.action_mask, loss.kl_coef)
-        if self.algorithm.advantage == "group":
-            totals = rewards.sum(dim=1)
-            per_row = group_advantages(totals, batch.group_ids, batch.included, std=loss.group_std)
-            advantages = per_row[:, None] * batch.action_mask
-            return batch.with_fields(advantages=advantages, returns=torch.zeros_like(advantages))
-        assert batch.values is not None
-        advantages, returns = gae(
-            rewards, batch.values, batch.action_mask, gamma=loss.gamma, lam=loss.gae_lambda
-        )
-        if loss.whiten_advantages:
-            advantages = whiten(advantages, batch.loss_mask)
-        return batch.with_fields(advantages=advantages, returns=returns)
-
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimizer steps of one rollout batch."""
         config, means = self.config, Means()
@@ -233,11 +212,7 @@ class LocalEngine:
                     if self.on_policy:
                         batch = mini.with_fields(old_log_probs=log_probs)
                 advance(1)
-        metrics = means.result()
-        for name in ("grad_norm", "clip_bias_norm"):
-            if f"loss/{name}" in metrics:
-                metrics[f"loss/{name}_max"] = means.max(name)
-        return metrics | _batch_metrics(batch)
+        return means.result() | batch_metrics(batch)
 
     def evaluate(self, step: int, limit: int, *, search_off: bool = False) -> dict[str, float]:
         """Greedy success on the evaluation split."""
@@ -347,24 +322,3 @@ def _scores(batch: Batch) -> dict[str, Tensor]:
     """What ``LocalEngine.score`` filled in."""
     names = ("old_log_probs", "ref_log_probs", "values")
     return {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
-
-
-def _batch_metrics(batch: Batch) -> dict[str, float]:
-    """``loss/`` metrics that depend on the batch alone, over its action tokens."""
-    assert batch.advantages is not None and batch.returns is not None
-    mask = batch.loss_mask
-    advantages = batch.advantages[mask].double()
-    metrics = {
-        "loss/advantage_mean": float(advantages.mean()),
-        "loss/advantage_std": float(advantages.std(correction=0)),
-    }
-    if batch.old_log_probs is not None:
-        gap = (batch.old_log_probs - batch.rollout_log_probs)[mask].double()
-        metrics["rollout/mismatch_kl"] = float((gap.exp() - 1 - gap).mean())  # k3 of sampler against trainer
-        metrics["rollout/mismatch_max"] = float(gap.abs().max())
-    if batch.values is not None:
-        returns, error = batch.returns[mask].double(), (batch.returns - batch.values)[mask].double()
-        variance = float(returns.var(correction=0))
-        explained = 1.0 - float(error.var(correction=0)) / variance if variance > 1e-12 else 0.0
-        metrics["loss/explained_variance"] = explained
-    return metrics

@@ -22,11 +22,11 @@ from sorl_train.cold_start import resolve_model
 from sorl_train.config import TrainConfig
 from sorl_train.display import Display
 from sorl_train.engines.local.engine import Collected, LocalEngine
-from sorl_train.engines.local.update import NonFiniteError
 from sorl_train.environments import env_facts
-from sorl_train.metrics import rollout_metrics
+from sorl_train.metrics import rollout_metrics, staleness
 from sorl_train.metrics_log import MetricsLog
 from sorl_train.run_dir import RunDir
+from sorl_train.update import NonFiniteError, estimate_advantages
 
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
 
@@ -41,10 +41,10 @@ def train(engine: LocalEngine, log: MetricsLog, interrupted: threading.Event) ->
         while len(engine.waiting) <= config.rollout.max_staleness and step + len(engine.waiting) <= steps:
             engine.waiting.append(engine.collect(step + len(engine.waiting)))
         collected = engine.waiting.popleft()
-        metrics = rollout_metrics(collected.trajectories) | staleness(collected, engine.step)
+        metrics = rollout_metrics(collected.trajectories) | staleness(collected.trajectories, engine.step)
         with stop_on_non_finite(engine, collected):
             if collected.batch is not None:
-                batch = engine.estimate_advantages(collected.batch)
+                batch = estimate_advantages(collected.batch, config.algo, config.loss)
                 metrics |= engine.update(batch, step)
         engine.step = step
         if step == steps:
@@ -99,12 +99,6 @@ def record(
     timings = engine.take_timings(collected.trajectories if collected else [])
     log.log(engine.step, metrics | timings)
     engine.display.step(engine.step, metrics | timings)
-
-
-def staleness(collected: Collected, version: int) -> dict[str, float]:
-    """How many steps ago the batch's turns were sampled, on average."""
-    lags = [version - turn.policy_version for t in collected.trajectories for turn in t.turns]
-    return {"rollout/staleness": sum(lags) / len(lags)} if lags else {}
 
 
 @contextmanager

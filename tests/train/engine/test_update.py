@@ -12,9 +12,9 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.batch import Batch, collate
 from sorl_train.config import ModelConfig, TrainConfig
-from sorl_train.engines.local.update import Means, NonFiniteError, PolicyUpdate, learning_rate
 from sorl_train.losses import get_algorithm
 from sorl_train.models import load_policy, load_tokenizer
+from sorl_train.update import Means, NonFiniteError, PolicyUpdate, learning_rate
 
 from .conftest import short_config
 from .test_sampler import roll

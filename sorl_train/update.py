@@ -1,23 +1,31 @@
-"""One collected batch into optimizer steps: mini-batches, micro-batches, normalization, clipping."""
+"""One collected batch into optimizer steps: mini-batches, micro-batches, normalization, clipping.
+
+The classes here are the algorithm; by themselves they train a plain torch module on one device. An engine whose
+gradients live elsewhere overrides the three methods that touch them: ``_forward``, ``_backward`` and ``_apply``. What
+is summed over a mini-batch is summed over its micro-batches and, where torch.distributed runs, over its ranks.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from sorl_train.advantages import gae, group_advantages, kl_in_reward, whiten
 from sorl_train.batch import Batch
 from sorl_train.clip_bias import ClipBias, Normalization, normalization
-from sorl_train.config import OptimConfig, TrainConfig
+from sorl_train.config import LossConfig, OptimConfig, TrainConfig
+from sorl_train.log_probs import TokenStats
 from sorl_train.losses import (
     Algorithm,
     LossStats,
     aggregate,
+    get_algorithm,
     kl_penalty,
     loss_denominator,
     policy_loss,
@@ -37,6 +45,9 @@ class NonFiniteError(RuntimeError):
         self.trajectory_ids = trajectory_ids
 
 
+PEAKS = ("grad_norm", "clip_bias_norm")
+
+
 class Means:
     """Running means of metrics by name."""
 
@@ -48,10 +59,69 @@ class Means:
             self._values[name].append(value)
 
     def result(self, prefix: str = "loss/") -> dict[str, float]:
-        return {prefix + name: math.fsum(values) / len(values) for name, values in self._values.items()}
+        """The means, and the highest value of what explodes."""
+        means = {prefix + name: math.fsum(values) / len(values) for name, values in self._values.items()}
+        peaks = {f"{prefix}{name}_max": max(self._values[name]) for name in PEAKS if name in self._values}
+        return means | peaks
 
-    def max(self, name: str) -> float:
-        return max(self._values[name])
+
+def estimate_advantages(batch: Batch, algo: str, loss: LossConfig) -> Batch:
+    """Fill in advantages and returns, (B, T): GAE over the critic's values, or group advantages."""
+    rewards = batch.token_rewards
+    if batch.ref_log_probs is not None and loss.kl_in == "reward":
+        assert batch.old_log_probs is not None
+        kl = kl_penalty(batch.old_log_probs, batch.ref_log_probs, loss.kl_type)
+        rewards = kl_in_reward(rewards, kl, batch.action_mask, loss.kl_coef)
+    if get_algorithm(algo).advantage == "group":
+        totals = rewards.sum(dim=1)
+        per_row = group_advantages(totals, batch.group_ids, batch.included, std=loss.group_std)
+        advantages = per_row[:, None] * batch.action_mask
+        return batch.with_fields(advantages=advantages, returns=torch.zeros_like(advantages))
+    assert batch.values is not None
+    advantages, returns = gae(rewards, batch.values, batch.action_mask, gamma=loss.gamma, lam=loss.gae_lambda)
+    if loss.whiten_advantages:
+        advantages = whiten(advantages, batch.loss_mask)
+    return batch.with_fields(advantages=advantages, returns=returns)
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """``loss/`` metrics that depend on the batch alone, over its action tokens."""
+    assert batch.advantages is not None and batch.returns is not None
+    mask = batch.loss_mask
+    advantages = batch.advantages[mask].double()
+    metrics = {
+        "loss/advantage_mean": float(advantages.mean()),
+        "loss/advantage_std": float(advantages.std(correction=0)),
+    }
+    if batch.old_log_probs is not None:
+        metrics |= mismatch_metrics(batch.old_log_probs, batch)
+    if batch.values is not None:
+        returns, error = batch.returns[mask].double(), (batch.returns - batch.values)[mask].double()
+        variance = float(returns.var(correction=0))
+        explained = 1.0 - float(error.var(correction=0)) / variance if variance > 1e-12 else 0.0
+        metrics["loss/explained_variance"] = explained
+    return metrics
+
+
+def mismatch_metrics(log_probs: Tensor, batch: Batch) -> dict[str, float]:
+    """How far the trainer's ``log_probs`` (B, T) are from those that the sampler drew with, over action tokens.
+
+    KL is the k3 estimate of KL(sampler || trainer), of all tokens and by turn; the ratio is trainer over sampler.
+    """
+    mask = batch.loss_mask
+    gap = (log_probs - batch.rollout_log_probs)[mask].double()
+    kl = gap.exp() - 1.0 - gap
+    low, high = torch.quantile(gap.exp(), torch.tensor([0.01, 0.99], dtype=torch.float64)).tolist()
+    metrics = {
+        "rollout/mismatch_kl": float(kl.mean()),
+        "rollout/mismatch_max": float(gap.abs().max()),
+        "rollout/mismatch_ratio_p01": low,
+        "rollout/mismatch_ratio_p99": high,
+    }
+    turns = batch.turn_ids[mask]
+    for turn in range(int(turns.max()) + 1):
+        metrics[f"rollout/mismatch_kl_turn{turn}"] = float(kl[turns == turn].mean())
+    return metrics
 
 
 def mini_batches(batch: Batch, config: TrainConfig, step: int) -> Iterator[Batch]:
@@ -76,6 +146,16 @@ def learning_rate(optim: OptimConfig, base: float, warmup_ratio: float, done: in
     )
 
 
+def sum_over_ranks(*values: float) -> tuple[float, ...]:
+    """Each value summed over all ranks; the values themselves where torch.distributed does not run."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return values
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    packed = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(packed)
+    return tuple(packed.tolist())
+
+
 class PolicyUpdate:
     """Optimizer steps of the actor."""
 
@@ -93,19 +173,10 @@ class PolicyUpdate:
 
         Returns the log-probabilities (B, T) before the step. If ``mini`` comes without old ones, they are these.
         """
-        self.optimizer.zero_grad(set_to_none=True)
         log_probs = torch.zeros(mini.loss_mask.shape)
         bias, stats, bias_gradient = self._accumulate(mini, means, log_probs)
         scales = self._normalization(bias, bias_gradient)
-        grad_norm = _grad_norm(self.parameters)
-        if not math.isfinite(grad_norm):
-            raise NonFiniteError("the policy gradient", mini.ids)
-        _scale_gradients(self.parameters, scales.grad_scale)
-        limit = self.config.optim.max_grad_norm
-        if limit is not None:  # after the normalization: clipping first would hide from Adam what it undoes
-            nn.utils.clip_grad_norm_(self.parameters, limit)
-        _set_lr(self.optimizer, lr * scales.update_scale)
-        self.optimizer.step()
+        grad_norm = self._apply(scales, lr, mini)
         means.add(
             grad_norm=grad_norm,
             grad_norm_normalized=grad_norm * scales.grad_scale * scales.update_scale,
@@ -119,29 +190,52 @@ class PolicyUpdate:
         )
         return log_probs
 
+    def _forward(self, micro: Batch) -> TokenStats:
+        """Log-probabilities, entropy and logit scale of the loss tokens, (B, T)."""
+        with autocast(self.config.hardware, micro.token_ids.device):
+            return action_stats(
+                self.model,
+                micro.token_ids,
+                micro.loss_mask,
+                temperature=self.config.sampler.temperature,
+                entropy=True,
+                logit_scale=True,
+            )
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of one micro-batch; ``last`` is the mini-batch's last one."""
+        loss.backward()
+
+    def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
+        """Scale, clip, step; returns the norm of the gradient as it was accumulated."""
+        grad_norm = _grad_norm(self.parameters)
+        if not math.isfinite(grad_norm):
+            raise NonFiniteError("the policy gradient", mini.ids)
+        _scale_gradients(self.parameters, scales.grad_scale)
+        limit = self.config.optim.max_grad_norm
+        if limit is not None:  # after the normalization: clipping first would hide from Adam what it undoes
+            nn.utils.clip_grad_norm_(self.parameters, limit)
+        set_lr(self.optimizer, lr * scales.update_scale)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return grad_norm
+
     def _accumulate(
         self, mini: Batch, means: Means, log_probs: Tensor
     ) -> tuple[ClipBias, LossStats, list[Tensor] | None]:
         """Gradients of all micro-batches, with the denominator of the whole mini-batch; fills ``log_probs`` in."""
         loss_config = self.config.loss
-        denominator = loss_denominator(mini.loss_mask, loss_config.aggregation)
+        (denominator,) = sum_over_ranks(float(loss_denominator(mini.loss_mask, loss_config.aggregation)))
         bias: ClipBias | None = None
         stats: LossStats | None = None
         bias_gradient: list[Tensor] | None = None
         total = entropy_total = kl_total = 0.0
         device = self.parameters[0].device
-        for index, micro in mini.micro_batches(self.config.update.micro_batch_size):
+        micros = list(mini.micro_batches(self.config.update.micro_batch_size))
+        for number, (index, micro) in enumerate(micros):
             micro = micro.to(device)
             assert micro.advantages is not None
-            with self.autocast():
-                token_stats = action_stats(
-                    self.model,
-                    micro.token_ids,
-                    micro.loss_mask,
-                    temperature=self.config.sampler.temperature,
-                    entropy=True,
-                    logit_scale=True,
-                )
+            token_stats = self._forward(micro)
             own = token_stats.log_probs.detach()
             log_probs[index, : own.shape[1]] = own.float().cpu()
             output = policy_loss(
@@ -176,16 +270,17 @@ class PolicyUpdate:
                 raise NonFiniteError("the policy loss", micro.ids)
             if output.clip_bias_objective is not None:
                 bias_gradient = self._add_bias_gradient(output.clip_bias_objective, bias_gradient)
-            loss.backward()
+            self._backward(loss, last=number == len(micros) - 1)
             total += float(loss.detach())
             entropy_total += float(entropy.detach())
             bias = output.clip_bias if bias is None else bias + output.clip_bias
             stats = output.stats if stats is None else stats + output.stats
         assert bias is not None and stats is not None
+        total, entropy_total, kl_total = sum_over_ranks(total, entropy_total, kl_total)
         means.add(policy=total, entropy=entropy_total)
         if mini.ref_log_probs is not None:
             means.add(ref_kl=kl_total)
-        return bias, stats, bias_gradient
+        return bias.all_reduce(), stats.all_reduce(), bias_gradient
 
     def _add_bias_gradient(self, objective: Tensor, total: list[Tensor] | None) -> list[Tensor]:
         grads = torch.autograd.grad(objective, self.parameters, retain_graph=True, materialize_grads=True)
@@ -211,9 +306,6 @@ class PolicyUpdate:
             gradient_norm=norm,
         )
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        return autocast(self.config.hardware, self.parameters[0].device)
-
 
 class CriticUpdate:
     """Optimizer steps of the critic."""
@@ -226,18 +318,16 @@ class CriticUpdate:
 
     def step(self, mini: Batch, lr: float, means: Means) -> None:
         """One optimizer step towards the returns."""
-        self.optimizer.zero_grad(set_to_none=True)
         loss_config = self.config.loss
-        denominator = loss_denominator(mini.loss_mask, loss_config.aggregation)
+        (denominator,) = sum_over_ranks(float(loss_denominator(mini.loss_mask, loss_config.aggregation)))
         total = 0.0
         device = self.parameters[0].device
-        for _, micro in mini.micro_batches(self.config.update.critic_micro_batch_size):
+        micros = list(mini.micro_batches(self.config.update.critic_micro_batch_size))
+        for number, (_, micro) in enumerate(micros):
             micro = micro.to(device)
             assert micro.returns is not None
-            with autocast(self.config.hardware, device):
-                values = self.critic(micro.token_ids)
             loss = value_loss(
-                values,
+                self._forward(micro),
                 micro.returns,
                 micro.loss_mask,
                 old_values=micro.values,
@@ -247,17 +337,32 @@ class CriticUpdate:
             ).loss
             if not torch.isfinite(loss):
                 raise NonFiniteError("the value loss", micro.ids)
-            loss.backward()
+            self._backward(loss, last=number == len(micros) - 1)
             total += float(loss.detach())
-        limit = self.config.optim.max_grad_norm
+        (total,) = sum_over_ranks(total)
+        means.add(value=total, critic_grad_norm=self._apply(lr, mini))
+
+    def _forward(self, micro: Batch) -> Tensor:
+        """Values (B, T)."""
+        with autocast(self.config.hardware, micro.token_ids.device):
+            values: Tensor = self.critic(micro.token_ids)
+        return values
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        """As ``PolicyUpdate._backward``."""
+        loss.backward()
+
+    def _apply(self, lr: float, mini: Batch) -> float:
+        """Clip and step; returns the norm of the gradient."""
         grad_norm = _grad_norm(self.parameters)
         if not math.isfinite(grad_norm):
             raise NonFiniteError("the critic's gradient", mini.ids)
-        if limit is not None:
-            nn.utils.clip_grad_norm_(self.parameters, limit)
-        _set_lr(self.optimizer, lr)
+        if self.config.optim.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.config.optim.max_grad_norm)
+        set_lr(self.optimizer, lr)
         self.optimizer.step()
-        means.add(value=total, critic_grad_norm=grad_norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        return grad_norm
 
 
 def _grad_norm(parameters: Sequence[Tensor]) -> float:
@@ -269,6 +374,7 @@ def _scale_gradients(parameters: Sequence[Tensor], scale: float) -> None:
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
 
 
-def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """The same rate for every group of parameters."""
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -1,0 +1,123 @@
+"""What OpenRLHF 0.11.2 needs to run without a GPU, in every process it starts.
+
+Inert unless asked for: Python imports a ``sitecustomize`` only from a folder on its path, and ``launch`` puts this one
+on ``PYTHONPATH`` when the config says ``hardware.device: cpu``. Each hook waits until the module it mends is imported.
+It is for trying things and for tests: bfloat16 on a CPU is slow.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from wrapt import when_imported
+
+
+@when_imported("openrlhf")
+def _flash_attention(_: Any) -> None:
+    """``models.ring_attn_utils`` imports these names and, without ring attention, calls none of them."""
+
+    def module(name: str, *functions: str) -> None:
+        stub = types.ModuleType(name)
+        stub.__spec__ = ModuleSpec(name, None)
+        for function in functions:
+            setattr(stub, function, _unavailable(f"{name}.{function}"))
+        sys.modules.setdefault(name, stub)
+
+    module("flash_attn")
+    module("flash_attn.bert_padding", "index_first_axis", "pad_input", "rearrange", "unpad_input")
+    module("flash_attn.utils")
+    module("flash_attn.utils.distributed", "all_gather")
+
+
+def _unavailable(name: str) -> Any:
+    def call(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{name} needs a GPU")
+
+    return call
+
+
+@when_imported("torch.cuda")
+def _cuda(cuda: Any) -> None:
+    import torch
+
+    if cuda.is_available():
+        return
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.set_device = lambda device: None
+    cuda.synchronize = lambda device=None: None
+    cuda.current_stream = lambda device=None: None
+
+
+@when_imported("openrlhf.utils.deepspeed.deepspeed_utils")
+def _no_compiled_adam(utils: Any) -> None:
+    """torch's AdamW: DeepSpeed's own would be compiled at the first start, for minutes."""
+    original = utils.get_train_ds_config
+
+    def get_train_ds_config(*args: Any, **kwargs: Any) -> Any:
+        config = original(*args, **kwargs)
+        if "optimizer" in config:
+            config["optimizer"]["params"]["torch_adam"] = True
+        return config
+
+    utils.get_train_ds_config = get_train_ds_config
+
+
+@when_imported("deepspeed.comm.torch")
+def _no_shared_memory_op(comm: Any) -> None:
+    comm.build_shm_op = lambda: None
+
+
+@when_imported("openrlhf.utils.deepspeed.deepspeed")
+def _mesh(module: Any) -> None:
+    original = module.init_device_mesh
+    module.init_device_mesh = lambda device, *args, **kwargs: original("cpu", *args, **kwargs)
+
+
+@when_imported("openrlhf.utils.distributed_util")
+def _gloo_for_weights(module: Any) -> None:
+    module.stateless_init_process_group = _GlooGroup
+
+
+class _GlooGroup:
+    """Trainer rank 0 and the vLLM workers, outside any global process group."""
+
+    def __init__(self, address: str, port: int, rank: int, world_size: int, device: Any) -> None:
+        from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+
+        self._group = stateless_init_torch_distributed_process_group(
+            address, port, rank, world_size, backend="gloo"
+        )
+
+    def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
+        import torch.distributed as dist
+
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        self._group.broadcast([tensor], options).wait()
+
+
+@when_imported("openrlhf.trainer.ray.vllm_worker_wrap")
+def _receive_on_cpu(module: Any) -> None:
+    def update_weight(self: Any, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> None:
+        import torch
+
+        weight = torch.empty(shape, dtype=dtype)
+        self._model_update_group.broadcast(weight, src=0)
+        self.model_runner.model.load_weights(weights=[(name, weight)])
+
+    module.WorkerWrap.update_weight = update_weight
+
+
+@when_imported("vllm.model_executor.layers.utils")
+def _keep_weights(module: Any) -> None:
+    """vLLM on a CPU packs linear weights and drops the originals: newer ones could not be loaded over them."""
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        import torch
+
+        layer.cpu_linear = torch.nn.functional.linear
+
+    module.dispatch_cpu_unquantized_gemm = dispatch

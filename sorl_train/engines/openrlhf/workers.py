@@ -1,0 +1,214 @@
+"""OpenRLHF's model workers with our losses: the updates of ``sorl_train.update`` on DeepSpeed's engines."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from openrlhf.trainer.ray import ppo_actor, ppo_critic, vllm_engine
+from torch import Tensor
+
+from sorl_train.batch import Batch
+from sorl_train.clip_bias import Normalization
+from sorl_train.config import OptimConfig, TrainConfig
+from sorl_train.config_io import read_resolved
+from sorl_train.engines.openrlhf.placement import Placement
+from sorl_train.log_probs import TokenStats
+from sorl_train.losses import get_algorithm
+from sorl_train.models import logit_stats
+from sorl_train.run_dir import RunDir
+from sorl_train.update import CriticUpdate, Means, NonFiniteError, PolicyUpdate, learning_rate, set_lr
+
+
+def run_folder() -> RunDir:
+    """The run's folder, on storage that every node sees."""
+    return RunDir(Path(os.environ["SORL_RUN_DIR"]))
+
+
+def run_config() -> TrainConfig:
+    """The run's settings, with the micro-batch sizes that DeepSpeed was told."""
+    config = read_resolved(run_folder().config)
+    place, update = Placement.of(config), config.update
+    micro = place.micro_batch(update.micro_batch_size, update.mini_batch_size)
+    sizes = dataclasses.replace(update, micro_batch_size=micro, critic_micro_batch_size=micro)
+    return dataclasses.replace(config, update=sizes)
+
+
+class DeepSpeedStep:
+    """Gradients and steps of a DeepSpeed engine, which accumulates, averages over ranks, clips and steps by itself."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        # it divides by both, and our losses are sums over the whole mini-batch already
+        self._undo = engine.gradient_accumulation_steps() * dist.get_world_size()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """One micro-batch; the step after the last one is ``apply``."""
+        self.engine.backward(loss * self._undo)
+        if not last:
+            self.engine.step()  # counts the micro-batch
+
+    def apply(self, lr: float, grad_scale: float = 1.0) -> float:
+        """Scale the gradient, clip it, step with ``lr``; returns the gradient's norm before both.
+
+        A gradient is scaled by the loss scale that DeepSpeed divides by before it clips: the official way to do so
+        for every ZeRO stage, and the only one that never gathers a gradient.
+        """
+        set_lr(self.engine.optimizer, lr)
+        self.engine.optimizer.override_loss_scale(1.0 / grad_scale)
+        try:
+            self.engine.step()
+        finally:
+            self.engine.optimizer.override_loss_scale(1.0)
+        return float(self.engine.get_global_grad_norm()) / grad_scale
+
+
+class DeepSpeedPolicyUpdate(PolicyUpdate):
+    """``PolicyUpdate`` on a DeepSpeed engine around a causal language model."""
+
+    def __init__(self, engine: Any, config: TrainConfig) -> None:
+        super().__init__(engine.module, engine.optimizer, get_algorithm(config.algo), config)
+        self._deepspeed = DeepSpeedStep(engine)
+
+    def _forward(self, micro: Batch) -> TokenStats:
+        return self.stats(micro, micro.loss_mask, entropy=True, logit_scale=True)
+
+    def stats(self, micro: Batch, mask: Tensor, **wanted: bool) -> TokenStats:
+        """Statistics of the tokens of ``mask``, through the engine: it is what gathers sharded weights."""
+        logits = self._deepspeed.engine(input_ids=micro.token_ids[:, :-1], use_cache=False).logits[mask]
+        temperature = self.config.sampler.temperature
+        return logit_stats(logits, micro.token_ids, mask, temperature=temperature, **wanted)
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        self._deepspeed.backward(loss, last)
+
+    def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
+        grad_norm = self._deepspeed.apply(lr * scales.update_scale, scales.grad_scale)
+        return _finite(grad_norm, "the policy gradient", mini)
+
+
+class DeepSpeedCriticUpdate(CriticUpdate):
+    """``CriticUpdate`` on a DeepSpeed engine around OpenRLHF's critic."""
+
+    def __init__(self, engine: Any, config: TrainConfig) -> None:
+        super().__init__(engine.module, engine.optimizer, config)
+        self._deepspeed = DeepSpeedStep(engine)
+
+    def _forward(self, micro: Batch) -> Tensor:
+        return critic_values(self._deepspeed.engine, micro)
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        self._deepspeed.backward(loss, last)
+
+    def _apply(self, lr: float, mini: Batch) -> float:
+        return _finite(self._deepspeed.apply(lr), "the critic's gradient", mini)
+
+
+def _finite(grad_norm: float, what: str, mini: Batch) -> float:
+    if grad_norm != grad_norm or grad_norm in (float("inf"), -1.0):  # -1: DeepSpeed's mark of an overflow
+        raise NonFiniteError(what, mini.ids)
+    return grad_norm
+
+
+def critic_values(engine: Any, micro: Batch) -> Tensor:
+    """Values (B, T), float32, 0 off the policy's tokens."""
+    columns = torch.arange(micro.token_ids.shape[1], device=micro.token_ids.device)
+    lengths = micro.lengths.to(micro.token_ids.device)
+    values: Tensor = engine(
+        micro.token_ids,
+        action_mask=micro.action_mask,
+        attention_mask=(columns < lengths[:, None]).long(),
+    )
+    return values.float()
+
+
+def _train(
+    update: Any, optim: OptimConfig, base: float, warmup: float, minis: Iterable[Batch], **steps: int
+) -> Means:
+    """An optimizer step on each of ``minis``, at the rates of steps ``done``, ``done`` + 1, .. of ``total``."""
+    means = Means()
+    for number, mini in enumerate(minis):
+        lr = learning_rate(optim, base, warmup, steps["done"] + number, steps["total"])
+        update.step(mini, lr, means)
+    return means
+
+
+class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):  # type: ignore[misc, name-defined]
+    """One rank of the actor. OpenRLHF loads, shards, saves and broadcasts the weights; the update is ours."""
+
+    def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        ppo_actor.NaiveReplayBuffer = _no_buffer  # batches come with the call
+        super().init_model_from_pretrained(*args, **kwargs)
+        self.config = run_config()
+        self.update = DeepSpeedPolicyUpdate(self.actor.model, self.config)
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> Tensor:
+        """Log-probabilities (B, T) of the policy's tokens."""
+        self.actor.eval()
+        log_probs = torch.zeros(batch.action_mask.shape)
+        for index, micro in batch.micro_batches(self.config.update.micro_batch_size):
+            micro = micro.to(torch.cuda.current_device())
+            values = self.update.stats(micro, micro.action_mask).log_probs
+            log_probs[index, : values.shape[1]] = values.float().cpu()
+        return log_probs
+
+    def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
+        """This rank's share of the mini-batches of one training step; metrics of the whole."""
+        self.actor.train()
+        optim = self.config.optim
+        means = _train(self.update, optim, optim.lr, optim.warmup_ratio, minis, done=done, total=total)
+        return means.result()
+
+    def save_policy(self, folder: str) -> None:
+        """A plain transformers folder."""
+        self.strategy.save_model(self.actor, self.tokenizer, folder)
+
+    def save_model(self) -> None:
+        """The last checkpoint holds it already."""
+
+
+class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):  # type: ignore[misc, name-defined]
+    """One rank of the critic."""
+
+    def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        ppo_critic.NaiveReplayBuffer = _no_buffer
+        super().init_model_from_pretrained(*args, **kwargs)
+        self.config = run_config()
+        self.update = DeepSpeedCriticUpdate(self.critic, self.config)
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> Tensor:
+        """Values (B, T) of the policy's tokens."""
+        self.critic.eval()
+        values = torch.zeros(batch.action_mask.shape)
+        for index, micro in batch.micro_batches(self.config.update.critic_micro_batch_size):
+            part = critic_values(self.critic, micro.to(torch.cuda.current_device()))
+            values[index, : part.shape[1]] = part.cpu()
+        return values
+
+    def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
+        """As ``PolicyWorker.train_on``."""
+        self.critic.train()
+        optim = self.config.optim
+        return _train(
+            self.update, optim, optim.critic_lr, optim.critic_warmup_ratio, minis, done=done, total=total
+        ).result()
+
+
+class RolloutWorker(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class):  # type: ignore[misc, name-defined]
+    """A vLLM engine that knows how many training steps its weights have behind them."""
+
+    policy_version = 0
+
+    async def set_policy_version(self, version: int) -> None:
+        self.policy_version = version
+
+
+def _no_buffer(*_: Any, **__: Any) -> None:
+    """In place of OpenRLHF's replay buffer."""
