@@ -44,6 +44,9 @@ class NonFiniteError(RuntimeError):
         self.what = what
         self.trajectory_ids = trajectory_ids
 
+    def __reduce__(self) -> Any:  # it comes from other processes, too
+        return type(self), (self.what, self.trajectory_ids)
+
 
 PEAKS = ("grad_norm", "clip_bias_norm")
 

@@ -60,7 +60,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     flags = openrlhf_flags(config, run_dir, model, env.limits, resume=resume)
     place = Placement.of(config)
     where = "CPU" if config.hardware.device == "cpu" else f"{place.gpus} GPUs"
-    done = _last_step(run_dir) if resume else 0
+    done = _last_step(run_dir) if resume else -1  # step 0 is the evaluation before the first one
     display.start(
         f"{config.algo} on {env.task.name} with OpenRLHF, {where}", config.update.steps, max(done, 0)
     )
@@ -180,9 +180,9 @@ def _metrics_after(run_dir: RunDir, step: int) -> list[dict[str, Any]]:
 
 
 def _last_step(run_dir: RunDir) -> int:
-    """The newest plain checkpoint's step."""
+    """The newest checkpoint's step; -1 if there is none."""
     steps = [int(path.name.removeprefix("step_")) for path in run_dir.checkpoints.glob("step_*")]
-    return max(steps, default=0)
+    return max(steps, default=-1)
 
 
 def _written(run_dir: RunDir) -> int:

@@ -179,6 +179,10 @@ class TrainStep:
             fields["values"] = values.masked_fill_(~batch.action_mask, 0.0)
         if self.reference_model_group is not None:
             fields["ref_log_probs"] = self.reference_log_probs(batch)
+        for name, figures in {**fields, "recomputed": recomputed}.items():
+            broken = (~torch.isfinite(figures)).any(dim=1).nonzero()[:, 0].tolist()
+            if broken:
+                raise NonFiniteError(f"one of the {name}", tuple(batch.ids[i] for i in broken))
         return batch.with_fields(**fields), recomputed
 
     def reference_log_probs(self, batch: Batch) -> Tensor:

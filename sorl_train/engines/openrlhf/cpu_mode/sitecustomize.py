@@ -7,6 +7,7 @@ It is for trying things and for tests: bfloat16 on a CPU is slow.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -65,9 +66,30 @@ def _no_compiled_adam(utils: Any) -> None:
     utils.get_train_ds_config = get_train_ds_config
 
 
+COLLECTIVES = (
+    "all_gather all_gather_coalesced all_gather_into_tensor all_reduce all_reduce_coalesced broadcast reduce "
+    "reduce_scatter reduce_scatter_tensor"
+).split()
+
+
 @when_imported("deepspeed.comm.torch")
-def _no_shared_memory_op(comm: Any) -> None:
-    comm.build_shm_op = lambda: None
+def _collectives_in_order(comm: Any) -> None:
+    """On a GPU the stream orders a collective and what comes after it. On a CPU gloo works in threads of its own, and
+    ZeRO-3 went on before they were done: in one start of three a weight was overwritten with uninitialised memory."""
+    comm.build_shm_op = lambda: None  # it would be compiled
+    for name in COLLECTIVES:
+        setattr(comm.TorchBackend, name, _waited(getattr(comm.TorchBackend, name)))
+
+
+def _waited(collective: Any) -> Any:
+    @functools.wraps(collective)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        handle = collective(*args, **kwargs)
+        if hasattr(handle, "wait"):
+            handle.wait()
+        return handle
+
+    return call
 
 
 @when_imported("openrlhf.utils.deepspeed.deepspeed")

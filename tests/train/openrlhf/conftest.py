@@ -1,0 +1,96 @@
+"""Real OpenRLHF, Ray, vLLM and DeepSpeed on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_train.engines.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE
+
+WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
+
+# Two steps of a few short trajectories. vLLM on a CPU has no heads narrower than 32.
+SHORT: dict[str, Any] = {
+    "engine": "openrlhf",
+    "task_args": WORLD,
+    "hardware.device": "cpu",
+    "hardware.threads": 1,
+    "hardware.tiny": {"hidden_size": 64, "num_layers": 2, "num_heads": 2},
+    "cluster.gpus_per_node": 1,
+    "cluster.vllm_engines": 1,
+    "cluster.vllm_tensor_parallel": 1,
+    "cluster.zero_stage": 2,
+    "cluster.deadline_s": 300,
+    "limits.max_trajectory_tokens": 512,
+    "sft.num_demos": 48,
+    "sft.steps": 100,
+    "sft.batch_size": 8,
+    "sft.lr": 6e-3,
+    "rollout.batch_size": 16,
+    "update.steps": 2,
+    "update.mini_batch_size": 8,
+    "update.micro_batch_size": 8,
+    "eval.num_examples": 8,
+    "eval.num_examples_final": 8,
+    "eval.every": 0,
+    "log.tensorboard": False,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Cold starts are cached for the session, not in the user's folder."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SORL_CACHE", str(folder))
+        yield folder
+
+
+def command(run_dir: Path, *more: str, **overrides: Any) -> list[str]:
+    """``sorl-train`` with the short settings; ``a__b=1`` overrides ``a.b``."""
+    settings = SHORT | {name.replace("__", "."): value for name, value in overrides.items()}
+    flags = [part for name, value in settings.items() for part in (f"--{name}", json.dumps(value))]
+    return [sys.executable, "-m", "sorl_train.cli", "--run_dir", str(run_dir), *more, *flags]
+
+
+def train(run_dir: Path, *more: str, **overrides: Any) -> subprocess.CompletedProcess[str]:
+    """Run to the end; the log of a run that failed is shown with the test."""
+    done = subprocess.run(command(run_dir, *more, **overrides), capture_output=True, text=True)
+    log = run_dir / "openrlhf.log"
+    if done.returncode and log.is_file():
+        print(log.read_text(errors="replace")[-8000:])
+    return done
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_ranks(script: Path, folder: Path, ranks: int) -> None:
+    """``script FOLDER`` in ``ranks`` processes with what a CPU run needs."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    common = os.environ | CPU_ENVIRONMENT
+    common |= {"PYTHONPATH": str(CPU_MODE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder)],
+            env=common | {"RANK": str(rank), "WORLD_SIZE": str(ranks)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output[-4000:]

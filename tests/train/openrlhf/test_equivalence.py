@@ -1,0 +1,127 @@
+"""A batch through this engine and through the local one: the same loss, clipping bias, normalizer and gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.registry import load_task
+from sorl_env.trajectory import StopReason
+from sorl_train.batch import Batch, collate
+from sorl_train.config import ModelConfig, TrainConfig
+from sorl_train.config_io import load_config
+from sorl_train.losses import ALGORITHMS, get_algorithm
+from sorl_train.models import load_policy, load_tokenizer
+from sorl_train.tiny import build_tiny_policy
+from sorl_train.update import Means, PolicyUpdate
+
+from ..engine.test_sampler import roll
+from ..engine.test_update import off_policy
+from .conftest import WORLD, run_ranks
+
+pytestmark = pytest.mark.openrlhf
+SCRIPT = Path(__file__).with_name("deepspeed_step.py")
+LR = 1e3  # so large that the step shows the gradient to more digits than the weights have
+METRICS = (
+    "policy",
+    "clip_bias_norm",
+    "normalizer",
+    "clip_frac",
+    "approx_kl",
+    "entropy",
+    "grad_norm",
+    "effective_lr",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tiny")
+    build_tiny_policy(load_task("minihop", **WORLD), path, hidden_size=64, num_layers=2, num_heads=2)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def batch(folder: str) -> Batch:
+    """Eight trajectories, one of them excluded, far off policy, with some reference to be away from."""
+    env = ToolUseEnv(load_task("minihop", **WORLD))
+    trajectories, _ = roll(env, load_policy(folder, ModelConfig()), load_tokenizer(folder), 8)
+    trajectories[3] = dataclasses.replace(trajectories[3], stop_reason=StopReason.ERROR)
+    drifted = off_policy(collate(trajectories))
+    return drifted.with_fields(ref_log_probs=drifted.rollout_log_probs * 0.9)
+
+
+def settings(**overrides: Any) -> TrainConfig:
+    base = {"loss.clip_bias_delta": 1e-3, "loss.kl_coef": 0.05, "optim.max_grad_norm": None}
+    return load_config("quickstart", base | overrides)
+
+
+def local_step(
+    folder: str, batch: Batch, config: TrainConfig
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Parameters before and after a step of plain SGD, and the metrics."""
+    model = load_policy(folder, config.hardware)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    update = PolicyUpdate(
+        model, torch.optim.SGD(model.parameters(), lr=LR), get_algorithm(config.algo), config
+    )
+    means = Means()
+    update.step(batch, LR, means)
+    return before, torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()
+
+
+def deepspeed_step(
+    path: Path, folder: str, batch: Batch, config: TrainConfig, ranks: int, stage: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    case = {"config": config, "model": folder, "batch": batch, "stage": stage, "dtype": dtype}
+    torch.save(case | {"max_grad_norm": config.optim.max_grad_norm or 0.0}, path / "case.pt")
+    run_ranks(SCRIPT, path, ranks)
+    result: dict[str, Any] = torch.load(path / "result.pt", weights_only=False)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "accumulation", "overrides"),
+    [
+        (1, 2, 1, {}),
+        (1, 2, 4, {"loss.clip_bias_target": "gradient"}),
+        (1, 3, 4, {"loss.clip_bias_scope": "trajectory"}),
+        (2, 2, 4, {"loss.clip_bias_target": "gradient", "optim.max_grad_norm": 0.01}),
+        (2, 3, 1, {"algo": "so_grpo", "rollout.group_size": 4}),
+        (2, 3, 4, {"loss.clip_bias_scope": "trajectory", "loss.clip_bias_target": "gradient"}),
+    ],
+)
+def test_the_step_equals_the_local_engines(
+    ranks: int,
+    stage: int,
+    accumulation: int,
+    overrides: dict[str, Any],
+    folder: str,
+    batch: Batch,
+    tmp_path: Path,
+) -> None:
+    micro = len(batch) // ranks // accumulation
+    before, after, expected = local_step(folder, batch, settings(**overrides))
+    config = settings(**overrides, **{"update.micro_batch_size": micro})
+    found = deepspeed_step(tmp_path, folder, batch, config, ranks, stage, torch.float32)
+    assert expected["loss/normalizer"] != 1.0 and expected["loss/clip_frac"] > 0.1
+    for name in METRICS:
+        assert found["metrics"][f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], rel=1e-5), name
+    scale = (after - before).abs().max()
+    torch.testing.assert_close(found["parameters"], after, atol=1e-5 * float(scale), rtol=0)
+
+
+@pytest.mark.parametrize("algo", list(ALGORITHMS))
+def test_every_algorithm_in_bfloat16(algo: str, folder: str, batch: Batch, tmp_path: Path) -> None:
+    """bfloat16 has 8 bits: figures within 5%, gradients within 5% of their norm."""
+    overrides = {"algo": algo, "rollout.group_size": 4 if ALGORITHMS[algo].advantage == "group" else 1}
+    *_, expected = local_step(folder, batch, settings(**overrides))
+    config = settings(**overrides, **{"update.micro_batch_size": 4})
+    found = deepspeed_step(tmp_path, folder, batch, config, 1, 2, torch.bfloat16)
+    for name in ("clip_bias_norm", "normalizer", "clip_frac", "grad_norm"):
+        assert found["metrics"][f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], rel=0.05), name
