@@ -66,11 +66,13 @@ def config_folder() -> Path:
 
 
 def packaged_configs() -> dict[str, str]:
-    """Names of the packaged configs, and the first comment line of each, which says what it is."""
-    return {
-        path.stem: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-        for path in sorted(config_folder().glob("*.yaml"))
-    }
+    """Names of the packaged configs (``quickstart``, ``paper/NAME``), and what each is: its first comment line."""
+    folder = config_folder()
+    about = {}
+    for path in sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), path)):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        about[name] = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+    return about
 
 
 def find_config(name_or_path: str | Path, beside: Path | None = None) -> Path:
@@ -79,11 +81,12 @@ def find_config(name_or_path: str | Path, beside: Path | None = None) -> Path:
     path = (beside or Path()) / text
     if path.is_file():
         return path
-    if "/" not in text and (packaged := config_folder() / f"{text.removesuffix('.yaml')}.yaml").is_file():
-        return packaged
-    if "/" not in text and not text.endswith((".yaml", ".yml")):
+    known = packaged_configs()
+    if (name := text.removesuffix(".yaml")) in known:
+        return config_folder() / f"{name}.yaml"
+    if not text.endswith((".yaml", ".yml")):
         raise UserError(
-            f"unknown config {text!r}. {did_you_mean(text, packaged_configs())} "
+            f"unknown config {text!r}. {did_you_mean(text, known)} "
             "(sorl-train --list_configs describes them; a path to a .yaml works too)"
         )
     siblings = [sibling.name for sibling in path.parent.glob("*.y*ml")]

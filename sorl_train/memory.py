@@ -30,7 +30,11 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer; ``trained`` counts the parameters with a gradient (LoRA's, or all)."""
+    """Sizes of a decoder-only transformer.
+
+    ``trained`` counts the parameters with a gradient (LoRA's, or all); ``key_value_heads`` says in how many parts
+    tensor parallelism can cut ``key_value_width``.
+    """
 
     parameters: int
     backbone_parameters: int
@@ -40,6 +44,7 @@ class ModelShape:
     intermediate: int
     key_value_width: int
     vocabulary: int
+    key_value_heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,9 @@ def estimate_memory(
         optimizer=2 * FLOAT32 * trained,
         reference=FLOAT32 * shape.parameters if config.loss.kl_coef > 0 else 0,
         sampling=sampling,
-        scoring=compute_bytes * scored * (tokens * _scoring_width(shape) + actions * shape.vocabulary),
+        scoring=compute_bytes * scored * (tokens * scoring_width(shape) + actions * shape.vocabulary),
         updating=max(
-            compute_bytes * micro * (tokens * _kept_width(config, shape) + 2 * actions * shape.vocabulary),
+            compute_bytes * micro * (tokens * kept_width(config, shape) + 2 * actions * shape.vocabulary),
             _critic_update(config, shape, tokens, compute_bytes) if critic else 0,
         ),
     )
@@ -95,16 +100,26 @@ def estimate_memory(
 
 def _critic_update(config: TrainConfig, shape: ModelShape, tokens: int, compute_bytes: int) -> int:
     rows = min(config.update.critic_micro_batch_size, config.update.mini_batch_size)
-    return compute_bytes * rows * tokens * _kept_width(config, shape)
+    return compute_bytes * rows * tokens * kept_width(config, shape)
 
 
-def _kept_width(config: TrainConfig, shape: ModelShape) -> int:
-    """Numbers that a token leaves behind for the backward pass."""
-    block = 12 * shape.hidden + 4 * shape.intermediate
+def kept_width(config: TrainConfig, shape: ModelShape) -> int:
+    """Numbers that a token leaves behind for the backward pass, a block that is computed again included."""
     if config.hardware.gradient_checkpointing:
-        return shape.layers * shape.hidden + block
-    return shape.layers * block
+        return shape.layers * shape.hidden + block_width(shape)
+    return shape.layers * block_width(shape)
 
 
-def _scoring_width(shape: ModelShape) -> int:
+def block_width(shape: ModelShape) -> int:
+    """Numbers that a token leaves behind in one block."""
+    return 12 * shape.hidden + 4 * shape.intermediate
+
+
+def scoring_width(shape: ModelShape) -> int:
+    """Numbers that a token needs at once in a forward pass without gradients."""
     return 4 * shape.hidden + 3 * shape.intermediate
+
+
+def gigabytes(size: int) -> str:
+    """A size for people: ``1.90 GB``, ``24.1 MB``."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

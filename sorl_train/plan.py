@@ -20,29 +20,36 @@ from sorl_env.tokens import encode_prompt
 from sorl_train.cold_start import TINY, cache_folder, cold_start_key
 from sorl_train.config import CRITIC_ALGOS, TrainConfig
 from sorl_train.config_schema import as_text, flatten
+from sorl_train.engines.openrlhf.flags import check
+from sorl_train.engines.openrlhf.plan import openrlhf_parts
 from sorl_train.environments import make_env
-from sorl_train.memory import MemoryEstimate, ModelShape, estimate_memory
+from sorl_train.memory import MemoryEstimate, ModelShape, estimate_memory, gigabytes
 from sorl_train.models import compute_dtype, load_tokenizer, pick_device
 from sorl_train.tiny import build_tiny_policy
 
 
 def plan_text(config: TrainConfig) -> str:
     """The plan of a run. Raises ``UserError`` for whatever would stop it before its first step."""
+    if config.engine == "openrlhf":
+        check(config)
     transformers_logging.disable_progress_bar()
     env, eval_env = make_env(config), make_env(config, evaluation=True)
     with _model_folder(config, env) as (folder, origin):
         tokenizer = load_tokenizer(folder)
         shape = model_shape(folder, config.hardware.lora_rank)
         prompt = _prompt(config, env, tokenizer)
-    parts: tuple[tuple[str, list[str]], ...] = (
+    parts: list[tuple[str, list[str]]] = [
         ("Dry run: nothing is trained, no run folder is made.", []),
         ("Settings (* differs from the default)", _settings(config)),
         ("Data", [_source("train", env), _source("eval", eval_env), *_cautions(env, eval_env), *prompt]),
         ("Tools", _tools(env)),
         ("Model", _model(config, shape, origin)),
-        ("Memory, upper bound", _memory(config, shape, env)),
-        ("Steps", _steps(config)),
-    )
+    ]
+    if config.engine == "openrlhf":
+        parts += openrlhf_parts(config, shape, env.limits, _start(config))
+    else:
+        parts.append(("Memory, upper bound", _memory(config, shape, env)))
+    parts.append(("Steps", _steps(config)))
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts)
 
 
@@ -68,6 +75,7 @@ def model_shape(folder: str, lora_rank: int = 0) -> ModelShape:
         intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         key_value_width=heads * head_dim,
         vocabulary=config.vocab_size,
+        key_value_heads=heads,
     )
 
 
@@ -84,9 +92,9 @@ def _model_folder(config: TrainConfig, env: ToolUseEnv) -> Iterator[tuple[str, s
     if config.model != TINY:
         yield config.model, config.model
         return
-    cached = cache_folder() / "policies" / cold_start_key(config)
-    if cached.is_dir():
-        yield str(cached), f"tiny, cold-started before and kept in {cached}"
+    cached = _start(config)
+    if Path(cached).is_dir():
+        yield cached, f"tiny, cold-started before and kept in {cached}"
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -99,6 +107,13 @@ def _model_folder(config: TrainConfig, env: ToolUseEnv) -> Iterator[tuple[str, s
             else "untrained"
         )
         yield folder, f"tiny, built for the task, {cold_start}"
+
+
+def _start(config: TrainConfig) -> str:
+    """The folder or hub name of the policy that a run starts from; the tiny one need not be there yet."""
+    if config.model != TINY:
+        return config.model
+    return str(cache_folder() / "policies" / cold_start_key(config))
 
 
 def _settings(config: TrainConfig) -> list[str]:
@@ -174,7 +189,7 @@ def _memory(config: TrainConfig, shape: ModelShape, env: ToolUseEnv) -> list[str
         ("scoring", need.scoring, "update.log_prob_micro_batch_size"),
         ("updating", need.updating, "activations and logits of a micro-batch"),
     )
-    lines = [f"{name:<10}{_gb(size):>9}  {note}".rstrip() for name, size, note in rows]
+    lines = [f"{name:<10}{gigabytes(size):>9}  {note}".rstrip() for name, size, note in rows]
     lines.append(_peak(need))
     if config.sampler.backend == "vllm":
         lines.append(f"and {config.sampler.gpu_memory:.0%} of the GPU for vLLM (sampler.gpu_memory)")
@@ -182,11 +197,7 @@ def _memory(config: TrainConfig, shape: ModelShape, env: ToolUseEnv) -> list[str
 
 
 def _peak(need: MemoryEstimate) -> str:
-    return f"{'peak':<10}{_gb(need.peak):>9}  the first four, the largest of the others, a small cache that is kept"
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    return f"{'peak':<10}{gigabytes(need.peak):>9}  the first four, the largest of the others, a small cache that is kept"
 
 
 def _steps(config: TrainConfig) -> list[str]:

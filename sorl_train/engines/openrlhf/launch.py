@@ -6,8 +6,10 @@ neither torch nor a GPU: it follows the metrics that the run writes, and ends a 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +42,17 @@ CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 LAST_LINES = 15  # of the log, in an error
+_EXCEPTION = re.compile(
+    r"^(?:[a-zA-Z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Stopped))(?:\([^)]*\))?: ?(?P<text>.*)$"
+)
+WORKERS = {
+    "RolloutRayActor": "a vLLM engine",
+    "PolicyModelActor": "a training worker of the policy",
+    "CriticModelActor": "a training worker of the critic",
+    "ReferenceModelActor": "a worker of the reference model",
+    "PPOTrainer": "the trainer",
+    "PPOTrainerAsync": "the trainer",
+}
 POLL_S = 0.5
 GRACE_S = 60.0  # between asking a run to end and killing it
 
@@ -53,6 +66,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     """
     check(config)
     check_versions()
+    if config.hardware.device == "cpu":
+        os.environ.update(CPU_ENVIRONMENT)
     env = make_env(config)
     facts = {"train": env_facts(env), "eval": env_facts(make_env(config, evaluation=True))}
     run_dir.record("data", facts)
@@ -110,7 +125,7 @@ def _environment(config: TrainConfig, run_dir: RunDir) -> dict[str, str]:
     variables = os.environ | {"SORL_RUN_DIR": str(run_dir.path.absolute()), "TOKENIZERS_PARALLELISM": "false"}
     if config.hardware.device == "cpu":
         path = [str(CPU_MODE), *filter(None, [variables.get("PYTHONPATH")])]
-        variables |= CPU_ENVIRONMENT | {
+        variables |= {
             "PYTHONPATH": os.pathsep.join(path),
             "SORL_LOGICAL_GPUS": str(Placement.of(config).gpus),
         }
@@ -192,13 +207,35 @@ def _written(run_dir: RunDir) -> int:
 
 
 def _breakdown(status: int, run_dir: RunDir) -> str:
-    return f"OpenRLHF ended with status {status}. {_tail(run_dir)}\n{_again(run_dir)}"
+    """What ended OpenRLHF, as far as its log tells."""
+    log = (run_dir.path / LOG).read_text(encoding="utf-8", errors="replace")
+    cause = cause_of_death(log)
+    reason = cause or f"it ended with status {status}. {_tail(run_dir)}"
+    return f"OpenRLHF stopped: {reason}\nIts log is {run_dir.path / LOG}. {_again(run_dir)}"
+
+
+def cause_of_death(log: str) -> str:
+    """The last exception in a log that is not one of Ray's wrappers; empty if there is none."""
+    lines = log.splitlines()
+    for number in range(len(lines) - 1, -1, -1):
+        found = _EXCEPTION.match(lines[number])
+        if found is None or found["name"] == "RayTaskError":
+            continue
+        rest = list(
+            itertools.takewhile(lambda line: line and "\x1b[" not in line, lines[number + 1 : number + 9])
+        )
+        if found["name"] == "ActorDiedError":
+            who = next((line.split()[-1] for line in rest if "class_name:" in line), "a worker")
+            return f"{WORKERS.get(who, who)} died"
+        text = "\n".join([found["text"], *rest])
+        return text if found["name"] == "UserError" else f"{found['name']}: {text}"
+    return ""
 
 
 def _tail(run_dir: RunDir) -> str:
     lines = (run_dir.path / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
     kept = "\n".join(f"  {line}" for line in lines[-LAST_LINES:])
-    return f"The end of {run_dir.path / LOG}:\n{kept}"
+    return f"The end of its log:\n{kept}"
 
 
 def _again(run_dir: RunDir) -> str:

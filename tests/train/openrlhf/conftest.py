@@ -57,7 +57,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def command(run_dir: Path, *more: str, **overrides: Any) -> list[str]:
     """``sorl-train`` with the short settings; ``a__b=1`` overrides ``a.b``."""
     settings = SHORT | {name.replace("__", "."): value for name, value in overrides.items()}
-    flags = [part for name, value in settings.items() for part in (f"--{name}", json.dumps(value))]
+    flags = []
+    for name, value in settings.items():
+        flags += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
     return [sys.executable, "-m", "sorl_train.cli", "--run_dir", str(run_dir), *more, *flags]
 
 

@@ -1,0 +1,175 @@
+"""Whole runs of two steps through Ray, vLLM and DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sorl_env.trajectory_io import read_jsonl
+
+from .conftest import command, metrics, train
+
+pytestmark = pytest.mark.openrlhf
+TASKS = Path(__file__).with_name("tasks")
+
+
+def check_run_folder(run_dir: Path, steps: int = 2) -> list[dict[str, Any]]:
+    """What every finished run leaves behind; returns its metrics."""
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(steps + 1))
+    for line in lines[1:]:
+        assert line["loss/normalizer"] <= 1.0 and "loss/clip_bias_logit" in line
+        assert line["loss/grad_norm"] >= 0.0 and "rollout/mismatch_ratio_p99" in line
+    assert "eval/success" in lines[0] and "eval/success" in lines[-1]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == steps and summary["final_success"] is not None
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    assert manifest["data"]["train"]["examples"] == 48 and manifest["versions"]["openrlhf"] == "0.11.2"
+    assert (run_dir / "report.html").stat().st_size > 10_000
+    folder = run_dir / "checkpoints" / f"step_{steps:06d}" / "policy"
+    AutoTokenizer.from_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(folder)
+    trajectories = list(read_jsonl(run_dir / "trajectories" / f"step_{steps:06d}.jsonl"))
+    assert len(trajectories) == 16 and len({t.id for t in trajectories}) == 16
+    for trajectory in trajectories:
+        assert trajectory.action_mask.sum() == sum(turn.end - turn.start for turn in trajectory.turns)
+    return lines
+
+
+def test_so_ppo_with_critic_and_reference_and_weights_reach_vllm(tmp_path: Path) -> None:
+    """After an update at a rate of 1e-2 the sampler still draws what the trainer would: it has the new weights."""
+    done = train(tmp_path / "run", algo="so_ppo", loss__kl_coef=0.01, optim__lr=1e-2, cluster__zero_stage=2)
+    assert done.returncode == 0, done.stderr
+    lines = check_run_folder(tmp_path / "run")
+    assert lines[2]["loss/effective_lr"] > 1e-3
+    assert "loss/value" in lines[1] and lines[2]["loss/ref_kl"] > 0.01  # it has moved away from the reference
+    assert lines[2]["rollout/mismatch_kl"] < 1e-3
+    assert lines[2]["rollout/staleness_max"] == 0
+
+
+def test_async_with_partial_rollouts_is_measured_as_off_policy(tmp_path: Path) -> None:
+    """The negative control: the second batch is drawn with older weights, and says so."""
+    done = train(
+        tmp_path / "run",
+        algo="so_ppo",
+        optim__lr=1e-2,
+        cluster__gpus_per_node=2,
+        cluster__async_rollout=True,
+        cluster__partial_rollout=True,
+        rollout__max_staleness=1,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = check_run_folder(tmp_path / "run")
+    assert lines[2]["rollout/mismatch_kl"] > 1e-2  # ten times the bound of the synchronous run
+    assert lines[2]["rollout/staleness_max"] == 1
+    assert lines[2]["rollout/mismatch_kl_turn0"] > 1e-2
+
+
+def test_two_ranks_with_zero_3(tmp_path: Path) -> None:
+    done = train(
+        tmp_path / "run",
+        algo="so_grpo",
+        rollout__group_size=4,
+        cluster__gpus_per_node=2,
+        cluster__vllm_engines=2,
+        cluster__zero_stage=3,
+        update__micro_batch_size=4,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = check_run_folder(tmp_path / "run")
+    assert lines[2]["rollout/mismatch_kl"] < 1e-2
+
+
+def test_zero_2_with_accumulation_4(tmp_path: Path) -> None:
+    done = train(tmp_path / "run", algo="so_ppo", update__micro_batch_size=2)
+    assert done.returncode == 0, done.stderr
+    check_run_folder(tmp_path / "run")
+
+
+def test_a_task_that_raises_and_a_tool_that_is_out(tmp_path: Path) -> None:
+    """Both end their own trajectories only; their rates are logged and nothing of them reaches a gradient."""
+    task = f"{TASKS / 'flaky.py'}:TASK"
+    done = train(tmp_path / "run", algo="so_grpo", rollout__group_size=4, task=task, task_args={})
+    assert done.returncode == 0, done.stderr
+    lines = metrics(tmp_path / "run")
+    trajectories = [
+        trajectory
+        for step in (1, 2)
+        for trajectory in read_jsonl(tmp_path / "run" / "trajectories" / f"step_{step:06d}.jsonl")
+    ]
+    errors = [t.error for t in trajectories if t.excluded]
+    assert any("shelf is locked" in error for error in errors if error), errors
+    assert any("ValueError" in error for error in errors if error), errors
+    assert 0 < len(errors) < len(trajectories)
+    excluded = sum(line["rollout/excluded_rate"] for line in lines[1:]) * 16
+    assert (
+        excluded == pytest.approx(len(errors)) == sum(line["rollout/stop_error"] for line in lines[1:]) * 16
+    )
+    assert lines[2]["tool/calls"] > 0
+
+
+@pytest.mark.parametrize("victim", ["ray::RolloutWorker", "ray::PolicyWorker"])
+def test_a_killed_worker_ends_the_run_and_it_resumes(victim: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        command(run_dir, update__steps=400, checkpoint__every=1), stderr=subprocess.PIPE, text=True
+    )
+    kill_when_training(run_dir, victim, process)
+    started = time.monotonic()
+    _, stderr = process.communicate(timeout=90)
+    assert time.monotonic() - started < 60
+    assert process.returncode == 1
+    assert " died" in stderr and f"sorl-train --resume --run_dir {run_dir}" in stderr, stderr
+    saved = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
+    done = train(run_dir, "--resume", update__steps=saved + 1, checkpoint__every=1)
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(run_dir)] == list(range(saved + 2))
+
+
+def kill_when_training(run_dir: Path, name: str, process: subprocess.Popen[str]) -> None:
+    """Kill -9 the Ray worker called ``name`` that belongs to this run, once two steps are saved."""
+    deadline = time.monotonic() + 240
+    while not (run_dir / "checkpoints" / "step_000002").is_dir():
+        assert process.poll() is None and time.monotonic() < deadline, (run_dir / "openrlhf.log").read_text()[
+            -4000:
+        ]
+        time.sleep(0.2)
+    base = name.removeprefix("ray::")
+    names = {
+        "RolloutWorker": ("ray::RolloutWorker", "ray::RolloutRayActor"),
+        "PolicyWorker": ("ray::PolicyWorker", "ray::PolicyModelActor"),
+    }
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            title = (folder / "cmdline").read_text()
+            environment = (folder / "environ").read_text(errors="replace")
+        except OSError:
+            continue
+        if title.startswith(names[base]) and f"SORL_RUN_DIR={run_dir}" in environment:
+            os.kill(int(folder.name), signal.SIGKILL)
+            return
+    raise AssertionError(f"no process {name} of {run_dir}")
+
+
+def test_ctrl_c_saves_and_says_how_to_resume(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(command(run_dir, update__steps=400), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 240
+    while not (run_dir / "metrics.jsonl").is_file() or len(metrics(run_dir)) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    assert f"sorl-train --resume --run_dir {run_dir}" in stderr
+    assert list((run_dir / "checkpoints").glob("step_*"))
