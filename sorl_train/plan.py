@@ -197,7 +197,8 @@ def _memory(config: TrainConfig, shape: ModelShape, env: ToolUseEnv) -> list[str
 
 
 def _peak(need: MemoryEstimate) -> str:
-    return f"{'peak':<10}{gigabytes(need.peak):>9}  the first four, the largest of the others, a small cache that is kept"
+    made_of = "the first four, the largest of the others, a small cache that is kept"
+    return f"{'peak':<10}{gigabytes(need.peak):>9}  {made_of}"
 
 
 def _steps(config: TrainConfig) -> list[str]:

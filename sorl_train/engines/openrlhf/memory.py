@@ -18,14 +18,15 @@ reference is 2 P / N with ZeRO-3, in host memory if ``offload_reference``; with 
 A model at work adds, with m rows a micro-batch, L tokens a trajectory, A of them the policy's, n layers of width h and
 MLP width i, V words:
 
-- ZeRO-3 on several ranks: gathered weights 2 min(P, 1.05e9 + E): DeepSpeed's limits of what is live and prefetched;
+- ZeRO-3 on several ranks: gathered weights 2 min(P, 1.05e9 + E), DeepSpeed's limits of what is live and prefetched;
+  and the buffer of weights that are just arriving, 2 min(P, 5e7 + E);
 - update: what autograd keeps, 2 m L (n w + 5 h), w = 12 h + 4 i (``sorl_train.memory``; 5 h: embeddings, last norm).
   With gradient checkpointing n h in the place of n w. Then the larger of two moments: the logits of the whole
   micro-batch and of its action tokens, 2 m V (L + A), in the forward pass and again as gradients; and a block computed
-  again, 2 m L w, beside the gradients that are on their way to other ranks. The critic has no logits;
+  again, 2 m L w, beside gradients that leave, 2 B, and weights that arrive if P > 1.05e9. The critic has no logits;
 - step, not offloaded: the gradients once more and in float32, 8 P / N (ZeRO-3: 6 P / N);
-- scoring: the forward pass of a block, 2 m L (4 h + 3 i), or the logits and 2 m L h. The reference is OpenRLHF's own worker, which
-  takes the logits to float32: 6 m' L V, m' its micro-batch. It is what grows fastest;
+- scoring: the forward pass of a block, 2 m L (4 h + 3 i), or the logits and 2 m L h. The reference is OpenRLHF's own
+  worker, which takes the logits to float32: 6 m' L V, m' its micro-batch. It is what grows fastest;
 - the new weights to vLLM: a gathered weight and its copy, 4 E, beside vLLM's weights.
 
 Phases take turns: each process gives the memory it has cached back to the GPU when its work is done.
@@ -50,7 +51,8 @@ from sorl_train.memory import ModelShape, block_width, scoring_width
 
 H100 = 80_000_000_000
 BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, in numbers
-LIVE = 1_050_000_000  # stage3_max_reuse_distance and stage3_prefetch_bucket_size
+PREFETCH = 50_000_000  # stage3_prefetch_bucket_size
+LIVE = 1_000_000_000 + PREFETCH  # stage3_max_reuse_distance
 SUB_GROUP = 1_000_000_000  # sub_group_size: ZeRO-3 steps so many numbers at a time
 PROCESS = 1_000_000_000
 VLLM_WORK = 2_000_000_000
@@ -127,6 +129,7 @@ class _Estimate:
         self.sharded = self.cluster.zero_stage == 3
         self.offloads = self.cluster.offload_optimizer and not self.on_cpu
         self.sleeps = self.place.shared and not self.on_cpu
+        self.gathers = self.sharded and self.ranks > 1
         self.rows = self.place.micro_batch(config.update.micro_batch_size, config.update.mini_batch_size)
         self.ref_rows = self.place.micro_batch(
             config.update.log_prob_micro_batch_size, config.rollout.batch_size
@@ -148,9 +151,9 @@ class _Estimate:
         if self.critic:
             phases["scoring, critic"] = self.at_work(critic, self.critic, logits=0)
         if self.reference:
-            phases["scoring, reference"] = {
-                "gathered weights": self.gathered(self.reference, offloaded=self.reference_host() > 0)
-            } | self.forward(self.ref_rows, 6 * self.ref_rows * self.tokens * self.shape.vocabulary)
+            phases["scoring, reference"] = self.forward(
+                self.reference, self.ref_rows, 6 * self.ref_rows * self.tokens * self.shape.vocabulary
+            )
         if self.critic:
             phases["critic update"] = self.update(critic, self.critic, logits=0)
         phases["policy update"] = self.update(policy, self.policy, logits=self.logits(gradients=True))
@@ -213,44 +216,48 @@ class _Estimate:
 
     def at_work(self, states: _States, parameters: int, *, logits: int) -> Parts:
         """Scoring a micro-batch."""
-        awake = {"woken up": states.awake, "gathered weights": self.gathered(parameters)}
-        return awake | self.forward(self.rows, logits)
+        return {"woken up": states.awake} | self.forward(parameters, self.rows, logits)
 
     def update(self, states: _States, parameters: int, *, logits: int) -> Parts:
-        """The largest moment of an optimizer step: the logits, the last block of the backward pass, the step."""
-        shape, share = self.shape, parameters // self.ranks
-        columns = 2 * self.rows * self.tokens
+        """The largest moment of an optimizer step."""
+        shape, share, columns = self.shape, parameters // self.ranks, 2 * self.rows * self.tokens
         checkpointing = self.config.hardware.gradient_checkpointing
         block = columns * block_width(shape)
-        kept = shape.layers * (columns * shape.hidden if checkpointing else block) + columns * 5 * shape.hidden
+        kept = columns * 5 * shape.hidden
+        kept += shape.layers * (columns * shape.hidden if checkpointing else block)
         gradients = 0 if self.sharded or self.offloads else 2 * share
         # ZeRO-3 copies a bucket to scatter it; ZeRO-2 adds the next micro-batch's gradients to the ones before
-        on_their_way = 2 * min(self.bucket, parameters) if self.sharded else gradients
-        backward = {
-            "woken up": states.awake,
-            "gradients": gradients,
-            "gathered weights": self.gathered(parameters),
-            "activations": kept,
-        }
-        again = (block if checkpointing else 0) + on_their_way
-        backward |= {"logits": logits} if logits >= again else {"a block again": again}
-        if self.offloads:
-            return backward
-        step = 6 * min(share, SUB_GROUP) if self.sharded else 8 * share
-        at_step = {"woken up": states.awake, "gradients in float32": step}
-        return max(backward, at_step, key=lambda parts: sum(parts.values()))
+        leaving = 2 * min(self.bucket, parameters) if self.sharded else gradients
+        arriving = self.arriving(parameters)
+        again = (block if checkpointing else 0) + leaving + (arriving if parameters > LIVE else 0)
+        at_work = {"gradients": gradients, "gathered weights": self.gathered(parameters)}
+        moments = [
+            at_work | {"arriving weights": arriving, "activations": columns * scoring_width(shape)},
+            at_work | {"activations": kept, "logits": logits},
+            at_work | {"activations": kept, "a block again, transfers": again},
+        ]
+        if not self.offloads:
+            step = 6 * min(share, SUB_GROUP) if self.sharded else 8 * share
+            moments.append({"gradients in float32": step})
+        return {"woken up": states.awake} | max(moments, key=lambda parts: sum(parts.values()))
 
-    def gathered(self, parameters: int, *, offloaded: bool = False) -> int:
+    def gathered(self, parameters: int) -> int:
         """Whole weights that ZeRO-3 has collected; on one rank it uses them where they are."""
-        if not self.sharded or (self.ranks == 1 and not offloaded):
-            return 0
-        return 2 * min(parameters, LIVE + self.largest)
+        return 2 * min(parameters, LIVE + self.largest) if self.gathers else 0
 
-    def forward(self, rows: int, logits: int) -> Parts:
-        """The larger of two moments of a forward pass without gradients."""
+    def arriving(self, parameters: int) -> int:
+        """Their buffer, from which they are copied."""
+        return 2 * min(parameters, PREFETCH + self.largest) if self.gathers else 0
+
+    def forward(self, parameters: int, rows: int, logits: int) -> Parts:
+        """The larger of two moments of a forward pass without gradients: in a block, or at the logits."""
         hidden = 2 * rows * self.tokens * self.shape.hidden
         block = 2 * rows * self.tokens * scoring_width(self.shape)
-        return {"logits": hidden + logits} if hidden + logits >= block else {"activations": block}
+        parts = {"gathered weights": self.gathered(parameters)}
+        arriving = self.arriving(parameters)
+        if hidden + logits >= block + arriving:
+            return parts | {"logits": hidden + logits}
+        return parts | {"arriving weights": arriving, "activations": block}
 
     def logits(self, *, gradients: bool) -> int:
         """All of a micro-batch's and those of action tokens; or these, with their gradient, and float32 chunks."""

@@ -1,4 +1,4 @@
-"""The parts of ``--dry_run`` that only this engine has: placement, OpenRLHF's command line, memory of GPUs and hosts."""
+"""The parts of ``--dry_run`` that only this engine has: placement, OpenRLHF's command, memory of GPUs and hosts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sorl_env.task import Limits
-from sorl_train.config import CRITIC_ALGOS, TrainConfig
+from sorl_train.config import TrainConfig
 from sorl_train.engines.openrlhf.flags import as_arguments, openrlhf_flags
 from sorl_train.engines.openrlhf.memory import H100, ClusterMemory, estimate_cluster_memory
 from sorl_train.engines.openrlhf.placement import Placement
@@ -50,7 +50,9 @@ def _placement(config: TrainConfig) -> list[str]:
     batch, mini = config.rollout.batch_size, update.mini_batch_size
     rows = place.micro_batch(update.micro_batch_size, mini)
     engines = _count(cluster.vllm_engines, "vLLM engine")
-    sampling = f"{engines} x tensor parallel {cluster.vllm_tensor_parallel} = {_count(place.sample_gpus, 'GPU')}"
+    sampling = (
+        f"{engines} x tensor parallel {cluster.vllm_tensor_parallel} = {_count(place.sample_gpus, 'GPU')}"
+    )
     lines = [
         f"cluster: {_count(cluster.nodes, 'node')} x {_count(cluster.gpus_per_node, 'GPU')} = "
         f"{_count(cluster.nodes * cluster.gpus_per_node, 'GPU')}",
@@ -58,7 +60,11 @@ def _placement(config: TrainConfig) -> list[str]:
         f"{_count(place.ranks, 'data-parallel rank')}, ZeRO-{cluster.zero_stage}",
         f"offloading: {_offloading(config)}",
         f"sampling: {sampling}, "
-        + ("the same ones, in turns with training" if place.shared else "of their own, while the others train"),
+        + (
+            "the same ones, in turns with training"
+            if place.shared
+            else "of their own, while the others train"
+        ),
         f"rollout: {batch} trajectories, {batch // max(1, cluster.vllm_engines)} an engine, {batch // place.ranks} a "
         "rank to score",
         f"micro-batch of a GPU: {rows} (policy and critic), "
@@ -112,7 +118,9 @@ def _memory(config: TrainConfig, memory: ClusterMemory, limits: Limits, gpu: int
     lines += [_row(phase, parts, memory.total(phase)) for phase, parts in memory.phases.items()]
     peak = memory.total(memory.peak)
     if on_cpu:
-        lines.append(f"peak {gigabytes(peak)}, in {memory.peak!r}; {_count(place.ranks, 'rank')} on this machine")
+        lines.append(
+            f"peak {gigabytes(peak)}, in {memory.peak!r}; {_count(place.ranks, 'rank')} on this machine"
+        )
     else:
         lines.append(f"peak {gigabytes(peak)} of {gigabytes(gpu)}, in {memory.peak!r}")
         lines += [_too_large(memory, phase, gpu) for phase in memory.phases if memory.total(phase) > gpu]

@@ -71,8 +71,10 @@ def test_zero_3_with_offloading_by_hand() -> None:
     logits = 2 * 4 * (100 + 60) * 50
     of_actions = 4 * 60 * 50
     chunks = 4 * 60 * 50 * 4 * 4
-    again = 2 * 4 * 100 * (12 * 10 + 4 * 20) + 2 * 100
-    assert 4 * of_actions + chunks > again > logits  # so small a vocabulary fits into one chunk of float32
+    block = 2 * 4 * 100 * (12 * 10 + 4 * 20)
+    assert (
+        4 * of_actions + chunks > block + 2 * 8000 + 2 * 100 > logits
+    )  # so small a vocabulary fits into one chunk of float32
     assert memory.phases["policy update"] == {
         "woken up": 0,
         "gradients": 0,
@@ -85,13 +87,18 @@ def test_zero_3_with_offloading_by_hand() -> None:
         "gradients": 0,
         "gathered weights": 2 * critic,
         "activations": stored,
-        "a block again": again,
+        "a block again, transfers": block + 2 * 100,
     }
     assert memory.phases["scoring, reference"] == {
         "gathered weights": 2 * 8000,
         "logits": 2 * 2 * 100 * 10 + 6 * 2 * 100 * 50,
     }
-    assert memory.phases["scoring, critic"]["activations"] == 2 * 4 * 100 * (4 * 10 + 3 * 20)
+    assert memory.phases["scoring, critic"] == {
+        "woken up": 0,
+        "gathered weights": 2 * critic,
+        "arriving weights": 2 * critic,
+        "activations": 2 * 4 * 100 * (4 * 10 + 3 * 20),
+    }
     assert memory.phases["weights to vLLM"] == {
         "vLLM's weights": 2 * 8000 // 4,
         "a weight and its copy": 4 * 50 * 10,

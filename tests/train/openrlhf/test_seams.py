@@ -1,0 +1,131 @@
+"""Each place where the engine takes hold of OpenRLHF, DeepSpeed or vLLM: a version that moves one fails here first."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_env.registry import load_task
+from sorl_train.config_io import load_config
+from sorl_train.engines.openrlhf.flags import as_arguments, openrlhf_flags
+from sorl_train.engines.openrlhf.launch import CPU_MODE, _environment
+from sorl_train.run_dir import RunDir
+
+from .conftest import SHORT
+
+pytestmark = pytest.mark.openrlhf
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> None:
+    """The hooks of a CPU run, in this process: without them OpenRLHF does not import where there is no GPU."""
+    runpy.run_path(str(CPU_MODE / "sitecustomize.py"))
+
+
+def plain(remote_class: Any) -> Any:
+    """The class behind ``@ray.remote``."""
+    return remote_class.__ray_metadata__.modified_class
+
+
+def parameters(function: Any) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "_ray_trace_ctx"]
+
+
+def test_versions_are_those_tested_with() -> None:
+    from sorl_train.engines.openrlhf.versions import check_versions
+
+    check_versions()
+
+
+def test_policy_and_critic_workers() -> None:
+    from openrlhf.trainer.ray import ppo_actor, ppo_critic
+
+    for module, name in ((ppo_actor, "PolicyModelActor"), (ppo_critic, "CriticModelActor")):
+        worker = plain(getattr(module, name))
+        assert hasattr(module, "NaiveReplayBuffer"), f"{module.__name__} builds no NaiveReplayBuffer any more"
+        assert "NaiveReplayBuffer(" in inspect.getsource(module)
+        for method in ("init_model_from_pretrained", "save_checkpoint", "reload_states", "offload_states"):
+            assert hasattr(worker, method), f"{name}.{method} is gone"
+    source = inspect.getsource(plain(ppo_actor.PolicyModelActor).init_model_from_pretrained)
+    assert "self.actor, self.actor_optim, self.actor_scheduler = strategy.prepare" in source
+    assert "self.tokenizer" in source
+    assert "self.critic, self.critic_optim, self.critic_scheduler = strategy.prepare" in inspect.getsource(
+        plain(ppo_critic.CriticModelActor).init_model_from_pretrained
+    )
+
+
+def test_trainers() -> None:
+    from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+
+    base = ppo_trainer.BasePPOTrainer
+    assert parameters(base.train_step) == ["self", "rollout_samples", "global_step"]
+    saved = ["self", "global_step", "logs_dict", "client_states"]
+    assert parameters(base.save_logs_and_checkpoints) == saved
+    for trainer in (plain(ppo_trainer.PPOTrainer), plain(ppo_trainer_async.TrainingActor)):
+        assert issubclass(trainer, base)
+        source = inspect.getsource(trainer.fit)
+        assert "self.train_step(rollout_samples, global_step)" in source
+        assert "self.save_logs_and_checkpoints(global_step" in source and "timing/generation" in source
+    for module in (ppo_trainer, ppo_trainer_async):
+        assert hasattr(module, "prepare_datasets") and hasattr(module, "SamplesGenerator")
+    assert "vllm_lock" in parameters(plain(ppo_trainer_async.TrainingActor).__init__)
+    started = inspect.getsource(plain(ppo_trainer_async.PPOTrainerAsync).__init__)
+    assert "GenerateSamplesActor.remote(" in started and "TrainingActor.remote(" in started
+
+
+def test_sampling() -> None:
+    from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+    from openrlhf.trainer.ray import vllm_engine
+    from openrlhf.utils.agent import AgentExecutorBase
+
+    assert "self._process_response_into_experience(response" in inspect.getsource(
+        SamplesGenerator._generate_vllm
+    )
+    assert "self.eval_dataloader" in inspect.getsource(SamplesGenerator.generate_eval_samples)
+    expected = [
+        "self",
+        "prompt",
+        "label",
+        "sampling_params",
+        "max_length",
+        "hf_tokenizer",
+        "llm_engine",
+        "images",
+    ]
+    assert parameters(AgentExecutorBase.execute) == expected
+    actor = plain(vllm_engine.RolloutRayActor)
+    assert parameters(actor.generate)[:3] == ["self", "prompt_token_ids", "sampling_params"]
+    assert "llm_engine=self" in inspect.getsource(actor.generate_responses)
+    assert "RolloutRayActor.options(" in inspect.getsource(vllm_engine.create_vllm_engines)
+
+
+def test_the_gradient_is_divided_by_the_loss_scale_before_it_is_clipped() -> None:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    for optimizer in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+        assert parameters(optimizer.override_loss_scale) == ["self", "loss_scale"]
+        assert "combined_scale = clip * self.loss_scale" in inspect.getsource(
+            sys.modules[optimizer.__module__]
+        )
+
+
+def test_every_flag_exists(tmp_path: Path) -> None:
+    config = load_config("quickstart", SHORT)
+    limits = load_task("minihop").limits
+    flags = openrlhf_flags(config, RunDir(tmp_path), "model", limits, resume=False)
+    help_text = subprocess.run(
+        [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", "--help"],
+        capture_output=True,
+        text=True,
+        env=_environment(config, RunDir(tmp_path)),
+    ).stdout
+    known = {word.strip(",[]") for word in help_text.split() if word.startswith(("--", "[--"))}
+    missing = [word for word in as_arguments(flags) if word.startswith("--") and word not in known]
+    assert not missing and len(known) > 100
