@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     What a user can mend (``UserError``) becomes one message on standard error; any other exception is a bug, and
     keeps its traceback.
     """
+    # torch says so of a package that OpenRLHF's environment brings; it is nothing a user could do about
+    warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         if arguments.list_configs:

@@ -1,11 +1,13 @@
-"""Which examples OpenRLHF samples, in the order of the local engine."""
+"""Which examples OpenRLHF samples, in the order of the local engine, and which samples are too old to train on."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config import TrainConfig
 from sorl_train.engines.local.collect import evaluation_jobs, training_jobs
 
@@ -38,10 +40,6 @@ class JobLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._next = state["next"]
 
-    def rewind(self) -> None:
-        """Start again, for the next evaluation."""
-        self._next = 0
-
 
 def training_loader(config: TrainConfig, num_examples: int) -> JobLoader:
     """Every prompt of the run, step by step."""
@@ -57,6 +55,16 @@ def evaluation_loader(config: TrainConfig, num_examples: int, limit: int, kind: 
     """The examples of an evaluation, the same at each of a run."""
     jobs = evaluation_jobs(config, num_examples, limit)
     return JobLoader([_label(kind, job.group_id, job.example_index) for job in jobs])
+
+
+def exclude_older(trajectories: Sequence[Trajectory], oldest: int) -> list[Trajectory]:
+    """Mark those as aborted that have a turn of weights before version ``oldest``: the bound on staleness."""
+    return [
+        dataclasses.replace(t, stop_reason=StopReason.ABORTED, error="sampled with weights that are too old")
+        if not t.excluded and any(turn.policy_version < oldest for turn in t.turns)
+        else t
+        for t in trajectories
+    ]
 
 
 def _label(kind: str, group: str, index: int) -> str:

@@ -6,7 +6,6 @@ and its asynchronous trainer share, and follows ``engines.local.trainer``.
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import time
 from collections.abc import Sequence
@@ -22,12 +21,12 @@ from ray.exceptions import RayTaskError
 from torch import Tensor
 
 from sorl_env.errors import UserError
-from sorl_env.trajectory import StopReason, Trajectory
+from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.batch import Batch, collate
 from sorl_train.checkpoint import checkpoint_name
 from sorl_train.config import TrainConfig
-from sorl_train.engines.openrlhf.data import JobLoader, evaluation_loader, training_loader
+from sorl_train.engines.openrlhf.data import JobLoader, evaluation_loader, exclude_older, training_loader
 from sorl_train.engines.openrlhf.placement import Placement
 from sorl_train.engines.openrlhf.workers import run_config, run_folder
 from sorl_train.environments import make_env
@@ -108,7 +107,8 @@ class TrainStep:
     ) -> tuple[dict[str, float], int]:
         """What OpenRLHF calls with each rollout batch."""
         step = global_step + 1
-        trajectories = sorted(self.bound_staleness(trajectories), key=lambda t: (t.group_id, t.id))
+        oldest = self.version - self.config.rollout.max_staleness
+        trajectories = sorted(exclude_older(trajectories, oldest), key=lambda t: (t.group_id, t.id))
         metrics = rollout_metrics(trajectories) | staleness(trajectories, self.version)
         usable = any(not t.excluded for t in trajectories)
         if usable:
@@ -154,16 +154,6 @@ class TrainStep:
             raise Stopped(f"stopped after step {global_step}")
 
     # -- the parts of a step --------------------------------------------------------------------------------------
-
-    def bound_staleness(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Exclude what was sampled longer ago than ``rollout.max_staleness`` training steps."""
-        oldest = self.version - self.config.rollout.max_staleness
-        return [
-            dataclasses.replace(t, stop_reason=StopReason.ABORTED, error="sampled with weights too old")
-            if not t.excluded and any(turn.policy_version < oldest for turn in t.turns)
-            else t
-            for t in trajectories
-        ]
 
     def score(self, batch: Batch) -> tuple[Batch, Tensor]:
         """Fill in old and reference log-probabilities and values; returns the newest weights' log-probabilities, too.

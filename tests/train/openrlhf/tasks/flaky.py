@@ -1,14 +1,14 @@
-"""MiniHop with a tool that is out for a fifth of the queries and a reward that raises for a tenth of the questions.
+"""MiniHop with a tool that hangs for a fifth of the queries and a reward that raises for a tenth of the questions.
 
 Only in the workers of a run: the cold start before it is spared.
 """
 
 import dataclasses
 import os
+import time
 import zlib
 
 from sorl_env.registry import load_task
-from sorl_env.tool import ToolUnavailableError
 
 WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
 MINIHOP = load_task("minihop", **WORLD)
@@ -22,11 +22,10 @@ def _tools(settings):
         """The task's search."""
 
         name, description, schema = found.name, found.description, found.schema
-        inline = True
 
         def __call__(self, query):
             if IN_WORKER and zlib.crc32(query.encode()) % 5 == 0:
-                raise ToolUnavailableError("the shelf is locked")
+                time.sleep(5)
             return found(query)
 
     return [Flaky()]

@@ -1,0 +1,213 @@
+"""What can be said of the OpenRLHF engine without OpenRLHF: flags, refusals, the watchdog, causes of death."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.errors import UserError
+from sorl_env.task import Limits
+from sorl_env.trajectory import StopReason, Trajectory, Turn
+from sorl_train.config import TrainConfig
+from sorl_train.config_io import load_config
+from sorl_train.engines.local.collect import training_jobs
+from sorl_train.engines.openrlhf import versions
+from sorl_train.engines.openrlhf.data import exclude_older, training_loader
+from sorl_train.engines.openrlhf.flags import as_arguments, check, openrlhf_flags
+from sorl_train.engines.openrlhf.launch import cause_of_death, follow
+from sorl_train.engines.openrlhf.placement import Placement
+from sorl_train.metrics_log import MetricsLog
+from sorl_train.run_dir import RunDir
+
+from ..engine.conftest import QuietDisplay
+
+CLUSTER = {"engine": "openrlhf", "rollout.batch_size": 512, "update.mini_batch_size": 256, "optim.lr": 1e-6}
+
+
+def settings(**overrides: Any) -> TrainConfig:
+    dotted = {name.replace("__", "."): value for name, value in overrides.items()}
+    return load_config("quickstart", CLUSTER | dotted)
+
+
+def flags(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
+    return openrlhf_flags(config, RunDir(Path("runs/x")), "m", Limits(), resume=resume)
+
+
+def test_the_papers_placement() -> None:
+    config = settings(update__micro_batch_size=8)
+    check(config)
+    place = Placement.of(config)
+    assert (place.ranks, place.gpus, place.shared) == (8, 8, True)
+    made = flags(config)
+    assert made["vllm.tensor_parallel_size"] == 4 and made["vllm.num_engines"] == 2
+    assert made["train.batch_size"] == 256 and made["train.micro_batch_size"] == 8
+    assert made["vllm.enable_sleep"] and made["ds.enable_sleep"] and made["ds.adam_offload"]
+    assert made["ds.attn_implementation"] == "flash_attention_2" and made["vllm.sync_backend"] == "nccl"
+    assert not made["ckpt.load_enable"] and flags(config, resume=True)["ckpt.load_enable"]
+
+
+def test_asynchronous_sampling_has_gpus_of_its_own() -> None:
+    config = settings(
+        cluster__async_rollout=True, cluster__vllm_engines=1, rollout__max_staleness=2, cluster__nodes=1
+    )
+    check(config)
+    place = Placement.of(config)
+    assert (place.ranks, place.sample_gpus, place.gpus, place.shared) == (4, 4, 8, False)
+    made = flags(config)
+    assert made["train.async_enable"] and made["train.async_queue_size"] == 2
+    assert not made["vllm.enable_sleep"] and made["actor.num_gpus_per_node"] == 4
+
+
+def test_micro_batches_divide_a_ranks_share() -> None:
+    place = Placement(1, 8, 8, shared=True)
+    assert place.micro_batch(64, 256) == 32
+    assert place.micro_batch(5, 256) == 4
+    assert place.micro_batch(64, 8) == 1
+
+
+def test_the_users_own_flags_come_last_and_win() -> None:
+    made = flags(settings(cluster__flags={"ds.overlap_comm": True, "vllm.gpu_memory_utilization": 0.5}))
+    assert made["ds.overlap_comm"] is True and made["vllm.gpu_memory_utilization"] == 0.5
+    words = as_arguments({"a": True, "b": False, "c": None, "d": [0.9, 0.999], "e": 1e-6, "f": "x"})
+    assert words == ["--a", "--d", "0.9", "0.999", "--e", "1e-06", "--f", "x"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        ({"loss__clip_bias_norm": "gradient"}, "needs a second backward pass"),
+        ({"hardware__lora_rank": 8}, "is for engine=local"),
+        ({"cluster__zero_stage": 1}, "cluster.zero_stage is 2 or 3, not 1"),
+        ({"cluster__partial_rollout": True}, "needs cluster.async_rollout"),
+        ({"cluster__async_rollout": True}, "set rollout.max_staleness to 1 or more"),
+        ({"rollout__max_staleness": 1}, "needs cluster.async_rollout with this engine"),
+        ({"cluster__vllm_engines": 1}, "has to be all of them"),
+        ({"cluster__async_rollout": True, "rollout__max_staleness": 1}, "leave 0 of 1 nodes of 8 GPUs"),
+        (
+            {"update__mini_batch_size": 4, "rollout__batch_size": 4},
+            "mini_batch_size 4 does not divide over 8 GPUs",
+        ),
+        ({"stage": "sft"}, "runs on engine=local"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(overrides: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check(settings(**overrides))
+    assert complaint in str(caught.value)
+
+
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {**versions.TESTED, "vllm": versions.VLLM, "ray": "2.60.0", "deepspeed": None}
+    monkeypatch.setattr(versions, "_version", found.get)
+    with pytest.raises(UserError) as caught:
+        versions.check_versions()
+    text = str(caught.value)
+    assert "ray 2.55.0 is needed, 2.60.0 is installed" in text
+    assert "deepspeed 0.19.6 is needed, none is installed" in text
+    assert "openrlhf 0.11.2" not in text and "make openrlhf" in text
+
+
+def test_the_watchdog_ends_a_run_that_writes_nothing(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    (tmp_path / "checkpoints" / "step_000003").mkdir(parents=True)
+    (tmp_path / "openrlhf.log").write_text("Loading weights\n")
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    with pytest.raises(UserError) as caught:
+        follow(process, run_dir, QuietDisplay(), deadline_s=1.0, from_step=0)
+    assert process.returncode is not None
+    assert "wrote nothing for 1 s" in str(caught.value) and "Loading weights" in str(caught.value)
+    assert f"Go on from step 3: sorl-train --resume --run_dir {tmp_path}" in str(caught.value)
+
+
+def test_steps_are_shown_as_they_are_logged(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    shown: list[tuple[int, float]] = []
+
+    class Display(QuietDisplay):
+        def step(self, step: int, metrics: Any) -> None:
+            shown.append((step, metrics["time/step_s"]))
+
+    log = MetricsLog(run_dir, tensorboard=False)
+    for step in range(3):
+        log.log(step, {"rollout/success": 0.5, "time/step_s": 1.0 + step})
+    process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    follow(process, run_dir, Display(), deadline_s=60.0, from_step=0)
+    assert shown == [(1, 2.0), (2, 3.0)]
+
+
+def test_the_cause_of_death_is_found_in_the_log() -> None:
+    died = textwrap.dedent(
+        """\
+        ray.exceptions.RayTaskError(ActorDiedError): \x1b[36mray::PPOTrainer.fit()\x1b[39m (pid=1, ip=1.1.1.1)
+          File "trainers.py", line 376, in fit
+        ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
+        \tclass_name: RolloutRayActor
+        \tactor_id: ece004cb
+        The actor is dead because its worker process has died.
+        \x1b[36m(CriticWorker pid=2)\x1b[0m score: 100%
+        """
+    )
+    assert cause_of_death(died) == "a vLLM engine died"
+    ours = "Traceback\n  File ..\nsorl_env.errors.UserError: the prompt of example 'x' has 9 tokens\n"
+    assert cause_of_death(ours) == "the prompt of example 'x' has 9 tokens"
+    assert (
+        cause_of_death("ValueError: no such thing\nmore of it\n\nlater\n")
+        == "ValueError: no such thing\nmore of it"
+    )
+    assert cause_of_death("all is well\n") == ""
+
+
+def test_prompts_come_in_the_local_engines_order_and_a_loader_resumes() -> None:
+    config = settings(rollout__group_size=4, algo="so_grpo", update__steps=3, update__mini_batch_size=512)
+    loader = training_loader(config, num_examples=1000)
+    assert len(loader) == 3 * 128
+    places = [json.loads(labels[0]) for _, _, labels, _ in loader]
+    for step in (1, 2, 3):
+        jobs = {job.group_id: job.example_index for job in training_jobs(config, 1000, step)}
+        ours = places[(step - 1) * 128 : step * 128]
+        assert {place["group"]: place["index"] for place in ours} == jobs
+    again = training_loader(config, num_examples=1000)
+    first = iter(again)
+    for _ in range(5):
+        next(first)
+    resumed = training_loader(config, num_examples=1000)
+    resumed.load_state_dict(again.state_dict())
+    assert json.loads(next(iter(resumed))[2][0]) == places[5]
+
+
+def test_what_was_sampled_too_long_ago_is_excluded() -> None:
+    env = ToolUseEnv("minihop")
+    turn = Turn(0, "x", "answer", "x", None, "", {"exact_match": 1.0}, (), 1, 2)
+    base = Trajectory(
+        id="a",
+        group_id="g",
+        task=env.task.name,
+        source="embedded",
+        split="train",
+        example_id="e",
+        prompt="p",
+        token_ids=np.array([1, 2], dtype=np.int32),
+        action_mask=np.array([False, True]),
+        turn_ids=np.array([-1, 0], dtype=np.int16),
+        rollout_log_probs=np.zeros(2, dtype=np.float32),
+        turns=(turn,),
+        reward=1.0,
+        reward_items={"exact_match": 1.0},
+        stop_reason=StopReason.ANSWER,
+        seed=0,
+    )
+    versions_of = [
+        dataclasses.replace(base, turns=(dataclasses.replace(turn, policy_version=v),)) for v in (3, 4, 5)
+    ]
+    kept = exclude_older(versions_of, oldest=4)
+    assert [t.excluded for t in kept] == [True, False, False]
+    assert kept[0].stop_reason is StopReason.ABORTED and "too old" in str(kept[0].error)
