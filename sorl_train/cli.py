@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         if arguments.list_configs:
-            return _show("\n".join(f"{name:<24}{about}" for name, about in packaged_configs().items()))
+            return _show("\n".join(f"{name:<30}{about}" for name, about in packaged_configs().items()))
         config = _settings(arguments)
         if arguments.help:
             return _show(help_text(config, arguments.config or DEFAULT_CONFIG))
@@ -122,10 +122,10 @@ def _train(config: TrainConfig, arguments: Arguments) -> int:
 
 def _run_stage(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) -> dict[str, Any]:
     """Train and write the report; the summary."""
-    if config.stage == "sft":
-        from sorl_train.sft import run
-    elif config.engine == "openrlhf":
+    if config.engine == "openrlhf":
         from sorl_train.engines.openrlhf.launch import run
+    elif config.stage == "sft":
+        from sorl_train.sft import run
     else:
         from sorl_train.engines.local.trainer import run
     from transformers.utils import logging as transformers_logging

@@ -43,7 +43,7 @@ class JobLoader:
 
 def training_loader(config: TrainConfig, num_examples: int) -> JobLoader:
     """Every prompt of the run, step by step."""
-    labels = []
+    labels: list[str] = []
     for step in range(1, config.update.steps + 1):
         jobs = training_jobs(config, num_examples, step)
         groups = {job.group_id: job.example_index for job in jobs}

@@ -49,7 +49,7 @@ class Stopped(RuntimeError):
     """The run was asked to stop, and has saved what it had."""
 
 
-class TrajectoryGenerator(SamplesGenerator):  # type: ignore[misc]
+class TrajectoryGenerator(SamplesGenerator):
     """OpenRLHF's dispatch of prompts to vLLM actors; samples stay trajectories."""
 
     def _process_response_into_experience(self, response: dict[str, Any], **_: Any) -> Trajectory:
@@ -80,13 +80,13 @@ class TrainStep:
     critic_model_group: Any
     reference_model_group: Any
     strategy: Any
+    version: int  # training steps done
 
     def begin(self, states: dict[str, Any]) -> None:
         """Open the run's folder at the step of ``states`` (0 for a new run), and evaluate before the first one."""
         self.config = run_config()
         self.run_dir = run_folder()
         self.place = Placement.of(self.config)
-        self.version = int(states["global_step"])
         self.lost_steps = 0
         self.timings: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
@@ -97,7 +97,6 @@ class TrainStep:
         self.log.truncate_after(self.version if self.version else -1)
         self.eval_env = make_env(self.config, evaluation=True)
         self.evaluator = TrajectoryGenerator(self.strategy, None, None, self.tokenizer, self.vllm_engines)
-        batch_vllm_engine_call(self.vllm_engines, "set_policy_version", self.version)
         if self.version == 0:
             metrics = self.evaluate_policy(self.config.eval.num_examples_final)
             self.record(0, metrics | self.take_timings([]))
@@ -122,10 +121,12 @@ class TrainStep:
             except (NonFiniteError, RayTaskError) as error:
                 self.dump_if_non_finite(error, trajectories, step)
                 raise
-            with self.timed("broadcast"):
-                self.broadcast_to_vllm()
         self.version = step
-        batch_vllm_engine_call(self.vllm_engines, "set_policy_version", step)
+        with self.timed("broadcast"):
+            if usable:
+                self.broadcast_to_vllm()
+            else:
+                self.announce_version()
         self.save_trajectories(step, trajectories)
         self.metrics = metrics
         self.stop_when_lost(trajectories, usable)
@@ -186,6 +187,7 @@ class TrainStep:
             attention_mask=[_attention_mask(micro) for _, micro in micros],
         )
         found = [part for parts in ray.get(refs) for part in parts]
+        ray.get(self.reference_model_group.async_run_method("empty_cache"))
         return _spread(batch, [index for index, _ in micros], found)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
@@ -315,8 +317,19 @@ class TrainStep:
         self.run_dir.write_summary(what | sample | self.summary.figures())
         self.log.close()
 
+    def init_checkpoint_states(self) -> dict[str, Any]:
+        """OpenRLHF's, which it asks for before anything is sampled."""
+        states: dict[str, Any] = super().init_checkpoint_states()  # type: ignore[misc]
+        self.version = int(states["global_step"])
+        return states
+
     def broadcast_to_vllm(self) -> None:
+        """The weights, and how many training steps they have behind them."""
         super().broadcast_to_vllm()  # type: ignore[misc]
+        self.announce_version()
+
+    def announce_version(self) -> None:
+        batch_vllm_engine_call(self.vllm_engines, "set_policy_version", self.version)
 
 
 class _Timer:

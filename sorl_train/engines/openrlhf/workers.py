@@ -39,6 +39,11 @@ def run_config() -> TrainConfig:
     return dataclasses.replace(config, update=sizes)
 
 
+def device() -> torch.device:
+    """This rank's."""
+    return torch.device(torch.cuda.current_device())
+
+
 class DeepSpeedStep:
     """Gradients and steps of a DeepSpeed engine, which accumulates, averages over ranks, clips and steps by itself."""
 
@@ -138,7 +143,7 @@ def _train(
     return means
 
 
-class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):  # type: ignore[misc, name-defined]
+class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
     """One rank of the actor. OpenRLHF loads, shards, saves and broadcasts the weights; the update is ours."""
 
     def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
@@ -153,9 +158,10 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class): 
         self.actor.eval()
         log_probs = torch.zeros(batch.action_mask.shape)
         for index, micro in batch.micro_batches(self.config.update.micro_batch_size):
-            micro = micro.to(torch.cuda.current_device())
+            micro = micro.to(device())
             values = self.update.stats(micro, micro.action_mask).log_probs
             log_probs[index, : values.shape[1]] = values.float().cpu()
+        torch.cuda.empty_cache()  # four processes share the GPU, and torch would keep this one's peak
         return log_probs
 
     def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
@@ -163,6 +169,7 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class): 
         self.actor.train()
         optim = self.config.optim
         means = _train(self.update, optim, optim.lr, optim.warmup_ratio, minis, done=done, total=total)
+        torch.cuda.empty_cache()
         return means.result()
 
     def save_policy(self, folder: str) -> None:
@@ -173,7 +180,7 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class): 
         """The last checkpoint holds it already."""
 
 
-class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):  # type: ignore[misc, name-defined]
+class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
     """One rank of the critic."""
 
     def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
@@ -188,20 +195,22 @@ class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
         self.critic.eval()
         values = torch.zeros(batch.action_mask.shape)
         for index, micro in batch.micro_batches(self.config.update.critic_micro_batch_size):
-            part = critic_values(self.critic, micro.to(torch.cuda.current_device()))
+            part = critic_values(self.critic, micro.to(device()))
             values[index, : part.shape[1]] = part.cpu()
+        torch.cuda.empty_cache()
         return values
 
     def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
         """As ``PolicyWorker.train_on``."""
         self.critic.train()
         optim = self.config.optim
-        return _train(
-            self.update, optim, optim.critic_lr, optim.critic_warmup_ratio, minis, done=done, total=total
-        ).result()
+        rates = optim.critic_lr, optim.critic_warmup_ratio
+        means = _train(self.update, optim, *rates, minis, done=done, total=total)
+        torch.cuda.empty_cache()
+        return means.result()
 
 
-class RolloutWorker(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class):  # type: ignore[misc, name-defined]
+class RolloutWorker(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class):
     """A vLLM engine that knows how many training steps its weights have behind them."""
 
     policy_version = 0
