@@ -128,9 +128,8 @@ class TrainStep:
             else:
                 self.announce_version()
         self.save_trajectories(step, trajectories)
-        self.metrics = metrics
-        self.stop_when_lost(trajectories, usable)
-        self.trajectories = trajectories
+        self.metrics, self.trajectories = metrics, trajectories
+        self.lost_steps = 0 if usable else self.lost_steps + 1
         return {}, step
 
     def save_logs_and_checkpoints(
@@ -147,10 +146,13 @@ class TrainStep:
         elif config.eval.every and global_step % config.eval.every == 0:
             metrics |= self.evaluate_policy(config.eval.num_examples)
         self.record(global_step, metrics | self.take_timings(self.trajectories))
+        lost = self.lost_steps == MAX_LOST_STEPS
         stop = (self.run_dir.path / STOP_FILE).exists()
         every = config.checkpoint.every
-        if stop or global_step == steps or (every and global_step % every == 0):
+        if stop or lost or global_step == steps or (every and global_step % every == 0):
             self.save(global_step, dict(client_states or {}))
+        if lost:
+            raise UserError(self.why_lost())
         if stop and global_step < steps:
             raise Stopped(f"stopped after step {global_step}")
 
@@ -207,17 +209,21 @@ class TrainStep:
             groups.append(self.actor_model_group)
         for group in groups:
             if group is not None:
-                metrics |= self.run_group(group, "train_on", minis=shares, **counts)[0]
+                metrics |= self.run_group_awake(group, "train_on", minis=shares, **counts)[0]
         return metrics
 
+    def run_group_awake(self, group: Any, method: str, **arguments: list[Any]) -> list[Any]:
+        """``run_group`` with the optimizer's state on the GPU: where models share one, it sleeps in between."""
+        if not self.args.ds.enable_sleep:
+            return self.run_group(group, method, **arguments)
+        ray.get(group.async_run_method(method_name="reload_states"))
+        results = self.run_group(group, method, **arguments)
+        ray.get(group.async_run_method(method_name="offload_states"))
+        return results
+
     def run_group(self, group: Any, method: str, **arguments: list[Any]) -> list[Any]:
-        """``method`` on each rank with its item of each list. Colocated models take turns in the GPU's memory."""
-        sleeps = self.args.ds.enable_sleep
-        if sleeps:
-            ray.get(group.async_run_method(method_name="reload_states"))
+        """``method`` on each rank with its item of each list; what the ranks return."""
         by_rank = ray.get(group.async_run_method_batch(method, **arguments))
-        if sleeps:
-            ray.get(group.async_run_method(method_name="offload_states"))
         return [result for results in by_rank for result in results]
 
     def score_with(self, group: Any, batch: Batch) -> Tensor:
@@ -288,15 +294,13 @@ class TrainStep:
             "optim.lr, or look at these trajectories."
         ) from error
 
-    def stop_when_lost(self, trajectories: Sequence[Trajectory], usable: bool) -> None:
+    def why_lost(self) -> str:
         """As the local engine: a run whose tools are out for good would only burn time."""
-        self.lost_steps = 0 if usable else self.lost_steps + 1
-        if self.lost_steps == MAX_LOST_STEPS:
-            cause = next((t.error for t in trajectories if t.error), "unknown")
-            raise UserError(
-                f"every trajectory of {MAX_LOST_STEPS} steps in a row was excluded; the last error was: {cause}. "
-                "Mend the tool or the task, then go on with --resume."
-            )
+        cause = next((t.error for t in self.trajectories if t.error), "unknown")
+        return (
+            f"every trajectory of {MAX_LOST_STEPS} steps in a row was excluded; the last error was: {cause}. "
+            "Mend the tool or the task, then go on with --resume."
+        )
 
     def timed(self, name: str) -> _Timer:
         return _Timer(self.timings, f"time/{name}_s")
