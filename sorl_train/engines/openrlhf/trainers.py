@@ -32,6 +32,7 @@ from sorl_train.engines.openrlhf.workers import run_config, run_folder
 from sorl_train.environments import make_env
 from sorl_train.metrics import eval_metrics, rollout_metrics, staleness, success_rate, tool_timings
 from sorl_train.metrics_log import MetricsLog
+from sorl_train.plan import model_shape
 from sorl_train.summary import Summary
 from sorl_train.update import (
     NonFiniteError,
@@ -317,6 +318,7 @@ class TrainStep:
         config = self.config
         env = make_env(config)
         what = {"algo": config.algo, "task": env.task.name, "seed": config.seed, "steps": self.version}
+        what["parameters"] = model_shape(self.args.actor.model_name_or_path).parameters
         sample = {"is_sample": env.examples.is_sample or self.eval_env.examples.is_sample}
         self.run_dir.write_summary(what | sample | self.summary.figures())
         self.log.close()
