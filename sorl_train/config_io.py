@@ -29,6 +29,7 @@ from sorl_train.config_check import validate
 from sorl_train.config_schema import build, fields, flatten, without_none
 
 DEFAULT_CONFIG = "quickstart"
+STUDIES = "studies"  # their folder among the packaged configs
 _OF_A_TASK = ("task_args", "data", "eval_data")  # dropped when a layer changes the task
 
 
@@ -70,6 +71,8 @@ def packaged_configs() -> dict[str, str]:
     folder = config_folder()
     about = {}
     for path in sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), path)):
+        if path.parent == folder / STUDIES:
+            continue  # those are sorl-lab's
         name = path.relative_to(folder).with_suffix("").as_posix()
         about[name] = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
     return about

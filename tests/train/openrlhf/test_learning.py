@@ -12,32 +12,21 @@ import pytest
 
 pytestmark = [pytest.mark.openrlhf, pytest.mark.slow]
 
-SETTINGS: dict[str, Any] = {
-    "algo": "so_ppo",
+STEPS = {"algo": "so_ppo", "update.steps": 8, "eval.search_off": False, "log.tensorboard": False}
+# The same policy and evaluation on the local engine.
+LOCAL = {
     "hardware.device": "cpu",
-    "hardware.threads": 1,
-    "hardware.tiny": {"hidden_size": 96, "num_layers": 3, "num_heads": 3},  # vLLM on a CPU: heads of 32
-    "update.steps": 8,
-    "update.micro_batch_size": 8,
+    "hardware.tiny": {"hidden_size": 96, "num_layers": 3, "num_heads": 3},
     "eval.every": 4,
     "eval.num_examples": 256,
     "eval.num_examples_final": 256,
-    "eval.search_off": False,
-    "log.tensorboard": False,
-}
-CLUSTER = {
-    "engine": "openrlhf",
-    "cluster.gpus_per_node": 1,
-    "cluster.vllm_engines": 1,
-    "cluster.vllm_tensor_parallel": 1,
-    "cluster.zero_stage": 2,
 }
 
 
-def curve(run_dir: Path, settings: dict[str, Any]) -> dict[int, float]:
+def curve(run_dir: Path, config: str, settings: dict[str, Any]) -> dict[int, float]:
     """Greedy success on the test split by step."""
     flags = [str(part) for name, value in settings.items() for part in (f"--{name}", _text(value))]
-    command = [sys.executable, "-m", "sorl_train.cli", "--run_dir", str(run_dir), *flags]
+    command = [sys.executable, "-m", "sorl_train.cli", "--config", config, "--run_dir", str(run_dir), *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -49,8 +38,8 @@ def _text(value: Any) -> str:
 
 
 def test_success_rises_as_with_the_local_engine(tmp_path: Path) -> None:
-    cluster = curve(tmp_path / "openrlhf", SETTINGS | CLUSTER)
-    local = curve(tmp_path / "local", SETTINGS)
+    cluster = curve(tmp_path / "openrlhf", "openrlhf_cpu", STEPS)
+    local = curve(tmp_path / "local", "quickstart", STEPS | LOCAL)
     print(f"greedy success by step: openrlhf {cluster}, local {local}")
     assert cluster[0] < 0.75
     assert cluster[8] >= cluster[0] + 0.10

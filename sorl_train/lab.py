@@ -1,0 +1,140 @@
+"""``sorl-lab stability``: run a study, several runs side by side, resumable; one results file and one table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from sorl_env.errors import UserError
+from sorl_train.config_io import to_yaml
+from sorl_train.run_dir import RunDir, atomic_write
+from sorl_train.study import Run, Study, load_study, results_of, table
+
+POLL_S = 0.2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status: 0 done, 1 a run failed, 2 wrong usage, 130 interrupted."""
+    parser = argparse.ArgumentParser(prog="sorl-lab", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    stability = commands.add_parser(
+        "stability", help="compare algorithms over rates, reuse, staleness and seeds"
+    )
+    stability.add_argument("--config", required=True, help="a packaged study's name, or a path to its .yaml")
+    stability.add_argument("--out", type=Path, help="folder of the study (default: runs/studies/NAME)")
+    stability.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: cores)"
+    )
+    stability.add_argument(
+        "--only", default="", help="only runs whose cell contains this text, as 'so_ppo, '"
+    )
+    stability.add_argument("--seeds", type=int, help="only the first so many seeds")
+    stability.add_argument("--list", action="store_true", help="show the runs and which are finished")
+    stability.add_argument(
+        "--table", action="store_true", help="print the table of what is finished, run nothing"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        return _stability(arguments)
+    except UserError as error:
+        print(f"sorl-lab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nsorl-lab: interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        return 130
+
+
+def _stability(arguments: argparse.Namespace) -> int:
+    study = load_study(arguments.config)
+    folder = arguments.out or Path("runs/studies") / study.name
+    seeds = sorted({run.seed for run in study.runs})[: arguments.seeds]
+    chosen = [run for run in study.runs if arguments.only in f"{run.cell}, " and run.seed in seeds]
+    if not chosen:
+        cells = "\n".join(f"  {cell}" for cell in dict.fromkeys(run.cell for run in study.runs))
+        raise UserError(f"--only {arguments.only!r} matches no cell; the cells are\n{cells}")
+    open_runs = [run for run in chosen if not _finished(run, folder)]
+    if arguments.list:
+        for run in chosen:
+            print(f"{'done' if _finished(run, folder) else 'open':<6}{run.cell}, seed {run.seed}  {run.id}")
+        return 0
+    failed: list[Run] = []
+    if not arguments.table:
+        print(
+            f"{study.name}: {len(chosen)} runs, {len(chosen) - len(open_runs)} done, {arguments.jobs} at a time"
+        )
+        failed = run_all(open_runs, folder, arguments.jobs)
+    write_results(study, folder)
+    print(table(results_of(study, folder)))
+    for run in failed:
+        print(
+            f"failed: {run.cell}, seed {run.seed}; its log is {folder / 'logs' / run.id}.log", file=sys.stderr
+        )
+    return 1 if failed else 0
+
+
+def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
+    """Run them, ``jobs`` at a time, each in a process of its own; returns those that failed.
+
+    A run that broke off before goes on from its last checkpoint. Ctrl-C lets every run save and end.
+    """
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / "configs").mkdir(exist_ok=True)
+    waiting, failed = list(runs), []
+    running: dict[subprocess.Popen[bytes], tuple[Run, float]] = {}
+    done = 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                run = waiting.pop(0)
+                running[_start(run, folder)] = (run, time.monotonic())
+            for process in [process for process in running if process.poll() is not None]:
+                run, started = running.pop(process)
+                done += 1
+                took = time.monotonic() - started
+                state = "done" if process.returncode == 0 else "FAILED"
+                print(f"{done}/{len(runs)} {state:<6} {took:5.0f} s  {run.cell}, seed {run.seed}", flush=True)
+                if process.returncode:
+                    failed.append(run)
+            time.sleep(POLL_S)
+    finally:
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        for process in running:
+            process.wait()
+    return failed
+
+
+def _start(run: Run, folder: Path) -> subprocess.Popen[bytes]:
+    run_dir = folder / "runs" / run.id
+    if RunDir(run_dir).config.is_file() and RunDir(run_dir).has_checkpoint:
+        words = ["--resume"]
+    else:
+        config = folder / "configs" / f"{run.id}.yaml"
+        atomic_write(config, to_yaml(run.config))
+        words = ["--config", str(config), "--overwrite"]
+    command = [sys.executable, "-m", "sorl_train.cli", *words, "--run_dir", str(run_dir)]
+    with (folder / "logs" / f"{run.id}.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def _finished(run: Run, folder: Path) -> bool:
+    return RunDir(folder / "runs" / run.id).summary.is_file()
+
+
+def write_results(study: Study, folder: Path) -> Path:
+    """``results.jsonl``: a line for each finished run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "results.jsonl"
+    atomic_write(path, "".join(f"{json.dumps(line)}\n" for line in results_of(study, folder)))
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())
