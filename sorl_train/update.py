@@ -20,6 +20,7 @@ from sorl_train.advantages import gae, group_advantages, kl_in_reward, whiten
 from sorl_train.batch import Batch
 from sorl_train.clip_bias import ClipBias, Normalization, normalization
 from sorl_train.config import LossConfig, OptimConfig, TrainConfig
+from sorl_train.diagnostics import RatioDiagnostics, diagnose_ratios
 from sorl_train.log_probs import TokenStats
 from sorl_train.losses import (
     Algorithm,
@@ -190,8 +191,22 @@ class PolicyUpdate:
             effective_lr=lr * scales.update_scale,
             **{f"clip_bias_{name}": value for name, value in bias.norms().items()},
             **stats.metrics(),
+            **self._diagnose(mini, log_probs).metrics(),
         )
         return log_probs
+
+    def _diagnose(self, mini: Batch, log_probs: Tensor) -> RatioDiagnostics:
+        assert mini.advantages is not None
+        return diagnose_ratios(
+            log_probs,
+            log_probs if mini.old_log_probs is None else mini.old_log_probs,
+            mini.advantages,
+            mini.loss_mask,
+            mini.turn_ids,
+            ratio_level=self.algorithm.ratio,
+            clip_eps=self.config.loss.clip_eps,
+            clip_eps_high=self.config.loss.clip_eps_high,
+        ).all_reduce()
 
     def _forward(self, micro: Batch) -> TokenStats:
         """Log-probabilities, entropy and logit scale of the loss tokens, (B, T)."""
