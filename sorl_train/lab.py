@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"sorl-lab: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # sorl-lab .. --list | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("\nsorl-lab: interrupted; the same command goes on where this one stopped", file=sys.stderr)
         return 130
