@@ -16,6 +16,43 @@ from typing import Any
 from wrapt import when_imported
 
 
+# A module that is there already is mended at once: what the hooks use comes first.
+def _unavailable(name: str) -> Any:
+    def call(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{name} needs a GPU")
+
+    return call
+
+
+def _waited(collective: Any) -> Any:
+    @functools.wraps(collective)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        handle = collective(*args, **kwargs)
+        if hasattr(handle, "wait"):
+            handle.wait()
+        return handle
+
+    return call
+
+
+class _GlooGroup:
+    """Trainer rank 0 and the vLLM workers, outside any global process group."""
+
+    def __init__(self, address: str, port: int, rank: int, world_size: int, device: Any) -> None:
+        from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+
+        self._group = stateless_init_torch_distributed_process_group(
+            address, port, rank, world_size, backend="gloo"
+        )
+
+    def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
+        import torch.distributed as dist
+
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        self._group.broadcast([tensor], options).wait()
+
+
 @when_imported("openrlhf")
 def _flash_attention(_: Any) -> None:
     """``models.ring_attn_utils`` imports these names and, without ring attention, calls none of them."""
@@ -31,13 +68,6 @@ def _flash_attention(_: Any) -> None:
     module("flash_attn.bert_padding", "index_first_axis", "pad_input", "rearrange", "unpad_input")
     module("flash_attn.utils")
     module("flash_attn.utils.distributed", "all_gather")
-
-
-def _unavailable(name: str) -> Any:
-    def call(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"{name} needs a GPU")
-
-    return call
 
 
 @when_imported("torch.cuda")
@@ -81,17 +111,6 @@ def _collectives_in_order(comm: Any) -> None:
         setattr(comm.TorchBackend, name, _waited(getattr(comm.TorchBackend, name)))
 
 
-def _waited(collective: Any) -> Any:
-    @functools.wraps(collective)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        handle = collective(*args, **kwargs)
-        if hasattr(handle, "wait"):
-            handle.wait()
-        return handle
-
-    return call
-
-
 @when_imported("openrlhf.utils.deepspeed.deepspeed")
 def _mesh(module: Any) -> None:
     original = module.init_device_mesh
@@ -101,24 +120,6 @@ def _mesh(module: Any) -> None:
 @when_imported("openrlhf.utils.distributed_util")
 def _gloo_for_weights(module: Any) -> None:
     module.stateless_init_process_group = _GlooGroup
-
-
-class _GlooGroup:
-    """Trainer rank 0 and the vLLM workers, outside any global process group."""
-
-    def __init__(self, address: str, port: int, rank: int, world_size: int, device: Any) -> None:
-        from vllm.distributed.utils import stateless_init_torch_distributed_process_group
-
-        self._group = stateless_init_torch_distributed_process_group(
-            address, port, rank, world_size, backend="gloo"
-        )
-
-    def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
-        import torch.distributed as dist
-
-        options = dist.BroadcastOptions()
-        options.rootRank = src
-        self._group.broadcast([tensor], options).wait()
 
 
 @when_imported("openrlhf.trainer.ray.vllm_worker_wrap")
