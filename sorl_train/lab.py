@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from sorl_env.errors import UserError
 from sorl_train.config_io import to_yaml
@@ -22,6 +23,8 @@ POLL_S = 0.2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 0 done, 1 a run failed, 2 wrong usage, 130 interrupted."""
+    signal.signal(signal.SIGINT, _interrupt)  # a shell that starts it in the background has it ignored
+    signal.signal(signal.SIGTERM, _interrupt)
     parser = argparse.ArgumentParser(prog="sorl-lab", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     stability = commands.add_parser(
@@ -52,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nsorl-lab: interrupted; the same command goes on where this one stopped", file=sys.stderr)
         return 130
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _stability(arguments: argparse.Namespace) -> int:
