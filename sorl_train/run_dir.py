@@ -76,6 +76,7 @@ class RunDir:
         self.trajectories = path / "trajectories"
         self.checkpoints = path / "checkpoints"
         self.events = path / "events"
+        self.stop_file = path / ".stop"  # asks a run in another process to finish its step, save, and end
 
     @classmethod
     def create(cls, path: str | Path, config: TrainConfig, *, overwrite: bool = False) -> RunDir:

@@ -125,7 +125,7 @@ class VllmSampler:
                 for output in self._engine.step():
                     reply = self._replies.pop(output.request_id, None)
                     if reply is not None and not reply.done():
-                        reply.set_result(self._turn(output.outputs[0]))
+                        reply.set_result(sampled_turn(output.outputs[0], self.policy_version))
                 await asyncio.sleep(0)  # callers append the reply of a tool and come back
                 await asyncio.sleep(0)
         except Exception as error:
@@ -134,10 +134,12 @@ class VllmSampler:
                     reply.set_exception(error)
             raise
 
-    def _turn(self, output: Any) -> SampledTurn:
-        ids = list(output.token_ids)
-        log_probs = [entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)]
-        if output.finish_reason == "length":
-            return SampledTurn(ids, log_probs, "length", self.policy_version)
-        stopped = isinstance(output.stop_reason, str)  # an end-of-text token has no reason, or its id
-        return SampledTurn(ids, log_probs, "stop" if stopped else "eos", self.policy_version)
+
+def sampled_turn(output: Any, policy_version: int) -> SampledTurn:
+    """What vLLM drew for one request with ``logprobs``, as this project's record."""
+    ids = list(output.token_ids)
+    log_probs = [entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)]
+    if output.finish_reason == "length":
+        return SampledTurn(ids, log_probs, "length", policy_version)
+    stopped = isinstance(output.stop_reason, str)  # an end-of-text token has no reason, or its id
+    return SampledTurn(ids, log_probs, "stop" if stopped else "eos", policy_version)

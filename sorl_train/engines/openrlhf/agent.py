@@ -17,6 +17,7 @@ from openrlhf.utils.agent import AgentExecutorBase
 from sorl_env.env import ToolUseEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, run_trajectory
 from sorl_train.config_io import read_resolved
+from sorl_train.engines.local.vllm_sampler import sampled_turn
 from sorl_train.environments import make_env, without_tools
 from sorl_train.run_dir import RunDir
 from sorl_train.seeds import derive_seed
@@ -43,13 +44,7 @@ class EngineSampler:
                 logprobs=1,
             ),
         )
-        drawn = output.outputs[0]
-        ids = list(drawn.token_ids)
-        log_probs = [entry[token].logprob for token, entry in zip(ids, drawn.logprobs, strict=True)]
-        if drawn.finish_reason == "length":
-            return SampledTurn(ids, log_probs, "length", version)
-        stopped = isinstance(drawn.stop_reason, str)  # an end-of-text token has no reason, or its id
-        return SampledTurn(ids, log_probs, "stop" if stopped else "eos", version)
+        return sampled_turn(output.outputs[0], version)
 
     def release(self, session: str) -> None:
         """vLLM's prefix cache forgets by itself."""

@@ -136,7 +136,7 @@ def _environment(config: TrainConfig, run_dir: RunDir) -> dict[str, str]:
 def _process(
     arguments: list[str], environment: dict[str, str], run_dir: RunDir
 ) -> Iterator[subprocess.Popen[bytes]]:
-    (run_dir.path / ".stop").unlink(missing_ok=True)
+    run_dir.stop_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "sorl_train.engines.openrlhf.driver", *arguments]
     with (run_dir.path / LOG).open("ab") as log:
         process = subprocess.Popen(
@@ -171,7 +171,7 @@ def _stop_on_interrupt(
         if stopping:
             raise KeyboardInterrupt
         stopping.append(number)
-        (run_dir.path / ".stop").touch()
+        run_dir.stop_file.touch()
         display.message("stopping after this step and its checkpoint; press Ctrl-C again to stop at once")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

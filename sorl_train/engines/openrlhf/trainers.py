@@ -43,7 +43,6 @@ from sorl_train.update import (
 )
 
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
-STOP_FILE = ".stop"  # in the run's folder: finish the step in progress, save, and end
 
 
 class Stopped(RuntimeError):
@@ -148,7 +147,7 @@ class TrainStep:
             metrics |= self.evaluate_policy(config.eval.num_examples)
         self.record(global_step, metrics | self.take_timings(self.trajectories))
         lost = self.lost_steps == MAX_LOST_STEPS
-        stop = (self.run_dir.path / STOP_FILE).exists()
+        stop = self.run_dir.stop_file.exists()
         every = config.checkpoint.every
         if stop or lost or global_step == steps or (every and global_step % every == 0):
             self.save(global_step, dict(client_states or {}))
