@@ -28,6 +28,7 @@ from sorl_train.checkpoint import checkpoint_name
 from sorl_train.config import TrainConfig
 from sorl_train.engines.openrlhf.data import JobLoader, evaluation_loader, exclude_older, training_loader
 from sorl_train.engines.openrlhf.placement import Placement
+from sorl_train.engines.openrlhf.watch import watched
 from sorl_train.engines.openrlhf.workers import run_config, run_folder
 from sorl_train.environments import make_env
 from sorl_train.metrics import eval_metrics, rollout_metrics, staleness, success_rate, tool_timings
@@ -155,6 +156,14 @@ class TrainStep:
             raise UserError(self.why_lost())
         if stop and global_step < steps:
             raise Stopped(f"stopped after step {global_step}")
+
+    def workers(self) -> list[Any]:
+        """All that sample, score or train."""
+        groups = (self.actor_model_group, self.critic_model_group, self.reference_model_group)
+        return [
+            *self.vllm_engines,
+            *(actor for group in groups if group is not None for actor in group._actor_handlers),
+        ]
 
     # -- the parts of a step --------------------------------------------------------------------------------------
 
@@ -380,9 +389,10 @@ class Trainer(TrainStep, _PPOTrainer):  # type: ignore[misc, valid-type]
 
     def fit(self, global_step: int = 0) -> None:
         """The whole run."""
-        self.begin(self.init_checkpoint_states())
-        super().fit(global_step)
-        self.end()
+        with watched(self.workers()):
+            self.begin(self.init_checkpoint_states())
+            super().fit(global_step)
+            self.end()
 
 
 class AsyncTrainingActor(TrainStep, _TrainingActor):  # type: ignore[misc, valid-type]
@@ -390,9 +400,10 @@ class AsyncTrainingActor(TrainStep, _TrainingActor):  # type: ignore[misc, valid
 
     def fit(self, global_step: int = 0) -> None:
         """The whole run."""
-        self.begin(self.init_checkpoint_states())
-        super().fit(global_step)
-        self.end()
+        with watched(self.workers()):
+            self.begin(self.init_checkpoint_states())
+            super().fit(global_step)
+            self.end()
 
     def evaluate_policy(self, limit: int, *, search_off: bool = False) -> dict[str, float]:
         """As ``TrainStep``'s, while no other batch is sampled and no weight changes."""

@@ -1,0 +1,64 @@
+"""A worker that dies while another one waits for it: real Ray actors, one in a wait without an end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.openrlhf
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[Any]:
+    import ray
+
+    class Worker:
+        def process_id(self) -> int:
+            return os.getpid()
+
+        def wait_for_the_others(self) -> None:
+            """As a collective whose other end is gone."""
+            threading.Event().wait()
+
+        def fail(self) -> None:
+            raise ValueError("a bad batch")
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield ray.remote(Worker)
+    ray.shutdown()
+
+
+def test_the_death_of_a_worker_ends_a_wait_for_another(remote: Any) -> None:
+    import ray
+    from ray.exceptions import ActorDiedError
+
+    from sorl_train.engines.openrlhf.watch import watched
+
+    victim, waiting = remote.options(name="victim").remote(), remote.remote()
+    process_id = ray.get(victim.process_id.remote())
+    killer = threading.Timer(1.5, os.kill, (process_id, signal.SIGKILL))
+    killer.start()
+    started = time.monotonic()
+    with pytest.raises(ActorDiedError) as caught, watched([victim, waiting], poll_s=0.5):
+        ray.get(waiting.wait_for_the_others.remote(), timeout=120)
+    assert time.monotonic() - started < 60
+    assert caught.value.actor_id == victim._actor_id.hex()  # the one that died, not the one ended for it
+
+
+def test_an_exception_of_a_live_worker_passes_through(remote: Any) -> None:
+    import ray
+
+    from sorl_train.engines.openrlhf.watch import watched
+
+    worker = remote.remote()
+    with pytest.raises(ValueError, match="a bad batch"), watched([worker], poll_s=0.2):
+        ray.get(worker.fail.remote())
+    with watched([worker], poll_s=0.2):
+        time.sleep(1.0)
+    assert ray.get(worker.process_id.remote()) > 0  # nobody ended it
