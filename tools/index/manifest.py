@@ -1,0 +1,110 @@
+"""``manifest.json``: what an index holds, what it was built from and how; its files by hash."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+
+NAME = "manifest.json"
+BUILDING = "building"  # a build's journal and scratch files; gone when it is finished
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The facts of an index.
+
+    Args:
+        backend: ``bm25``, ``dense`` or ``hybrid``.
+        passages: how many there are.
+        corpus: ``source``, the paths as they were given, and ``hash``, of the passages' ids, titles and texts.
+        parameters: by part (``bm25``, ``dense``, ``hybrid``): what was set, and counts such as ``words`` and ``dim``.
+        files: relative path to ``{"bytes": .., "sha256": ..}``.
+        versions: of the packages that built it.
+        built_at: when the build was finished, UTC.
+        build_seconds: time spent building, interruptions left out.
+    """
+
+    backend: str
+    passages: int
+    corpus: Mapping[str, Any]
+    parameters: Mapping[str, Mapping[str, Any]]
+    files: Mapping[str, Mapping[str, Any]]
+    versions: Mapping[str, str]
+    built_at: str
+    build_seconds: float
+    format: int = FORMAT
+
+    @property
+    def hash(self) -> str:
+        """``sha256:..`` over the hashes of the files: equal for indexes that answer equally."""
+        lines = [f"{name}\0{entry['sha256']}\n" for name, entry in sorted(self.files.items())]
+        return f"sha256:{hashlib.sha256(''.join([self.backend, *lines]).encode()).hexdigest()}"
+
+    @property
+    def bytes(self) -> int:
+        """Size of the index on disk."""
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of an index.
+
+    Raises:
+        UserError: there is none, it cannot be read, or a file that it names is missing or of another size.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        raise UserError(f"{folder}: {_no_manifest(folder)}")
+    try:
+        manifest = Manifest(**json.loads(path.read_text(encoding="utf-8")))
+        sizes = {name: int(entry["bytes"]) for name, entry in manifest.files.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path}: not a manifest ({error}); build the index again") from error
+    if manifest.format != FORMAT:
+        raise UserError(
+            f"{path}: format {manifest.format}, this version of sorl reads {FORMAT}; build it again"
+        )
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file():
+            raise UserError(f"{folder}: {name} is missing; copy it again, or build the index again")
+        if file.stat().st_size != size:
+            raise UserError(
+                f"{file}: {file.stat().st_size} bytes, but the manifest says {size}; copy it again"
+            )
+    return manifest
+
+
+def _no_manifest(folder: Path) -> str:
+    if not folder.exists():
+        return "no such folder; build an index with: sorl-index build CORPUS --out DIR"
+    if (folder / BUILDING).is_dir():
+        return "the build was not finished; give its command again and it goes on where it stopped"
+    return f"no index there (no {NAME}); build one with: sorl-index build CORPUS --out DIR"
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> None:
+    """Write it whole or not at all."""
+    path = folder / NAME
+    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False) + "\n"
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
