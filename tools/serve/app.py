@@ -1,0 +1,171 @@
+"""The service as an ASGI application: ``/retrieve``, ``/health``, ``/ready`` and ``/metrics``.
+
+Plain ASGI and no framework: there are four routes, and a framework's routing, request objects and validation would
+cost more than the search of a small batch.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from sorl_tools.serve.batcher import Batcher
+from sorl_tools.serve.metrics import Metrics
+from sorl_tools.serve.protocol import (
+    RequestError,
+    RequestLimits,
+    encode_json,
+    encode_result,
+    parse_request,
+)
+
+logger = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+FINGERPRINT_HEADER = "x-sorl-fingerprint"
+_JSON = b"application/json"
+_METHODS = {"/retrieve": "POST", "/health": "GET", "/ready": "GET", "/metrics": "GET"}
+
+
+class _GoneError(Exception):
+    """The client left before it had sent its request."""
+
+
+@dataclass(frozen=True)
+class _Reply:
+    body: bytes
+    status: int = 200
+    content_type: bytes = _JSON
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    num_queries: int = 0
+
+
+class App:
+    """One worker's application.
+
+    Args:
+        token: when given, ``/retrieve`` and ``/metrics`` want ``Authorization: Bearer TOKEN``; the probes do not.
+        body_timeout_s: for the whole body of a request to arrive; then 408.
+    """
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        metrics: Metrics,
+        limits: RequestLimits,
+        *,
+        token: str | None = None,
+        body_timeout_s: float = 10.0,
+    ) -> None:
+        self._batcher = batcher
+        self._metrics = metrics
+        self._limits = limits
+        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._body_timeout_s = body_timeout_s
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise ValueError(f"no {scope['type']} here")
+        await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        started = time.monotonic()
+        path = scope["path"]
+        try:
+            reply = await self._route(path, scope, receive)
+        except _GoneError:
+            return
+        except RequestError as error:
+            reply = _error(error)
+        except Exception:
+            logger.exception("a bug: %s raised", path)
+            reply = _error(RequestError(500, "the server has a bug; its log says more"))
+        if path == "/retrieve":
+            self._metrics.answered(reply.status, reply.num_queries, time.monotonic() - started)
+        headers = [
+            (b"content-type", reply.content_type),
+            (b"content-length", b"%d" % len(reply.body)),
+            *reply.headers,
+        ]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": reply.body})
+
+    async def _route(self, path: str, scope: MutableMapping[str, Any], receive: Receive) -> _Reply:
+        method = _METHODS.get(path)
+        if method is None:
+            raise RequestError(404, f"no {path[:100]} here: {', '.join(_METHODS)}")
+        if scope["method"] not in (method, "HEAD" if method == "GET" else method):
+            raise RequestError(405, f"{path} takes {method}")
+        if path == "/health":
+            return _Reply(encode_json({"status": "ok", "ready": self._batcher.ready, **self._facts()}))
+        if path == "/ready":
+            ready = self._batcher.ready
+            return _Reply(encode_json({"ready": ready}), 200 if ready else 503)
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._check_token(headers)
+        if path == "/metrics":
+            return _Reply(self._metrics.expose(), content_type=self._metrics.content_type.encode())
+        request = parse_request(await self._read_body(headers, receive), self._limits)
+        results = await self._batcher.search(request.queries, request.top_k)
+        fingerprint = str(self._facts().get("fingerprint")).encode()
+        return _Reply(
+            encode_result(results, scores=request.return_scores),
+            headers=((FINGERPRINT_HEADER.encode(), fingerprint),),
+            num_queries=len(request.queries),
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        backend = self._batcher.backend
+        return {} if backend is None else backend.facts
+
+    def _check_token(self, headers: dict[bytes, bytes]) -> None:
+        if self._authorization is None:
+            return
+        given = headers.get(b"authorization", b"")
+        if not hmac.compare_digest(given, self._authorization):
+            raise RequestError(401, "wrong token" if given else "send Authorization: Bearer TOKEN")
+
+    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        limit = self._limits.max_body_bytes
+        length = headers.get(b"content-length", b"")
+        # the rest of a body that is too large is thrown away as it arrives, so that its sender reads the reply
+        too_large = RequestError(413, f"the body is above {limit} bytes: split the request")
+        if length.isdigit() and int(length[:20]) > limit:
+            raise too_large
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            with anyio.fail_after(self._body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _GoneError
+                    chunk: bytes = message.get("body", b"")
+                    size += len(chunk)
+                    if size > limit:
+                        raise too_large
+                    chunks.append(chunk)
+                    if not message.get("more_body"):
+                        return b"".join(chunks)
+        except TimeoutError:
+            raise RequestError(408, f"no whole body within {self._body_timeout_s:g} s") from None
+
+
+def _error(error: RequestError) -> _Reply:
+    headers: list[tuple[bytes, bytes]] = []
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.status == 408:
+        headers.append((b"connection", b"close"))  # what comes next on this connection is no request
+    return _Reply(encode_json({"error": str(error)}), error.status, headers=tuple(headers))

@@ -1,0 +1,170 @@
+"""Dynamic batching: requests that wait while one search runs make up the next, on one thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sorl_tools.serve.backend import Backend
+from sorl_tools.serve.metrics import Metrics
+from sorl_tools.serve.protocol import Hit, RequestError
+
+Results = Sequence[Sequence[Hit]]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """One request in the queue."""
+
+    queries: Sequence[str]
+    top_k: int
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Results]
+    deadline: float
+    since: float = field(default_factory=time.monotonic)
+
+
+class Batcher:
+    """A queue in front of a backend, which is opened, warmed up, searched and closed by one thread.
+
+    There is no waiting window: a request that finds the thread idle is searched at once, and under load the batches
+    grow by themselves.
+
+    Args:
+        open_backend: called on the thread; what it raises becomes ``failure``.
+        max_batch: queries of one search, at least one request.
+        max_waiting: queries in the queue; more are turned away with 503 and Retry-After.
+        timeout_s: a request that has waited longer is answered 503 and not searched.
+        on_ready: called on the thread once the backend is open and warm, or has failed.
+    """
+
+    def __init__(
+        self,
+        open_backend: Callable[[], Backend],
+        metrics: Metrics,
+        *,
+        max_batch: int = 512,
+        max_waiting: int = 16384,
+        timeout_s: float = 30.0,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.backend: Backend | None = None
+        self.failure: Exception | None = None
+        self.ready = False
+        self._open_backend = open_backend
+        self._metrics = metrics
+        self._max_batch = max_batch
+        self._max_waiting = max_waiting
+        self._timeout_s = timeout_s
+        self._on_ready = on_ready
+        self._queue: collections.deque[_Waiting] = collections.deque()
+        self._num_waiting = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="sorl-search", daemon=True)
+
+    def start(self) -> None:
+        """Start opening the backend."""
+        self._thread.start()
+
+    async def search(self, queries: Sequence[str], top_k: int) -> Results:
+        """Hits of each query, from the batch that this request becomes part of.
+
+        Raises:
+            RequestError: 503, the server is not ready, has too much to do, or is going away; 500, the search failed.
+        """
+        if not self.ready:
+            raise RequestError(503, "the index is being opened", retry_after_s=1)
+        loop = asyncio.get_running_loop()
+        one = _Waiting(queries, top_k, loop, loop.create_future(), time.monotonic() + self._timeout_s)
+        with self._changed:
+            if self._closing:
+                raise RequestError(503, "the server is going away", retry_after_s=1)
+            if self._num_waiting + len(queries) > self._max_waiting:
+                raise RequestError(503, f"{self._num_waiting} queries are waiting already", retry_after_s=1)
+            self._queue.append(one)
+            self._num_waiting += len(queries)
+            self._changed.notify()
+        return await one.future
+
+    def close(self) -> None:
+        """Answer what is in the queue, then close the backend; one that is still being opened is abandoned."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self.ready:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self.backend = self._open_backend()
+            self.backend.search(["warm-up"], 1)
+            self.ready = True
+        except Exception as error:  # noqa: BLE001  the server reports it and ends
+            self.failure = error
+        self._on_ready()
+        while self.ready:
+            batch = self._take()
+            if not batch:
+                break
+            self._serve(batch)
+        if self.backend is not None:
+            self.backend.close()
+
+    def _take(self) -> list[_Waiting]:
+        """Wait for requests; empty when it is time to go and none is left."""
+        with self._changed:
+            while not self._queue and not self._closing:
+                self._changed.wait()
+            batch: list[_Waiting] = []
+            size = 0
+            while self._queue and (not batch or size + len(self._queue[0].queries) <= self._max_batch):
+                one = self._queue.popleft()
+                size += len(one.queries)
+                batch.append(one)
+            self._num_waiting -= size
+            self._metrics.waiting.set(self._num_waiting)
+        return batch
+
+    def _serve(self, batch: list[_Waiting]) -> None:
+        now = time.monotonic()
+        late = [one for one in batch if one.deadline < now]
+        _post([(one, RequestError(503, "waited too long for its turn", retry_after_s=1)) for one in late])
+        batch = [one for one in batch if one.deadline >= now]
+        if not batch:
+            return
+        # a query that several requests ask at a time, as the rollouts of a group do, is searched once
+        number = {query: n for n, query in enumerate(dict.fromkeys(q for one in batch for q in one.queries))}
+        self._metrics.wait_s.observe(now - batch[0].since)
+        try:
+            assert self.backend is not None
+            found = self.backend.search(list(number), max(one.top_k for one in batch)) if number else []
+        except Exception as error:  # noqa: BLE001  one bad batch must not end the server
+            self._metrics.failed(error)
+            _post([(one, RequestError(500, f"the search failed: {type(error).__name__}")) for one in batch])
+            return
+        self._metrics.searched(len(number), time.monotonic() - now)
+        _post([(one, [found[number[query]][: one.top_k] for query in one.queries]) for one in batch])
+
+
+def _post(outcomes: list[tuple[_Waiting, Results | RequestError]]) -> None:
+    """Hand outcomes to their event loop, in one wake-up."""
+    if not outcomes:
+        return
+
+    def settle() -> None:
+        for one, outcome in outcomes:
+            if one.future.done():
+                continue  # its request is gone
+            if isinstance(outcome, RequestError):
+                one.future.set_exception(outcome)
+            else:
+                one.future.set_result(outcome)
+
+    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+        outcomes[0][0].loop.call_soon_threadsafe(settle)

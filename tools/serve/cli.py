@@ -1,0 +1,219 @@
+"""``sorl-serve INDEX_OR_CORPUS``: serve a built index, or a corpus, over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import ipaddress
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+
+_INTERRUPTED = 130  # what a shell reports for Ctrl-C
+_NEEDED = ("msgspec", "numba", "prometheus_client", "uvicorn")
+
+
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="sorl-serve",
+        description="Serve an index or a corpus over HTTP, with Search-R1's /retrieve protocol.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="INDEX_OR_CORPUS",
+        help="a folder that sorl-index has built, or a .jsonl or .jsonl.gz corpus",
+    )
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    add(
+        "--workers",
+        type=_positive,
+        default=1,
+        help="processes on the port; they share the index's memory (default: 1)",
+    )
+    add("--token-file", "--token_file", type=Path, help="requests must bear the token in this file")
+    add(
+        "--top-k",
+        "--top_k",
+        type=_positive,
+        default=3,
+        help="passages a query, where a request names none (default: 3)",
+    )
+    add(
+        "--max-top-k",
+        "--max_top_k",
+        type=_positive,
+        default=100,
+        help="passages a query at most (default: 100)",
+    )
+    add(
+        "--max-queries",
+        "--max_queries",
+        type=_positive,
+        default=512,
+        help="queries a request at most (default: 512)",
+    )
+    add(
+        "--max-query-chars",
+        "--max_query_chars",
+        type=_positive,
+        default=4096,
+        help="of one query (default: 4096)",
+    )
+    add("--max-body-mb", "--max_body_mb", type=_positive, default=4, help="of one request (default: 4)")
+    add(
+        "--max-batch",
+        "--max_batch",
+        type=_positive,
+        default=512,
+        help="queries searched at a time (default: 512)",
+    )
+    add(
+        "--max-waiting",
+        "--max_waiting",
+        type=_positive,
+        default=16384,
+        help="queries in a worker's queue; more are turned away with 503 (default: 16384)",
+    )
+    add(
+        "--max-connections",
+        "--max_connections",
+        type=_positive,
+        default=4096,
+        help="a worker's (default: 4096)",
+    )
+    add(
+        "--timeout-s",
+        "--timeout_s",
+        type=_seconds,
+        default=30.0,
+        help="longest wait in the queue (default: 30)",
+    )
+    add(
+        "--drain-s",
+        "--drain_s",
+        type=_seconds,
+        default=30.0,
+        help="time to answer what is in flight at the end (default: 30)",
+    )
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 86400:
+        raise argparse.ArgumentTypeError(f"{text}: give seconds above 0 and below a day")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    args = _parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="sorl-serve: %(message)s")
+    try:
+        return _serve(args)
+    except UserError as error:
+        print(f"sorl-serve: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _serve(args: argparse.Namespace) -> int:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"not installed: {', '.join(missing)}; pip install 'sorl[search]'")
+    from sorl_tools.serve.backend import check_source
+    from sorl_tools.serve.protocol import RequestLimits
+    from sorl_tools.serve.server import ServeSettings, bind, serve
+    from sorl_tools.serve.workers import Workers
+
+    source = args.source.expanduser() if isinstance(args.source, Path) else Path(args.source).expanduser()
+    check_source(source)
+    settings = ServeSettings(
+        source=source,
+        host=args.host,
+        port=args.port,
+        workers=args.workers,
+        token=None if args.token_file is None else read_token(args.token_file),
+        limits=RequestLimits(
+            max_body_bytes=args.max_body_mb << 20,
+            max_queries=args.max_queries,
+            max_query_chars=args.max_query_chars,
+            max_top_k=args.max_top_k,
+            default_top_k=min(args.top_k, args.max_top_k),
+        ),
+        max_batch=args.max_batch,
+        max_waiting=args.max_waiting,
+        max_connections=args.max_connections,
+        timeout_s=args.timeout_s,
+        drain_s=args.drain_s,
+    )
+    if settings.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
+        raise UserError(f"workers={settings.workers}: this system cannot share a port; use --workers 1")
+    bound = bind(
+        settings.host, settings.port
+    )  # refused while anyone listens there, one of our own servers too
+    port = bound.getsockname()[1]
+    _say(settings.host, port, settings.token, f"opening {source}")
+
+    def on_ready(facts: dict[str, Any]) -> None:
+        said = ", ".join(f"{name} {value}" for name, value in facts.items())
+        print(f"sorl-serve: ready: {said}", flush=True)
+
+    if settings.workers == 1:
+        serve(settings, lambda: bound, on_ready)
+        return 0
+    bound.close()
+    with bind(settings.host, port, shared=True):  # holds the port while workers come and go
+        return Workers(settings, port, on_ready).run()
+
+
+def _say(host: str, port: int, token: str | None, doing: str) -> None:
+    where = f"[{host}]" if ":" in host else host
+    print(f"sorl-serve: http://{where}:{port}/retrieve: {doing} (/ready says when it is done)", flush=True)
+    if token is None and not _is_loopback(host):
+        print(
+            f"sorl-serve: warning: anyone who reaches {host} may search: there is no --token_file",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_token(path: Path) -> str:
+    """The token in a file.
+
+    Raises:
+        UserError: the file cannot be read, or holds no single printable word.
+    """
+    try:
+        token = path.expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"token_file={path}: {error}") from error
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise UserError(f"token_file={path}: it must hold one word of printable ASCII characters")
+    return token
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+r"""Search-R1's ``/retrieve`` protocol: requests are checked against limits, replies are encoded.
+
+A request is ``{"queries": [str, ..], "topk": int | null, "return_scores": bool}``; only ``queries`` is required, other
+fields are ignored. A reply is ``{"result": [hits of the first query, hits of the second, ..]}``, where a hit is
+``{"document": {"id": str, "contents": "\"Title\"\ntext"}, "score": float}``, or the bare document when no scores were
+asked for. As in the public server, no queries get no results, and a ``topk`` of null or 0 means the server's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from sorl_tools.corpus import Passage
+
+
+class Hit(Protocol):
+    """A passage and how well it fits."""
+
+    @property
+    def passage(self) -> Passage: ...
+    @property
+    def score(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What one request may ask for.
+
+    Attributes:
+        max_body_bytes: of the request.
+        max_queries: in one request.
+        max_query_chars: of one query.
+        max_top_k: passages a query.
+        default_top_k: where the request names none.
+    """
+
+    max_body_bytes: int = 1 << 20
+    max_queries: int = 512
+    max_query_chars: int = 4096
+    max_top_k: int = 100
+    default_top_k: int = 3
+
+
+@dataclass(frozen=True)
+class RetrieveRequest:
+    """A request within the limits."""
+
+    queries: tuple[str, ...]
+    top_k: int
+    return_scores: bool
+
+
+class RequestError(Exception):
+    """A request that is answered with ``status`` and ``{"error": message}``.
+
+    ``retry_after_s`` is sent as Retry-After.
+    """
+
+    def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class _Body(msgspec.Struct):
+    queries: list[str]
+    topk: int | None = None
+    return_scores: bool = False
+
+
+class _Document(msgspec.Struct):
+    id: str
+    contents: str
+
+
+class _ScoredDocument(msgspec.Struct):
+    document: _Document
+    score: float
+
+
+_decoder = msgspec.json.Decoder(_Body)
+_encoder = msgspec.json.Encoder()
+
+
+def parse_request(body: bytes, limits: RequestLimits) -> RetrieveRequest:
+    """The request in a body.
+
+    Raises:
+        RequestError: 400 for what is not JSON, 422 for what is not a request or asks for too much.
+    """
+    try:
+        request = _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise RequestError(422, f'{error}; send {{"queries": ["..."], "topk": 3}}') from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(400, f"the body is not JSON: {error}") from error
+    if len(request.queries) > limits.max_queries:
+        raise RequestError(
+            422, f"{len(request.queries)} queries in one request, at most {limits.max_queries}: split it"
+        )
+    for index, query in enumerate(request.queries):
+        if len(query) > limits.max_query_chars:
+            raise RequestError(
+                422, f"queries[{index}] has {len(query)} characters, at most {limits.max_query_chars}"
+            )
+    top_k = request.topk or limits.default_top_k
+    if not 1 <= top_k <= limits.max_top_k:
+        raise RequestError(422, f"topk={top_k}: give 1 to {limits.max_top_k}")
+    return RetrieveRequest(tuple(request.queries), top_k, request.return_scores)
+
+
+def encode_result(results: Sequence[Sequence[Hit]], *, scores: bool) -> bytes:
+    """The body of a reply."""
+    rows: list[list[Any]] = [[_row(hit, scores) for hit in hits] for hits in results]
+    return _encoder.encode({"result": rows})
+
+
+def _row(hit: Hit, scores: bool) -> _Document | _ScoredDocument:
+    document = _Document(hit.passage.id, contents_of(hit.passage))
+    return _ScoredDocument(document, hit.score) if scores else document
+
+
+def contents_of(passage: Passage) -> str:
+    r"""Title and text as one string, ``"Title"\ntext``, as ``Passage.from_row`` reads it."""
+    return f'"{passage.title}"\n{passage.text}' if passage.title else passage.text
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON of plain values."""
+    return _encoder.encode(value)

@@ -1,0 +1,155 @@
+"""One worker: a uvicorn server around the application, until a signal or a backend that cannot be opened."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sorl_env.errors import UserError
+from sorl_tools.serve.app import App
+from sorl_tools.serve.backend import open_backend
+from sorl_tools.serve.batcher import Batcher
+from sorl_tools.serve.metrics import Metrics
+from sorl_tools.serve.protocol import RequestLimits
+
+if TYPE_CHECKING:
+    import uvicorn
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 75  # longer than the 60 s for which clients and proxies keep a connection
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What a server serves, where and how.
+
+    Attributes:
+        source: an index folder or a corpus file.
+        port: 0 takes a free one.
+        max_batch, max_waiting: queries of one search, and in the queue.
+        timeout_s: a request that has waited longer for its search is turned away.
+        drain_s: time for requests in flight once the server is told to end.
+    """
+
+    source: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    token: str | None = field(default=None, repr=False)
+    limits: RequestLimits = RequestLimits()
+    max_batch: int = 512
+    max_waiting: int = 16384
+    max_connections: int = 4096
+    timeout_s: float = 30.0
+    drain_s: float = 30.0
+
+
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A bound socket that does not listen yet.
+
+    Args:
+        shared: other sockets of this user may be bound to the same port (SO_REUSEPORT), and the kernel spreads
+            connections over those that listen.
+
+    Raises:
+        UserError: the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UserError(f"host={host}: {error}") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise UserError(
+            f"cannot listen on {host}:{port} ({error.strerror}): stop what uses the port, or give another --port"
+        ) from error
+    return bound
+
+
+def serve(
+    settings: ServeSettings,
+    open_socket: Callable[[], socket.socket],
+    on_ready: Callable[[dict[str, Any]], None],
+    *,
+    warm_first: bool = False,
+) -> None:
+    """Serve until SIGTERM or SIGINT; then answer what is in flight and return. Wants the main thread.
+
+    Args:
+        open_socket: makes the bound socket to listen on.
+        on_ready: called with the backend's facts once it is open and warm, on another thread.
+        warm_first: listen only then; else at once, and ``/ready`` says when.
+
+    Raises:
+        UserError: the source cannot be opened.
+        KeyboardInterrupt: after a SIGINT, when all is done.
+    """
+    import uvicorn
+
+    opened = threading.Event()
+
+    def backend_opened() -> None:
+        if batcher.failure is not None:
+            server.should_exit = True
+        elif batcher.backend is not None:
+            on_ready(batcher.backend.facts)
+        opened.set()
+
+    metrics = Metrics()
+    batcher = Batcher(
+        lambda: open_backend(settings.source),
+        metrics,
+        max_batch=settings.max_batch,
+        max_waiting=settings.max_waiting,
+        timeout_s=settings.timeout_s,
+        on_ready=backend_opened,
+    )
+    config = uvicorn.Config(
+        App(batcher, metrics, settings.limits, token=settings.token),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        limit_concurrency=settings.max_connections,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(settings.drain_s),
+    )
+    server = uvicorn.Server(config)
+    with _sigterm_is_no_error(server):
+        batcher.start()
+        while warm_first and not opened.wait(0.1) and not server.should_exit:
+            pass
+        if not server.should_exit:
+            server.run(sockets=[open_socket()])
+        batcher.close()
+    if batcher.failure is not None:
+        raise batcher.failure
+
+
+@contextmanager
+def _sigterm_is_no_error(server: uvicorn.Server) -> Iterator[None]:
+    """After its orderly end uvicorn raises a signal again, under the handler it found; this one ends nothing else."""
+
+    def end(*_: Any) -> None:
+        server.should_exit = True
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
