@@ -76,9 +76,10 @@ class IndexBackend:
         self._index = open_index(path)
         manifest = self._index.manifest
         self.facts: dict[str, Any] = {
-            "backend": getattr(manifest, "backend", None),
-            "fingerprint": getattr(manifest, "fingerprint", None),
-            "passages": getattr(manifest, "passages", None),
+            "backend": manifest.backend,
+            "fingerprint": manifest.hash,
+            "passages": manifest.passages,
+            "corpus": manifest.corpus["hash"],
         }
 
     def search(self, queries: Sequence[str], top_k: int) -> Sequence[Sequence[Hit]]:
@@ -93,7 +94,7 @@ class IndexBackend:
 def check_source(path: Path) -> None:
     """Raise UserError unless ``path`` looks like something to serve; opens nothing."""
     if not path.exists():
-        raise UserError(f"{path}: no such index or corpus; build an index with sorl-index, or name a corpus")
+        raise UserError(f"{path}: no such index or corpus; build an index with: sorl-index build CORPUS --out DIR")
     if path.is_file() and not path.name.endswith(SUFFIXES):
         raise UserError(f"{path}: cannot serve this file; give an index folder or a {' or '.join(SUFFIXES)}")
 

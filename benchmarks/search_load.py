@@ -1,0 +1,164 @@
+"""A load generator for retrieval servers, in one process: many keep-alive connections, each with one request at a time.
+
+It speaks just enough HTTP/1.1 to cost little: a client library would take more of the machine than the server under
+test. Prints one JSON object. ``benchmarks/search.py`` and ``benchmarks/search_soak.py`` start it.
+
+    python benchmarks/search_load.py --port 8000 --questions nq.jsonl.gz --connections 64 --queries 8 --seconds 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import itertools
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def request_bytes(queries: list[str], top_k: int, scores: bool = True) -> bytes:
+    body = json.dumps({"queries": queries, "topk": top_k, "return_scores": scores}).encode()
+    head = f"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+class Load:
+    """What all connections share: the requests to send, and what came of them."""
+
+    def __init__(self, requests: Iterator[tuple[bytes, int]], ends_at: float) -> None:
+        self.requests = requests
+        self.ends_at = ends_at
+        self.latencies: list[tuple[float, float]] = []  # (when, seconds)
+        self.queries = 0
+        self.statuses: Counter[int] = Counter()
+        self.broken = 0
+
+
+class Connection(asyncio.Protocol):
+    """One client: sends a request, waits for its reply, sends the next."""
+
+    def __init__(self, load: Load, pause_s: float) -> None:
+        self._load = load
+        self._pause_s = pause_s
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._send()
+
+    def _send(self) -> None:
+        if time.perf_counter() >= self._load.ends_at:
+            self._transport.close()
+            return
+        data, self._queries = next(self._load.requests)
+        self._parts: list[bytes] = []
+        self._missing = -1  # bytes of the reply, unknown until its head is here
+        self._sent = time.perf_counter()
+        self._transport.write(data)
+
+    def data_received(self, data: bytes) -> None:
+        self._parts.append(data)
+        if self._missing < 0:
+            data = b"".join(self._parts)
+            head = data.find(b"\r\n\r\n")
+            if head < 0:
+                return
+            at = data.lower().index(b"content-length:", 0, head) + 15
+            self._missing = head + 4 + int(data[at : data.index(b"\r", at)]) - len(data)
+            self._status = int(data[9:12])
+        else:
+            self._missing -= len(data)
+        if self._missing <= 0:
+            self._finish()
+
+    def _finish(self) -> None:
+        load, now = self._load, time.perf_counter()
+        load.statuses[self._status] += 1
+        load.latencies.append((now, now - self._sent))
+        load.queries += self._queries if self._status == 200 else 0
+        if self._pause_s:
+            asyncio.get_running_loop().call_later(self._pause_s * random.uniform(0.5, 1.5), self._send)
+        else:
+            self._send()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if time.perf_counter() < self._load.ends_at:
+            self._load.broken += 1
+        if not self.finished.done():
+            self.finished.set_result(None)
+
+
+async def run(load: Load, host: str, port: int, connections: int, pause_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    made = [await loop.create_connection(lambda: Connection(load, pause_s), host, port) for _ in range(connections)]
+    await asyncio.gather(*(protocol.finished for _, protocol in made))
+
+
+def questions(path: Path) -> list[str]:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["question"] for line in lines]
+
+
+def plan(texts: list[str], sizes: list[int], top_k: int) -> Iterator[tuple[bytes, int]]:
+    """Requests for ever, of the given sizes by turns, over all questions in a shuffled order."""
+    texts = random.Random(0).sample(texts, len(texts))
+    endless = itertools.cycle(texts)
+    chosen = [[next(endless) for _ in range(size)] for _, size in zip(range(4096), itertools.cycle(sizes), strict=False)]
+    return itertools.cycle([(request_bytes(queries, top_k), len(queries)) for queries in chosen])
+
+
+def percentile(sorted_values: list[float], share: float) -> float:
+    return sorted_values[min(len(sorted_values) - 1, int(share * len(sorted_values)))] if sorted_values else 0.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--questions", type=Path, required=True, help=".jsonl.gz with a question a row")
+    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--queries", type=int, nargs="+", default=[8], help="a request; several sizes take turns")
+    parser.add_argument("--top_k", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--pause_s", type=float, default=0.0, help="of a client between two requests, on average")
+    args = parser.parse_args()
+    try:
+        import uvloop
+
+        uvloop.install()
+    except ImportError:
+        pass
+    requests = plan(questions(args.questions), args.queries, args.top_k)
+    started = time.perf_counter()
+    load = Load(requests, started + args.seconds)
+    asyncio.run(run(load, args.host, args.port, args.connections, args.pause_s))
+    wall = time.perf_counter() - started
+    middle = started + args.seconds / 2
+    halves = [sorted(s for when, s in load.latencies if (when >= middle) == late) for late in (False, True)]
+    latencies = sorted(halves[0] + halves[1])
+    print(
+        json.dumps(
+            {
+                "requests": len(latencies),
+                "queries_per_s": load.queries / wall,
+                "requests_per_s": len(latencies) / wall,
+                "p50_ms": 1e3 * percentile(latencies, 0.5),
+                "p99_ms": 1e3 * percentile(latencies, 0.99),
+                "p99_ms_halves": [1e3 * percentile(half, 0.99) for half in halves],
+                "statuses": {str(status): count for status, count in sorted(load.statuses.items())},
+                "broken": load.broken,
+                "cpu_s": time.process_time(),
+            }
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
