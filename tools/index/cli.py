@@ -1,0 +1,195 @@
+"""``sorl-index``: build a search index over a corpus; look at one, check it, or estimate what one takes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from sorl_env.errors import UserError
+from sorl_tools.index.build import BACKENDS, Bm25Options, DenseOptions, HybridOptions, build
+from sorl_tools.index.estimate import estimate
+from sorl_tools.index.index import open_index
+from sorl_tools.index.manifest import Manifest, read_manifest
+from sorl_tools.index.progress import Progress, duration
+from sorl_tools.index.verify import check_files, check_recall
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status: 0 done, 1 an index is at fault, 2 wrong usage, 130 interrupted."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except UserError as error:
+        print(f"sorl-index: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # sorl-index info .. | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        again = "; the same command goes on where this one stopped" if arguments.command == "build" else ""
+        print(f"\nsorl-index: interrupted{again}", file=sys.stderr)
+        return 130
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sorl-index", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_build(
+        commands.add_parser("build", help="build an index, or go on with a build that was interrupted")
+    )
+    info = commands.add_parser("info", help="print what an index holds")
+    info.add_argument("index", type=Path, help="folder of the index")
+    info.set_defaults(run=_info)
+    verify = commands.add_parser(
+        "verify", help="compare files with their hashes, and search for what is in it"
+    )
+    verify.add_argument("index", type=Path, help="folder of the index")
+    verify.add_argument("--sample", type=int, default=200, help="passages to search for (default 200)")
+    verify.add_argument("--model", help="where the embedding model is now")
+    verify.add_argument("--device", help="torch device of the model")
+    verify.set_defaults(run=_verify)
+    guess = commands.add_parser(
+        "estimate", help="memory, disk and time that an index takes, before it is built"
+    )
+    guess.add_argument("--passages", type=int, required=True)
+    guess.add_argument("--backend", choices=BACKENDS, default="bm25")
+    guess.add_argument("--words", type=float, default=100.0, help="words a passage (default 100)")
+    guess.add_argument("--dim", type=int, default=768, help="numbers a vector (default 768, E5-base's)")
+    guess.add_argument("--faiss", default="flat", help="as for build")
+    guess.add_argument("--embed_rate", type=float, help="passages embedded a second, if you have measured it")
+    guess.set_defaults(run=_estimate)
+    return parser
+
+
+def _add_build(parser: argparse.ArgumentParser) -> None:
+    bm25, dense, hybrid = Bm25Options(), DenseOptions(), HybridOptions()
+    parser.add_argument(
+        "corpus", type=Path, nargs="+", help="files (.jsonl, .tsv, .parquet, .txt, .md) or folders"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the index")
+    parser.add_argument("--backend", choices=BACKENDS, default="bm25")
+    parser.add_argument("--k1", type=float, default=bm25.k1, help=f"BM25 (default {bm25.k1})")
+    parser.add_argument("--b", type=float, default=bm25.b, help=f"BM25 (default {bm25.b})")
+    parser.add_argument(
+        "--model", default="", help="embedding model: a folder of sentence-transformers, or a name"
+    )
+    parser.add_argument("--query_prefix", help="before a query (default: what the model says; E5: 'query: ')")
+    parser.add_argument("--passage_prefix", help="before a passage (E5: 'passage: ')")
+    parser.add_argument(
+        "--vectors", type=Path, help=".npy of the passages' vectors, made earlier by this model"
+    )
+    parser.add_argument(
+        "--faiss",
+        default=dense.faiss,
+        help="flat, fp16, sq8, sq4, pq, ivfpq, hnsw, or a factory string of FAISS",
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=dense.batch_size, help="passages embedded at a time"
+    )
+    parser.add_argument("--device", help="torch device of the model (default: a GPU if there is one)")
+    parser.add_argument(
+        "--keep_vectors", action="store_true", help="keep the float32 vectors beside the index"
+    )
+    parser.add_argument("--rrf_k", type=int, default=hybrid.rrf_k, help="hybrid: 1 / (rrf_k + rank)")
+    parser.add_argument("--depth", type=int, default=hybrid.depth, help="hybrid: ranks that each part gives")
+    parser.add_argument("--restart", action="store_true", help="begin anew; drops what is in the folder")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.set_defaults(run=_build)
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    def take(kind: type[Bm25Options] | type[DenseOptions] | type[HybridOptions]) -> dict[str, object]:
+        return {field.name: getattr(arguments, field.name) for field in dataclasses.fields(kind)}
+
+    progress = Progress(quiet=arguments.quiet)
+    try:
+        manifest = build(
+            arguments.corpus,
+            arguments.out,
+            arguments.backend,
+            bm25=Bm25Options(**take(Bm25Options)),  # type: ignore[arg-type]
+            dense=DenseOptions(**take(DenseOptions)),  # type: ignore[arg-type]
+            hybrid=HybridOptions(**take(HybridOptions)),  # type: ignore[arg-type]
+            restart=arguments.restart,
+            progress=progress,
+        )
+    finally:
+        progress.close()
+    _print(manifest)
+    return 0
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    _print(read_manifest(arguments.index))
+    return 0
+
+
+def _print(manifest: Manifest) -> None:
+    print(f"{'backend':<12}{manifest.backend}")
+    print(f"{'passages':<12}{manifest.passages:,}")
+    print(f"{'corpus':<12}{', '.join(manifest.corpus['source'])}  {manifest.corpus['hash']}")
+    for part, parameters in manifest.parameters.items():
+        print(f"{part:<12}{', '.join(f'{key} {value}' for key, value in parameters.items())}")
+    print(f"{'on disk':<12}{human_bytes(manifest.bytes)} in {len(manifest.files)} files")
+    print(f"{'built':<12}{manifest.built_at}, in {duration(manifest.build_seconds)}")
+    print(f"{'versions':<12}{', '.join(f'{name} {number}' for name, number in manifest.versions.items())}")
+    print(f"{'hash':<12}{manifest.hash}")
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    manifest = read_manifest(arguments.index)
+    checks = check_files(arguments.index, manifest, Progress(quiet=True))
+    if all(check.passed for check in checks):  # a damaged index need not be searched
+        index = open_index(arguments.index, model=arguments.model, device=arguments.device)
+        checks.append(check_recall(index, arguments.index, arguments.sample))
+        index.close()
+    for check in checks:
+        print(f"  {'ok  ' if check.passed else 'FAIL'}  {check.name:<28}{check.detail}")
+    failed = sum(not check.passed for check in checks)
+    print(f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed")
+    return int(failed > 0)
+
+
+def _estimate(arguments: argparse.Namespace) -> int:
+    guess = estimate(
+        arguments.passages,
+        arguments.backend,
+        words=arguments.words,
+        dim=arguments.dim,
+        faiss=arguments.faiss,
+        embed_rate=arguments.embed_rate,
+    )
+    print(f"{arguments.passages:,} passages, {arguments.backend}:")
+    print(f"{'index on disk':<28}{human_bytes(guess.disk)}")
+    print(f"{'disk while it is built':<28}{human_bytes(guess.build_disk)}")
+    print(f"{'memory while it is built':<28}{human_bytes(guess.build_memory)}")
+    print(f"{'memory to search, private':<28}{human_bytes(guess.private_memory)} a process")
+    print(
+        f"{'memory to search, shared':<28}{human_bytes(guess.shared_memory)}, the mapped files when all is in use"
+    )
+    print(f"{'time to build':<28}{duration(guess.build_seconds)} on one core{guess.embedding_note}")
+    return 0
+
+
+def human_bytes(count: float) -> str:
+    """Like ``1.5 GB``; powers of ten."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Corpora to build an index from, of several kinds, read row by row from any row on."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeVar
+
+from sorl_env.errors import UserError, did_you_mean
+from sorl_tools.corpus import Passage
+
+WORDS_A_PASSAGE = 100
+TEXT_SUFFIXES = (".txt", ".md")
+ROW_BATCH = 1024
+
+T = TypeVar("T")
+
+
+class Row(NamedTuple):
+    """A passage and where it came from: ``file`` counts the corpus's files, ``row`` the passages read from it."""
+
+    file: int
+    row: int
+    passage: Passage
+
+
+class Corpus:
+    """Files and folders that hold passages.
+
+    Args:
+        sources: files (.jsonl, .tsv, .parquet, .txt, .md; the first two also .gz), or folders of them. What folders
+            hold is read in the order of its paths.
+
+    Raises:
+        UserError: a source does not exist, is of another kind, or is a folder without such files.
+    """
+
+    def __init__(self, sources: Sequence[Path]) -> None:
+        self.sources = [source.expanduser() for source in sources]
+        self.files = [(path, name) for source in self.sources for path, name in _files(source)]
+
+    def rows(self, file: int = 0, row: int = 0) -> Iterator[Row]:
+        """All passages after the first ``row`` of file number ``file``.
+
+        Raises:
+            UserError: a row that holds no passage, named by file and line (Parquet: row).
+        """
+        for number in range(file, len(self.files)):
+            path, name = self.files[number]
+            skip = row if number == file else 0
+            read = _READERS[_kind(path) or ""]
+            for count, passage in enumerate(read(path, name, skip), start=skip + 1):
+                yield Row(number, count, passage)
+
+    def fingerprint(self) -> str:
+        """Of the files' paths, sizes and times: an interrupted build goes on only while it stays the same."""
+        facts = [
+            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path, _ in self.files
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _kind(path: Path) -> str | None:
+    name = path.name.removesuffix(".gz")
+    suffix = Path(name).suffix
+    gzipped = name != path.name
+    return suffix if suffix in _READERS and (not gzipped or suffix in (".jsonl", ".tsv")) else None
+
+
+def _files(source: Path) -> list[tuple[Path, str]]:
+    """The files of a source and what their passages are named after."""
+    if source.is_dir():
+        found = [path for path in sorted(source.rglob("*")) if path.is_file() and _kind(path)]
+        if not found:
+            raise UserError(f"{source}: no {', '.join(_READERS)} file in this folder")
+        return [(path, path.relative_to(source).as_posix()) for path in found]
+    if not source.is_file():
+        siblings = [path.name for path in source.parent.glob("*")] if source.parent.is_dir() else []
+        raise UserError(f"{source}: no such corpus. {did_you_mean(source.name, siblings)}")
+    if _kind(source) is None:
+        raise UserError(
+            f"{source}: cannot read this kind of corpus; use .jsonl or .tsv (or either with .gz), .parquet, .txt, "
+            ".md, or a folder of them"
+        )
+    return [(source, source.name)]
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def _guard(path: Path, passages: Iterator[Passage]) -> Iterator[Passage]:
+    """The same passages; errors of a damaged file are the user's to mend."""
+    try:
+        yield from passages
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: not a readable gzip file ({error})") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+
+
+def _parse(read: Callable[[T], Passage], row: T, where: str) -> Passage:
+    try:
+        passage = read(row)
+        f"{passage.id}{passage.title}{passage.text}".encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: half a surrogate pair (\\ud800 to \\udfff), which no text contains"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({error})") from error
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(f"{where}: no passage: it needs 'contents', or 'text' and perhaps 'title'") from error
+    return passage
+
+
+def _from_json(line: bytes) -> Passage:
+    return Passage.from_row(json.loads(line))
+
+
+def _read_jsonl(path: Path, name: str, skip: int) -> Iterator[Passage]:
+    def passages() -> Iterator[Passage]:
+        with _open(path) as lines:
+            held = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+            for number, line in islice(held, skip, None):
+                yield _parse(_from_json, line, f"{path}:{number}")
+
+    return _guard(path, passages())
+
+
+def _read_tsv(path: Path, name: str, skip: int) -> Iterator[Passage]:
+    """With a header and csv's quotes, as DPR's ``psgs_w100.tsv``: ``id  text  title``, in any order."""
+
+    def passages() -> Iterator[Passage]:
+        csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+        with io.TextIOWrapper(_open(path), encoding="utf-8", newline="") as text:
+            rows = csv.reader(text, delimiter="\t")
+            try:
+                header = next(rows, [])
+                if "text" not in header and "contents" not in header:
+                    raise UserError(
+                        f"{path}:1: the header must name 'text' (and 'id', 'title'), not {header}"
+                    )
+                for row in islice(rows, skip, None):
+                    where = f"{path}:{rows.line_num}"
+                    if len(row) != len(header):
+                        raise UserError(f"{where}: {len(row)} columns, but the header has {len(header)}")
+                    fields = dict(zip(header, row, strict=True))
+                    yield _parse(Passage.from_row, fields, where)
+            except csv.Error as error:
+                raise UserError(f"{path}:{rows.line_num}: not valid TSV ({error})") from error
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}, after line {rows.line_num}: not UTF-8 ({error})") from error
+
+    return _guard(path, passages())
+
+
+def _read_parquet(path: Path, name: str, skip: int) -> Iterator[Passage]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError as error:
+        raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
+
+    def passages() -> Iterator[Passage]:
+        try:
+            file = pq.ParquetFile(path)
+            columns = [
+                name for name in ("id", "_id", "title", "text", "contents") if name in file.schema_arrow.names
+            ]
+            if not {"text", "contents"} & set(columns):
+                raise UserError(
+                    f"{path}: no column 'text' or 'contents'; it has {', '.join(file.schema_arrow.names)}"
+                )
+            yield from _parquet_rows(file, columns, path, skip)
+        except pa.ArrowException as error:
+            raise UserError(f"{path}: not a readable Parquet file ({error})") from error
+
+    return _guard(path, passages())
+
+
+def _parquet_rows(file: Any, columns: list[str], path: Path, skip: int) -> Iterator[Passage]:
+    start = 0
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        if start + rows > skip:
+            number = start
+            for batch in file.iter_batches(ROW_BATCH, row_groups=[group], columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    if number > skip:
+                        yield _parse(_from_columns, row, f"{path}, row {number}")
+        start += rows
+
+
+def _from_columns(row: dict[str, Any]) -> Passage:
+    if "_id" in row and "id" not in row:
+        row["id"] = row.pop("_id")
+    if row.get("contents") is None and row.get("text") is None:
+        raise KeyError("text")
+    return Passage.from_row({key: value for key, value in row.items() if value is not None})
+
+
+def _read_text(path: Path, name: str, skip: int) -> Iterator[Passage]:
+    """Passages of about 100 words; the title is a Markdown file's first heading, or the file's name."""
+
+    def passages() -> Iterator[Passage]:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 ({error})") from error
+        heads = (line.lstrip("# ").strip() for line in text.splitlines() if line.startswith("#"))
+        title = next(filter(None, heads), path.stem) if path.suffix == ".md" else path.stem
+        words = text.split()
+        parts = max(1, round(len(words) / WORDS_A_PASSAGE)) if words else 0
+        for part in range(skip, parts):  # parts of equal length: no stump at the end
+            start, end = part * len(words) // parts, (part + 1) * len(words) // parts
+            yield Passage(f"{name}#{part}", title, " ".join(words[start:end]))
+
+    return _guard(path, passages())
+
+
+_READERS: dict[str, Callable[[Path, str, int], Iterator[Passage]]] = {
+    ".jsonl": _read_jsonl,
+    ".tsv": _read_tsv,
+    ".parquet": _read_parquet,
+    ".txt": _read_text,
+    ".md": _read_text,
+}

@@ -1,0 +1,156 @@
+"""FAISS: kinds of index by name, made of vectors in a file, and searched from a mapped file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sorl_env.errors import UserError, did_you_mean
+from sorl_tools.index.progress import Progress
+
+Floats = npt.NDArray[np.float32]
+
+# name -> FAISS's factory string, from the vectors' dimension d and the number of passages n
+KINDS = ("flat", "fp16", "sq8", "sq4", "pq", "ivfpq", "hnsw")
+ADD_BLOCK = 16_384
+TRAIN_VECTORS = 262_144
+SEED = 0
+SEARCH_SETTINGS = {"nprobe": 64, "efSearch": 128}
+
+
+def faiss_module() -> Any:
+    """FAISS.
+
+    Raises:
+        UserError: it is not installed, or too old to map its files.
+    """
+    try:
+        import faiss
+    except ModuleNotFoundError as error:
+        raise UserError("dense search needs FAISS: pip install 'sorl[search]'") from error
+    if not hasattr(faiss, "IO_FLAG_MMAP_IFC"):
+        raise UserError(f"FAISS {faiss.__version__} is too old; install faiss-cpu 1.11 or newer")
+    return faiss
+
+
+def factory_string(kind: str, dim: int, passages: int) -> str:
+    """FAISS's description of a kind; a description is returned as it is, and ``flat`` has none: ``""``.
+
+    ``pq`` and ``ivfpq`` spend a byte on two numbers of a vector: an eighth of float32.
+
+    Raises:
+        UserError: the kind is not known, or does not fit the dimension.
+    """
+    if kind in ("pq", "ivfpq") and dim % 2:
+        raise UserError(f"--faiss {kind} splits vectors into pairs of numbers, but the model's have {dim}")
+    if re.search(r"[A-Z]", kind):
+        return kind
+    lists = min(65_536, max(1, 2 ** round(np.log2(4 * np.sqrt(max(passages, 1))))))
+    known = {
+        "flat": "",
+        "fp16": "SQfp16",
+        "sq8": "SQ8",
+        "sq4": "SQ4",
+        "pq": f"OPQ{dim // 2},PQ{dim // 2}",
+        "ivfpq": f"OPQ{dim // 2},IVF{lists},PQ{dim // 2}",
+        "hnsw": "HNSW32,Flat",
+    }
+    if kind not in known:
+        raise UserError(
+            f"--faiss {kind!r} is not known, and factory strings begin with a capital. {did_you_mean(kind, KINDS)}"
+        )
+    return known[kind]
+
+
+def write_faiss(vectors: Floats, factory: str, path: Path, progress: Progress) -> None:
+    """Train an index on a sample of ``vectors``, (passages, dim), add them all, and write it.
+
+    One thread adds, so that the same vectors give the same file.
+
+    Raises:
+        UserError: FAISS does not know the factory string, or there are too few passages to train it.
+    """
+    faiss = faiss_module()
+    passages, dim = vectors.shape
+    threads = faiss.omp_get_max_threads()
+    try:
+        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+        if not index.is_trained:
+            chosen = np.random.default_rng(SEED).choice(passages, min(passages, TRAIN_VECTORS), replace=False)
+            progress.start("training", len(chosen))
+            index.train(np.ascontiguousarray(vectors[np.sort(chosen)]))
+            progress.advance(len(chosen))
+        faiss.omp_set_num_threads(1)
+        progress.start("adding", passages)
+        for start in range(0, passages, ADD_BLOCK):
+            block = np.ascontiguousarray(vectors[start : start + ADD_BLOCK])
+            index.add(block)
+            progress.advance(len(block))
+        faiss.write_index(index, str(path))
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise UserError(
+            f"--faiss {factory}: FAISS refuses {passages:,} vectors of {dim} ({reason})"
+        ) from error
+    finally:
+        faiss.omp_set_num_threads(threads)
+
+
+class FlatVectors:
+    """Exact search in a mapped .npy file; what it takes of memory, processes share."""
+
+    def __init__(self, path: Path) -> None:
+        self._faiss = faiss_module()
+        self._vectors: Floats = np.asarray(np.load(path, mmap_mode="r"))
+
+    def search(self, queries: Floats, top_k: int) -> Iterator[tuple[npt.NDArray[np.int64], Floats]]:
+        """For each of ``queries``, (n, dim), places and scores of the best, equal scores in corpus order.
+
+        The best are scored once more on their own: matrix products round by how many queries come together.
+        """
+        wide = min(len(self._vectors), top_k + EXTRA)
+        metric = self._faiss.METRIC_INNER_PRODUCT
+        _, found = self._faiss.knn(queries, self._vectors, wide, metric=metric)
+        for query, places in zip(queries, found, strict=True):
+            scores = (self._vectors[places].astype(np.float64) @ query.astype(np.float64)).astype(np.float32)
+            yield _ordered(places, scores, top_k)
+
+
+class FaissVectors:
+    """A mapped index file of FAISS. On a GPU when FAISS is built for one and the kind of index can go there."""
+
+    def __init__(self, path: Path, settings: dict[str, int]) -> None:
+        self._faiss = faiss_module()
+        try:
+            self._index = self._faiss.read_index(str(path), self._faiss.IO_FLAG_MMAP_IFC)
+        except RuntimeError as error:
+            raise UserError(
+                f"{path}: FAISS cannot read it ({str(error).strip().splitlines()[-1]})"
+            ) from error
+        if self._faiss.get_num_gpus() > 0 and "efSearch" not in settings:
+            self._index = self._faiss.index_cpu_to_all_gpus(self._index)
+        space = self._faiss.ParameterSpace()
+        for name, value in settings.items():
+            space.set_index_parameter(self._index, name, value)
+
+    def search(self, queries: Floats, top_k: int) -> Iterator[tuple[npt.NDArray[np.int64], Floats]]:
+        """As ``FlatVectors.search``; the scores are those of the compressed vectors."""
+        scores, found = self._index.search(queries, min(self._index.ntotal, top_k + EXTRA))
+        for places, values in zip(found, scores, strict=True):
+            held = places >= 0  # fewer were found in the lists that were searched
+            yield _ordered(places[held], values[held], top_k)
+
+
+EXTRA = 8  # more than asked for, so that equal scores at the edge are cut in the order of the corpus
+
+
+def _ordered(
+    places: npt.NDArray[np.int64], scores: Floats, top_k: int
+) -> tuple[npt.NDArray[np.int64], Floats]:
+    order = np.lexsort((places, -scores))[:top_k]
+    return places[order], scores[order]

@@ -1,0 +1,126 @@
+"""Words of a text as numbers: while an index is built, and from a sorted, memory-mapped list afterwards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# what bm25s.tokenize uses by default; a test holds the two together
+PATTERN = re.compile(r"(?u)\b\w\w+\b")
+MAX_SPELLINGS = 2_000_000
+STOP_WORD = -1
+
+
+@lru_cache(maxsize=1)
+def stop_words() -> frozenset[str]:
+    """The English words that are left out."""
+    from bm25s.stopwords import STOPWORDS_EN
+
+    return frozenset(STOPWORDS_EN)
+
+
+@lru_cache(maxsize=1)
+def stemmer() -> Any:
+    """Snowball's for English."""
+    import Stemmer
+
+    return Stemmer.Stemmer("english")
+
+
+class WordIds(dict[str, int]):
+    """Spelling to id, which grows as spellings are looked up. Ids count up in the order of first appearance.
+
+    Args:
+        stems: those known so far, in the order of their ids.
+    """
+
+    def __init__(self, stems: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._stems = {stem: number for number, stem in enumerate(stems)}
+        self._new: list[str] = []
+
+    def __missing__(self, spelling: str) -> int:
+        if spelling in stop_words():
+            number = STOP_WORD
+        else:
+            stem = stemmer().stemWord(spelling)
+            if stem not in self._stems:
+                self._stems[stem] = len(self._stems)
+                self._new.append(stem)
+            number = self._stems[stem]
+        self[spelling] = number
+        return number
+
+    def take_new(self) -> list[str]:
+        """The stems that came up since the last call, in the order of their ids."""
+        new, self._new = self._new, []
+        return new
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        """The ids of a text's words in their order, (words,)."""
+        ids = np.array([self[word] for word in PATTERN.findall(text.lower())], dtype=np.int32)
+        return ids[ids != STOP_WORD]
+
+    def trim(self) -> None:
+        """Forget spellings, which can be derived again, when there are so many that memory matters."""
+        if len(self) > MAX_SPELLINGS:
+            self.clear()
+
+
+class Vocabulary:
+    """Stem to id by bisection in a file: processes share its memory, and opening it costs nothing.
+
+    Raises:
+        OSError: a file is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._text = np.memmap(folder / "words.txt", dtype=np.uint8, mode="r")
+        self._starts = _plain(np.load(folder / "word_starts.npy", mmap_mode="r"))  # (words + 1,)
+        self._ids = _plain(np.load(folder / "word_ids.npy", mmap_mode="r"))  # (words,)
+        self.id = lru_cache(maxsize=1 << 16)(self._find)
+
+    @staticmethod
+    def write(stems: Sequence[str], folder: Path) -> None:
+        """Write the files that the constructor reads; a stem's id is its place in ``stems``."""
+        encoded = [stem.encode() for stem in stems]
+        order = sorted(range(len(encoded)), key=encoded.__getitem__)
+        starts = np.zeros(len(encoded) + 1, dtype=np.int64)
+        with (folder / "words.txt").open("wb") as file:
+            for place, number in enumerate(order):
+                starts[place + 1] = starts[place] + file.write(encoded[number] + b"\n")
+        np.save(folder / "word_starts.npy", starts)
+        np.save(folder / "word_ids.npy", np.asarray(order, dtype=np.int32))
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def _find(self, stem: str) -> int | None:
+        wanted = stem.encode(errors="replace")  # half a surrogate pair, which no word contains
+        low, high = 0, len(self)
+        while low < high:
+            middle = (low + high) // 2
+            found = self._text[self._starts[middle] : self._starts[middle + 1] - 1].tobytes()
+            if found == wanted:
+                return int(self._ids[middle])
+            if found < wanted:
+                low = middle + 1
+            else:
+                high = middle
+        return None
+
+
+def query_stems(query: str) -> list[str]:
+    """The words of a query as the index knows them."""
+    return [stemmer().stemWord(word) for word in PATTERN.findall(query.lower()) if word not in stop_words()]
+
+
+def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A view without np.memmap's cost a slice; it keeps the map open."""
+    return np.asarray(array)
