@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sorl_env.trajectory import Trajectory
@@ -30,6 +31,7 @@ class Batch:
         token_rewards: float32 (B, T), the same rewards on the last token of the turn that earned them.
         included: bool (B,), False for excluded trajectories.
         group_ids: int64 (B,).
+        token_classes: int8 (B, T), index into ``token_classes.CLASSES``, -1 off the policy's tokens. Diagnostics only.
         old_log_probs, ref_log_probs, values, advantages, returns: float32 (B, T), filled in as training goes on.
     """
 
@@ -44,6 +46,7 @@ class Batch:
     included: Tensor
     group_ids: Tensor
     ids: tuple[str, ...]
+    token_classes: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     values: Tensor | None = None
@@ -87,8 +90,12 @@ class Batch:
         return self.with_fields(**moved)
 
 
-def collate(trajectories: Sequence[Trajectory], pad_id: int = 0) -> Batch:
-    """Pad trajectories to the longest.
+def collate(
+    trajectories: Sequence[Trajectory],
+    pad_id: int = 0,
+    classify: Callable[[Trajectory], NDArray[np.int8]] | None = None,
+) -> Batch:
+    """Pad trajectories to the longest; ``classify`` fills in ``token_classes``.
 
     A turn's reward items go on the turn's last token, so ``gae`` sees them where they were earned.
     """
@@ -99,11 +106,14 @@ def collate(trajectories: Sequence[Trajectory], pad_id: int = 0) -> Batch:
     turn_ids = np.full((size, length), -1, dtype=np.int64)
     log_probs = np.zeros((size, length), dtype=np.float32)
     token_rewards = np.zeros((size, length), dtype=np.float32)
+    classes = np.full((size, length), -1, dtype=np.int8)
     for i, trajectory in enumerate(trajectories):
         n = len(trajectory.token_ids)
         token_ids[i, :n] = trajectory.token_ids
         turn_ids[i, :n] = trajectory.turn_ids
         log_probs[i, :n] = trajectory.rollout_log_probs
+        if classify is not None:
+            classes[i, :n] = classify(trajectory)
         for turn in trajectory.turns:
             token_rewards[i, turn.end - 1] += sum(turn.reward_items.values())
     groups = {name: k for k, name in enumerate(dict.fromkeys(t.group_id for t in trajectories))}
@@ -121,4 +131,5 @@ def collate(trajectories: Sequence[Trajectory], pad_id: int = 0) -> Batch:
         included=included,
         group_ids=torch.tensor([groups[t.group_id] for t in trajectories]),
         ids=tuple(t.id for t in trajectories),
+        token_classes=None if classify is None else torch.from_numpy(classes[:, 1:].copy()),
     )

@@ -84,6 +84,9 @@ class LossConfig:
 
     clip_eps: float = opt(0.2, "PPO clip range", paper="0.2")
     clip_eps_high: float | None = opt(None, "upper clip range if it differs from clip_eps")
+    dual_clip: float | None = opt(
+        None, "where the advantage is negative, bound the ratio by this as well (above 1); None: off"
+    )
     aggregation: Literal["trajectory_mean", "token_mean"] = opt(
         "trajectory_mean",
         "mean over a trajectory's tokens then over trajectories, or over all tokens",
@@ -127,7 +130,10 @@ class OptimConfig:
     beta1: float = opt(0.9, "AdamW")
     beta2: float = opt(0.999, "AdamW")
     adam_eps: float = opt(1e-8, "AdamW")
-    max_grad_norm: float | None = opt(1.0, "gradient clipping, after normalization; None: off")
+    max_grad_norm: float | None = opt(1.0, "gradient clipping; None: off")
+    clip_before_normalization: bool = opt(
+        False, "clip the gradient before the clipping bias scales it, not after", paper="not said"
+    )
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,9 @@ class UpdateConfig:
     critic_micro_batch_size: int = opt(8, "the same for the critic", paper="8")
     log_prob_micro_batch_size: int = opt(128, "the same where no gradient is needed", paper="128")
     epochs: int = opt(1, "passes over each rollout batch")
+    target_kl: float | None = opt(
+        None, "no more actor steps on a rollout batch once loss/approx_kl is above this; None: off"
+    )
     critic_warmup_steps: int = opt(0, "first steps that train only the critic")
 
 
@@ -212,6 +221,9 @@ class EvalConfig:
     split: str = opt("test", "split of the data evaluated on")
     num_examples: int = opt(256, "examples of each evaluation during training (a seeded sample)")
     num_examples_final: int = opt(1000, "examples of the first and last evaluation")
+    patience: int = opt(
+        0, "end the run after so many evaluations in a row below half of the best one; 0: never"
+    )
     temperature: float = opt(0.0, "0 is greedy")
     search_off: bool = opt(False, "at the end evaluate once more with the search tool returning nothing")
 

@@ -16,12 +16,14 @@ _AT_LEAST_ONE = """
     limits.max_trajectory_tokens
 """.split()
 _POSITIVE = """
-    search.timeout_s sampler.temperature loss.clip_eps loss.clip_eps_high loss.clip_bias_delta loss.value_clip
-    optim.lr optim.critic_lr optim.adam_eps optim.max_grad_norm sft.lr sft.max_grad_norm limits.max_seconds
+    search.timeout_s sampler.temperature loss.clip_eps loss.clip_eps_high loss.dual_clip loss.clip_bias_delta
+    loss.value_clip update.target_kl optim.lr optim.critic_lr optim.adam_eps optim.max_grad_norm sft.lr
+    sft.max_grad_norm limits.max_seconds
 """.split()
 _NOT_NEGATIVE = """
     seed search.retries rollout.max_staleness loss.kl_coef loss.entropy_coef optim.weight_decay
-    update.critic_warmup_steps hardware.lora_rank hardware.threads eval.every eval.temperature checkpoint.every
+    update.critic_warmup_steps hardware.lora_rank hardware.threads eval.every eval.patience eval.temperature
+    checkpoint.every
 """.split()
 _SHARES = """
     sampler.top_p sampler.gpu_memory loss.gamma loss.gae_lambda optim.warmup_ratio

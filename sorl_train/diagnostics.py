@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sorl_train.losses import MAX_LOG_RATIO
 from sorl_train.segments import RatioLevel, Segments
+from sorl_train.token_classes import CLASSES
 
 LEVELS: tuple[RatioLevel, ...] = ("token", "turn", "sequence")
 TURNS = 8  # turns with a figure of their own; later ones count with the last
@@ -23,12 +24,14 @@ class RatioDiagnostics:
     Attributes:
         weights: (3, 3) for token, turn, sequence: number of segments, sum of w, sum of w^2.
         by_turn: (TURNS, 2) loss tokens and clipped tokens of each turn.
+        by_class: (5, 2) the same of each class of ``token_classes.CLASSES``; zero where a batch comes without them.
         quantiles: (3,) of log(pi / pi_old) at ``QUANTILES``.
         shares: over how many shares of a mini-batch (ranks) these are summed.
     """
 
     weights: Tensor
     by_turn: Tensor
+    by_class: Tensor
     quantiles: Tensor
     shares: int = 1
 
@@ -36,15 +39,18 @@ class RatioDiagnostics:
         """Summed over all ranks; quantiles are to be averaged, an approximation that needs no gathering."""
         if not (dist.is_available() and dist.is_initialized()):
             return self
-        packed = torch.cat([self.weights.flatten(), self.by_turn.flatten(), self.quantiles])
+        parts = (self.weights, self.by_turn, self.by_class, self.quantiles)
+        packed = torch.cat([part.flatten() for part in parts])
         packed = packed.cuda() if dist.get_backend() == "nccl" else packed
         dist.all_reduce(packed)
-        weights, by_turn, quantiles = packed.cpu().split([9, 2 * TURNS, len(QUANTILES)])
-        return RatioDiagnostics(weights.view(3, 3), by_turn.view(TURNS, 2), quantiles, dist.get_world_size())
+        summed = packed.cpu().split([part.numel() for part in parts])
+        shaped = [one.view(part.shape) for one, part in zip(summed, parts, strict=True)]
+        return RatioDiagnostics(shaped[0], shaped[1], shaped[2], shaped[3], dist.get_world_size())
 
     def metrics(self) -> dict[str, float]:
         """``ess_LEVEL``: effective sample size (sum w)^2 / (n sum w^2), a share, 1 on policy. ``log_ratio_pNN``.
-        ``clip_frac_turnK``: share of the turn's tokens that are clipped, for turns that occur."""
+        ``clip_frac_turnK``, ``clip_frac_CLASS``: share of the tokens of a turn or class that are clipped, for those
+        that occur; ``token_share_CLASS``: share of all tokens that are of the class."""
         metrics = {}
         for level, (count, total, squares) in zip(LEVELS, self.weights.tolist(), strict=True):
             metrics[f"ess_{level}"] = total**2 / (count * squares) if squares else 1.0
@@ -53,6 +59,11 @@ class RatioDiagnostics:
         for turn, (tokens, clipped) in enumerate(self.by_turn.tolist()):
             if tokens:
                 metrics[f"clip_frac_turn{turn}"] = clipped / tokens
+        total = float(self.by_class[:, 0].sum())
+        for name, (tokens, clipped) in zip(CLASSES, self.by_class.tolist(), strict=True):
+            if tokens:
+                metrics[f"clip_frac_{name}"] = clipped / tokens
+                metrics[f"token_share_{name}"] = tokens / total
         return metrics
 
 
@@ -63,14 +74,16 @@ def diagnose_ratios(
     advantages: Tensor,
     loss_mask: Tensor,
     turn_ids: Tensor,
+    token_classes: Tensor | None = None,
     *,
     ratio_level: RatioLevel,
     clip_eps: float,
     clip_eps_high: float | None = None,
 ) -> RatioDiagnostics:
-    """Diagnostics of a mini-batch; all arguments as for ``policy_loss``."""
+    """Diagnostics of a mini-batch; arguments as for ``policy_loss``, ``token_classes`` as in ``Batch``."""
     weights = torch.zeros(3, 3, dtype=torch.float64)
     by_turn = torch.zeros(TURNS, 2, dtype=torch.float64)
+    by_class = torch.zeros(len(CLASSES), 2, dtype=torch.float64)
     quantiles = torch.zeros(len(QUANTILES), dtype=torch.float64)
     high = clip_eps if clip_eps_high is None else clip_eps_high
     for row, level in enumerate(LEVELS):
@@ -90,6 +103,14 @@ def diagnose_ratios(
                 (advantage < 0) & (spread < 1.0 - clip_eps)
             )
             turn = turn_ids.flatten().index_select(0, segments.positions).clamp(max=TURNS - 1)
-            by_turn[:, 0] = torch.bincount(turn, minlength=TURNS)
-            by_turn[:, 1] = torch.bincount(turn, weights=clipped.double(), minlength=TURNS)
-    return RatioDiagnostics(weights, by_turn, quantiles)
+            by_turn = _count(turn, clipped, TURNS)
+            if token_classes is not None:
+                kind = token_classes.flatten().index_select(0, segments.positions).long()
+                by_class = _count(kind, clipped, len(CLASSES))
+    return RatioDiagnostics(weights, by_turn, by_class, quantiles)
+
+
+def _count(bins: Tensor, clipped: Tensor, size: int) -> Tensor:
+    """(size, 2): how many tokens are in each bin, and how many of them are clipped."""
+    counts = torch.bincount(bins, minlength=size).double()
+    return torch.stack([counts, torch.bincount(bins, weights=clipped.double(), minlength=size)], dim=1)

@@ -179,6 +179,7 @@ def policy_loss(
     ratio_level: RatioLevel,
     clip_eps: float = 0.2,
     clip_eps_high: float | None = None,
+    dual_clip: float | None = None,
     aggregation: Aggregation = "trajectory_mean",
     denominator: float | None = None,
     logit_scale: Tensor | None = None,
@@ -210,6 +211,9 @@ def policy_loss(
         turn_ids: (B, T) int, >= 0 on loss tokens, not decreasing along a trajectory; read at level ``turn`` only.
         clip_eps: clip range; the paper's value is 0.2. GSPO's own is about 3e-4.
         clip_eps_high: upper clip range where it differs.
+        dual_clip: c > 1 of Dual-Clip PPO (arXiv:1912.09729): a token with A_t < 0 and w_s > c has the surrogate
+            c A_t, and no gradient. It is not counted as clipped, and is no part of the clipping bias: in the paper
+            B^c holds what PPO's own clip cuts. None: off.
         aggregation, denominator: see ``aggregate``. The denominator is of the whole mini-batch, over all its
             micro-batches and ranks, whose gradients are to be summed, not averaged.
         logit_scale: (B, T) as ``token_log_probs`` gives it, for the ``logit`` norm.
@@ -222,6 +226,8 @@ def policy_loss(
         ValueError: for shapes that differ, an unknown choice, or turn ids that break their contract.
     """
     check_choice("ratio_level", ratio_level, get_args(RatioLevel))
+    if dual_clip is not None and not dual_clip > 1.0:
+        raise ValueError(f"dual_clip must be above 1, not {dual_clip}")
     _check_shapes(
         log_probs, old_log_probs=old_log_probs, advantages=advantages, loss_mask=loss_mask, turn_ids=turn_ids
     )
@@ -239,7 +245,12 @@ def policy_loss(
         cut = (segments.spread(side) * advantage).relu_()  # |A_t| on clipped tokens, 0 elsewhere
         cut_advantage = segments.total(cut) * side
         kept = ratio * (segments.total(advantage) - cut_advantage)
-        surrogate = segments.rows(torch.addcmul(kept, bounded, cut_advantage))
+        surrogate = torch.addcmul(kept, bounded, cut_advantage)
+        if dual_clip is not None:
+            held = segments.total(advantage.clamp(max=0.0)) * (ratio > dual_clip)
+            kept = kept - ratio * held
+            surrogate = surrogate + (dual_clip - ratio) * held
+        surrogate = segments.rows(surrogate)
         bias = ratio * cut_advantage
         factors, clip_bias = measure(
             segments, ratio, bias, cut, logit_scale=logit_scale, trajectory_norm=trajectory_norm, delta=delta

@@ -37,6 +37,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/excluded_rate": 1.0 - len(counted) / len(trajectories),
         "rollout/num_turns": _mean([len(t.turns) for t in counted]),
         "rollout/response_tokens": _mean([t.num_action_tokens for t in counted]),
+        "rollout/observation_tokens": _mean([_observation_tokens(t) for t in counted]),
         "rollout/trajectory_tokens": _mean([len(t.token_ids) for t in counted]),
         "rollout/reward_mean": _mean([t.reward for t in counted]),
         "rollout/reward_std": float(np.std([t.reward for t in counted])) if counted else 0.0,
@@ -78,6 +79,12 @@ def eval_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "eval/num_turns": _mean([len(t.turns) for t in counted]),
         "eval/excluded_rate": 1.0 - len(counted) / len(trajectories),
     }
+
+
+def _observation_tokens(trajectory: Trajectory) -> int:
+    """What the environment wrote after the prompt."""
+    prompt = trajectory.turns[0].start if trajectory.turns else len(trajectory.token_ids)
+    return len(trajectory.token_ids) - prompt - trajectory.num_action_tokens
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -28,9 +28,9 @@ from sorl_train.config import TrainConfig
 from sorl_train.config_io import STUDIES, config_folder, config_hash, find_config, load_config, parse_yaml
 from sorl_train.metrics_log import read_jsonl
 from sorl_train.run_dir import RunDir
+from sorl_train.summary import COLLAPSED
 
 KEYS = ("base", "settings", "seeds", "arms", "axes")
-COLLAPSED = 0.5  # of the peak: a run that ends below has collapsed
 SMALLEST_PEAK = 0.05  # a run that never learned anything has nothing to keep
 
 

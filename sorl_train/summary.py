@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+COLLAPSED = 0.5  # of the best success: a policy below has collapsed
+
 
 @dataclass
 class Summary:
@@ -23,6 +25,7 @@ class Summary:
     best_success: float | None = None
     best_step: int | None = None
     search_off_success: float | None = None
+    evaluations_below: int = 0  # newest ones in a row below half of the best
     earlier_s: float = 0.0
     earlier_rss_mb: float = 0.0
     started: float = field(default_factory=time.monotonic)
@@ -37,7 +40,10 @@ class Summary:
         if step == 0:
             self.cold_start_success = success
         if self.best_success is not None and success <= self.best_success:
+            below = success < COLLAPSED * self.best_success
+            self.evaluations_below = self.evaluations_below + 1 if below else 0
             return False
+        self.evaluations_below = 0
         self.best_success, self.best_step = success, step
         return True
 
@@ -65,3 +71,11 @@ class Summary:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Summary:
         return cls(**state)
+
+
+def out_of_patience(summary: Summary) -> str:
+    """Why ``eval.patience`` ended the run, for a person."""
+    return (
+        f"ended early: success {summary.final_success:.3f}, for {summary.evaluations_below} evaluations below half of "
+        f"the best, {summary.best_success:.3f} at step {summary.best_step}, whose policy is kept (eval.patience)"
+    )

@@ -62,11 +62,16 @@ class Means:
         for name, value in values.items():
             self._values[name].append(value)
 
+    def latest(self, name: str) -> float:
+        """The value added last."""
+        return self._values[name][-1]
+
     def result(self, prefix: str = "loss/") -> dict[str, float]:
         """The means, and the highest value of what explodes."""
         means = {prefix + name: math.fsum(values) / len(values) for name, values in self._values.items()}
         peaks = {f"{prefix}{name}_max": max(self._values[name]) for name in PEAKS if name in self._values}
-        return means | peaks
+        steps = {prefix + "policy_updates": float(len(self._values["lr"]))} if "lr" in self._values else {}
+        return means | peaks | steps
 
 
 def estimate_advantages(batch: Batch, algo: str, loss: LossConfig) -> Batch:
@@ -150,6 +155,17 @@ def learning_rate(optim: OptimConfig, base: float, warmup_ratio: float, done: in
     )
 
 
+def clip_limit(limit: float, scales: Normalization, optim: OptimConfig) -> float:
+    """The limit for a gradient that ``scales`` scaled already: f clip(g) = clip(f g) with f times the limit."""
+    return limit * scales.grad_scale if optim.clip_before_normalization else limit
+
+
+def past_target_kl(config: TrainConfig, means: Means) -> bool:
+    """True when the mini-batch trained on last has moved from the policy that sampled it by ``update.target_kl``."""
+    target = config.update.target_kl
+    return target is not None and means.latest("approx_kl") > target
+
+
 def sum_over_ranks(*values: float) -> tuple[float, ...]:
     """Each value summed over all ranks; the values themselves where torch.distributed does not run."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -203,6 +219,7 @@ class PolicyUpdate:
             mini.advantages,
             mini.loss_mask,
             mini.turn_ids,
+            mini.token_classes,
             ratio_level=self.algorithm.ratio,
             clip_eps=self.config.loss.clip_eps,
             clip_eps_high=self.config.loss.clip_eps_high,
@@ -231,8 +248,8 @@ class PolicyUpdate:
             raise NonFiniteError("the policy gradient", mini.ids)
         _scale_gradients(self.parameters, scales.grad_scale)
         limit = self.config.optim.max_grad_norm
-        if limit is not None:  # after the normalization: clipping first would hide from Adam what it undoes
-            nn.utils.clip_grad_norm_(self.parameters, limit)
+        if limit is not None:
+            nn.utils.clip_grad_norm_(self.parameters, clip_limit(limit, scales, self.config.optim))
         set_lr(self.optimizer, lr * scales.update_scale)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -265,6 +282,7 @@ class PolicyUpdate:
                 ratio_level=self.algorithm.ratio,
                 clip_eps=loss_config.clip_eps,
                 clip_eps_high=loss_config.clip_eps_high,
+                dual_clip=loss_config.dual_clip,
                 aggregation=loss_config.aggregation,
                 denominator=denominator,
                 logit_scale=token_stats.logit_scale,

@@ -16,6 +16,9 @@ RATIOS = torch.tensor([[9.0, 2.0, 0.5, 9.0, 1.5], [1.0, 4.0, 9.0, 9.0, 9.0]])
 ADVANTAGES = torch.tensor([[9.0, 1.0, -1.0, 9.0, -1.0], [1.0, 1.0, 9.0, 9.0, 9.0]])
 
 
+CLASSES = torch.tensor([[-1, 0, 1, -1, 0], [2, 0, -1, -1, -1]], dtype=torch.int8)
+
+
 def diagnose(level: str = "token") -> dict[str, float]:
     found = diagnose_ratios(
         RATIOS.log(),
@@ -23,6 +26,7 @@ def diagnose(level: str = "token") -> dict[str, float]:
         ADVANTAGES,
         MASK,
         TURN_IDS,
+        CLASSES,
         ratio_level=level,  # type: ignore[arg-type]
         clip_eps=0.2,
     )
@@ -45,6 +49,15 @@ def test_clipped_tokens_by_turn_by_hand() -> None:
     # turn 0: 2.0 and 4.0 with A > 0 and 0.5 with A < 0 are clipped, 1.0 is not; turn 1: 1.5 with A < 0 is not
     assert found["clip_frac_turn0"] == pytest.approx(3 / 4) and found["clip_frac_turn1"] == 0.0
     assert "clip_frac_turn2" not in found
+
+
+def test_clipped_tokens_by_class_by_hand() -> None:
+    found = diagnose()
+    # tags: 2.0 (A > 0) and 4.0 (A > 0) are clipped, 1.5 (A < 0) is not; reasoning: 0.5 (A < 0) is; query: 1.0 is not
+    assert found["clip_frac_tag"] == pytest.approx(2 / 3)
+    assert found["clip_frac_reasoning"] == 1.0 and found["clip_frac_query"] == 0.0
+    assert "clip_frac_answer" not in found
+    assert [found[f"token_share_{name}"] for name in ("tag", "reasoning", "query")] == [0.6, 0.2, 0.2]
 
 
 @pytest.mark.parametrize("level", ["token", "turn", "sequence"])

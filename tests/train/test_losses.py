@@ -353,3 +353,44 @@ def test_aggregate_by_hand() -> None:
     assert aggregate(x, mask, denominator=8).item() == pytest.approx(0.5)
     (gradient,) = torch.autograd.grad(mean, x)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.25, 0.25], [0.5, 0.0, 0.0]]))
+
+
+def test_dual_clip_by_hand() -> None:
+    """Row 0: A = -1 at ratio 3 is held at 2 A without a gradient, at ratio 1.5 it is not; A = 1 at ratio 3 is PPO's to
+    clip, and the only one counted as clipped."""
+    ratios = torch.tensor([[3.0, 1.5, 3.0]], dtype=F64)
+    advantages = torch.tensor([[-1.0, -1.0, 1.0]], dtype=F64)
+    log_probs = ratios.log().requires_grad_()
+    mask, turns = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.long)
+    found = policy_loss(
+        log_probs, torch.zeros_like(ratios), advantages, mask, turns, ratio_level="token", dual_clip=2.0
+    )
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx(-(-2.0 - 1.5 + 1.2) / 3)
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, 1.5 / 3, 0.0]], dtype=F64))
+    assert float(found.clip_bias.clipped) == 1
+
+
+def test_dual_clip_of_a_turn_holds_its_negative_tokens() -> None:
+    """A turn at ratio 3: its token with A = -1 is held, that with A = 1 clipped, that with A = 0 neither."""
+    log_probs = torch.full((1, 3), math.log(3.0), dtype=F64, requires_grad=True)
+    advantages = torch.tensor([[-1.0, 1.0, 0.0]], dtype=F64)
+    mask, turns = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.long)
+    how = {"ratio_level": "turn", "dual_clip": 2.0}
+    found = policy_loss(log_probs, torch.zeros(1, 3, dtype=F64), advantages, mask, turns, **how)  # type: ignore[arg-type]
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx(-(-2.0 + 1.2) / 3)
+    assert log_probs.grad is not None and not log_probs.grad.any()
+
+
+def test_dual_clip_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="dual_clip must be above 1"):
+        policy_loss(
+            RATIOS.log(),
+            torch.zeros_like(RATIOS),
+            ADVANTAGES,
+            MASK,
+            TURNS,
+            ratio_level="token",
+            dual_clip=0.5,
+        )

@@ -37,6 +37,7 @@ from sorl_train.models import (
 )
 from sorl_train.run_dir import RunDir
 from sorl_train.summary import Summary
+from sorl_train.token_classes import TokenClassifier
 from sorl_train.update import (
     CriticUpdate,
     Means,
@@ -45,6 +46,7 @@ from sorl_train.update import (
     batch_metrics,
     learning_rate,
     mini_batches,
+    past_target_kl,
 )
 
 
@@ -66,6 +68,7 @@ class LocalEngine:
         self.algorithm = get_algorithm(config.algo)
         self.model_folder = model_folder
         self.tokenizer = load_tokenizer(model_folder)
+        self.classify = TokenClassifier(self.tokenizer)
         self.env = make_env(config)
         self.eval_env = make_env(config, evaluation=True)
         self.step = 0  # training steps done
@@ -144,7 +147,16 @@ class LocalEngine:
         usable = [
             t for t in trajectories if not t.excluded
         ]  # nothing else reaches a loss or a group baseline
-        return self.score(collate(usable, self.tokenizer.pad_token_id)) if usable else None
+        return self.score(self.collate(usable)) if usable else None
+
+    def collate(self, trajectories: list[Trajectory]) -> Batch:
+        """Their tensors, to be scored."""
+        return collate(trajectories, self.tokenizer.pad_token_id, self.classify)
+
+    @property
+    def out_of_patience(self) -> bool:
+        """The policy has collapsed, and the run is to end (``eval.patience``)."""
+        return 0 < self.config.eval.patience <= self.summary.evaluations_below
 
     @property
     def on_policy(self) -> bool:
@@ -199,6 +211,7 @@ class LocalEngine:
         per_step = config.update.epochs * -(-config.rollout.batch_size // config.update.mini_batch_size)
         total = per_step * config.update.steps
         optim = config.optim
+        train_policy = step > config.update.critic_warmup_steps
         self.policy.train()
         with self._stage("update", len(batches)) as advance:
             for number, mini in enumerate(batches):
@@ -206,11 +219,12 @@ class LocalEngine:
                 if self.critic_update is not None:
                     lr = learning_rate(optim, optim.critic_lr, optim.critic_warmup_ratio, done, total)
                     self.critic_update.step(mini, lr, means)
-                if step > config.update.critic_warmup_steps:
+                if train_policy:
                     lr = learning_rate(optim, optim.lr, optim.warmup_ratio, done, total)
                     log_probs = self.policy_update.step(mini, lr, means)
                     if self.on_policy:
                         batch = mini.with_fields(old_log_probs=log_probs)
+                    train_policy = not past_target_kl(config, means)
                 advance(1)
         return means.result() | batch_metrics(batch)
 
@@ -294,7 +308,7 @@ class LocalEngine:
             batch = None
             if usable:
                 scores = load_file(folder / f"stale_{number}.safetensors")
-                batch = collate(usable, self.tokenizer.pad_token_id).with_fields(**scores)
+                batch = self.collate(usable).with_fields(**scores)
             self.waiting.append(Collected(trajectories, batch))
 
     @property

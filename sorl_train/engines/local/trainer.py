@@ -26,6 +26,7 @@ from sorl_train.environments import env_facts
 from sorl_train.metrics import rollout_metrics, staleness
 from sorl_train.metrics_log import MetricsLog
 from sorl_train.run_dir import RunDir
+from sorl_train.summary import out_of_patience
 from sorl_train.update import NonFiniteError, estimate_advantages
 
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
@@ -36,7 +37,7 @@ def train(engine: LocalEngine, log: MetricsLog, interrupted: threading.Event) ->
     config, steps = engine.config, engine.config.update.steps
     if engine.step == 0:
         record(engine, log, engine.evaluate(0, config.eval.num_examples_final))
-    while engine.step < steps and not interrupted.is_set():
+    while engine.step < steps and not interrupted.is_set() and not engine.out_of_patience:
         step = engine.step + 1
         while len(engine.waiting) <= config.rollout.max_staleness and step + len(engine.waiting) <= steps:
             engine.waiting.append(engine.collect(step + len(engine.waiting)))
@@ -55,7 +56,11 @@ def train(engine: LocalEngine, log: MetricsLog, interrupted: threading.Event) ->
             metrics |= engine.evaluate(step, config.eval.num_examples)
         engine.save_trajectories(step, collected.trajectories)
         record(engine, log, metrics, collected)
-        if step == steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
+        if (
+            step == steps
+            or engine.out_of_patience
+            or (config.checkpoint.every and step % config.checkpoint.every == 0)
+        ):
             engine.save()
         stop_when_lost(engine, collected)
 
@@ -82,7 +87,9 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
             if engine.step == 0 and not resume:
                 engine.save()  # so that a run killed in its first steps resumes too
             train(engine, log, interrupted)
-        if interrupted.is_set() and engine.step < config.update.steps:
+        if engine.out_of_patience:
+            display.message(out_of_patience(engine.summary))
+        elif interrupted.is_set() and engine.step < config.update.steps:
             engine.save()
             raise KeyboardInterrupt
     summary = engine.summarize()

@@ -129,6 +129,8 @@ def _problems(config: TrainConfig) -> list[str]:
         problems.append(f"cluster.zero_stage is 2 or 3, not {cluster.zero_stage}")
     if cluster.partial_rollout and not cluster.async_rollout:
         problems.append("cluster.partial_rollout needs cluster.async_rollout")
+    if cluster.async_rollout and config.eval.patience:
+        problems.append("eval.patience ends synchronous runs; set it to 0 with cluster.async_rollout")
     if cluster.async_rollout and config.rollout.max_staleness < 1:
         problems.append(
             "cluster.async_rollout trains on older samples: set rollout.max_staleness to 1 or more"

@@ -85,6 +85,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     if process.returncode:
         raise UserError(_breakdown(process.returncode, run_dir))
     summary: dict[str, Any] = json.loads(run_dir.summary.read_text(encoding="utf-8"))
+    if summary["steps"] < config.update.steps:
+        display.message(f"ended early, after step {summary['steps']}: success stayed low (eval.patience)")
     return summary
 
 
@@ -122,7 +124,12 @@ def follow(
 
 def _environment(config: TrainConfig, run_dir: RunDir) -> dict[str, str]:
     """Of the process and, through Ray, of all workers."""
-    variables = os.environ | {"SORL_RUN_DIR": str(run_dir.path.absolute()), "TOKENIZERS_PARALLELISM": "false"}
+    variables = os.environ | {
+        "SORL_RUN_DIR": str(run_dir.path.absolute()),
+        "TOKENIZERS_PARALLELISM": "false",
+        # vLLM's engine is a child of a Ray worker: it would outlive one that is killed, with the GPU's memory
+        "RAY_process_group_cleanup_enabled": "true",
+    }
     if config.hardware.device == "cpu":
         path = [str(CPU_MODE), *filter(None, [variables.get("PYTHONPATH")])]
         variables |= {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from sorl_train.metrics import eval_metrics, rollout_metrics, staleness, success
 from sorl_train.metrics_log import MetricsLog
 from sorl_train.plan import model_shape
 from sorl_train.summary import Summary
+from sorl_train.token_classes import TokenClassifier
 from sorl_train.update import (
     NonFiniteError,
     batch_metrics,
@@ -44,6 +46,10 @@ from sorl_train.update import (
 )
 
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
+
+
+class OutOfPatience(Exception):
+    """The policy has collapsed, and ``eval.patience`` ends the run."""
 
 
 class Stopped(RuntimeError):
@@ -96,6 +102,7 @@ class TrainStep:
             self.run_dir, tensorboard=self.config.log.tensorboard, wandb=self.config.log.wandb
         )
         self.log.truncate_after(self.version if self.version else -1)
+        self.classify = TokenClassifier(self.tokenizer)
         self.eval_env = make_env(self.config, evaluation=True)
         self.evaluator = TrajectoryGenerator(self.strategy, None, None, self.tokenizer, self.vllm_engines)
         if self.version == 0:
@@ -114,7 +121,7 @@ class TrainStep:
         if usable:
             try:
                 with self.timed("log_probs"):
-                    batch, recomputed = self.score(collate(trajectories, self.tokenizer.pad_token_id))
+                    batch, recomputed = self.score(self.collate(trajectories))
                 batch = estimate_advantages(batch, self.config.algo, self.config.loss)
                 with self.timed("update"):
                     metrics |= self.update(batch, step) | batch_metrics(batch)
@@ -150,10 +157,13 @@ class TrainStep:
         lost = self.lost_steps == MAX_LOST_STEPS
         stop = self.run_dir.stop_file.exists()
         every = config.checkpoint.every
-        if stop or lost or global_step == steps or (every and global_step % every == 0):
+        collapsed = 0 < config.eval.patience <= self.summary.evaluations_below
+        if stop or lost or collapsed or global_step == steps or (every and global_step % every == 0):
             self.save(global_step, dict(client_states or {}))
         if lost:
             raise UserError(self.why_lost())
+        if collapsed:
+            raise OutOfPatience
         if stop and global_step < steps:
             raise Stopped(f"stopped after step {global_step}")
 
@@ -164,6 +174,9 @@ class TrainStep:
             *self.vllm_engines,
             *(actor for group in groups if group is not None for actor in group._actor_handlers),
         ]
+
+    def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
+        return collate(trajectories, self.tokenizer.pad_token_id, self.classify)
 
     # -- the parts of a step --------------------------------------------------------------------------------------
 
@@ -391,7 +404,8 @@ class Trainer(TrainStep, _PPOTrainer):  # type: ignore[misc, valid-type]
         """The whole run."""
         with watched(self.workers()):
             self.begin(self.init_checkpoint_states())
-            super().fit(global_step)
+            with suppress(OutOfPatience):
+                super().fit(global_step)
             self.end()
 
 

@@ -22,7 +22,16 @@ from sorl_train.log_probs import TokenStats
 from sorl_train.losses import get_algorithm
 from sorl_train.models import logit_stats
 from sorl_train.run_dir import RunDir
-from sorl_train.update import CriticUpdate, Means, NonFiniteError, PolicyUpdate, learning_rate, set_lr
+from sorl_train.update import (
+    CriticUpdate,
+    Means,
+    NonFiniteError,
+    PolicyUpdate,
+    clip_limit,
+    learning_rate,
+    past_target_kl,
+    set_lr,
+)
 
 
 def run_folder() -> RunDir:
@@ -58,18 +67,22 @@ class DeepSpeedStep:
         if not last:
             self.engine.step()  # counts the micro-batch
 
-    def apply(self, lr: float, grad_scale: float = 1.0) -> float:
-        """Scale the gradient, clip it, step with ``lr``; returns the gradient's norm before both.
+    def apply(self, lr: float, grad_scale: float = 1.0, limit: float | None = None) -> float:
+        """Scale the gradient, clip it to ``limit`` (None: DeepSpeed's), step with ``lr``; returns its norm before both.
 
         A gradient is scaled by the loss scale that DeepSpeed divides by before it clips: the official way to do so
         for every ZeRO stage, and the only one that never gathers a gradient.
         """
         set_lr(self.engine.optimizer, lr)
-        self.engine.optimizer.override_loss_scale(1.0 / grad_scale)
+        optimizer = self.engine.optimizer
+        usual_limit = optimizer.clip_grad
+        optimizer.override_loss_scale(1.0 / grad_scale)
+        optimizer.clip_grad = usual_limit if limit is None else limit
         try:
             self.engine.step()
         finally:
-            self.engine.optimizer.override_loss_scale(1.0)
+            optimizer.override_loss_scale(1.0)
+            optimizer.clip_grad = usual_limit
         return float(self.engine.get_global_grad_norm()) / grad_scale
 
 
@@ -93,7 +106,9 @@ class DeepSpeedPolicyUpdate(PolicyUpdate):
         self._deepspeed.backward(loss, last)
 
     def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
-        grad_norm = self._deepspeed.apply(lr * scales.update_scale, scales.grad_scale)
+        limit = self.config.optim.max_grad_norm
+        limit = None if limit is None else clip_limit(limit, scales, self.config.optim)
+        grad_norm = self._deepspeed.apply(lr * scales.update_scale, scales.grad_scale, limit)
         return _finite(grad_norm, "the policy gradient", mini)
 
 
@@ -135,11 +150,16 @@ def critic_values(engine: Any, micro: Batch) -> Tensor:
 def _train(
     update: Any, optim: OptimConfig, base: float, warmup: float, minis: Iterable[Batch], **steps: int
 ) -> Means:
-    """An optimizer step on each of ``minis``, at the rates of steps ``done``, ``done`` + 1, .. of ``total``."""
+    """An optimizer step on each of ``minis``, at the rates of steps ``done``, ``done`` + 1, .. of ``total``.
+
+    The actor's end early at ``update.target_kl``: that KL is summed over all ranks, so all of them end.
+    """
     means = Means()
     for number, mini in enumerate(minis):
         lr = learning_rate(optim, base, warmup, steps["done"] + number, steps["total"])
         update.step(mini, lr, means)
+        if isinstance(update, PolicyUpdate) and past_target_kl(update.config, means):
+            break
     return means
 
 

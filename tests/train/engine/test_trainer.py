@@ -74,6 +74,24 @@ def test_one_seed_gives_one_run_and_another_seed_another(tmp_path: Path) -> None
     assert first.metrics.read_bytes() != other.metrics.read_bytes()
 
 
+def test_target_kl_ends_the_actors_steps_on_a_batch(tmp_path: Path) -> None:
+    """A limit that any change is above: the first mini-batch is on policy and passes, the second one ends it."""
+    settings = {"update__epochs": 2, "update__mini_batch_size": 4, "optim__lr": 1e-2, "loss__kl_coef": 0.0}
+    kept, _ = train_short(tmp_path / "kept", **settings)
+    cut, _ = train_short(tmp_path / "cut", **settings, update__target_kl=1e-12)
+    free, limited = read_metrics(kept.metrics)[1], read_metrics(cut.metrics)[1]
+    assert limited["loss/policy_updates"] == 2 < free["loss/policy_updates"]
+    assert limited["loss/value"] == free["loss/value"]  # the critic goes on
+
+
+def test_patience_ends_a_collapsed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    curve = iter([0.8, 0.3, 0.5, 0.39, 0.3, 0.9])
+    monkeypatch.setattr(LocalEngine, "evaluate", lambda *_, **__: {"eval/success": next(curve)})
+    run_dir, summary = train_short(tmp_path / "run", update__steps=9, eval__every=1, eval__patience=2)
+    assert summary["steps"] == 4 and summary["final_success"] == 0.3 and summary["best_success"] == 0.8
+    assert (run_dir.checkpoints / "step_000004").is_dir()
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"rollout__max_staleness": 2, "update__epochs": 2}], ids=["", "stale"]
 )

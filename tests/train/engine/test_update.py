@@ -14,7 +14,7 @@ from sorl_train.batch import Batch, collate
 from sorl_train.config import ModelConfig, TrainConfig
 from sorl_train.losses import get_algorithm
 from sorl_train.models import load_policy, load_tokenizer
-from sorl_train.update import Means, NonFiniteError, PolicyUpdate, learning_rate
+from sorl_train.update import Means, NonFiniteError, PolicyUpdate, learning_rate, past_target_kl
 
 from .conftest import short_config
 from .test_sampler import roll
@@ -92,6 +92,28 @@ def test_normalization_comes_before_gradient_clipping(
     clipped_later, _ = step(tiny_folder, batch, short_config(**base, **{"optim.max_grad_norm": limit}))
     assert metrics["loss/normalizer"] <= 0.01
     torch.testing.assert_close(free, clipped_later)
+
+
+def test_clipping_before_normalization_leaves_a_product_of_both(
+    tiny_folder: str, trajectories: list[Trajectory]
+) -> None:
+    """clip(g) f: with a limit of half the gradient's norm, half of what normalization alone leaves."""
+    batch = off_policy(collate(trajectories), spread=2.0)
+    base = {"loss.clip_bias_target": "gradient", "loss.clip_bias_delta": 100.0}
+    start = torch.cat([p.detach().flatten() for p in load_policy(tiny_folder, ModelConfig()).parameters()])
+    free, metrics = step(tiny_folder, batch, short_config(**base, **{"optim.max_grad_norm": None}))
+    first = {"optim.max_grad_norm": metrics["loss/grad_norm"] / 2, "optim.clip_before_normalization": True}
+    clipped, _ = step(tiny_folder, batch, short_config(**base, **first))
+    assert float((clipped - start).norm() / (free - start).norm()) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_past_target_kl_is_the_newest_mini_batch() -> None:
+    means = Means()
+    means.add(approx_kl=0.5)
+    assert not past_target_kl(short_config(), means)  # off by default
+    assert past_target_kl(short_config(**{"update.target_kl": 0.4}), means)
+    means.add(approx_kl=0.1)
+    assert not past_target_kl(short_config(**{"update.target_kl": 0.4}), means)
 
 
 def test_excluded_trajectories_leave_no_trace(tiny_folder: str, trajectories: list[Trajectory]) -> None:

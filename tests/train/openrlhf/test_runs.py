@@ -128,11 +128,35 @@ def test_a_killed_worker_ends_the_run_and_it_resumes(victim: str, tmp_path: Path
     _, stderr = process.communicate(timeout=90)
     assert time.monotonic() - started < 60
     assert process.returncode == 1
+    wait_until_nothing_is_left(run_dir)
     assert " died" in stderr and f"sorl-train --resume --run_dir {run_dir}" in stderr, stderr
     saved = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
     done = train(run_dir, "--resume", update__steps=saved + 1, checkpoint__every=1)
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(run_dir)] == list(range(saved + 2))
+
+
+def processes_of(run_dir: Path) -> list[tuple[int, str]]:
+    """Process ids and titles of all that this run started."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                environment = (folder / "environ").read_text(errors="replace")
+                title = (folder / "cmdline").read_text()
+            except OSError:
+                continue
+            if f"SORL_RUN_DIR={run_dir}\0" in environment:
+                found.append((int(folder.name), title))
+    return found
+
+
+def wait_until_nothing_is_left(run_dir: Path) -> None:
+    """vLLM's engine is a process of its own below the worker that was killed, and holds the memory."""
+    deadline = time.monotonic() + 30
+    while left := processes_of(run_dir):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
 
 
 def kill_when_training(run_dir: Path, name: str, process: subprocess.Popen[str]) -> None:
@@ -148,16 +172,9 @@ def kill_when_training(run_dir: Path, name: str, process: subprocess.Popen[str])
         "RolloutWorker": ("ray::RolloutWorker", "ray::RolloutRayActor"),
         "PolicyWorker": ("ray::PolicyWorker", "ray::PolicyModelActor"),
     }
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            title = (folder / "cmdline").read_text()
-            environment = (folder / "environ").read_text(errors="replace")
-        except OSError:
-            continue
-        if title.startswith(names[base]) and f"SORL_RUN_DIR={run_dir}" in environment:
-            os.kill(int(folder.name), signal.SIGKILL)
+    for process_id, title in processes_of(run_dir):
+        if title.startswith(names[base]):
+            os.kill(process_id, signal.SIGKILL)
             return
     raise AssertionError(f"no process {name} of {run_dir}")
 
