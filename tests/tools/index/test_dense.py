@@ -1,0 +1,258 @@
+"""Vectors, flat and compressed, and the fusion with BM25, with a real embedding model of random weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_tools.corpus import Passage
+from sorl_tools.index import dense_build, open_index
+from sorl_tools.index.build import DenseOptions, HybridOptions, build
+from sorl_tools.index.hybrid import fuse
+from sorl_tools.index.journal import Journal
+from sorl_tools.index.verify import check_recall
+
+from .conftest import made_up, write_jsonl
+
+faiss = pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
+pytest.importorskip("sentence_transformers", reason="needs pip install 'sorl[search]'")
+
+from sorl_tools.index.encoder import Encoder, Prefixes, known_prefixes  # noqa: E402
+from sorl_tools.index.faiss_kinds import FlatVectors, factory_string  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def passages() -> list[Passage]:
+    filled = [p for p in made_up(420) if len(p.text.split()) > 6][:300]
+    return [*filled, *filled[:10]]  # some twice, for ties
+
+
+@pytest.fixture(scope="module")
+def corpus(passages: list[Passage], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("corpus") / "c.jsonl", passages)
+
+
+def test_flat_is_exact_and_breaks_ties_in_corpus_order(
+    corpus: Path, passages: list[Passage], tiny_model: Path, tmp_path: Path
+) -> None:
+    manifest = build([corpus], tmp_path / "index", "dense", dense=DenseOptions(model=str(tiny_model)))
+    index = open_index(tmp_path / "index")
+    encoder = Encoder(str(tiny_model))
+    vectors = encoder.passages(passages, 64)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+    queries = [f"{p.title}\n{p.text}" for p in passages[:20]]
+    scores = encoder.queries(queries).astype(np.float64) @ vectors.astype(np.float64).T
+    for row, hits in zip(scores, index.search(queries, 5), strict=True):
+        assert [hit.score for hit in hits] == pytest.approx(sorted(row, reverse=True)[:5], abs=1e-5)
+    first = index.search(queries[:1], 2)[0]
+    assert [hit.passage for hit in first] == [passages[0], passages[300]]
+    assert first[0].score == first[1].score == pytest.approx(1, abs=1e-5)
+    assert manifest.parameters["dense"]["dim"] == 32
+    assert index.search([], 3) == []
+    assert len(index.search(["x", "\ud800", ""], 1000)[1]) == len(passages)
+    with pytest.raises(UserError, match="top_k=0"):
+        index.search(["x"], 0)
+    with ThreadPoolExecutor(4) as pool:
+        again = list(pool.map(lambda _: index.search(queries, 5), range(8)))
+    assert all(one == again[0] for one in again)
+    index.close()
+
+
+@pytest.mark.parametrize("kind", ["fp16", "sq8", "sq4", "hnsw", "OPQ8,PQ8x4", "IVF4,SQ8"])
+def test_compressed_kinds_find_what_flat_finds(
+    corpus: Path, passages: list[Passage], tiny_model: Path, tmp_path: Path, kind: str
+) -> None:
+    options = DenseOptions(model=str(tiny_model), faiss=kind, keep_vectors=True)
+    manifest = build([corpus], tmp_path / "index", "dense", dense=options)
+    index = open_index(tmp_path / "index")
+    exact = FlatVectors(tmp_path / "index" / "dense" / "vectors.npy")
+    queries = Encoder(str(tiny_model)).queries([p.text for p in passages[:100]])
+    wanted = [set(places.tolist()) for places, _ in exact.search(queries, 10)]
+    found = [{place for place, _ in one} for one in index.rank_vectors(queries, 10)]  # type: ignore[attr-defined]
+    overlap = sum(len(a & b) for a, b in zip(wanted, found, strict=True)) / 1000
+    assert overlap > {"OPQ8,PQ8x4": 0.3, "sq4": 0.6}.get(kind, 0.85)
+    assert check_recall(index, tmp_path / "index", 100).passed or kind in ("OPQ8,PQ8x4", "sq4")
+    assert manifest.hash == build([corpus], tmp_path / "again", "dense", dense=options).hash
+    index.close()
+
+
+def test_a_stopped_embedding_goes_on_and_ends_the_same(
+    corpus: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense_build, "CHUNK", 64)
+    options = DenseOptions(model=str(tiny_model), faiss="sq8")
+    whole = build([corpus], tmp_path / "whole", "dense", dense=options)
+    add = Journal.add
+    embedded: list[int] = []
+
+    def stop(self: Journal, record: dict[str, object]) -> None:
+        if record.get("stage") == "embedded":
+            if record["passages"] == 192 and not embedded:
+                raise KeyboardInterrupt
+            if embedded or record["passages"] != 192:
+                embedded.append(int(str(record["passages"])))
+        add(self, record)
+
+    monkeypatch.setattr(Journal, "add", stop)
+    embedded_first = embedded[:]
+    monkeypatch.setattr(Journal, "add", lambda self, record: _stop_at(add, self, record, 192))
+    with pytest.raises(KeyboardInterrupt):
+        build([corpus], tmp_path / "index", "dense", dense=options)
+    monkeypatch.setattr(Journal, "add", stop)
+    embedded.append(0)  # so that nothing stops it now
+    assert build([corpus], tmp_path / "index", "dense", dense=options).hash == whole.hash
+    assert embedded_first == [] and embedded[1:] == [192, 256, 310]
+
+
+def _stop_at(add: object, journal: Journal, record: dict[str, object], passages: int) -> None:
+    if record.get("stage") == "embedded" and record["passages"] == passages:
+        raise KeyboardInterrupt
+    add(journal, record)  # type: ignore[operator]
+
+
+def test_prefixes_reach_the_model(
+    corpus: Path, passages: list[Passage], tiny_model: Path, tmp_path: Path
+) -> None:
+    e5 = tmp_path / "e5-tiny-v2"
+    shutil.copytree(tiny_model, e5)
+    assert Encoder(str(tiny_model)).prefixes == Prefixes("", "")
+    by_name = Encoder(str(e5))
+    assert by_name.prefixes == Prefixes("query: ", "passage: ")
+    assert Encoder(str(e5), query_prefix="", passage_prefix="p").prefixes == Prefixes("", "p")
+    bare = Encoder(str(tiny_model))
+    np.testing.assert_allclose(by_name.queries(["who"]), bare.queries(["query: who"]), atol=1e-6)
+    prefixed = Passage("0", f"passage: {passages[0].title}", passages[0].text)
+    np.testing.assert_allclose(by_name.passages(passages[:1], 8), bare.passages([prefixed], 8), atol=1e-6)
+    settings = json.loads((e5 / "config_sentence_transformers.json").read_text())
+    settings["prompts"] = {"query": "Q: ", "document": "D: "}
+    (e5 / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    assert Encoder(str(e5)).prefixes == Prefixes("Q: ", "D: ")  # the model's own word counts most
+    options = DenseOptions(model=str(tiny_model), query_prefix="ask ", passage_prefix="doc ")
+    facts = build([corpus], tmp_path / "index", "dense", dense=options).parameters["dense"]
+    assert (facts["query_prefix"], facts["passage_prefix"]) == ("ask ", "doc ")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("intfloat/e5-base-v2", True),
+        ("intfloat/multilingual-e5-large", True),
+        ("/models/E5", True),
+        ("all-MiniLM-L6-v2", False),
+        ("someone/see5", False),
+        ("base5-x", False),
+    ],
+)
+def test_e5_is_known_by_name(name: str, known: bool) -> None:
+    import torch
+
+    assert known_prefixes(name, torch.nn.Linear(1, 1)) == (
+        Prefixes("query: ", "passage: ") if known else ("", "")
+    )
+
+
+def test_another_model_is_refused(corpus: Path, tiny_model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    out = tmp_path / "index"
+    build([corpus], out, "dense", dense=DenseOptions(model=str(tiny_model)))
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    shutil.copytree(tiny_model, moved)
+    open_index(out, model=str(moved)).close()  # the same weights, elsewhere
+    shutil.copytree(tiny_model, other)
+    (weights,) = other.rglob("model.safetensors")
+    tensors = load_file(weights)
+    name = next(name for name in tensors if name.endswith("word_embeddings.weight"))
+    tensors[name][0, 0] += 1e-3
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="the weights differ"):
+        open_index(out, model=str(other))
+    with pytest.raises(UserError, match="no such folder"):
+        open_index(out, model=str(tmp_path / "nowhere"))
+
+
+def test_hybrid_fuses_by_rank(
+    corpus: Path, passages: list[Passage], tiny_model: Path, tmp_path: Path
+) -> None:
+    assert fuse([[7, 3], [3, 5]], rrf_k=1) == [(3, 1 / 3 + 1 / 2), (7, 1 / 2), (5, 1 / 3)]
+    assert fuse([[4], [2]], rrf_k=60) == [(2, 1 / 61), (4, 1 / 61)]  # ties in the order of the corpus
+    options = DenseOptions(model=str(tiny_model))
+    hybrid = HybridOptions(rrf_k=10, depth=20)
+    build([corpus], tmp_path / "hybrid", "hybrid", dense=options, hybrid=hybrid)
+    build([corpus], tmp_path / "dense", "dense", dense=options)
+    build([corpus], tmp_path / "bm25")
+    both, vectors, words = (open_index(tmp_path / name) for name in ("hybrid", "dense", "bm25"))
+    queries = [p.text for p in passages[:30]]
+    ranked = zip(both.search(queries, 5), words.search(queries, 20), vectors.search(queries, 20), strict=True)
+    place = {(p.id, i >= 300): i for i, p in enumerate(passages)}
+    for hits, by_words, by_vectors in ranked:
+        scores: dict[str, float] = {}
+        for ranking in (by_words, by_vectors):
+            for rank, hit in enumerate(ranking, start=1):
+                if hit.passage.id not in {p.id for p in passages[:10]}:  # ids of those occur twice
+                    scores[hit.passage.id] = scores.get(hit.passage.id, 0) + 1 / (10 + rank)
+        for hit in hits:
+            if hit.passage.id in scores:
+                assert hit.score == pytest.approx(scores[hit.passage.id])
+        assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+    assert place
+    assert both.search(["?"], 3)[0]  # no word to search by: the vectors alone answer
+    for index in (both, vectors, words):
+        index.close()
+
+
+def test_vectors_made_elsewhere(
+    corpus: Path, passages: list[Passage], tiny_model: Path, tmp_path: Path
+) -> None:
+    vectors = Encoder(str(tiny_model)).passages(passages, 64)
+    np.save(tmp_path / "v.npy", vectors)
+    options = DenseOptions(model=str(tiny_model), vectors=tmp_path / "v.npy")
+    build([corpus], tmp_path / "index", "dense", dense=options)
+    np.testing.assert_array_equal(np.load(tmp_path / "index" / "dense" / "vectors.npy"), vectors)
+    for wrong in (vectors[1:], vectors.astype(np.float64), vectors[:, 1:]):
+        np.save(tmp_path / "v.npy", wrong)
+        with pytest.raises(UserError, match=r"310 passages and this model need float32 \(310, 32\)"):
+            build([corpus], tmp_path / "other", "dense", dense=options, restart=True)
+    (tmp_path / "v.npy").write_text("no array")
+    with pytest.raises(UserError, match=r"not a .npy file"):
+        build([corpus], tmp_path / "other", "dense", dense=options, restart=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (DenseOptions(), "needs --model"),
+        (DenseOptions(model="x", faiss="sq5"), r"--faiss 'sq5' is not known.* Did you mean"),
+        (DenseOptions(model="x", batch_size=0), "--batch_size 0"),
+        (DenseOptions(model="x", vectors=Path("nowhere.npy")), "--vectors nowhere.npy: no such file"),
+        (DenseOptions(model="./nowhere"), "--model ./nowhere: no such folder"),
+    ],
+)
+def test_options_that_cannot_be_met(
+    corpus: Path, tmp_path: Path, options: DenseOptions, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        build([corpus], tmp_path / "index", "dense", dense=options)
+
+
+def test_factories(corpus: Path, tiny_model: Path, tmp_path: Path) -> None:
+    assert factory_string("ivfpq", 384, 21_000_000) == "OPQ192,IVF16384,PQ192"
+    assert factory_string("pq", 768, 10) == "OPQ384,PQ384"
+    assert factory_string("IVF10,Flat", 8, 10) == "IVF10,Flat"
+    with pytest.raises(UserError, match="splits vectors into pairs"):
+        factory_string("pq", 3, 10)
+    for refused in ("NOPE", "IVF1000,Flat"):
+        with pytest.raises(UserError, match=f"--faiss {refused}: FAISS refuses 310 vectors of 32"):
+            build(
+                [corpus],
+                tmp_path / "index",
+                "dense",
+                dense=DenseOptions(model=str(tiny_model), faiss=refused),
+                restart=True,
+            )
