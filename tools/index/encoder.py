@@ -93,10 +93,17 @@ def _load(model: str, device: str | None) -> Any:
     path = Path(model).expanduser()
     if not path.is_dir() and (path.is_absolute() or model.startswith((".", "~"))):
         raise UserError(f"--model {model}: no such folder")
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # weights load in a moment
     try:
         return SentenceTransformer(str(path) if path.is_dir() else model, device=device)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"--model {model}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def known_prefixes(name: str, model: Any) -> Prefixes:
