@@ -85,29 +85,36 @@ def diagnose_ratios(
     by_turn = torch.zeros(TURNS, 2, dtype=torch.float64)
     by_class = torch.zeros(len(CLASSES), 2, dtype=torch.float64)
     quantiles = torch.zeros(len(QUANTILES), dtype=torch.float64)
-    high = clip_eps if clip_eps_high is None else clip_eps_high
     for row, level in enumerate(LEVELS):
         segments = Segments.of(level, loss_mask, turn_ids)
         token_ratio = segments.pick(log_probs, torch.float32) - segments.pick(old_log_probs, torch.float32)
         if not len(token_ratio):
             continue
-        ratio = (segments.total(token_ratio) / segments.sizes).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        ratio = segment_ratios(segments, token_ratio)
         filled = ratio if segments.lengths is None else ratio[segments.lengths > 0]
         weights[row] = torch.stack([torch.tensor(float(len(filled))), filled.sum(), filled.square().sum()])
         if level == "token":
             quantiles = torch.quantile(token_ratio.double(), torch.tensor(QUANTILES, dtype=torch.float64))
         if level == ratio_level:
             advantage = segments.pick(advantages, torch.float32)
-            spread = segments.spread(ratio)
-            clipped = ((advantage > 0) & (spread > 1.0 + high)) | (
-                (advantage < 0) & (spread < 1.0 - clip_eps)
-            )
+            clipped = clipped_tokens(segments.spread(ratio), advantage, clip_eps, clip_eps_high)
             turn = turn_ids.flatten().index_select(0, segments.positions).clamp(max=TURNS - 1)
             by_turn = _count(turn, clipped, TURNS)
             if token_classes is not None:
                 kind = token_classes.flatten().index_select(0, segments.positions).long()
                 by_class = _count(kind, clipped, len(CLASSES))
     return RatioDiagnostics(weights, by_turn, by_class, quantiles)
+
+
+def segment_ratios(segments: Segments, log_ratio: Tensor) -> Tensor:
+    """(N,) log-ratios of the loss tokens -> (S,) importance ratios of the segments, their geometric means."""
+    return (segments.total(log_ratio) / segments.sizes).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def clipped_tokens(ratio: Tensor, advantage: Tensor, clip_eps: float, clip_eps_high: float | None) -> Tensor:
+    """(N,) bool: the tokens that ``policy_loss`` clips, from their ratios (N,) in the loss and advantages (N,)."""
+    high = clip_eps if clip_eps_high is None else clip_eps_high
+    return ((advantage > 0) & (ratio > 1.0 + high)) | ((advantage < 0) & (ratio < 1.0 - clip_eps))
 
 
 def _count(bins: Tensor, clipped: Tensor, size: int) -> Tensor:

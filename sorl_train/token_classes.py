@@ -32,11 +32,12 @@ class TokenClassifier:
         for turn in trajectory.turns:
             ids = trajectory.token_ids[turn.start : turn.end].tolist()
             of_characters = classify_text(turn.text)
-            starts = token_starts(turn.text, [self._piece(token) for token in ids])
+            starts = token_starts(turn.text, [self.piece(token) for token in ids])
             classes[turn.start : turn.end] = [of_characters[start] for start in starts]
         return classes
 
-    def _piece(self, token: int) -> str:
+    def piece(self, token: int) -> str:
+        """The token's text by itself."""
         if token not in self._pieces:
             self._pieces[token] = self._tokenizer.decode([token])
         return self._pieces[token]

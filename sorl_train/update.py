@@ -188,13 +188,14 @@ class PolicyUpdate:
         self.config = config
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def step(self, mini: Batch, lr: float, means: Means) -> Tensor:
+    def step(self, mini: Batch, lr: float, means: Means) -> tuple[Tensor, Tensor]:
         """One optimizer step on ``mini``, whatever its micro-batches: loss, clipping bias, normalization, clipping.
 
-        Returns the log-probabilities (B, T) before the step. If ``mini`` comes without old ones, they are these.
+        Returns log-probabilities and entropies (B, T) before the step. If ``mini`` comes without old
+        log-probabilities, they are these.
         """
-        log_probs = torch.zeros(mini.loss_mask.shape)
-        bias, stats, bias_gradient = self._accumulate(mini, means, log_probs)
+        log_probs, entropies = torch.zeros(mini.loss_mask.shape), torch.zeros(mini.loss_mask.shape)
+        bias, stats, bias_gradient = self._accumulate(mini, means, log_probs, entropies)
         scales = self._normalization(bias, bias_gradient)
         grad_norm = self._apply(scales, lr, mini)
         means.add(
@@ -209,7 +210,7 @@ class PolicyUpdate:
             **stats.metrics(),
             **self._diagnose(mini, log_probs).metrics(),
         )
-        return log_probs
+        return log_probs, entropies
 
     def _diagnose(self, mini: Batch, log_probs: Tensor) -> RatioDiagnostics:
         assert mini.advantages is not None
@@ -256,9 +257,9 @@ class PolicyUpdate:
         return grad_norm
 
     def _accumulate(
-        self, mini: Batch, means: Means, log_probs: Tensor
+        self, mini: Batch, means: Means, log_probs: Tensor, entropies: Tensor
     ) -> tuple[ClipBias, LossStats, list[Tensor] | None]:
-        """Gradients of all micro-batches, with the denominator of the whole mini-batch; fills ``log_probs`` in."""
+        """Gradients of all micro-batches, with the whole mini-batch's denominator; fills both (B, T) arguments in."""
         loss_config = self.config.loss
         (denominator,) = sum_over_ranks(float(loss_denominator(mini.loss_mask, loss_config.aggregation)))
         bias: ClipBias | None = None
@@ -292,6 +293,7 @@ class PolicyUpdate:
             )
             how = {"aggregation": loss_config.aggregation, "denominator": denominator}
             assert token_stats.entropy is not None
+            entropies[index, : own.shape[1]] = token_stats.entropy.detach().float().cpu()
             entropy = aggregate(token_stats.entropy, micro.loss_mask, **how)  # type: ignore[arg-type]
             loss = output.loss
             if loss_config.entropy_coef:  # a weight of 0 would still cost the entropy's backward pass

@@ -38,6 +38,8 @@ from sorl_train.models import (
 from sorl_train.run_dir import RunDir
 from sorl_train.summary import Summary
 from sorl_train.token_classes import TokenClassifier
+from sorl_train.token_records import token_records
+from sorl_train.token_stats_io import write_token_records
 from sorl_train.update import (
     CriticUpdate,
     Means,
@@ -212,6 +214,7 @@ class LocalEngine:
         total = per_step * config.update.steps
         optim = config.optim
         train_policy = step > config.update.critic_warmup_steps
+        seen: dict[str, tuple[Tensor, Tensor]] = {}  # log-probabilities and entropies at the last visit
         self.policy.train()
         with self._stage("update", len(batches)) as advance:
             for number, mini in enumerate(batches):
@@ -221,11 +224,16 @@ class LocalEngine:
                     self.critic_update.step(mini, lr, means)
                 if train_policy:
                     lr = learning_rate(optim, optim.lr, optim.warmup_ratio, done, total)
-                    log_probs = self.policy_update.step(mini, lr, means)
+                    log_probs, entropies = self.policy_update.step(mini, lr, means)
+                    if self.is_saved(step):
+                        seen |= zip(mini.ids, zip(log_probs, entropies, strict=True), strict=True)
                     if self.on_policy:
                         batch = mini.with_fields(old_log_probs=log_probs)
                     train_policy = not past_target_kl(config, means)
                 advance(1)
+        if seen:
+            records = token_records(batch, seen, self.algorithm, config.loss, self.classify.piece)
+            write_token_records(self.run_dir.trajectories / f"step_{step:06d}.tokens.jsonl.gz", records)
         return means.result() | batch_metrics(batch)
 
     def evaluate(self, step: int, limit: int, *, search_off: bool = False) -> dict[str, float]:
@@ -266,9 +274,13 @@ class LocalEngine:
         timings["time/rollout_tokens_per_s"] = tokens / max(timings.get("time/rollout_s", 0.0), 1e-9)
         return timings | tool_timings(trajectories)
 
-    def save_trajectories(self, step: int, trajectories: list[Trajectory]) -> None:
+    def is_saved(self, step: int) -> bool:
+        """Whether the step's trajectories are kept on disk."""
         every = self.config.rollout.save_every
-        if step in (1, self.config.update.steps) or (every and step % every == 0):
+        return step in (1, self.config.update.steps) or bool(every and step % every == 0)
+
+    def save_trajectories(self, step: int, trajectories: list[Trajectory]) -> None:
+        if self.is_saved(step):
             write_jsonl(self.run_dir.trajectories / f"step_{step:06d}.jsonl", trajectories)
 
     def save(self) -> Path:

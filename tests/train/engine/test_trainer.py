@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import random
 import signal
@@ -26,6 +27,7 @@ from sorl_train.engines.local import trainer
 from sorl_train.engines.local.engine import LocalEngine
 from sorl_train.losses import ALGORITHMS
 from sorl_train.metrics_log import read_jsonl as read_metrics
+from sorl_train.token_stats_io import iter_token_records, sidecar_of
 
 from .conftest import SHORT, QuietDisplay, short_config, train_short
 
@@ -72,6 +74,40 @@ def test_one_seed_gives_one_run_and_another_seed_another(tmp_path: Path) -> None
     other, _ = train_short(tmp_path / "c", seed=1)
     assert first.metrics.read_bytes() == second.metrics.read_bytes()
     assert first.metrics.read_bytes() != other.metrics.read_bytes()
+
+
+@pytest.mark.parametrize("algo", ["ppo", "so_ppo"])
+def test_a_saved_step_tells_what_the_loss_made_of_each_token(algo: str, tmp_path: Path) -> None:
+    settings = {
+        "update__epochs": 2,
+        "update__mini_batch_size": 4,
+        "optim__lr": 1e-2,
+        "optim__warmup_ratio": 0.0,
+    }
+    run_dir, _ = train_short(tmp_path / "run", algo=algo, **settings)
+    saved = (
+        run_dir.trajectories / "step_000002.jsonl"
+    )  # in step 1 the critic knows nothing, and no advantage is negative
+    sidecar = sidecar_of(saved)
+    assert sidecar is not None
+    trajectories = {t.id: t for t in read_jsonl(saved)}
+    records = list(iter_token_records(sidecar))
+    assert {r.id for r in records} == set(trajectories)
+    for record in records:
+        trajectory = trajectories[record.id]
+        assert len(record.tokens) == trajectory.num_action_tokens
+        assert list(record.turn) == trajectory.turn_ids[trajectory.action_mask].tolist()
+        for turn in trajectory.turns:
+            mine = [i for i, of in enumerate(record.turn) if of == turn.index]
+            mean = sum(record.log_ratio[i] for i in mine) / len(mine)
+            for i in mine:
+                expected = mean if algo == "so_ppo" else record.log_ratio[i]
+                assert record.ratio[i] == pytest.approx(math.exp(expected), abs=2e-3)
+                below, above = record.ratio[i] < 0.8 - 1e-4, record.ratio[i] > 1.2 + 1e-4
+                clips = (below and record.advantage[i] < 0) or (above and record.advantage[i] > 0)
+                assert clips <= record.clipped[i]
+    assert any(any(record.clipped) for record in records)
+    assert all(entropy > 0 for record in records for entropy in record.entropy)
 
 
 def test_target_kl_ends_the_actors_steps_on_a_batch(tmp_path: Path) -> None:
