@@ -24,8 +24,8 @@ from typing import Any
 
 def request_bytes(queries: list[str], top_k: int, scores: bool = True) -> bytes:
     body = json.dumps({"queries": queries, "topk": top_k, "return_scores": scores}).encode()
-    head = f"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+    lines = ["POST /retrieve HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
 class Load:
@@ -96,7 +96,10 @@ class Connection(asyncio.Protocol):
 
 async def run(load: Load, host: str, port: int, connections: int, pause_s: float) -> None:
     loop = asyncio.get_running_loop()
-    made = [await loop.create_connection(lambda: Connection(load, pause_s), host, port) for _ in range(connections)]
+    made = [
+        await loop.create_connection(lambda: Connection(load, pause_s), host, port)
+        for _ in range(connections)
+    ]
     await asyncio.gather(*(protocol.finished for _, protocol in made))
 
 
@@ -109,12 +112,17 @@ def plan(texts: list[str], sizes: list[int], top_k: int) -> Iterator[tuple[bytes
     """Requests for ever, of the given sizes by turns, over all questions in a shuffled order."""
     texts = random.Random(0).sample(texts, len(texts))
     endless = itertools.cycle(texts)
-    chosen = [[next(endless) for _ in range(size)] for _, size in zip(range(4096), itertools.cycle(sizes), strict=False)]
+    chosen = [
+        [next(endless) for _ in range(size)]
+        for _, size in zip(range(4096), itertools.cycle(sizes), strict=False)
+    ]
     return itertools.cycle([(request_bytes(queries, top_k), len(queries)) for queries in chosen])
 
 
 def percentile(sorted_values: list[float], share: float) -> float:
-    return sorted_values[min(len(sorted_values) - 1, int(share * len(sorted_values)))] if sorted_values else 0.0
+    return (
+        sorted_values[min(len(sorted_values) - 1, int(share * len(sorted_values)))] if sorted_values else 0.0
+    )
 
 
 def main() -> int:
@@ -123,10 +131,14 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--questions", type=Path, required=True, help=".jsonl.gz with a question a row")
     parser.add_argument("--connections", type=int, default=64)
-    parser.add_argument("--queries", type=int, nargs="+", default=[8], help="a request; several sizes take turns")
+    parser.add_argument(
+        "--queries", type=int, nargs="+", default=[8], help="a request; several sizes take turns"
+    )
     parser.add_argument("--top_k", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--pause_s", type=float, default=0.0, help="of a client between two requests, on average")
+    parser.add_argument(
+        "--pause_s", type=float, default=0.0, help="of a client between two requests, on average"
+    )
     args = parser.parse_args()
     try:
         import uvloop

@@ -6,25 +6,16 @@ lines ``Doc 1 (Title): text``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
-from sorl_env.tool import ToolReply, ToolUnavailableError
+from sorl_env.tool import ToolReply
 from sorl_tools.bm25_index import build_index, hash_passages, open_index, tokenize
 from sorl_tools.corpus import Passage, format_passages, read_corpus
-
-if TYPE_CHECKING:
-    import httpx
-
-DESCRIPTION = "Search an encyclopedia-like corpus; returns the passages that fit the query best."
-SCHEMA: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {"query": {"type": "string", "description": "keywords or a question"}},
-    "required": ["query"],
-}
+from sorl_tools.http_search import DESCRIPTION, SCHEMA, HttpSearch
 
 
 def search_tool(settings: ToolSettings, sample: Path) -> BM25Search | HttpSearch:
@@ -114,83 +105,3 @@ class BM25Search:
     def call_batch(self, arguments: Sequence[str]) -> list[ToolReply]:
         """Search for several queries."""
         return [self(query) for query in arguments]
-
-
-class HttpSearch:
-    """A retrieval server: ``POST {"queries": [..], "topk": k, "return_scores": true}`` to its ``/retrieve``.
-
-    The connections are pooled and shared by threads. There is no coroutine version on purpose: an asynchronous pool
-    belongs to one event loop, and a trainer starts many; the toolbox awaits this tool in threads.
-
-    Args:
-        url: of the server; ``/retrieve`` is added where it has no path.
-        timeout_s: for one attempt.
-
-    Raises:
-        UserError: ``url`` is not an http or https address.
-        ToolUnavailableError: when called: no connection, time-out, 5xx, 408, 429, or a reply that breaks the protocol.
-        ValueError: when called: another 4xx, so the request or the address is wrong.
-    """
-
-    name = "search"
-    description = DESCRIPTION
-    schema = SCHEMA
-    inline = False
-
-    def __init__(self, url: str, top_k: int = 3, timeout_s: float = 30.0) -> None:
-        import httpx  # here, so that tasks that search in process do not pay for it
-
-        try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL as error:
-            raise UserError(f"search_url={url!r}: {error}") from error
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise UserError(f"search_url={url!r}: give an address such as http://127.0.0.1:8000/retrieve")
-        self.url = self.fingerprint = str(
-            parsed.copy_with(path="/retrieve") if parsed.path in ("", "/") else parsed
-        )
-        self.top_k = top_k
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        timeout = httpx.Timeout(timeout_s, connect=min(5.0, timeout_s))
-        self._client = httpx.Client(timeout=timeout, limits=limits)
-
-    def __call__(self, query: str) -> ToolReply:
-        """Search once."""
-        return self.call_batch([query])[0]
-
-    def call_batch(self, arguments: Sequence[str]) -> list[ToolReply]:
-        """Search for several queries in one request."""
-        import httpx
-
-        payload = {"queries": list(arguments), "topk": self.top_k, "return_scores": True}
-        try:
-            response = self._client.post(self.url, json=payload)
-        except httpx.TransportError as error:
-            raise ToolUnavailableError(f"{self.url}: {type(error).__name__}: {error}") from error
-        _check_status(response)
-        try:
-            results = response.json()["result"]
-            found = [[Passage.from_row(hit["document"]) for hit in hits] for hits in results]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ToolUnavailableError(f"{self.url} breaks the protocol: {_quote(response)}") from error
-        if len(found) != len(arguments):
-            raise ToolUnavailableError(f"{self.url} sent {len(found)} results for {len(arguments)} queries")
-        return [format_passages(passages) for passages in found]
-
-    def close(self) -> None:
-        """Close the pooled connections."""
-        self._client.close()
-
-
-def _check_status(response: httpx.Response) -> None:
-    status = response.status_code
-    if status >= 500 or status in (408, 429):
-        raise ToolUnavailableError(f"{response.url} answered {status}: {_quote(response)}")
-    if not response.is_success:
-        raise ValueError(
-            f"{response.url} answered {status}: {_quote(response)}; is search_url its /retrieve?"
-        )
-
-
-def _quote(response: httpx.Response) -> str:
-    return repr(response.text[:200])

@@ -15,7 +15,7 @@ import pytest
 from sorl_env.errors import UserError
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
-from sorl_tools.search import HttpSearch
+from sorl_tools.http_search import HttpSearch
 
 Respond = Callable[[dict[str, Any]], tuple[int, bytes]]
 
@@ -30,6 +30,11 @@ def passages(request: dict[str, Any]) -> tuple[int, bytes]:
         for query in request["queries"]
     ]
     return 200, json.dumps({"result": result}).encode()
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # connections that come at a time; with 5, the sixth waits a second
 
 
 class Server:
@@ -60,8 +65,7 @@ class Server:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Listener(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/retrieve"
         threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -106,7 +107,11 @@ class App:
         if scope["method"] not in (method, "HEAD" if method == "GET" else method):
             raise RequestError(405, f"{path} takes {method}")
         if path == "/health":
-            return _Reply(encode_json({"status": "ok", "ready": self._batcher.ready, **self._facts()}))
+            return _Reply(
+                encode_json(
+                    {"status": "ok", "ready": self._batcher.ready, "pid": os.getpid(), **self._facts()}
+                )
+            )
         if path == "/ready":
             ready = self._batcher.ready
             return _Reply(encode_json({"ready": ready}), 200 if ready else 503)

@@ -94,7 +94,9 @@ class IndexBackend:
 def check_source(path: Path) -> None:
     """Raise UserError unless ``path`` looks like something to serve; opens nothing."""
     if not path.exists():
-        raise UserError(f"{path}: no such index or corpus; build an index with: sorl-index build CORPUS --out DIR")
+        raise UserError(
+            f"{path}: no such index or corpus; build an index with: sorl-index build CORPUS --out DIR"
+        )
     if path.is_file() and not path.name.endswith(SUFFIXES):
         raise UserError(f"{path}: cannot serve this file; give an index folder or a {' or '.join(SUFFIXES)}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import ipaddress
-import logging
 import socket
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_tools.serve.logs import set_up_logging
 
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C
 _NEEDED = ("msgspec", "numba", "prometheus_client", "uvicorn")
@@ -26,11 +26,12 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "source",
         metavar="INDEX_OR_CORPUS",
+        type=Path,
         help="a folder that sorl-index has built, or a .jsonl or .jsonl.gz corpus",
     )
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    add("--port", type=_port, default=8000, help="0 takes a free one (default: 8000)")
     add(
         "--workers",
         type=_positive,
@@ -96,6 +97,13 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="longest wait in the queue (default: 30)",
     )
     add(
+        "--body-timeout-s",
+        "--body_timeout_s",
+        type=_seconds,
+        default=10.0,
+        help="for a request's body to arrive (default: 10)",
+    )
+    add(
         "--drain-s",
         "--drain_s",
         type=_seconds,
@@ -112,6 +120,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port: give 0 to 65535")
+    return value
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < 86400:
@@ -122,7 +137,7 @@ def _seconds(text: str) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     args = _parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="sorl-serve: %(message)s")
+    set_up_logging()
     try:
         return _serve(args)
     except UserError as error:
@@ -141,7 +156,7 @@ def _serve(args: argparse.Namespace) -> int:
     from sorl_tools.serve.server import ServeSettings, bind, serve
     from sorl_tools.serve.workers import Workers
 
-    source = args.source.expanduser() if isinstance(args.source, Path) else Path(args.source).expanduser()
+    source = args.source.expanduser()
     check_source(source)
     settings = ServeSettings(
         source=source,
@@ -160,6 +175,7 @@ def _serve(args: argparse.Namespace) -> int:
         max_waiting=args.max_waiting,
         max_connections=args.max_connections,
         timeout_s=args.timeout_s,
+        body_timeout_s=args.body_timeout_s,
         drain_s=args.drain_s,
     )
     if settings.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):

@@ -34,6 +34,7 @@ class ServeSettings:
         port: 0 takes a free one.
         max_batch, max_waiting: queries of one search, and in the queue.
         timeout_s: a request that has waited longer for its search is turned away.
+        body_timeout_s: for the whole body of a request to arrive.
         drain_s: time for requests in flight once the server is told to end.
     """
 
@@ -47,6 +48,7 @@ class ServeSettings:
     max_waiting: int = 16384
     max_connections: int = 4096
     timeout_s: float = 30.0
+    body_timeout_s: float = 10.0
     drain_s: float = 30.0
 
 
@@ -118,8 +120,9 @@ def serve(
         timeout_s=settings.timeout_s,
         on_ready=backend_opened,
     )
+    app = App(batcher, metrics, settings.limits, token=settings.token, body_timeout_s=settings.body_timeout_s)
     config = uvicorn.Config(
-        App(batcher, metrics, settings.limits, token=settings.token),
+        app,
         lifespan="off",
         log_config=None,
         access_log=False,

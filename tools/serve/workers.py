@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_tools.serve.logs import set_up_logging
 from sorl_tools.serve.server import ServeSettings, bind, serve
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class Workers:
 
 def _work(settings: ServeSettings, port: int, warm_first: bool, ready: Any) -> None:
     """The life of one worker process."""
-    logging.basicConfig(level=logging.WARNING, format="sorl-serve: %(message)s")
+    set_up_logging()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         serve(

@@ -1,0 +1,104 @@
+"""Requests and replies, without a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from sorl_tools.corpus import Passage
+from sorl_tools.serve.protocol import RequestError, RequestLimits, encode_result, parse_request
+
+LIMITS = RequestLimits(max_queries=3, max_query_chars=5, max_top_k=10, default_top_k=4)
+EXCHANGES = json.loads((Path(__file__).parent / "data" / "search_r1_exchanges.json").read_text("utf-8"))
+
+
+class Found(NamedTuple):
+    passage: Passage
+    score: float
+
+
+def parse(**fields: Any) -> tuple[tuple[str, ...], int, bool]:
+    request = parse_request(json.dumps(fields).encode(), LIMITS)
+    return request.queries, request.top_k, request.return_scores
+
+
+def test_what_a_request_says() -> None:
+    assert parse(queries=["a", "b"], topk=2, return_scores=True) == (("a", "b"), 2, True)
+    assert parse(queries=["a"], unknown={"x": 1}) == (("a",), 4, False)
+    assert parse(queries=["a"], topk=None) == parse(queries=["a"], topk=0) == (("a",), 4, False)
+    assert parse(queries=[]) == ((), 4, False)
+    assert parse(queries=["", "   "])[0] == ("", "   ")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"", 400, "not JSON"),
+        (b"{", 400, "not JSON"),
+        (b'{"queries": ["\xff\xfe"]}', 400, "not JSON"),
+        (b'{"queries": ["\\ud800"]}', 400, "not JSON"),
+        (b'{"queries": ["a"], "topk": NaN}', 400, "not JSON"),
+        (b'{"queries": ["a"], "topk": Infinity}', 400, "not JSON"),
+        (b'{"queries": ["a"], "topk": ' + b"9" * 10_000 + b"}", 4, "."),
+        (b"[" * 100_000, 4, "."),
+        (b'{"queries": ' + b"[" * 100_000, 4, "."),
+        (b'{"x": ' * 100_000, 4, "."),
+        (b"null", 422, "Expected `object`"),
+        (b'["a"]', 422, "Expected `object`"),
+        (b"{}", 422, "missing required field `queries`"),
+        (b'{"query": "a"}', 422, "missing required field `queries`"),
+        (b'{"queries": "a"}', 422, "Expected `array`, got `str`"),
+        (b'{"queries": null}', 422, "Expected `array`"),
+        (b'{"queries": [1]}', 422, r"queries\[0\]"),
+        (b'{"queries": ["a", null]}', 422, r"queries\[1\]"),
+        (b'{"queries": ["a"], "topk": "3"}', 422, "topk"),
+        (b'{"queries": ["a"], "topk": true}', 422, "topk"),
+        (b'{"queries": ["a"], "topk": 2.5}', 422, "topk"),
+        (b'{"queries": ["a"], "topk": 1e400}', 4, "."),
+        (b'{"queries": ["a"], "topk": -1}', 422, "topk=-1: give 1 to 10"),
+        (b'{"queries": ["a"], "topk": 11}', 422, "topk=11: give 1 to 10"),
+        (b'{"queries": ["a"], "topk": 1000000000000}', 422, "give 1 to 10"),
+        (b'{"queries": ["a"], "return_scores": "yes"}', 422, "return_scores"),
+        (b'{"queries": ["a", "b", "c", "d"]}', 422, "4 queries in one request, at most 3: split it"),
+        (b'{"queries": ["a", "sixsix"]}', 422, r"queries\[1\] has 6 characters, at most 5"),
+    ],
+)
+def test_what_is_no_request(body: bytes, status: int, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        parse_request(body, LIMITS)
+    assert caught.value.status == status or (status == 4 and caught.value.status in (400, 422))
+    assert len(str(caught.value)) < 500
+
+
+def test_replies() -> None:
+    hits = [Found(Passage("7", "A title", "a text"), 1.5), Found(Passage("8", "", "no title"), 0.25)]
+    scored = json.loads(encode_result([hits, []], scores=True))
+    assert scored == {
+        "result": [
+            [
+                {"document": {"id": "7", "contents": '"A title"\na text'}, "score": 1.5},
+                {"document": {"id": "8", "contents": "no title"}, "score": 0.25},
+            ],
+            [],
+        ]
+    }
+    bare = json.loads(encode_result([hits, []], scores=False))
+    assert bare == {"result": [[hit["document"] for hit in hits] for hits in scored["result"]]}
+    for hit, sent in zip(hits, scored["result"][0], strict=True):
+        assert Passage.from_row(sent["document"]) == hit.passage
+
+
+def test_recorded_exchanges_are_requests_to_us() -> None:
+    for exchange in EXCHANGES["exchanges"]:
+        request = parse_request(json.dumps(exchange["request"]).encode(), RequestLimits())
+        assert len(request.queries) == len(exchange["reply"]["result"])
+
+
+@pytest.mark.parametrize("mutate", [lambda b: b[:-1], lambda b: b[1:], lambda b: b + b"}"])
+def test_any_cut_of_a_request_is_refused(mutate: Callable[[bytes], bytes]) -> None:
+    with pytest.raises(RequestError):
+        parse_request(mutate(b'{"queries": ["a"], "topk": 3}'), LIMITS)

@@ -1,0 +1,394 @@
+"""``sorl-serve`` in a process: the protocol, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_tools.http_search import HttpSearch
+from sorl_tools.search import BM25Search
+
+EXCHANGES = json.loads((Path(__file__).parent / "data" / "search_r1_exchanges.json").read_text("utf-8"))
+
+
+def post_as_search_r1(url: str, payload: dict[str, Any]) -> dict[str, Any]:
+    """A client made from the format alone."""
+    request = urllib.request.Request(
+        url, json.dumps(payload).encode(), {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=10) as response:
+        body: dict[str, Any] = json.load(response)
+        return body
+
+
+def without_scores(reply: dict[str, Any]) -> dict[str, Any]:
+    """The reply with its scores checked and replaced."""
+
+    def blank(hit: dict[str, Any]) -> dict[str, Any]:
+        if "score" not in hit:
+            return hit
+        assert isinstance(hit["score"], float) and hit["score"] > 0
+        return {**hit, "score": "SCORE"}
+
+    return {"result": [[blank(hit) for hit in hits] for hits in reply["result"]]}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES["exchanges"], ids=lambda e: json.dumps(e["request"])[:40])
+def test_recorded_exchanges(server: Any, exchange: dict[str, Any]) -> None:
+    reply = post_as_search_r1(server.url, exchange["request"])
+    assert set(reply) == {"result"}
+    assert without_scores(reply) == exchange["reply"]
+
+
+def test_finds_what_the_search_in_process_finds(
+    server: Any, corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SORL_CACHE", str(cache))
+    local = BM25Search.from_file(corpus, top_k=3)
+    queries = ["composers born in Salzburg", "green river", "nothing of this", "", "Mozart Mozart", "Übung"]
+    remote = HttpSearch(server.url, top_k=3)
+    assert remote.call_batch(queries) == local.call_batch(queries)
+    assert remote.fingerprint == local.fingerprint
+    reply = server.retrieve(queries=queries, topk=3, return_scores=True).json["result"]
+    for query, hits in zip(queries, reply, strict=True):
+        found = [(hit["document"]["id"], hit["score"]) for hit in hits]
+        assert found == [(p.id, pytest.approx(s, rel=1e-6)) for p, s in local.retrieve(query)]
+    remote.close()
+
+
+def test_health_ready_and_metrics(server: Any) -> None:
+    health = server.request("GET", "/health").json
+    assert health["status"] == "ok" and health["passages"] == 5 and health["backend"] == "bm25"
+    assert server.request("GET", "/ready").json == {"ready": True}
+    before = counters(server)
+    reply = server.retrieve(queries=["a", "b", "b"])
+    assert reply.headers["x-sorl-fingerprint"] == health["fingerprint"]
+    assert server.retrieve(queries="x").status == 422
+    after = counters(server)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown['sorl_serve_requests_total{status="200"}'] == 1
+    assert grown['sorl_serve_requests_total{status="422"}'] == 1
+    assert grown["sorl_serve_queries_total"] == 3
+    assert grown["sorl_serve_batch_queries_sum"] == 2  # "b" was searched once
+    assert grown["sorl_serve_request_seconds_count"] == 2
+    assert after["process_resident_memory_bytes"] > 1e6
+
+
+def counters(server: Any) -> dict[str, float]:
+    lines = server.request("GET", "/metrics").body.decode().splitlines()
+    return {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/retrieve", 405), ("POST", "/health", 405), ("GET", "/", 404), ("POST", "/search", 404)],
+)
+def test_wrong_paths_and_methods(server: Any, method: str, path: str, status: int) -> None:
+    reply = server.request(method, path, b"{}" if method == "POST" else None)
+    assert reply.status == status
+    assert "/retrieve" in reply.json["error"] or "takes" in reply.json["error"]
+
+
+def test_refused_requests_cost_nothing(server: Any) -> None:
+    """What a broken or hostile client sends; the server says what is wrong, and neither grows nor ends."""
+    many = json.dumps({"queries": ["x"] * 10_000}).encode()
+    bodies = [
+        (many, 422),
+        (b"x" * 50_000_000, 413),
+        (json.dumps({"queries": ["x" * 201]}).encode(), 422),
+        (b'{"queries": ["\xff"]}', 400),
+        (b'{"queries": ["a"], "topk": NaN}', 400),
+        (b'{"queries": ["a"], "topk": -5}', 422),
+        (b'{"queries": ["a"], "topk": 1000000}', 422),
+        (b"{}", 422),
+        (b"", 400),
+        (b"[" * 1_000_000, 4),
+    ]
+    for round_number in range(4):
+        for body, status in bodies:
+            reply = server.request("POST", "/retrieve", body)
+            assert reply.status == status or (status == 4 and reply.status in (400, 422))
+            assert reply.json["error"]
+        if round_number == 0:
+            before = server.memory_mb()
+    assert server.memory_mb() < before + 30
+    assert server.retrieve(queries=["Mozart"], topk=1).json["result"][0][0]["id"] == "1"
+
+
+def test_a_body_without_a_length_is_limited_too(server: Any) -> None:
+    chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(160):  # 10 MB
+            client.sendall(chunk)
+        client.sendall(b"0\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS where none is spoken
+        b"GET\r\n\r\n",
+        b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"\x00" * 4096,
+    ],
+)
+def test_what_is_not_http(server: Any, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(sent)
+        assert client.recv(65536)[:12] in (b"HTTP/1.1 400", b"")
+    assert server.request("GET", "/health").status == 200
+
+
+def test_half_a_body(server: Any) -> None:
+    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    for _ in range(20):  # sent and left
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            client.sendall(head + b'{"queries"')
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(head + b'{"queries"')  # and never the rest
+        assert client.recv(65536).startswith(b"HTTP/1.1 408")
+        assert client.recv(65536) == b""
+    assert server.retrieve(queries=["Mozart"]).status == 200
+
+
+def test_requests_at_a_time_are_searched_together(server: Any) -> None:
+    before = counters(server)
+    words = ["Mozart", "Bizet", "river", "café", "nothing"]
+    ids = {"Mozart": ["1"], "Bizet": ["0"], "river": ["2"], "café": ["4"], "nothing": []}
+
+    def ask(number: int) -> bool:
+        queries = [words[(number + i) % 5] for i in range(1 + number % 4)]
+        reply = server.retrieve(queries=queries, topk=1).json["result"]
+        return [[hit["id"] for hit in hits] for hits in reply] == [ids[query] for query in queries]
+
+    with ThreadPoolExecutor(32) as threads:
+        assert all(threads.map(ask, range(400)))
+    after = counters(server)
+    requests = after["sorl_serve_request_seconds_count"] - before["sorl_serve_request_seconds_count"]
+    batches = after["sorl_serve_batch_queries_count"] - before["sorl_serve_batch_queries_count"]
+    assert requests == 400 and batches < 400
+
+
+def test_a_token(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text("s3cret-t0ken\n")
+    (tmp_path / "token").chmod(stat.S_IRUSR)
+    guarded = start("--token-file", str(tmp_path / "token"))
+    body = b'{"queries": ["Mozart"]}'
+    for headers, said in [
+        ({}, "send Authorization"),
+        ({"Authorization": "Bearer wrong"}, "wrong token"),
+        ({"Authorization": "s3cret-t0ken"}, "wrong token"),
+        ({"Authorization": "Bearer \xe9"}, "wrong token"),
+    ]:
+        reply = guarded.request("POST", "/retrieve", body, headers)
+        assert reply.status == 401 and said in reply.json["error"]
+        assert reply.headers["WWW-Authenticate"] == "Bearer"
+    good = {"Authorization": "Bearer s3cret-t0ken"}
+    assert guarded.request("POST", "/retrieve", body, good).status == 200
+    assert guarded.request("GET", "/metrics").status == 401
+    assert guarded.request("GET", "/metrics", headers=good).status == 200
+    assert guarded.request("GET", "/ready").status == 200  # a probe holds no token
+    search = HttpSearch(guarded.url)
+    with pytest.raises(ValueError, match=r"answered 401: .*; set SORL_SEARCH_TOKEN to its token"):
+        search("Mozart")
+    search.close()
+    monkeypatch.setenv("SORL_SEARCH_TOKEN", "s3cret-t0ken")
+    search = HttpSearch(guarded.url)
+    assert search("Mozart").hits == 2
+    search.close()
+    assert guarded.stop() == 0
+    assert "s3cret" not in "".join(guarded.lines)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_ends_at_a_signal_and_answers_what_is_in_flight(start: Any, number: int, status: int) -> None:
+    running = start()
+    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 23\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", running.port), timeout=10) as client:
+        client.sendall(head + b'{"queries": [')  # in flight, with its end still to come
+        time.sleep(0.3)
+        running.process.send_signal(number)
+        time.sleep(0.5)
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", running.port), timeout=2)
+        client.sendall(b'"Mozart"]}')
+        answer = client.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert running.process.wait(10) == status
+    assert not any("Traceback" in line for line in running.lines)
+
+
+def test_says_where_it_listens(start: Any, corpus: Path) -> None:
+    first = start()
+    assert "warning" not in "".join(first.lines)
+    again = run("--port", str(first.port), source=corpus)
+    assert again.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{first.port}" in again.stderr and "another --port" in again.stderr
+    open_to_all = start("--host", "0.0.0.0")
+    open_to_all.wait_for("warning: anyone who reaches 0.0.0.0 may search: there is no --token_file")
+
+
+def run(*options: str, source: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sorl_tools.serve.cli", str(source), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_what_cannot_be_served(tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "broken.jsonl").write_text('{"id": 1}\n')
+    (tmp_path / "token").write_text("two words")
+    for source, options, message in [
+        (tmp_path / "missing", [], "no such index or corpus"),
+        (tmp_path / "notes.txt", [], "cannot serve this file"),
+        (tmp_path / "empty", ["--port", "0"], "no index there"),
+        (tmp_path / "broken.jsonl", ["--port", "0"], "broken.jsonl:1: no passage"),
+        (corpus, ["--token-file", str(tmp_path / "nothing")], "token_file="),
+        (corpus, ["--token-file", str(tmp_path / "token")], "one word"),
+        (corpus, ["--host", "no.such.host.invalid"], "host=no.such.host.invalid"),
+        (corpus, ["--port", "99999"], "99999 is no port"),
+        (corpus, ["--workers", "0"], "below 1"),
+    ]:
+        done = run(*options, source=source)
+        assert done.returncode == 2, (source, options, done.stderr)
+        assert message in done.stderr, (source, options, done.stderr)
+        assert "Traceback" not in done.stderr
+
+
+def test_not_ready_until_it_is_warm(start: Any, tmp_path: Path) -> None:
+    """An index that takes a while: the server lives at once, and says when it can be asked."""
+    large = tmp_path / "large.jsonl"
+    with large.open("w") as file:
+        for number in range(60_000):
+            file.write(
+                json.dumps({"id": str(number), "contents": f'"T{number}"\nword{number % 977} river'}) + "\n"
+            )
+    opening = start(source=large, ready=False)
+    deadline = time.monotonic() + 10
+    while True:  # it listens within a second; the index takes several
+        try:
+            health = opening.request("GET", "/health")
+            break
+        except ConnectionError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert health.status == 200 and health.json["ready"] is False
+    assert opening.request("GET", "/ready").status == 503
+    refused = opening.retrieve(queries=["river"])
+    assert refused.status == 503 and refused.headers["Retry-After"] == "1"
+    opening.wait_for("ready: ")
+    assert opening.request("GET", "/ready").status == 200
+    assert len(opening.retrieve(queries=["river"], topk=100).json["result"][0]) == 100
+
+
+@pytest.mark.slow
+def test_workers_share_a_port(start: Any) -> None:
+    running = start("--workers", "2")
+    wait_for_workers(running, 2)
+    victim = running.request("GET", "/health").json["pid"]
+    search = HttpSearch(running.url, top_k=1)
+    with ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(resilient, search) for _ in range(400)]
+        os.kill(victim, signal.SIGKILL)
+        assert all(call.result() for call in calls)
+    search.close()
+    running.wait_for(r"worker \d ended with status -9: starting it anew")
+    assert victim not in wait_for_workers(running, 2)
+    total = counters(running)['sorl_serve_requests_total{status="200"}']
+    assert total >= 350  # of all workers, the dead one included
+    assert running.stop() == 0
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_supervisor(start: Any) -> None:
+    running = start("--workers", "2")
+    workers = wait_for_workers(running, 2)
+    running.process.kill()
+    running.process.wait()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_workers_that_cannot_open_the_source(tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"id": 1}\n')
+    done = run("--workers", "2", "--port", "0", source=tmp_path / "broken.jsonl")
+    assert done.returncode == 2
+    assert done.stderr.count("broken.jsonl:1: no passage") == 1 and "Traceback" not in done.stderr
+
+
+def wait_for_workers(running: Any, count: int) -> set[int]:
+    """The processes that answer, once there are ``count``."""
+    deadline = time.monotonic() + 30
+    while True:
+        pids = {running.request("GET", "/health").json["pid"] for _ in range(20)}
+        if len(pids) == count:
+            return pids
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def resilient(search: HttpSearch) -> bool:
+    for _ in range(5):
+        try:
+            return search("Mozart").hits == 1
+        except RuntimeError:
+            time.sleep(0.1)
+    return False
+
+
+def test_the_kernel_never_waits_for_a_dead_client(server: Any) -> None:
+    """A client that reads nothing of a large reply holds up nobody else."""
+    body = json.dumps(
+        {"queries": ["Mozart composer Salzburg"] * 64, "topk": 100, "return_scores": True}
+    ).encode()
+    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    lazy = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(20)]
+    for client in lazy:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(head + body)
+    started = time.monotonic()
+    assert server.retrieve(queries=["Mozart"]).status == 200
+    assert time.monotonic() - started < 5
+    for client in lazy:
+        client.close()
+
+
+def test_numbers_of_threads(server: Any) -> None:
+    """One thread searches, one serves; requests add none."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    before = int(re.search(r"Threads:\s+(\d+)", status)[1])  # type: ignore[index]
+    waiting = threading.Barrier(16)
+
+    def ask(_: int) -> int:
+        waiting.wait()
+        return int(server.retrieve(queries=["Mozart"]).status)
+
+    with ThreadPoolExecutor(16) as threads:
+        assert set(threads.map(ask, range(16))) == {200}
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    assert int(re.search(r"Threads:\s+(\d+)", status)[1]) == before  # type: ignore[index]

@@ -1,0 +1,370 @@
+"""The search tool over HTTP: a client of retrieval servers that speak Search-R1's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from sorl_env.errors import UserError
+from sorl_env.tool import ToolReply, ToolUnavailableError
+from sorl_tools.corpus import Passage, format_passages
+from sorl_tools.http_search_cache import Key, ReplyCache
+from sorl_tools.http_search_servers import ServerPool, Turn
+
+if TYPE_CHECKING:
+    import httpx
+
+DESCRIPTION = "Search an encyclopedia-like corpus; returns the passages that fit the query best."
+SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"query": {"type": "string", "description": "keywords or a question"}},
+    "required": ["query"],
+}
+TOKEN_VARIABLE = "SORL_SEARCH_TOKEN"
+FINGERPRINT_HEADER = "x-sorl-fingerprint"
+MAX_QUERIES = 256  # of one request; servers have a limit
+MAX_REPLY_BYTES = 64 << 20
+
+
+class _Answer(NamedTuple):
+    """What a server said, as far as it was read."""
+
+    url: str
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class HttpSearch:
+    """Retrieval servers: ``POST {"queries": [..], "topk": k, "return_scores": true}`` to their ``/retrieve``.
+
+    A call asks one server, and the next one when that is out. Whether it is tried again is the toolbox's to say, but a
+    server that has failed repeatedly, or has said Retry-After, is waited for, up to ``timeout_s``: a run survives the
+    restart of its server. Connections are pooled: one pool for threads, and one for each event loop.
+
+    Args:
+        url: of a server, or of several that hold the same index: a list, or addresses with commas between them.
+            ``/retrieve`` is added to one that has no path.
+        timeout_s: for one call, all servers and the wait for them included. A single request gets its share of it.
+        cache: keeps replies by the index's fingerprint, so servers without one (others than ``sorl-serve``) must not
+            change what they hold while a cache file lives. A reply from it says ``cached``.
+        token: sent as ``Authorization: Bearer``; the environment variable ``SORL_SEARCH_TOKEN`` when None.
+
+    Raises:
+        UserError: ``url`` is not an http or https address.
+        ToolUnavailableError: when called: no connection, time-out, 5xx, 408, 429, or a reply that breaks the protocol.
+        ValueError: when called: another 4xx, so the request, the token or the address is wrong.
+    """
+
+    name = "search"
+    description = DESCRIPTION
+    schema = SCHEMA
+    inline = False
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        top_k: int = 3,
+        timeout_s: float = 30.0,
+        *,
+        cache: ReplyCache | None = None,
+        token: str | None = None,
+    ) -> None:
+        import httpx  # here, so that tasks that search in process do not pay for it
+
+        self.urls = _addresses(url)
+        self.url = ",".join(self.urls)
+        self.top_k = top_k
+        self.cache = cache
+        self._timeout_s = timeout_s
+        self._fingerprint: str | None = None
+        self._pool = ServerPool(self.urls)
+        token = os.environ.get(TOKEN_VARIABLE) if token is None else token
+        request_s = timeout_s / len(self.urls)
+        self._options: dict[str, Any] = {
+            "timeout": httpx.Timeout(request_s, connect=min(5.0, request_s)),
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            "headers": {"Authorization": f"Bearer {token}"} if token else {},
+        }
+        self._request_s = request_s
+        self._client = httpx.Client(**self._options)
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
+
+    @property
+    def fingerprint(self) -> str:
+        """Names what is searched, in a run's manifest: the index's hash if a server tells it, else the addresses."""
+        return self._known_fingerprint() or self.url
+
+    def __call__(self, query: str) -> ToolReply:
+        """Search once."""
+        return self.call_batch([query])[0]
+
+    def call_batch(self, arguments: Sequence[str]) -> list[Any]:
+        """Search for several queries, in one request or, beyond 256, in several at a time.
+
+        Of several requests each may fail alone: its slots then hold the exception.
+        """
+        queries = [_clean(query) for query in arguments]
+        replies, missing = self._look_up(queries)
+        parts = [missing[i : i + MAX_QUERIES] for i in range(0, len(missing), MAX_QUERIES)]
+        if len(parts) == 1:
+            replies.update(self._keep(parts[0], self._retrieve(parts[0])))
+        elif parts:
+            with ThreadPoolExecutor(min(len(parts), 8)) as threads:
+                for part, future in [(part, threads.submit(self._retrieve, part)) for part in parts]:
+                    error = future.exception()
+                    replies.update(dict.fromkeys(part, error) if error else self._keep(part, future.result()))
+        return [replies[query] for query in queries]
+
+    async def acall(self, query: str) -> ToolReply:
+        """Search once, on the event loop."""
+        query = _clean(query)
+        if self.cache is not None and self._fingerprint is None:
+            await asyncio.get_running_loop().run_in_executor(None, self._known_fingerprint)
+        replies, missing = self._look_up([query])
+        if missing:
+            replies.update(self._keep(missing, await self._aretrieve(missing)))
+        return replies[query]
+
+    def close(self) -> None:
+        """Close the pooled connections and the cache."""
+        self._client.close()
+        self._clients.clear()  # their loops have ended, and their connections with them
+        if self.cache is not None:
+            self.cache.close()
+
+    def _look_up(self, queries: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """Replies from the cache by query, and the queries that it does not hold, each once."""
+        replies: dict[str, Any] = {}
+        if self.cache is None:
+            return replies, list(dict.fromkeys(queries))
+        for query in queries:
+            passages = self.cache.get(self._key(query))
+            if passages is not None:
+                replies[query] = format_passages(passages)._replace(metadata={"cached": True})
+        return replies, [query for query in dict.fromkeys(queries) if query not in replies]
+
+    def _keep(self, queries: Sequence[str], found: Sequence[list[Passage]]) -> dict[str, ToolReply]:
+        if self.cache is not None:
+            self.cache.put(
+                (self._key(query), passages) for query, passages in zip(queries, found, strict=True)
+            )
+        return dict(zip(queries, map(format_passages, found), strict=True))
+
+    def _key(self, query: str) -> Key:
+        return self._known_fingerprint() or self.url, self.top_k, query
+
+    def _retrieve(self, queries: Sequence[str]) -> list[list[Passage]]:
+        """Passages of each query, from the first server that gives them."""
+        call = _Call(self._pool, self._timeout_s)
+        while True:
+            turn = call.next()
+            if isinstance(turn, float):
+                time.sleep(turn)
+                continue
+            try:
+                answer = self._ask(turn.server.url, self._payload(queries))
+            except Exception as error:  # noqa: BLE001  sorted out in _Call
+                call.failed(turn, error)
+                continue
+            found = self._read(call, turn, answer, len(queries))
+            if found is not None:
+                return found
+
+    async def _aretrieve(self, queries: Sequence[str]) -> list[list[Passage]]:
+        call = _Call(self._pool, self._timeout_s)
+        while True:
+            turn = call.next()
+            if isinstance(turn, float):
+                await asyncio.sleep(turn)
+                continue
+            try:
+                answer = await self._aask(turn.server.url, self._payload(queries))
+            except asyncio.CancelledError:
+                self._pool.abandon(turn)
+                raise
+            except Exception as error:  # noqa: BLE001  sorted out in _Call
+                call.failed(turn, error)
+                continue
+            found = self._read(call, turn, answer, len(queries))
+            if found is not None:
+                return found
+
+    def _payload(self, queries: Sequence[str]) -> dict[str, Any]:
+        return {"queries": list(queries), "topk": self.top_k, "return_scores": True}
+
+    def _ask(self, url: str, payload: Mapping[str, Any]) -> _Answer:
+        ends_at = time.monotonic() + self._request_s
+        body = bytearray()
+        with self._client.stream("POST", url, json=payload) as response:
+            for chunk in response.iter_bytes():
+                _grow(body, chunk, url, ends_at)
+        return _Answer(url, response.status_code, response.headers, bytes(body))
+
+    async def _aask(self, url: str, payload: Mapping[str, Any]) -> _Answer:
+        ends_at = time.monotonic() + self._request_s
+        body = bytearray()
+        async with self._async_client().stream("POST", url, json=payload) as response:
+            async for chunk in response.aiter_bytes():
+                _grow(body, chunk, url, ends_at)
+        return _Answer(url, response.status_code, response.headers, bytes(body))
+
+    def _async_client(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        client = self._clients.get(loop)
+        if client is None:
+            import httpx
+
+            for ended in [other for other in self._clients if other.is_closed()]:
+                del self._clients[ended]
+            client = self._clients[loop] = httpx.AsyncClient(**self._options)
+        return client
+
+    def _read(self, call: _Call, turn: Turn, answer: _Answer, count: int) -> list[list[Passage]] | None:
+        """The passages in an answer; None when it is an outage, so that ``call`` goes on."""
+        try:
+            _check_status(answer)
+            found = _parse(answer, count)
+        except ToolUnavailableError as error:
+            call.failed(turn, error, _retry_after_s(answer))
+            return None
+        except ValueError:
+            self._pool.finish(turn)  # it answers: what is wrong is the request
+            raise
+        self._pool.finish(turn)
+        self._fingerprint = answer.headers.get(FINGERPRINT_HEADER) or self._fingerprint
+        return found
+
+    def _known_fingerprint(self) -> str | None:
+        """The index's hash, asked for once; None where no server tells it."""
+        import httpx
+
+        for url in self.urls if self._fingerprint is None else ():
+            with contextlib.suppress(httpx.TransportError, ValueError, AttributeError):
+                said = self._client.get(httpx.URL(url).copy_with(path="/health"), timeout=2.0).json()
+                self._fingerprint = said.get("fingerprint")
+            if self._fingerprint is not None:
+                break
+        return self._fingerprint
+
+
+class _Call:
+    """One call's way from server to server, until one answers, all have failed, or time is up."""
+
+    def __init__(self, pool: ServerPool, timeout_s: float) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._ends_at = time.monotonic() + timeout_s
+        self._tried: set[str] = set()
+        self._error: ToolUnavailableError | None = None
+
+    def next(self) -> Turn | float:
+        """A turn at a server, or seconds to wait.
+
+        Raises:
+            ToolUnavailableError: no server is left, or none comes back in time.
+        """
+        turn = self._pool.begin(self._tried)
+        if turn is None or (isinstance(turn, float) and time.monotonic() + turn > self._ends_at):
+            waited = f"no search server answers, and none is asked again within {self._timeout_s:g} s"
+            raise self._error or ToolUnavailableError(waited)
+        return turn
+
+    def failed(self, turn: Turn, error: Exception, retry_after_s: float | None = None) -> None:
+        """Note an outage; anything else is raised."""
+        import httpx
+
+        if isinstance(error, httpx.TransportError):
+            cause = error
+            error = ToolUnavailableError(f"{turn.server.url}: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+        if not isinstance(error, ToolUnavailableError):
+            self._pool.finish(turn)
+            raise error
+        self._pool.finish(turn, str(error), retry_after_s)
+        self._error = error
+        if not turn.is_probe:  # a call that waits for a server to come back goes on waiting
+            self._tried.add(turn.server.url)
+
+
+def _addresses(url: str | Sequence[str]) -> tuple[str, ...]:
+    import httpx
+
+    given = url.split(",") if isinstance(url, str) else list(url)
+    addresses: list[str] = []
+    for one in (text.strip() for text in given):
+        try:
+            parsed = httpx.URL(one)
+        except httpx.InvalidURL as error:
+            raise UserError(f"search_url={one!r}: {error}") from error
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise UserError(f"search_url={one!r}: give an address such as http://127.0.0.1:8000/retrieve")
+        addresses.append(str(parsed.copy_with(path="/retrieve") if parsed.path in ("", "/") else parsed))
+    if len(set(addresses)) < len(addresses):
+        raise UserError(f"search_url={url!r}: an address is given twice")
+    return tuple(addresses)
+
+
+def _clean(query: str) -> str:
+    """Half a character, which a sampler can draw, is no UTF-8."""
+    return query.encode("utf-8", "replace").decode("utf-8")
+
+
+def _grow(body: bytearray, chunk: bytes, url: str, ends_at: float) -> None:
+    """Add to a reply that must end: a server that drips or pours for ever is out."""
+    body += chunk
+    if len(body) > MAX_REPLY_BYTES:
+        raise ToolUnavailableError(f"{url} breaks the protocol: a reply above {MAX_REPLY_BYTES} bytes")
+    if time.monotonic() > ends_at:
+        raise ToolUnavailableError(f"{url}: ReadTimeout: the reply takes too long")
+
+
+def _parse(answer: _Answer, count: int) -> list[list[Passage]]:
+    try:
+        results = json.loads(answer.body)["result"]
+        found = [[Passage.from_row(hit["document"]) for hit in hits] for hits in results]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ToolUnavailableError(f"{answer.url} breaks the protocol: {_quote(answer)}") from error
+    if len(found) != count:
+        raise ToolUnavailableError(f"{answer.url} sent {len(found)} results for {count} queries")
+    return found
+
+
+def _check_status(answer: _Answer) -> None:
+    if answer.status >= 500 or answer.status in (408, 429):
+        raise ToolUnavailableError(f"{answer.url} answered {answer.status}: {_quote(answer)}")
+    if answer.status in (401, 403):
+        raise ValueError(
+            f"{answer.url} answered {answer.status}: {_quote(answer)}; set {TOKEN_VARIABLE} to its token"
+        )
+    if not 200 <= answer.status < 300:
+        raise ValueError(
+            f"{answer.url} answered {answer.status}: {_quote(answer)}; is search_url its /retrieve?"
+        )
+
+
+def _retry_after_s(answer: _Answer) -> float | None:
+    """Seconds of a Retry-After header, which holds seconds or a date."""
+    text = answer.headers.get("retry-after")
+    if text is None or answer.status not in (429, 503):
+        return None
+    try:
+        return max(0.0, float(text) if text.strip().isdigit() else _until(text))
+    except (ValueError, TypeError):
+        return None
+
+
+def _until(date: str) -> float:
+    return parsedate_to_datetime(date).timestamp() - time.time()
+
+
+def _quote(answer: _Answer) -> str:
+    return repr(answer.body[:200].decode("utf-8", "replace"))
