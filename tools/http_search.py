@@ -248,7 +248,7 @@ class HttpSearch:
         import httpx
 
         for url in self.urls if self._fingerprint is None else ():
-            with contextlib.suppress(httpx.TransportError, ValueError, AttributeError):
+            with contextlib.suppress(httpx.RequestError, ValueError, AttributeError):
                 said = self._client.get(httpx.URL(url).copy_with(path="/health"), timeout=2.0).json()
                 self._fingerprint = said.get("fingerprint")
             if self._fingerprint is not None:
@@ -282,7 +282,7 @@ class _Call:
         """Note an outage; anything else is raised."""
         import httpx
 
-        if isinstance(error, httpx.TransportError):
+        if isinstance(error, httpx.RequestError):  # of the transport, or of decoding
             cause = error
             error = ToolUnavailableError(f"{turn.server.url}: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
@@ -299,6 +299,8 @@ def _addresses(url: str | Sequence[str]) -> tuple[str, ...]:
     import httpx
 
     given = url.split(",") if isinstance(url, str) else list(url)
+    if not given:
+        raise UserError("search_url=[]: give an address such as http://127.0.0.1:8000/retrieve")
     addresses: list[str] = []
     for one in (text.strip() for text in given):
         try:

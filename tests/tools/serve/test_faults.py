@@ -1,0 +1,403 @@
+"""The client against servers that are killed, restarted, slow, or speak nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_env.replay import ReplayTool
+from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
+from sorl_env.toolbox import Toolbox
+from sorl_tools.http_search import HttpSearch
+from sorl_tools.http_search_cache import ReplyCache
+
+GOOD = json.dumps(
+    {"result": [[{"document": {"id": "1", "contents": '"Mozart"\nborn'}, "score": 1.0}]]}
+).encode()
+
+Behaviour = Callable[[socket.socket], None]
+
+
+def answer(status: str = "200 OK", body: bytes = GOOD, *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+class FaultyServer:
+    """A TCP server that does to each request what ``behaviours`` says next, and answers well when nothing is left."""
+
+    def __init__(self) -> None:
+        self.behaviours: list[Behaviour] = []
+        self.requests: list[float] = []
+        self._listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}/retrieve"
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            with client:
+                while read_request(client):
+                    with self._lock:
+                        self.requests.append(time.monotonic())
+                        behave = self.behaviours.pop(0) if self.behaviours else None
+                    if behave is None:
+                        client.sendall(answer())
+                    else:
+                        behave(client)
+                        return
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+def read_request(client: socket.socket) -> bool:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        part = client.recv(65536)
+        if not part:
+            return False
+        data += part
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+    while len(body) < length:
+        body += client.recv(65536)
+    return True
+
+
+@pytest.fixture
+def faulty() -> Iterator[FaultyServer]:
+    server = FaultyServer()
+    yield server
+    server.close()
+
+
+def reset(client: socket.socket) -> None:
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+    client.close()
+
+
+def hang(client: socket.socket) -> None:
+    client.settimeout(5)
+    client.recv(1)
+
+
+def drip(client: socket.socket) -> None:
+    client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+    for _ in range(100):
+        client.sendall(b" ")
+        time.sleep(0.05)
+
+
+def send(data: bytes) -> Behaviour:
+    return lambda client: client.sendall(data)
+
+
+FAULTS: dict[str, Behaviour] = {
+    "closed without a word": lambda client: None,
+    "reset": reset,
+    "no reply": hang,
+    "a dripping reply": drip,
+    "half a body": send(answer()[:-20]),
+    "half a head": send(b"HTTP/1.1 200 OK\r\nContent-Le"),
+    "no HTTP": send(b"\x15\x03\x03\x00\x02\x02\x28"),
+    "no JSON": send(answer(body=b"<html>")),
+    "not UTF-8": send(answer(body=b'{"result": [["\xff"]]}')),
+    "deep JSON": send(answer(body=b'{"result": ' + b"[" * 200_000)),
+    "wrong length": send(answer(body=b'{"result": []}')),
+    "500": send(answer("500 Internal Server Error", b"out of memory")),
+    "502": send(answer("502 Bad Gateway", b"")),
+    "503": send(answer("503 Service Unavailable", b"")),
+    "429": send(answer("429 Too Many Requests", b"")),
+    "bad gzip": send(answer("200 OK", b"no gzip", "Content-Encoding: gzip")),
+    "two lengths": send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello"),
+}
+
+
+@pytest.mark.parametrize("way", ["threads", "loop"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_one_more_attempt(faulty: FaultyServer, name: str, way: str) -> None:
+    faulty.behaviours = [FAULTS[name]]
+    search = HttpSearch(faulty.url, timeout_s=0.6)
+    box = Toolbox([search], timeout_s=5.0, backoff_s=0.01)
+    request = ToolRequest("search", "Mozart")
+    outcome = box.call(request) if way == "threads" else asyncio.run(box.acall(request))
+    assert isinstance(outcome, ToolCall), outcome
+    assert (outcome.ok, outcome.attempts, outcome.hits) == (True, 2, 1)
+    search.close()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_stays_is_an_outage_of_its_own_call(faulty: FaultyServer, name: str) -> None:
+    faulty.behaviours = [FAULTS[name]] * 2
+    search = HttpSearch(faulty.url, timeout_s=0.3)
+    outcome = Toolbox([search], retries=1, backoff_s=0.01).call(ToolRequest("search", "x"))
+    assert isinstance(outcome, ToolUnavailableError)
+    assert outcome.call is not None and outcome.call.attempts == 2 and not outcome.call.ok
+    assert isinstance(Toolbox([search]).call(ToolRequest("search", "x")), ToolCall)
+    search.close()
+
+
+@pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
+@pytest.mark.parametrize("header", ["seconds", "date"])
+def test_retry_after(faulty: FaultyServer, status: str, header: str) -> None:
+    value = "1" if header == "seconds" else formatdate(time.time() + 2, usegmt=True)
+    faulty.behaviours = [send(answer(status, b"", f"Retry-After: {value}"))]
+    search = HttpSearch(faulty.url)
+    outcome = Toolbox([search], backoff_s=0.01).call(ToolRequest("search", "x"))
+    assert isinstance(outcome, ToolCall) and outcome.attempts == 2
+    first, second = faulty.requests
+    assert 0.9 <= second - first < 4.0
+    search.close()
+
+
+def test_nonsense_in_retry_after(faulty: FaultyServer) -> None:
+    for value in ("soon", "-5", "Wed, 99 Foo", "\t", "1e9"):
+        faulty.behaviours = [send(answer("429 Too Many Requests", b"", f"Retry-After: {value}"))]
+        search = HttpSearch(faulty.url)
+        started = time.monotonic()
+        assert isinstance(Toolbox([search], backoff_s=0.01).call(ToolRequest("search", "x")), ToolCall)
+        assert time.monotonic() - started < 1.0
+        search.close()
+
+
+def test_a_retry_after_beyond_the_deadline_is_an_outage_at_once(faulty: FaultyServer) -> None:
+    faulty.behaviours = [send(answer("503 Service Unavailable", b"", "Retry-After: 60"))]
+    search = HttpSearch(faulty.url, timeout_s=2.0)
+    started = time.monotonic()
+    outcome = Toolbox([search], timeout_s=2.0, backoff_s=0.01).call(ToolRequest("search", "x"))
+    assert isinstance(outcome, ToolUnavailableError) and time.monotonic() - started < 1.0
+    assert len(faulty.requests) == 1
+    search.close()
+
+
+def test_the_next_server_is_asked(faulty: FaultyServer) -> None:
+    gone = FaultyServer()
+    gone.close()
+    other = FaultyServer()
+    search = HttpSearch(f"{gone.url}, {faulty.url},{other.url}", timeout_s=3.0)
+    assert search.urls == (gone.url, faulty.url, other.url)
+    for _ in range(20):
+        assert search("x").hits == 1  # no call fails, so the toolbox has nothing to retry
+    assert len(faulty.requests) + len(other.requests) == 20
+    faulty.behaviours = [hang]
+    other.behaviours = [hang]
+    assert isinstance(Toolbox([search]).call(ToolRequest("search", "x")), ToolCall)
+    search.close()
+    other.close()
+
+
+def test_servers_share_the_load(faulty: FaultyServer) -> None:
+    other = FaultyServer()
+    search = HttpSearch([faulty.url, other.url])
+    slow = [lambda client: (time.sleep(0.05), client.sendall(answer()))[0]] * 40
+    faulty.behaviours, other.behaviours = list(slow), list(slow)
+    with ThreadPoolExecutor(8) as threads:
+        assert all(reply.hits == 1 for reply in threads.map(search, "abcdefghijklmnop"))
+    assert min(len(faulty.requests), len(other.requests)) >= 4
+    search.close()
+    other.close()
+
+
+@pytest.mark.parametrize("url", ["", "http://a,", "http://a/retrieve,http://a", ["http://a", "ftp://b"], []])
+def test_lists_of_addresses_that_cannot_be(url: str | list[str]) -> None:
+    with pytest.raises(UserError, match="search_url="):
+        HttpSearch(url)
+
+
+def test_many_queries_go_out_in_parts(start: Any) -> None:
+    running = start()
+    search = HttpSearch(running.url, top_k=1)
+    words = ["Mozart", "Bizet", "river", "nothing"]
+    queries = [f"{words[i % 4]} {'x' * (i // 4)}" for i in range(1000)]
+    outcomes = Toolbox([search]).call_batch([ToolRequest("search", query) for query in queries])
+    assert [getattr(outcome, "hits", None) for outcome in outcomes] == [1, 1, 1, 0] * 250
+    assert search("half a character \ud83d Mozart").hits == 1
+    search.close()
+
+
+def test_cached_replies_cost_no_request(start: Any, tmp_path: Path) -> None:
+    running = start()
+    fingerprint = running.request("GET", "/health").json["fingerprint"]
+    search = HttpSearch(running.url, cache=ReplyCache(path=tmp_path / "replies.db"))
+    box = Toolbox([search])
+    first = box.call(ToolRequest("search", "Mozart"))
+    again = box.call(ToolRequest("search", "Mozart"))
+    assert isinstance(first, ToolCall) and isinstance(again, ToolCall)
+    assert (first.cached, again.cached) == (False, True)
+    assert (first.reply, first.hits) == (again.reply, again.hits)
+    batch = box.call_batch([ToolRequest("search", query) for query in ("Mozart", "Bizet", "Bizet")])
+    assert [getattr(outcome, "cached", None) for outcome in batch] == [True, False, False]
+    on_loop = asyncio.run(box.acall(ToolRequest("search", "Bizet")))
+    assert isinstance(on_loop, ToolCall) and on_loop.cached
+    search.close()
+    running.stop()
+    offline = HttpSearch(running.url, cache=ReplyCache(path=tmp_path / "replies.db"))
+    with pytest.raises(ToolUnavailableError):
+        offline("Mozart")  # it cannot know what index would answer
+    offline._fingerprint = fingerprint
+    assert offline("Mozart").metadata == {"cached": True}
+    offline.close()
+
+
+def test_another_index_is_another_key(start: Any, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"id": "9", "contents": "\\"Other\\"\\nMozart was here."}\n')
+    running = start()
+    search = HttpSearch(running.url, cache=ReplyCache(path=tmp_path / "replies.db"))
+    first = search("Mozart")
+    search.close()
+    running.stop()
+    start(source=other, port=running.port)
+    search = HttpSearch(running.url, cache=ReplyCache(path=tmp_path / "replies.db"))
+    assert search("Mozart") != first
+    search.close()
+
+
+def test_recorded_and_replayed(start: Any, tmp_path: Path) -> None:
+    running = start()
+    search = HttpSearch(running.url)
+    recorder = ReplayTool(search, record=tmp_path / "replies.jsonl")
+    replies = recorder.call_batch(["Mozart", "Bizet"])
+    replies.append(asyncio.run(recorder.acall("river")))
+    search.close()
+    running.stop()
+    offline = HttpSearch(running.url)
+    replay = ReplayTool(offline, replay=tmp_path / "replies.jsonl")
+    for query, reply in zip(["Mozart", "Bizet", "river"], replies, strict=True):
+        again = replay(query)
+        assert (again.text, again.hits) == (reply.text, reply.hits)
+        assert again.metadata["cached"] is True
+    offline.close()
+
+
+def test_a_killed_server_that_comes_back_loses_no_call(start: Any) -> None:
+    """Eight rollouts search on while the server is killed and started anew on the same port."""
+    running = start()
+    search = HttpSearch(running.url, top_k=1, timeout_s=30.0)
+    box = Toolbox([search], timeout_s=30.0)
+    stop = threading.Event()
+    outcomes: list[Any] = []
+
+    def rollout(number: int) -> None:
+        while not stop.is_set():
+            outcomes.append(box.call(ToolRequest("search", f"Mozart {number}")))
+
+    threads = [threading.Thread(target=rollout, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    running.process.kill()
+    running.process.wait()
+    time.sleep(3.0)  # longer than all retries of a toolbox together
+    before = len(outcomes)
+    start(port=running.port)
+    deadline = time.monotonic() + 20
+    while len(outcomes) < before + 100 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert len(outcomes) >= before + 100
+    assert all(isinstance(outcome, ToolCall) and outcome.hits == 1 for outcome in outcomes)
+    assert any(outcome.attempts > 1 and outcome.latency_s > 2.0 for outcome in outcomes)
+    search.close()
+
+
+def test_the_same_on_an_event_loop(start: Any) -> None:
+    running = start()
+    search = HttpSearch(running.url, top_k=1, timeout_s=30.0)
+    box = Toolbox([search], timeout_s=30.0)
+
+    async def run() -> list[Any]:
+        async def rollout(number: int) -> list[Any]:
+            found = []
+            for _ in range(10):
+                found.append(await box.acall(ToolRequest("search", f"Mozart {number}")))
+                await asyncio.sleep(0.1)
+            return found
+
+        async def restart() -> None:
+            await asyncio.sleep(0.4)
+            running.process.kill()
+            running.process.wait()
+            await asyncio.sleep(2.5)
+            await asyncio.get_running_loop().run_in_executor(None, lambda: start(port=running.port))
+
+        *found, _ = await asyncio.gather(*(rollout(number) for number in range(16)), restart())
+        return [outcome for one in found if one is not None for outcome in one]
+
+    outcomes = asyncio.run(run())
+    assert len(outcomes) == 160
+    assert all(isinstance(outcome, ToolCall) and outcome.hits == 1 for outcome in outcomes)
+    search.close()
+
+
+def test_a_server_that_stays_away_is_counted_and_waited_for_no_longer_than_said(start: Any) -> None:
+    running = start()
+    search = HttpSearch(running.url, timeout_s=1.5)
+    box = Toolbox([search], timeout_s=1.5, backoff_s=0.05)
+    running.stop()
+    started = time.monotonic()
+    with ThreadPoolExecutor(16) as threads:
+        outcomes = list(threads.map(lambda n: box.call(ToolRequest("search", str(n))), range(16)))
+    assert time.monotonic() - started < 4.0
+    assert all(isinstance(outcome, ToolUnavailableError) for outcome in outcomes)
+    assert all(outcome.call is not None and outcome.call.error for outcome in outcomes)
+    search.close()
+
+
+def test_event_loops_that_end_leave_no_connections(start: Any) -> None:
+    running = start()
+    search = HttpSearch(running.url)
+
+    async def ask() -> None:
+        await asyncio.gather(*(search.acall("Mozart") for _ in range(8)))
+
+    for _ in range(3):
+        asyncio.run(ask())
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(10):
+        asyncio.run(ask())
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 8
+    search.close()
+
+
+def test_a_call_given_up_on_leaves_the_server_as_it_was(faulty: FaultyServer) -> None:
+    search = HttpSearch(faulty.url, timeout_s=10.0)
+    faulty.behaviours = [hang] * 5
+
+    async def give_up() -> None:
+        for _ in range(5):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(search.acall("x"), 0.05)
+
+    asyncio.run(give_up())
+    faulty.behaviours.clear()
+    assert search._pool.servers[0].in_flight == 0 and search._pool.servers[0].failures == 0
+    assert search("x").hits == 1
+    search.close()
