@@ -8,10 +8,14 @@ import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sorl_env.errors import UserError
-from sorl_tools.corpus import Passage, PassageFile, cache_dir, check_corpus, read_corpus
+from sorl_tools.corpus import Passage, PassageFile, cache_dir, check_corpus
+from sorl_tools.index.manifest import FORMAT, hash_file, read_manifest
+
+if TYPE_CHECKING:
+    from sorl_tools.index.postings import Postings
 
 
 def tokenize(texts: Sequence[str]) -> list[list[str]]:
@@ -55,31 +59,36 @@ def hash_passages(passages: Sequence[Passage]) -> str:
 
 
 def open_index(path: Path) -> tuple[PassageFile, Any, str]:
-    """The passages of a corpus, their bm25s index, and the hash of the file; the index is built if it is new.
+    """The passages of a corpus, their index, and its hash; the index of a file is built if it is new.
+
+    The index has what is used of a ``bm25s.BM25``: ``get_tokens_ids``, ``get_scores_from_ids`` and ``scores``.
+
+    Args:
+        path: a ``.jsonl`` or ``.jsonl.gz`` file, or a folder that ``sorl-index`` built.
 
     Raises:
-        UserError: the corpus cannot be read, or the cache folder cannot be written.
+        UserError: the corpus or the index cannot be read, or the cache folder cannot be written.
     """
-    digest = _hash_file(path)
+    if path.is_dir():
+        manifest = read_manifest(path)
+        if manifest.backend != "bm25":
+            raise UserError(
+                f"{path}: a {manifest.backend} index embeds its queries; give it to sorl-serve, and the task its "
+                "search_url"
+            )
+        return *_load_index(path), manifest.hash
+    check_corpus(path)
+    digest = hash_file(path)
     passages, index = _load_index(_ensure_index(path, digest))
     return passages, index, f"sha256:{digest}"
 
 
-def _hash_file(path: Path) -> str:
-    check_corpus(path)
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _ensure_index(path: Path, digest: str) -> Path:
     """The folder of the corpus's index, built now if it is not there."""
-    import bm25s
+    from sorl_tools.index.build import build
 
-    # another version may tokenize or store otherwise
-    folder = cache_dir() / "bm25" / f"{digest[:24]}-{bm25s.__version__}"
+    # another version may store otherwise
+    folder = cache_dir() / "bm25" / f"{digest[:24]}-index{FORMAT}"
     if folder.is_dir():
         return folder
     try:
@@ -88,9 +97,7 @@ def _ensure_index(path: Path, digest: str) -> Path:
     except OSError as error:
         raise UserError(f"{folder.parent}: cannot keep an index there ({error}); set SORL_CACHE") from error
     try:
-        if PassageFile.write(read_corpus(path), building) == 0:
-            raise UserError(f"{path}: the corpus has no passages")
-        build_index(PassageFile(building)).save(building, show_progress=False)
+        build([path], building)
         building.rename(folder)  # whole or not at all, and the first of several builders wins
     except OSError:
         if not folder.is_dir():
@@ -101,11 +108,8 @@ def _ensure_index(path: Path, digest: str) -> Path:
 
 
 @lru_cache(maxsize=4)
-def _load_index(folder: Path) -> tuple[PassageFile, Any]:
-    import bm25s
-    import numpy as np
+def _load_index(folder: Path) -> tuple[PassageFile, Postings]:
+    from sorl_tools.index.bm25 import Bm25Index
 
-    index = bm25s.BM25.load(folder, mmap=True)
-    for name in ("data", "indices", "indptr"):  # plain views of the mapped memory slice faster than np.memmap
-        index.scores[name] = np.asarray(index.scores[name])
-    return PassageFile(folder), index
+    index = Bm25Index(folder, read_manifest(folder))
+    return index.passages, index.postings

@@ -8,10 +8,12 @@ import mmap
 import os
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast, overload
+from typing import Any, BinaryIO, TypeVar, cast, overload
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from sorl_env.tool import ToolReply
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 NO_PASSAGES = "No passages found."
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,19 @@ def read_corpus(path: Path) -> Iterator[Passage]:
         UserError: no such file, another kind of file, or a line that holds no passage (named by file and line).
     """
     check_corpus(path)
-    with cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse(line, f"{path}:{number}")
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise UserError(f"{path}: not a readable gzip file ({error})") from error
+    return read_jsonl(path)
+
+
+def read_jsonl(path: Path, skip: int = 0) -> Iterator[Passage]:
+    """The passages of such a file after the first ``skip``, which are not parsed."""
+    with name_damage(path), open_bytes(path) as lines:
+        held = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+        for number, line in islice(held, skip, None):
+            yield parse_passage(_from_json, line, f"{path}:{number}")
+
+
+def _from_json(line: bytes) -> Passage:
+    return Passage.from_row(json.loads(line))
 
 
 def check_corpus(path: Path) -> None:
@@ -81,13 +91,38 @@ def check_corpus(path: Path) -> None:
         raise UserError(f"{path}: no such corpus. {did_you_mean(path.name, siblings)}")
 
 
-def _parse(line: bytes, where: str) -> Passage:
+def open_bytes(path: Path) -> BinaryIO:
+    """A file, unzipped on the way if its name ends in ``.gz``."""
+    return cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+
+
+@contextmanager
+def name_damage(path: Path) -> Iterator[None]:
+    """Turn errors of reading a damaged file into ``UserError``."""
     try:
-        return Passage.from_row(json.loads(line))
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: not a readable gzip file ({error})") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+
+
+def parse_passage(read: Callable[[Row], Passage], row: Row, where: str) -> Passage:
+    """``read(row)``; where that fails, a ``UserError`` that says where in the corpus the row is."""
+    try:
+        passage = read(row)
+        PassageFile.line(passage)
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: half a surrogate pair (\\ud800 to \\udfff), which no text contains"
+        ) from error
     except ValueError as error:
         raise UserError(f"{where}: not valid JSON ({error})") from error
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{where}: no passage: it must be an object with 'id' and 'contents'") from error
+        raise UserError(
+            f"{where}: no passage: it must be an object with 'id' and 'contents', or 'text' and perhaps 'title'"
+        ) from error
+    return passage
 
 
 class PassageFile(Sequence[Passage]):

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import hashlib
 import io
 import json
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_tools.corpus import Passage
+from sorl_tools.corpus import Passage, name_damage, open_bytes, parse_passage, read_jsonl
 
 WORDS_A_PASSAGE = 100
 TEXT_SUFFIXES = (".txt", ".md")
 ROW_BATCH = 1024
-
-T = TypeVar("T")
 
 
 class Row(NamedTuple):
@@ -93,74 +89,28 @@ def _files(source: Path) -> list[tuple[Path, str]]:
     return [(source, source.name)]
 
 
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
-
-
-def _guard(path: Path, passages: Iterator[Passage]) -> Iterator[Passage]:
-    """The same passages; errors of a damaged file are the user's to mend."""
-    try:
-        yield from passages
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: not a readable gzip file ({error})") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
-
-
-def _parse(read: Callable[[T], Passage], row: T, where: str) -> Passage:
-    try:
-        passage = read(row)
-        f"{passage.id}{passage.title}{passage.text}".encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{where}: half a surrogate pair (\\ud800 to \\udfff), which no text contains"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{where}: not valid JSON ({error})") from error
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{where}: no passage: it needs 'contents', or 'text' and perhaps 'title'") from error
-    return passage
-
-
-def _from_json(line: bytes) -> Passage:
-    return Passage.from_row(json.loads(line))
-
-
 def _read_jsonl(path: Path, name: str, skip: int) -> Iterator[Passage]:
-    def passages() -> Iterator[Passage]:
-        with _open(path) as lines:
-            held = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-            for number, line in islice(held, skip, None):
-                yield _parse(_from_json, line, f"{path}:{number}")
-
-    return _guard(path, passages())
+    return read_jsonl(path, skip)
 
 
 def _read_tsv(path: Path, name: str, skip: int) -> Iterator[Passage]:
     """With a header and csv's quotes, as DPR's ``psgs_w100.tsv``: ``id  text  title``, in any order."""
-
-    def passages() -> Iterator[Passage]:
-        csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-        with io.TextIOWrapper(_open(path), encoding="utf-8", newline="") as text:
-            rows = csv.reader(text, delimiter="\t")
-            try:
-                header = next(rows, [])
-                if "text" not in header and "contents" not in header:
-                    raise UserError(
-                        f"{path}:1: the header must name 'text' (and 'id', 'title'), not {header}"
-                    )
-                for row in islice(rows, skip, None):
-                    where = f"{path}:{rows.line_num}"
-                    if len(row) != len(header):
-                        raise UserError(f"{where}: {len(row)} columns, but the header has {len(header)}")
-                    fields = dict(zip(header, row, strict=True))
-                    yield _parse(Passage.from_row, fields, where)
-            except csv.Error as error:
-                raise UserError(f"{path}:{rows.line_num}: not valid TSV ({error})") from error
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}, after line {rows.line_num}: not UTF-8 ({error})") from error
-
-    return _guard(path, passages())
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    with name_damage(path), io.TextIOWrapper(open_bytes(path), encoding="utf-8", newline="") as text:
+        rows = csv.reader(text, delimiter="\t")
+        try:
+            header = next(rows, [])
+            if "text" not in header and "contents" not in header:
+                raise UserError(f"{path}:1: the header must name 'text' (and 'id', 'title'), not {header}")
+            for row in islice(rows, skip, None):
+                where = f"{path}:{rows.line_num}"
+                if len(row) != len(header):
+                    raise UserError(f"{where}: {len(row)} columns, but the header has {len(header)}")
+                yield parse_passage(Passage.from_row, dict(zip(header, row, strict=True)), where)
+        except csv.Error as error:
+            raise UserError(f"{path}:{rows.line_num}: not valid TSV ({error})") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}, after line {rows.line_num}: not UTF-8 ({error})") from error
 
 
 def _read_parquet(path: Path, name: str, skip: int) -> Iterator[Passage]:
@@ -170,21 +120,16 @@ def _read_parquet(path: Path, name: str, skip: int) -> Iterator[Passage]:
     except ModuleNotFoundError as error:
         raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
 
-    def passages() -> Iterator[Passage]:
+    with name_damage(path):
         try:
             file = pq.ParquetFile(path)
-            columns = [
-                name for name in ("id", "_id", "title", "text", "contents") if name in file.schema_arrow.names
-            ]
+            names = file.schema_arrow.names
+            columns = [name for name in ("id", "_id", "title", "text", "contents") if name in names]
             if not {"text", "contents"} & set(columns):
-                raise UserError(
-                    f"{path}: no column 'text' or 'contents'; it has {', '.join(file.schema_arrow.names)}"
-                )
+                raise UserError(f"{path}: no column 'text' or 'contents'; it has {', '.join(names)}")
             yield from _parquet_rows(file, columns, path, skip)
         except pa.ArrowException as error:
             raise UserError(f"{path}: not a readable Parquet file ({error})") from error
-
-    return _guard(path, passages())
 
 
 def _parquet_rows(file: Any, columns: list[str], path: Path, skip: int) -> Iterator[Passage]:
@@ -197,7 +142,7 @@ def _parquet_rows(file: Any, columns: list[str], path: Path, skip: int) -> Itera
                 for row in batch.to_pylist():
                     number += 1
                     if number > skip:
-                        yield _parse(_from_columns, row, f"{path}, row {number}")
+                        yield parse_passage(_from_columns, row, f"{path}, row {number}")
         start += rows
 
 
@@ -212,20 +157,18 @@ def _from_columns(row: dict[str, Any]) -> Passage:
 def _read_text(path: Path, name: str, skip: int) -> Iterator[Passage]:
     """Passages of about 100 words; the title is a Markdown file's first heading, or the file's name."""
 
-    def passages() -> Iterator[Passage]:
+    with name_damage(path):
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 ({error})") from error
-        heads = (line.lstrip("# ").strip() for line in text.splitlines() if line.startswith("#"))
-        title = next(filter(None, heads), path.stem) if path.suffix == ".md" else path.stem
-        words = text.split()
-        parts = max(1, round(len(words) / WORDS_A_PASSAGE)) if words else 0
-        for part in range(skip, parts):  # parts of equal length: no stump at the end
-            start, end = part * len(words) // parts, (part + 1) * len(words) // parts
-            yield Passage(f"{name}#{part}", title, " ".join(words[start:end]))
-
-    return _guard(path, passages())
+    heads = (line.lstrip("# ").strip() for line in text.splitlines() if line.startswith("#"))
+    title = next(filter(None, heads), path.stem) if path.suffix == ".md" else path.stem
+    words = text.split()
+    parts = max(1, round(len(words) / WORDS_A_PASSAGE)) if words else 0
+    for part in range(skip, parts):  # parts of equal length: no stump at the end
+        start, end = part * len(words) // parts, (part + 1) * len(words) // parts
+        yield Passage(f"{name}#{part}", title, " ".join(words[start:end]))
 
 
 _READERS: dict[str, Callable[[Path, str, int], Iterator[Passage]]] = {

@@ -1,0 +1,205 @@
+"""Does the passage that answers come back among the first three? BM25, vectors, both, and compressed vectors.
+
+Over the project's real questions and corpora (see the data folder's README):
+
+    NQ        an answer, normalized as for exact match, is in one of the passages
+    HotpotQA  all gold titles are among the passages' titles
+    PubMedQA  a passage is of the question's own abstract
+    BioASQ    a passage is one of the gold ones
+
+    python benchmarks/search_recall.py --data ../shared/data --json search_recall.json
+    python benchmarks/search_recall.py --data ../shared/data --model MODEL_FOLDER --faiss fp16 sq8 sq4 pq
+
+Embedding wiki's 43,918 passages takes MiniLM most of an hour on one core: stop it when you like, and it goes on. With
+``--vectors`` it is not done again. No figure depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+from sorl_env.rewards import normalize_answer
+from sorl_tools.corpus import cache_dir
+from sorl_tools.index import Hit, Index, open_index
+from sorl_tools.index.build import DenseOptions, build
+from sorl_tools.index.manifest import NAME
+from sorl_tools.index.progress import Progress
+
+TOP_K = 3
+BATCH = 128
+TOLERANCE = 0.01
+# bm25s alone, English stemmer, on the same data
+BM25_BARS = {"nq": 0.784, "hotpotqa": 0.407, "pubmedqa": 0.944, "bioasq": 0.870}
+COMPRESSED_BAR = 0.95  # of flat's recall, at an eighth of its memory
+
+Row = dict[str, Any]
+
+
+def answered(row: Row, hits: Sequence[Hit]) -> bool:
+    texts = [normalize_answer(f"{hit.passage.title} {hit.passage.text}") for hit in hits]
+    return any(normalize_answer(gold) in text for gold in row["golden_answers"] for text in texts)
+
+
+def complete(row: Row, hits: Sequence[Hit]) -> bool:
+    return set(row["gold_titles"]) <= {hit.passage.title for hit in hits}
+
+
+def own_abstract(row: Row, hits: Sequence[Hit]) -> bool:
+    return any(hit.passage.id.startswith(f"{row['gold_doc']}:") for hit in hits)
+
+
+def any_gold(row: Row, hits: Sequence[Hit]) -> bool:
+    return any(hit.passage.id in row["gold_ids"] for hit in hits)
+
+
+# corpus -> name of the questions -> their file and what counts
+Found = Callable[[Row, Sequence[Hit]], bool]
+QUESTIONS: dict[str, dict[str, tuple[str, Found]]] = {
+    "wiki": {"nq": ("nq/test", answered), "hotpotqa": ("hotpotqa/test", complete)},
+    "medical": {
+        "pubmedqa": ("medical/pubmedqa", own_abstract),
+        "bioasq": ("medical/bioasq_factoid_yesno", any_gold),
+    },
+}
+
+
+def read_rows(path: Path) -> list[Row]:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def top_three(index: Index, questions: Sequence[str]) -> list[list[Hit]]:
+    found: list[list[Hit]] = []
+    for start in range(0, len(questions), BATCH):
+        found += index.search(questions[start : start + BATCH], TOP_K)
+    return found
+
+
+def ready(data: Path, corpus: str, out: Path, backend: str, dense: DenseOptions) -> Index:
+    """The index in ``out``, built or finished first where need be."""
+    if not (out / NAME).is_file():
+        progress = Progress()
+        build([data / "corpus" / f"{corpus}.jsonl.gz"], out, backend, dense=dense, progress=progress)
+        progress.close()
+    return open_index(out)
+
+
+class Table:
+    """Recall by index and questions, printed as it comes."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+        self.rows: list[dict[str, Any]] = []
+        self.found: dict[tuple[str, str], list[list[Hit]]] = {}
+
+    def measure(self, label: str, index: Index, corpus: str, names: Iterable[str]) -> None:
+        for name in names:
+            file, counts = QUESTIONS[corpus][name]
+            rows = read_rows(self.data / f"{file}.jsonl.gz")
+            found = self.found[label, name] = top_three(index, [row["question"] for row in rows])
+            recall = sum(counts(row, hits) for row, hits in zip(rows, found, strict=True)) / len(rows)
+            entry = {"index": label, "questions": name, "count": len(rows), "recall": round(recall, 4)}
+            self.rows.append(entry)
+            note = f"  (bm25s: {BM25_BARS[name]:.3f})" if label == "bm25" else ""
+            print(
+                f"{label:<16}{name:<10}{len(rows):>6} questions   recall@{TOP_K} {recall:.4f}{note}",
+                flush=True,
+            )
+
+    def recall(self, label: str, name: str) -> float:
+        return next(row["recall"] for row in self.rows if (row["index"], row["questions"]) == (label, name))
+
+    def same_hits(self, label: str, other: str, name: str) -> float:
+        """Share of one index's hits that another has, too."""
+        pairs = zip(self.found[label, name], self.found[other, name], strict=True)
+        shared = [len({hit.passage for hit in a} & {hit.passage for hit in b}) / TOP_K for a, b in pairs]
+        return sum(shared) / len(shared)
+
+
+def dense_part(table: Table, arguments: argparse.Namespace) -> list[str]:
+    """Vectors, hybrid and compressed kinds on wiki; returns the bars that were missed."""
+    missed: list[str] = []
+    names = tuple(QUESTIONS["wiki"])
+    flat_options = DenseOptions(model=arguments.model, vectors=arguments.vectors)
+    flat = ready(arguments.data, "wiki", arguments.work / "wiki-dense", "dense", flat_options)
+    table.measure("dense", flat, "wiki", names)
+    vectors = arguments.work / "wiki-dense" / "dense" / "vectors.npy"
+    whole = vectors.stat().st_size
+    again = DenseOptions(model=arguments.model, vectors=vectors)
+    table.measure(
+        "hybrid",
+        ready(arguments.data, "wiki", arguments.work / "wiki-hybrid", "hybrid", again),
+        "wiki",
+        names,
+    )
+    for name in names:
+        parts = max(table.recall("bm25", name), table.recall("dense", name))
+        gain = table.recall("hybrid", name) - parts
+        print(f"{'hybrid':<16}{name:<10}{gain:+.4f} over the better of its parts")
+        if gain <= 0:
+            missed.append(f"hybrid on {name}: {gain:+.4f} over the better of its parts")
+    for kind in arguments.faiss:
+        out = arguments.work / f"wiki-{''.join(c if c.isalnum() else '-' for c in kind)}"
+        options = DenseOptions(model=arguments.model, vectors=vectors, faiss=kind)
+        table.measure(kind, ready(arguments.data, "wiki", out, "dense", options), "wiki", names)
+        memory = (out / "dense" / "index.faiss").stat().st_size / whole
+        for name in names:
+            kept = table.recall(kind, name) / table.recall("dense", name)
+            same = table.same_hits(kind, "dense", name)
+            table.rows.append(
+                {"index": kind, "questions": name, "memory": memory, "kept": kept, "same_hits": same}
+            )
+            print(
+                f"{kind:<16}{name:<10}{kept:.3f} of flat's recall, {same:.3f} of its hits, {memory:.3f} of its memory"
+            )
+            if memory <= 0.15 and kept < COMPRESSED_BAR:
+                missed.append(f"{kind} on {name}: {kept:.3f} of flat's recall, wanted {COMPRESSED_BAR}")
+    return missed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with corpus/, nq/, hotpotqa/ and medical/"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=cache_dir() / "search_recall", help="where indexes are kept"
+    )
+    parser.add_argument("--model", help="embedding model; without one only BM25 is measured")
+    parser.add_argument("--vectors", type=Path, help=".npy of the vectors of corpus/wiki by this model")
+    parser.add_argument(
+        "--faiss", nargs="*", default=["fp16", "sq8", "sq4", "pq"], help="kinds to compare with flat"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    arguments = parser.parse_args(argv)
+    table, missed = Table(arguments.data), []
+    try:
+        for corpus, questions in QUESTIONS.items():
+            index = ready(arguments.data, corpus, arguments.work / f"{corpus}-bm25", "bm25", DenseOptions())
+            table.measure("bm25", index, corpus, questions)
+        for name, bar in BM25_BARS.items():
+            if table.recall("bm25", name) < bar - TOLERANCE:
+                missed.append(f"bm25 on {name}: {table.recall('bm25', name):.4f}, wanted {bar}")
+        if arguments.model:
+            missed += dense_part(table, arguments)
+    except UserError as error:
+        print(f"search_recall: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"rows": table.rows, "missed": missed}, indent=2) + "\n")
+    for miss in missed:
+        print(f"missed: {miss}")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
