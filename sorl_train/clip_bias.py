@@ -9,9 +9,13 @@ log-probability space and its figure shows the norm of a gradient. So the norm i
 ``trajectory``  L2 over trajectories of (1/n) sum c_t
 ``token``       L2 over all tokens of c_t
 ``token_mean``  mean over trajectories of the L2 over their tokens
+``rms``         root mean square of c_t over all tokens, clipped or not: ``token`` / sqrt(number of tokens)
 ``logit``       as ``token``, each term times ||d log p(y_t) / d logits||_2 = sqrt(1 - 2 p_y + sum p^2)
 ``gradient``    L2 norm of the parameter gradient of C; the caller runs that backward and passes the norm
 ==============  ==================================================================================================
+
+``token`` and its like grow with the square root of the tokens in a mini-batch, so that a threshold means another thing
+in every setting; ``rms`` does not grow with anything.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from torch import Tensor
 
 from sorl_train.segments import Segments
 
-ClipBiasNorm = Literal["scalar", "trajectory", "token", "token_mean", "logit", "gradient"]
+ClipBiasNorm = Literal["scalar", "trajectory", "token", "token_mean", "rms", "logit", "gradient"]
 Scope = Literal["mini_batch", "trajectory"]
 Target = Literal["gradient", "update"]
 
@@ -56,6 +60,7 @@ class ClipBias(Sums):
 
     Attributes:
         trajectories: number of trajectories with at least one loss token.
+        tokens: number of loss tokens.
         clipped: number of clipped tokens.
         mean_sum: sum over trajectories of m_i = (1/n) sum_t c_t.
         mean_square_sum: sum over trajectories of m_i^2.
@@ -66,6 +71,7 @@ class ClipBias(Sums):
     """
 
     trajectories: Tensor
+    tokens: Tensor
     clipped: Tensor
     mean_sum: Tensor
     mean_square_sum: Tensor
@@ -101,6 +107,7 @@ class ClipBias(Sums):
             "trajectory": math.sqrt(float(self.mean_square_sum)),
             "token": math.sqrt(float(self.square_sum)),
             "token_mean": float(self.l2_sum) / count,
+            "rms": math.sqrt(float(self.square_sum) / max(float(self.tokens), 1.0)),
         }
         logit = float(self.logit_square_sum)
         return norms if math.isnan(logit) else {**norms, "logit": math.sqrt(logit)}
@@ -144,10 +151,16 @@ def measure(
             raise ValueError(
                 "trajectory_norm 'logit' needs logit_scale; token_log_probs(logit_scale=True) gives it"
             )
-        norms = {"scalar": mean.abs(), "trajectory": mean.abs(), "logit": logit_square.sqrt()}
-        factors = norms.get(trajectory_norm, square.sqrt()).clamp(min=delta).reciprocal()
+        norms = {
+            "scalar": mean.abs(),
+            "trajectory": mean.abs(),
+            "rms": (square / segments.row_lengths.clamp(min=1)).sqrt(),
+            "logit": logit_square.sqrt(),
+        }
+        factors = delta / norms.get(trajectory_norm, square.sqrt()).clamp(min=delta)
     statistics = ClipBias(
         trajectories=present.sum(),
+        tokens=segments.row_lengths.sum().to(mean.dtype),
         clipped=(cut > 0).sum().to(mean.dtype),
         mean_sum=mean.sum(),
         mean_square_sum=mean.square().sum(),
@@ -163,7 +176,7 @@ def measure(
 class Normalization:
     """What the trainer multiplies: the gradient before clipping, and the optimizer's step (its learning rate).
 
-    ``norm`` is the clipping bias norm of the mini-batch; ``factor`` the (mean) 1 / max(norm, delta).
+    ``norm`` is the clipping bias norm of the mini-batch; ``factor`` the (mean) delta / max(norm, delta).
     """
 
     grad_scale: float
@@ -175,9 +188,13 @@ class Normalization:
 def clip_bias_factor(
     clip_bias: ClipBias, norm: ClipBiasNorm, delta: float = 1.0, gradient_norm: float | None = None
 ) -> float:
-    """1 / max(||C||, delta), eq:ST_PPO_mc and eq:GRPO_MC. The paper's delta is 1."""
+    """delta / max(||C||, delta): 1 up to the threshold delta, falling beyond it.
+
+    Deviation from eq:ST_PPO_mc and eq:GRPO_MC, which have 1 / max(||C||, delta): the same for the paper's delta = 1.
+    For any other delta the equation also multiplies every step by 1 / delta, clipped or not, which is a learning rate.
+    """
     check_delta(delta)
-    return 1.0 / max(clip_bias.norm(norm, gradient_norm), delta)
+    return delta / max(clip_bias.norm(norm, gradient_norm), delta)
 
 
 def normalization(

@@ -218,7 +218,7 @@ def policy_loss(
             micro-batches and ranks, whose gradients are to be summed, not averaged.
         logit_scale: (B, T) as ``token_log_probs`` gives it, for the ``logit`` norm.
         trajectory_norm: clip-bias norm for the trajectory scope: each trajectory's terms are multiplied by its own
-            f_i = 1 / max(||C_i||, delta), a constant to the gradient. None: f_i = 1.
+            f_i = delta / max(||C_i||, delta), a constant to the gradient. None: f_i = 1.
         delta: lower bound of that norm; the paper's value is 1.
         clip_bias_objective: also build the scalar behind the ``gradient`` norm.
 

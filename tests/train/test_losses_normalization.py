@@ -22,6 +22,7 @@ NORMS = {
     "trajectory": math.hypot((2 - 0.5) / 2, (3 - 2) / 3),
     "token": math.sqrt(4 + 0.25 + 9 + 4),
     "token_mean": (math.sqrt(4.25) + math.sqrt(13)) / 2,
+    "rms": math.sqrt((4 + 0.25 + 9 + 4) / 5),
     "logit": math.sqrt((2 * 0.5) ** 2 + 0.5**2 + (3 * 0.1) ** 2 + (2 * 0.2) ** 2),
 }
 OWN = {  # norms of each trajectory alone
@@ -29,6 +30,7 @@ OWN = {  # norms of each trajectory alone
     "trajectory": (0.75, 1 / 3),
     "token": (math.sqrt(4.25), math.sqrt(13)),
     "token_mean": (math.sqrt(4.25), math.sqrt(13)),
+    "rms": (math.sqrt(4.25 / 2), math.sqrt(13 / 3)),
     "logit": (math.sqrt(1.25), 0.5),
 }
 
@@ -54,9 +56,14 @@ def test_norms_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_factor_is_one_over_the_larger_of_norm_and_delta(name: str) -> None:
-    assert clip_bias_factor(bias(), name, delta=0.1) == pytest.approx(1 / NORMS[name])
-    assert clip_bias_factor(bias(), name, delta=100.0) == pytest.approx(0.01)
+def test_factor_is_one_up_to_delta_and_falls_with_the_norm(name: str) -> None:
+    assert clip_bias_factor(bias(), name, delta=0.1) == pytest.approx(0.1 / NORMS[name])
+    assert clip_bias_factor(bias(), name, delta=100.0) == 1.0
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_factor_is_the_papers_for_its_delta(name: str) -> None:
+    assert clip_bias_factor(bias(), name) == pytest.approx(1 / max(NORMS[name], 1.0))
 
 
 @pytest.mark.parametrize("copies", [1, 4, 16])
@@ -66,7 +73,7 @@ def test_what_each_norm_grows_with(copies: int) -> None:
     for _ in range(copies - 1):
         wide = wide + bias()
     root = math.sqrt(copies)
-    growth = {"scalar": 1.0, "trajectory": root, "token": root, "token_mean": 1.0, "logit": root}
+    growth = {"scalar": 1.0, "trajectory": root, "token": root, "token_mean": 1.0, "rms": 1.0, "logit": root}
     assert wide.norms() == pytest.approx({name: NORMS[name] * growth[name] for name in NORMS})
 
     long = policy_loss(
@@ -78,15 +85,15 @@ def test_what_each_norm_grows_with(copies: int) -> None:
         ratio_level="token",
         logit_scale=SCALE.repeat(1, copies),
     ).clip_bias
-    growth = {"scalar": 1.0, "trajectory": 1.0, "token": root, "token_mean": root, "logit": root}
+    growth = {"scalar": 1.0, "trajectory": 1.0, "token": root, "token_mean": root, "rms": 1.0, "logit": root}
     assert long.norms() == pytest.approx({name: NORMS[name] * growth[name] for name in NORMS})
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_scales_of_both_scopes_and_targets(name: str) -> None:
     delta = 0.4
-    f = 1 / max(NORMS[name], delta)
-    m = sum(1 / max(norm, delta) for norm in OWN[name]) / 2
+    f = delta / max(NORMS[name], delta)
+    m = sum(delta / max(norm, delta) for norm in OWN[name]) / 2
 
     def scales(scope: str, target: str) -> tuple[float, float, float, float]:
         measured = bias(name if scope == "trajectory" else None, delta)
@@ -160,6 +167,6 @@ def test_clear_errors() -> None:
     with pytest.raises(ValueError, match="must be positive, not -1"):
         normalization(bias(), delta=-1.0)
     without = bias(scale=None)
-    assert set(without.norms()) == {"scalar", "trajectory", "token", "token_mean"}
+    assert set(without.norms()) == {"scalar", "trajectory", "token", "token_mean", "rms"}
     with pytest.raises(ValueError, match=r"needs policy_loss\(..., logit_scale=...\)"):
         without.norm("logit")

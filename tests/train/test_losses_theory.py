@@ -188,6 +188,7 @@ def test_norms_of_the_clipping_bias_are_their_definitions(level: str, seed: int)
         "trajectory": means.norm(),
         "token": torch.cat(rows).norm(),
         "token_mean": torch.stack([terms.norm() for terms in rows]).mean(),
+        "rms": torch.cat(rows).square().mean().sqrt(),
         "logit": (torch.cat(rows) * torch.cat(scales)).norm(),
     }
     assert norms == pytest.approx({name: float(value) for name, value in expected.items()}, abs=1e-10)
@@ -210,7 +211,7 @@ def test_logit_norm_is_the_gradient_norm_in_logit_space() -> None:
     assert norm == pytest.approx(float(gradient.norm()), abs=1e-10)
 
 
-@pytest.mark.parametrize("norm", ["scalar", "trajectory", "token", "token_mean", "logit"])
+@pytest.mark.parametrize("norm", ["scalar", "trajectory", "token", "token_mean", "rms", "logit"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_trajectory_scope_is_each_trajectory_normalized_alone(level: str, norm: str) -> None:
     c = case(2, drift=1.5)
@@ -220,7 +221,7 @@ def test_trajectory_scope_is_each_trajectory_normalized_alone(level: str, norm: 
     for b in range(len(c.mask)):
         row = [x[b : b + 1] for x in (c.log_probs(), c.old, c.advantages, c.mask, c.turns)]
         alone = policy_loss(*row, logit_scale=scale[b : b + 1], **options)
-        factor = 1 / max(alone.clip_bias.norm(norm), 0.1)
+        factor = 0.1 / max(alone.clip_bias.norm(norm), 0.1)
         factors += [factor] * bool(c.mask[b].any())
         expected += factor * c.gradient(alone.loss)
     output = c.loss(level, logit_scale=scale, trajectory_norm=norm, delta=0.1, denominator=4.0)

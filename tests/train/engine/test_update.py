@@ -47,7 +47,7 @@ def step(
     return torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()
 
 
-@pytest.mark.parametrize("norm", ["scalar", "trajectory", "token", "token_mean", "logit", "gradient"])
+@pytest.mark.parametrize("norm", ["scalar", "trajectory", "token", "token_mean", "rms", "logit", "gradient"])
 @pytest.mark.parametrize("target", ["gradient", "update"])
 def test_micro_batches_do_not_matter(
     norm: str, target: str, tiny_folder: str, trajectories: list[Trajectory]
@@ -86,7 +86,7 @@ def test_normalization_comes_before_gradient_clipping(
 ) -> None:
     """A gradient of norm 5 that is normalized by 1/100 passes a limit of 1 unclipped."""
     batch = off_policy(collate(trajectories), spread=2.0)
-    base = {"loss.clip_bias_target": "gradient", "loss.clip_bias_delta": 100.0}
+    base = {"loss.clip_bias_target": "gradient", "loss.clip_bias_delta": 1.0}
     free, metrics = step(tiny_folder, batch, short_config(**base, **{"optim.max_grad_norm": None}))
     limit = metrics["loss/grad_norm"] / 50
     clipped_later, _ = step(tiny_folder, batch, short_config(**base, **{"optim.max_grad_norm": limit}))
@@ -99,7 +99,7 @@ def test_clipping_before_normalization_leaves_a_product_of_both(
 ) -> None:
     """clip(g) f: with a limit of half the gradient's norm, half of what normalization alone leaves."""
     batch = off_policy(collate(trajectories), spread=2.0)
-    base = {"loss.clip_bias_target": "gradient", "loss.clip_bias_delta": 100.0}
+    base = {"loss.clip_bias_target": "gradient", "loss.clip_bias_delta": 1.0}
     start = torch.cat([p.detach().flatten() for p in load_policy(tiny_folder, ModelConfig()).parameters()])
     free, metrics = step(tiny_folder, batch, short_config(**base, **{"optim.max_grad_norm": None}))
     first = {"optim.max_grad_norm": metrics["loss/grad_norm"] / 2, "optim.clip_before_normalization": True}
