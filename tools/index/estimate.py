@@ -17,9 +17,9 @@ WORD_BYTES_BUILD = 350  # a stem and its spellings in two dictionaries
 PASSAGES_A_SECOND = 8_000  # read, stored and counted, one core
 POSTINGS_A_SECOND = 8_000_000
 HASHED_A_SECOND = 400e6
-BASE_MEMORY = 120e6  # Python and numpy
+BASE_MEMORY = 60e6  # Python and numpy
 MODEL_MEMORY = 900e6  # torch and a small model
-BLOCK_MEMORY = 700e6  # one block of postings being sorted
+BLOCK_MEMORY = 20 * 16e6  # one block of postings being sorted
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def estimate(
         vocabulary = VOCABULARY[0] * (passages * words) ** VOCABULARY[1]
         disk += postings * 8 + vocabulary * WORD_BYTES_DISK
         scratch += postings * (6 + 2)  # and the chunks' own lists of words
-        block = min(BLOCK_MEMORY, postings * 45)
+        block = min(BLOCK_MEMORY, postings * 20)
         memory += vocabulary * WORD_BYTES_BUILD + passages * 24 + block
         private += passages * 4
         seconds += postings / POSTINGS_A_SECOND

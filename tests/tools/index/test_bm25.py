@@ -20,6 +20,7 @@ from sorl_tools.index import bm25_build, open_index, postings
 from sorl_tools.index.build import Bm25Options, build
 from sorl_tools.index.postings import Postings
 from sorl_tools.index.words import STOP_WORD, Vocabulary, WordIds, query_stems
+from sorl_tools.search import BM25Search
 
 from .conftest import made_up, write_jsonl
 
@@ -153,6 +154,18 @@ def test_parameters_change_scores_and_are_checked(tmp_path: Path) -> None:
     for bad in (Bm25Options(k1=-1), Bm25Options(b=1.5), Bm25Options(k1=math.nan)):
         with pytest.raises(UserError, match="k1 must be 0 or more"):
             build([corpus], tmp_path / "other", bm25=bad)
+
+
+def test_the_search_in_process_opens_a_folder(tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "c.jsonl", PASSAGES)
+    manifest = build([corpus], tmp_path / "index")
+    search = BM25Search.from_file(tmp_path / "index", top_k=2)
+    assert search.fingerprint == manifest.hash
+    assert search.retrieve("the deltas") == BM25Search(PASSAGES, top_k=2).retrieve("the deltas")
+    manifest_file = tmp_path / "index" / "manifest.json"
+    manifest_file.write_text(manifest_file.read_text().replace('"backend": "bm25"', '"backend": "dense"'))
+    with pytest.raises(UserError, match="a dense index embeds its queries; give it to sorl-serve"):
+        BM25Search.from_file(tmp_path / "index")
 
 
 @pytest.mark.slow

@@ -1,0 +1,45 @@
+"""benchmarks/search_recall.py and benchmarks/index_scale.py run, and their figures are what the docs say of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(script: str, folder: Path, *options: str) -> dict[str, Any]:
+    report = folder / "report.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *options, "--json", str(report)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(report.read_text())
+
+
+@pytest.mark.slow
+def test_recall_of_bm25(shared_data: Path, tmp_path: Path) -> None:
+    """The bars are bm25s' own figures, with its English stemmer, on the same passages and questions."""
+    report = run("search_recall.py", tmp_path, "--data", str(shared_data), "--work", str(tmp_path))
+    recall = {row["questions"]: row["recall"] for row in report["rows"]}
+    assert recall["nq"] == pytest.approx(0.784, abs=0.01)
+    assert recall["hotpotqa"] == pytest.approx(0.407, abs=0.01)
+    assert recall["pubmedqa"] == pytest.approx(0.944, abs=0.01)
+    assert recall["bioasq"] == pytest.approx(0.870, abs=0.01)
+
+
+@pytest.mark.slow
+def test_estimates_and_measured_builds(shared_data: Path, tmp_path: Path) -> None:
+    """The estimate's word: disk within a quarter, memory within a factor of two."""
+    corpus = shared_data / "corpus" / "wiki.jsonl.gz"
+    report = run("index_scale.py", tmp_path, "--corpus", str(corpus), "--sizes", "20000", "40000")
+    for row in report["rows"]:
+        assert row["same_hash"]
+        guess = row["estimate"]
+        assert guess["disk"] == pytest.approx(row["disk"], rel=0.25)
+        assert 0.5 < guess["build_memory"] / row["peak_anon"] < 2
+        assert 0.5 < guess["private"] / row["private"] < 2
