@@ -1,80 +1,92 @@
-"""``sorl-report RUN...``: one self-contained HTML page about a run, or about several overlaid.
+"""``sorl-report RUN...``: one self-contained HTML page about a run, about several overlaid, or about a study.
 
 The page works offline and is small because its plots are uPlot's (51 KB, vendored in ``report_assets``), which has
 log axes, hover values and cursors linked over all plots. The alternatives: plotly.js is 4.8 MB in its Python package
 (1.2 MB its basic build, not in it), Vega-Lite 0.8 MB with what it needs, and matplotlib's SVG has no hover values.
-Everything that comes from a run is escaped by Jinja, and a content security policy lets nothing load and no script
-run but the page's own two.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
-import hashlib
-import json
+import os
 import sys
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from sorl_env.errors import UserError
-from sorl_train.report_dialogue import question_of, segments
-from sorl_train.report_figures import chart_data, missing_figures, stage_seconds
-from sorl_train.report_run import HEADLINE, ReportRun, differing_settings, read_run
-from sorl_train.run_dir import atomic_write
+from sorl_train.report_data import chart_data, missing_figures, stage_seconds
+from sorl_train.report_dialogue import COUNT, question_of, segments, step_files
+from sorl_train.report_figures import SECTIONS
+from sorl_train.report_groups import find_runs, group_runs
+from sorl_train.report_page import render_page
+from sorl_train.report_run import HEADLINE, STABILITY, ReportRun, read_run
+from sorl_train.report_table import COLUMNS, group_rows, run_rows
+from sorl_train.run_dir import RunDir, atomic_write
+from sorl_train.viewer import NAME as VIEWER
+from sorl_train.viewer import write_viewer
 
-_ASSETS = Path(__file__).resolve().parent / "report_assets"
+DETAILED = 8  # of more runs, the page shows no dialogues, stage times, settings and manifests
+_SCRIPTS = ("uPlot.iife.min.js", "page.js", "report_lines.js", "report_plots.js", "report.js")
 
 
-def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Write one HTML page about the runs to ``out``, and return ``out``.
+def write_report(paths: Sequence[Path], out: Path) -> Path:
+    """Write one HTML page about runs to ``out``, and return ``out``.
 
-    A run that is still going on or that broke off is shown as far as it got; the page names what is missing.
+    A run that is still going on or that broke off is shown as far as it got; the page names what is missing. The page
+    links to the viewers (``write_viewer``) that are there.
+
+    Args:
+        paths: run folders, and folders of studies, which stand for all their runs.
 
     Raises:
         UserError: no such folder, or nothing in it to show.
     """
-    if not run_dirs:
+    folders = find_runs(paths)
+    if not folders:
         raise UserError("a report needs at least one run folder")
-    runs = [read_run(path, label) for path, label in zip(run_dirs, _labels(run_dirs), strict=True)]
+    labels = _labels([folder.path for folder in folders])
+    dialogues = COUNT if len(folders) <= DETAILED else 0
+    runs = [
+        read_run(folder.path, label, dialogues, folder.cell)
+        for folder, label in zip(folders, labels, strict=True)
+    ]
     out.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(out, render(runs))
+    title = f"{paths[0].resolve().name}: {len(runs)} runs" if len(paths) == 1 else f"{len(runs)} runs"
+    atomic_write(out, render(runs, title, [_viewer_address(run.path, out) for run in runs]))
     return out
 
 
-def render(runs: Sequence[ReportRun]) -> str:
-    """The page as text."""
-    scripts = [_asset("uPlot.LICENSE", comment=True) + _asset("uPlot.iife.min.js"), _asset("report.js")]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_ASSETS),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # curves keep their order
-    environment.filters |= {
-        "figure": _figure,
-        "seconds": _seconds,
-        "segments": segments,
-        "question": question_of,
-        "pretty": _pretty,
-    }
-    title = f"{runs[0].title} · {runs[0].label}" if len(runs) == 1 else f"{len(runs)} runs"
-    return environment.get_template("report.html.j2").render(
-        title=title,
+def render(runs: Sequence[ReportRun], title: str, viewers: Sequence[str | None]) -> str:
+    """The page as text; ``viewers`` are the addresses of the runs' viewers, None where there is none."""
+    groups = group_runs(runs)
+    grouped = any(len(group.members) > 1 for group in groups)
+    detailed = len(runs) <= DETAILED
+    return render_page(
+        "report.html.j2",
+        styles=("uPlot.min.css", "page.css", "dialogue.css", "report.css"),
+        scripts=_SCRIPTS,
+        title=f"{runs[0].title} · {runs[0].label}" if len(runs) == 1 else title,
         runs=runs,
+        groups=groups,
+        grouped=grouped,
+        viewers=viewers,
+        detailed=detailed,
         headline=HEADLINE,
-        data=chart_data(runs),
+        stability=STABILITY,
+        sections=SECTIONS,
+        columns=COLUMNS,
+        run_table=run_rows(runs, groups),
+        group_table=group_rows(runs, groups),
+        data=chart_data(runs, groups),
         missing=missing_figures(runs),
-        stages=[stage_seconds(run) for run in runs],
-        differing=differing_settings(runs),
-        styles=[_asset("uPlot.min.css"), _asset("report.css")],
-        scripts=scripts,
-        script_hashes=" ".join(f"'sha256-{_sha256(script)}'" for script in scripts),
+        events=[(i, _with_dialogues(event, run)) for i, run in enumerate(runs) for event in run.events],
+        stages=[stage_seconds(run) for run in runs] if detailed else [],
+        differing=list(groups[0].settings),
+        samples=_samples(runs),
+        segments=segments,
+        question=question_of,
     )
 
 
@@ -83,24 +95,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="sorl-report", description="One self-contained HTML page about runs."
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders; several are overlaid")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders, overlaid; or a study's folder"
+    )
     parser.add_argument(
         "--out", type=Path, help="default: RUN/report.html, or report.html here for several runs"
+    )
+    parser.add_argument(
+        "--viewers",
+        action=argparse.BooleanOptionalAction,
+        help="write each run's viewer, too, to link to (default: of a single run)",
     )
     arguments = parser.parse_args(argv)
     runs: list[Path] = arguments.runs
     out = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     try:
+        folders = find_runs(runs)
+        wanted = len(folders) == 1 if arguments.viewers is None else arguments.viewers
+        for folder in folders if wanted else ():
+            if step_files(RunDir(folder.path).trajectories):
+                write_viewer(folder.path)
         print(write_report(runs, out))
     except (UserError, OSError) as error:
         print(f"sorl-report: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nsorl-report: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
     """Folder names, as many of the last ones as tell the runs apart."""
     parts = [path.resolve().parts for path in paths]
+    if len(paths) == 1:
+        return [parts[0][-1]]
     for depth in range(1, max(map(len, parts))):
         labels = ["/".join(part[-depth:]) for part in parts]
         if len(set(labels)) == len(labels):
@@ -108,38 +137,29 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     raise UserError(f"the same run is given twice: {', '.join(map(str, paths))}")
 
 
-def _asset(name: str, *, comment: bool = False) -> str:
-    text = (_ASSETS / name).read_text(encoding="utf-8").strip()
-    return f"/* {text} */\n" if comment else text
+def _viewer_address(run: Path, out: Path) -> str | None:
+    """Of a run's viewer, as seen from the page."""
+    if not (run / VIEWER).is_file():
+        return None
+    return urllib.parse.quote(
+        Path(os.path.relpath((run / VIEWER).resolve(), out.parent.resolve())).as_posix()
+    )
 
 
-def _sha256(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+def _with_dialogues(event: Mapping[str, Any], run: ReportRun) -> dict[str, Any]:
+    """An event with the last step up to it of which dialogues were saved (None: there is none)."""
+    files = step_files(RunDir(run.path).trajectories)
+    saved = [step for kind, step, _ in files if kind == "step" and step <= event["step"]]
+    return {**event, "saved": max(saved, default=None)}
 
 
-def _figure(value: Any, kind: str = "") -> str:
-    """A headline figure as a person reads it; an en dash for one that is not there."""
-    if not isinstance(value, (int, float)):
-        return "–"  # noqa: RUF001
-    if kind == "seconds":
-        return _seconds(value)
-    if kind == "megabytes":
-        return f"{value / 1000:.2f} GB" if value >= 1000 else f"{value:.0f} MB"
-    return f"{value:.3f}" if kind == "share" else f"{value:.4g}"
-
-
-def _pretty(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)
-
-
-def _seconds(value: float) -> str:
-    if value < 1:
-        return f"{value * 1000:.3g} ms"
-    if value < 60:
-        return f"{value:.1f} s"
-    minutes, seconds = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+def _samples(runs: Sequence[ReportRun]) -> dict[str, list[str]]:
+    """What data are only an embedded sample, and the labels of the runs on them."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        if run.data_samples:
+            found.setdefault(", ".join(run.data_samples), []).append(run.label)
+    return found
 
 
 if __name__ == "__main__":

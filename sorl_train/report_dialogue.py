@@ -1,4 +1,4 @@
-"""The report's sample dialogues: which ones, and their text in pieces that can be coloured."""
+"""Dialogues to show: which ones of a run, and their text in pieces that can be coloured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Literal, TypeVar
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import iter_jsonl
 
+Kind = Literal["step", "eval"]
 _T = TypeVar("_T")
+_K = TypeVar("_K")
 
 COUNT = 10
 _READ_OF_A_FILE = 64  # of the steps that are not the last one; a file may hold hundreds of long trajectories
@@ -27,7 +29,7 @@ class Dialogue:
     """A trajectory to show. ``why`` says what is special about it, if anything is."""
 
     step: int
-    kind: Literal["step", "eval"]
+    kind: Kind
     trajectory: Trajectory
     why: str = ""
 
@@ -38,26 +40,27 @@ def choose_dialogues(folder: Path, notes: list[str], count: int = COUNT) -> list
     Training steps are shown, or evaluations if no training step was saved. Adds a note for each file that cannot be
     read to the end; what comes before the fault is used.
     """
-    files = _step_files(folder)
+    found = step_files(folder)
+    files = [(step, path) for kind, step, path in found if kind == "step"] or [file[1:] for file in found]
     if not files:
         notes.append(f"no dialogues: there is no {folder.name}/step_*.jsonl")
         return []
     *earlier, (last, path) = files
-    read = {step: _read(file, notes, _READ_OF_A_FILE) for step, file in _evenly(earlier, count - 2)}
-    read[last] = _read(path, notes, limit=None)
+    read = {step: read_some(file, notes, _READ_OF_A_FILE) for step, file in evenly(earlier, count - 2)}
+    read[last] = read_some(path, notes)
     steps = {step: sorted(found, key=lambda t: t.reward) for step, found in read.items() if found}
     if not steps:
         return []
-    kind: Literal["step", "eval"] = "eval" if path.name.startswith("eval") else "step"
+    kind: Kind = "eval" if path.name.startswith("eval") else "step"
     last = max(steps)
-    lowest, highest = _extremes(steps[last])
+    lowest, highest = extremes(steps[last])
     chosen = [Dialogue(last, kind, lowest, "lowest reward of the last saved step")]
     if highest is not lowest:
         chosen.append(Dialogue(last, kind, highest, "highest reward of the last saved step"))
     steps[last] = [t for t in steps[last] if t is not lowest and t is not highest]
     available = {step: len(found) for step, found in steps.items()}
-    for step, number in _share_out(available, count - len(chosen)).items():
-        chosen += [Dialogue(step, kind, trajectory) for trajectory in _evenly(steps[step], number)]
+    for step, number in share_out(available, count - len(chosen)).items():
+        chosen += [Dialogue(step, kind, trajectory) for trajectory in evenly(steps[step], number)]
     return sorted(chosen, key=lambda dialogue: dialogue.step)
 
 
@@ -78,16 +81,17 @@ def question_of(trajectory: Trajectory) -> str:
     return marked[-1].strip() if marked else lines[-1] if lines else trajectory.example_id
 
 
-def _step_files(folder: Path) -> list[tuple[int, Path]]:
-    """Files of training steps, or of evaluations if there are none, by step."""
-    found: dict[str, list[tuple[int, Path]]] = {"step": [], "eval": []}
-    for path in folder.glob("*.jsonl*"):
-        if match := _STEP_FILE.fullmatch(path.name):
-            found[match[1]].append((int(match[2]), path))
-    return sorted(found["step"] or found["eval"])
+def step_files(folder: Path) -> list[tuple[Kind, int, Path]]:
+    """Files of trajectories with what they are of, by step; an evaluation comes after the step it judges."""
+    names = ((path, _STEP_FILE.fullmatch(path.name)) for path in folder.glob("*.jsonl*"))
+    found: list[tuple[Kind, int, Path]] = [
+        ("eval" if match[1] == "eval" else "step", int(match[2]), path) for path, match in names if match
+    ]
+    return sorted(found, key=lambda file: (file[1], file[0] == "eval"))
 
 
-def _read(path: Path, notes: list[str], limit: int | None) -> list[Trajectory]:
+def read_some(path: Path, notes: list[str], limit: int | None = None) -> list[Trajectory]:
+    """The first ``limit`` trajectories of a file, or those before a fault in it, which becomes a note."""
     found: list[Trajectory] = []
     try:
         found.extend(islice(iter_jsonl(path), limit))  # extend keeps what came before a fault
@@ -96,23 +100,22 @@ def _read(path: Path, notes: list[str], limit: int | None) -> list[Trajectory]:
     return found
 
 
-def _extremes(ranked: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory]:
+def extremes(ranked: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory]:
     """Lowest and highest reward; an excluded trajectory has none to speak of, so it counts only among its like."""
     counted = [trajectory for trajectory in ranked if not trajectory.excluded] or ranked
     return counted[0], counted[-1]
 
 
-def _share_out(available: Mapping[int, int], wanted: int) -> dict[int, int]:
-    """How many of each step, as equal as what is available allows; earlier steps get the odd ones."""
-    given = dict.fromkeys(available, 0)
-    while sum(given.values()) < wanted and given != available:
-        for step in available:
-            if given[step] < available[step] and sum(given.values()) < wanted:
-                given[step] += 1
+def share_out(available: Mapping[_K, int], wanted: int) -> dict[_K, int]:
+    """How many of each, as equal as what is available allows; ``wanted`` in all, or everything there is."""
+    given, left = dict.fromkeys(available, 0), wanted
+    for rank, (name, number) in enumerate(sorted(available.items(), key=lambda item: item[1])):
+        given[name] = min(number, left // (len(available) - rank))
+        left -= given[name]
     return given
 
 
-def _evenly(items: Sequence[_T], number: int) -> list[_T]:
+def evenly(items: Sequence[_T], number: int) -> list[_T]:
     """``number`` of the items, evenly spread over the sequence: the middle of each of as many equal parts."""
     number = min(number, len(items))
     return [items[(2 * i + 1) * len(items) // (2 * number)] for i in range(number)]

@@ -1,16 +1,21 @@
-"""Which curves the report draws, and their points."""
+"""Which curves the report draws."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from sorl_train.report_run import ReportRun, Row, is_number
-
-# Parts of a step in timings.jsonl that do not overlap.
-STAGES = ("rollout", "log_probs", "update", "eval", "checkpoint")
+_TURNS = 8  # as in sorl_train.diagnostics, whose import would cost a report the seconds that torch takes
+# name, title and text of each section that has figures over training steps, in the order of the page
+SECTIONS = (
+    ("outcome", "Outcome", "What was learned, and whether it was kept."),
+    ("gradient", "Gradient and clipping bias", "An exploding norm announces a collapse; clipping adds its bias."),
+    ("clipping", "Clipping", "Which of the policy's tokens the loss clips away."),
+    ("off-policy", "Off-policy", "How far the policy is from the one that sampled the data."),
+    ("policy", "Policy and advantages", ""),
+    ("time", "Time", ""),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -20,10 +25,11 @@ class Figure:
     Attributes:
         id: of its element in the page.
         about: what to look for, in a sentence.
-        curves: metric names with what to call them.
+        curves: metric names with what to call them; the first one is shown where several groups share a plot.
         axis: ``share`` runs from 0 to 1, ``log`` leaves values out that are not positive.
-        section: of the page.
+        section: of the page; ``more`` is the collection of all other metrics.
         delta: draw the lower bound of the clipping-bias norm, from which on it scales the step down.
+        alarms: mark the steps at which a run raised an alarm.
     """
 
     id: str
@@ -31,8 +37,9 @@ class Figure:
     about: str
     curves: Mapping[str, str]
     axis: Literal["linear", "log", "share"] = "linear"
-    section: Literal["curves", "time", "more"] = "curves"
+    section: str = "more"
     delta: bool = False
+    alarms: bool = False
 
 
 FIGURES = (
@@ -42,41 +49,101 @@ FIGURES = (
         "Greedy on held-out questions, and sampled on the training batch.",
         {"eval/success": "held out, greedy", "rollout/success": "training, sampled"},
         "share",
+        "outcome",
+        alarms=True,
     ),
     Figure(
         "valid-turns",
-        "Valid turns",
+        "Valid actions",
         "Share of turns in the right format; it falls before a collapse.",
         {"eval/valid_turn_rate": "held out, greedy", "rollout/valid_turn_rate": "training, sampled"},
         "share",
+        "outcome",
+    ),
+    Figure(
+        "reward",
+        "Reward",
+        "Of the step's trajectories.",
+        {"rollout/reward_mean": "mean", "rollout/reward_std": "standard deviation"},
+        section="outcome",
     ),
     Figure(
         "grad-norm",
         "Gradient norm",
-        "Of the policy, before clipping; an exploding one announces a collapse.",
-        {"loss/grad_norm": "as computed", "loss/grad_norm_normalized": "normalized"},
+        "Of the policy, before gradient clipping.",
+        {
+            "loss/grad_norm": "as computed",
+            "loss/grad_norm_max": "largest of the step",
+            "loss/grad_norm_normalized": "normalized",
+        },
         "log",
+        "gradient",
+    ),
+    Figure(
+        "clip-bias",
+        "Clipping bias",
+        "In several norms. Above delta, the dashed line, the one in use scales the step down.",
+        {
+            "loss/clip_bias_norm": "in use",
+            "loss/clip_bias_scalar": "scalar",
+            "loss/clip_bias_trajectory": "trajectory",
+            "loss/clip_bias_token": "token",
+            "loss/clip_bias_token_mean": "token mean",
+            "loss/clip_bias_logit": "logit",
+        },
+        "log",
+        "gradient",
+        delta=True,
+    ),
+    Figure(
+        "normalizer",
+        "Normalization",
+        "A factor of 1 leaves a step as it is. Means over the step's mini-batches.",
+        {"loss/normalizer": "factor", "loss/normalized_frac": "share normalized"},
+        "share",
+        "gradient",
     ),
     Figure(
         "clip-frac",
         "Clip fraction",
         "Share of the policy's tokens whose ratio was clipped.",
         {"loss/clip_frac": "clipped"},
+        section="clipping",
     ),
     Figure(
-        "clip-bias",
-        "Clipping-bias norm",
-        "Triggers normalization above delta, the dashed line. Zero is off this axis.",
-        {"loss/clip_bias_norm": "norm"},
-        "log",
-        delta=True,
+        "clip-turn",
+        "Clip fraction by turn",
+        "Of the tokens of each turn; the last one counts all later turns, too.",
+        {f"loss/clip_frac_turn{turn}": f"turn {turn + 1}" for turn in range(_TURNS)},
+        section="clipping",
     ),
     Figure(
-        "normalizer",
-        "Normalization factor",
-        "1 leaves a step as it is. Means over the step's mini-batches.",
-        {"loss/normalizer": "factor", "loss/normalized_frac": "share normalized"},
+        "clip-class",
+        "Clip fraction by kind of token",
+        "Tags, reasoning, queries and answers.",
+        {
+            "loss/clip_frac_tag": "tags",
+            "loss/clip_frac_reasoning": "reasoning",
+            "loss/clip_frac_query": "queries",
+            "loss/clip_frac_answer": "answers",
+            "loss/clip_frac_other": "other",
+        },
+        section="clipping",
+    ),
+    Figure(
+        "log-ratio",
+        "Log ratio",
+        "Quantiles of log(new / old) over the policy's tokens; 0 is on policy.",
+        {"loss/log_ratio_p99": "99%", "loss/log_ratio_p50": "median", "loss/log_ratio_p01": "1%"},
+        section="off-policy",
+    ),
+    Figure(
+        "ess",
+        "Effective sample size",
+        "Of the ratios at three levels, as a share; 1 is on policy.",
+        {"loss/ess_token": "token", "loss/ess_turn": "turn", "loss/ess_sequence": "sequence"},
         "share",
+        "off-policy",
     ),
     Figure(
         "kl",
@@ -87,13 +154,28 @@ FIGURES = (
             "loss/ref_kl": "to the reference",
             "rollout/mismatch_kl": "sampler to trainer",
         },
+        section="off-policy",
     ),
-    Figure("reward", "Reward", "Mean over the step's trajectories.", {"rollout/reward_mean": "reward"}),
+    Figure(
+        "advantage",
+        "Advantage",
+        "Over the tokens of the loss.",
+        {"loss/advantage_mean": "mean", "loss/advantage_std": "standard deviation"},
+        section="policy",
+    ),
     Figure(
         "entropy",
         "Entropy",
         "Of the policy at its own tokens, in nats; it shrinks as the policy settles.",
         {"loss/entropy": "entropy"},
+        section="policy",
+    ),
+    Figure(
+        "length",
+        "Length",
+        "Tokens the policy samples for a trajectory.",
+        {"rollout/response_tokens": "tokens"},
+        section="policy",
     ),
     Figure(
         "step-time",
@@ -110,64 +192,3 @@ FIGURES = (
         section="time",
     ),
 )
-
-
-def chart_data(runs: Sequence[ReportRun]) -> dict[str, Any]:
-    """What the page's script draws: the figures, and for each run its steps and the values of each metric.
-
-    ``more`` are figures made of the metrics that no other figure shows, one each.
-    """
-    rows = [_joined(run) for run in runs]
-    metrics = sorted({name for run_rows in rows for row in run_rows for name in row if name != "step"})
-    shown = {name for figure in FIGURES for name in figure.curves}
-    others = [name for name in metrics if name not in shown]
-    more = [Figure(f"more-{i}", name, "", {name: ""}, section="more") for i, name in enumerate(others)]
-    return {
-        "figures": [dataclasses.asdict(figure) for figure in FIGURES if _has_data(figure, rows)],
-        "more": [dataclasses.asdict(figure) for figure in more if _has_data(figure, rows)],
-        "runs": [
-            {
-                "label": run.label,
-                "delta": run.config.get("loss.clip_bias_delta"),
-                "steps": [row["step"] for row in run_rows],
-                "values": {name: _column(run_rows, name) for name in metrics},
-            }
-            for run, run_rows in zip(runs, rows, strict=True)
-        ],
-    }
-
-
-def missing_figures(runs: Sequence[ReportRun]) -> list[str]:
-    """Titles of the figures for which no run has a value."""
-    rows = [_joined(run) for run in runs]
-    return [figure.title for figure in FIGURES if not _has_data(figure, rows)]
-
-
-def stage_seconds(run: ReportRun) -> dict[str, float]:
-    """Seconds of the whole run by stage, longest first; ``other`` is what the steps took beyond their stages."""
-    totals = {stage: sum(_values(run.timings, f"time/{stage}_s")) for stage in STAGES}
-    totals["other"] = sum(_values(run.timings, "time/step_s")) - sum(totals.values())
-    return {
-        name: seconds for name, seconds in sorted(totals.items(), key=lambda item: -item[1]) if seconds > 0
-    }
-
-
-def _joined(run: ReportRun) -> list[Row]:
-    """Metrics and timings of each step in one row."""
-    rows: dict[int, dict[str, Any]] = {}
-    for row in (*run.metrics, *run.timings):
-        rows.setdefault(int(row["step"]), {}).update(row)
-    return [rows[step] for step in sorted(rows)]
-
-
-def _has_data(figure: Figure, rows: Sequence[Sequence[Row]]) -> bool:
-    return any(is_number(row.get(name)) for run_rows in rows for row in run_rows for name in figure.curves)
-
-
-def _column(rows: Sequence[Row], name: str) -> list[float | None]:
-    """A metric at each step, with the six digits a plot can show; None where it has no value."""
-    return [float(f"{row[name]:.6g}") if is_number(row.get(name)) else None for row in rows]
-
-
-def _values(rows: Sequence[Row], name: str) -> list[float]:
-    return [row[name] for row in rows if is_number(row.get(name))]

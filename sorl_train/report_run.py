@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import yaml
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_train.report_dialogue import Dialogue, choose_dialogues
+from sorl_train.report_dialogue import COUNT, Dialogue, choose_dialogues, step_files
 from sorl_train.run_dir import RunDir
+from sorl_train.study import measure
 
 Row = Mapping[str, Any]
 _T = TypeVar("_T")
@@ -27,13 +28,23 @@ HEADLINE = (
     ("wall_s", "Wall time", "seconds"),
     ("peak_rss_mb", "Peak memory", "megabytes"),
 )
+# name in what ``measure`` returns, what to call it, kind of number
+STABILITY = (
+    ("kept", "Final / peak", "share"),
+    ("worst_drop", "Worst drop", "share"),
+    ("collapse_step", "Collapse", "step"),
+    ("max_grad_norm", "Max gradient norm", "short"),
+    ("normalized", "Steps normalized", "share"),
+    ("clip_frac", "Tokens clipped", "short"),
+)
 # settings that a reader asks for first
 _KEY_SETTINGS = (
     "algo task model seed update.steps optim.lr optim.critic_lr rollout.batch_size rollout.group_size "
     "update.mini_batch_size update.epochs rollout.max_staleness loss.clip_eps loss.clip_bias_norm "
     "loss.clip_bias_scope loss.clip_bias_target loss.clip_bias_delta loss.kl_coef"
 ).split()
-_NO_MATTER = ("run_dir",)  # differs between any two runs
+EVENTS = "events.jsonl"
+ALARM = "collapse_alarm"  # the kind of event that the success figure marks
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,9 @@ class ReportRun:
         config: dotted names to values.
         metrics, timings: one mapping a step, ``step`` among them, sorted by it.
         headline: the figures of ``HEADLINE`` that are known.
+        stability: the figures of ``STABILITY`` that are known (``sorl_train.study.measure``).
+        cell: what the run's study calls it and those that differ in the seed alone.
+        events: what the run noticed about itself, as a collapse alarm; each with ``step``, ``kind`` and ``reason``.
         finished: the run wrote its summary; else the headline is as of the last line of the metrics.
         data_samples: descriptions of the data that are only an embedded sample of a benchmark.
         notes: what is missing or unreadable.
@@ -56,10 +70,13 @@ class ReportRun:
     metrics: Sequence[Row]
     timings: Sequence[Row]
     headline: Mapping[str, float]
+    stability: Mapping[str, float]
+    events: Sequence[Row]
     finished: bool
     data_samples: Sequence[str]
     dialogues: Sequence[Dialogue]
     notes: Sequence[str]
+    cell: str | None = None
 
     @property
     def title(self) -> str:
@@ -86,8 +103,8 @@ class ReportRun:
         return {name: self.config[name] for name in _KEY_SETTINGS if self.config.get(name) is not None}
 
 
-def read_run(path: Path, label: str) -> ReportRun:
-    """Read a run folder, finished or not.
+def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = None) -> ReportRun:
+    """Read a run folder, finished or not; at most so many of its dialogues.
 
     Raises:
         UserError: no such folder, or nothing in it to show.
@@ -102,8 +119,7 @@ def read_run(path: Path, label: str) -> ReportRun:
     metrics = _read(run.metrics, lambda file: _rows(file, notes), notes) or []
     timings = _read(run.timings, lambda file: _rows(file, notes), notes) or []
     summary = _read(run.summary, _json_mapping, notes) or {}
-    dialogues = choose_dialogues(run.trajectories, notes)
-    if not (config or metrics or dialogues):
+    if not (config or metrics or step_files(run.trajectories)):
         raise UserError(
             f"{path} is no run folder: none of config.yaml, metrics.jsonl and trajectories/ can be read"
         )
@@ -115,18 +131,14 @@ def read_run(path: Path, label: str) -> ReportRun:
         metrics=metrics,
         timings=timings,
         headline=_headline_so_far(metrics) | _numbers(summary),
+        stability=_stability(path),
+        events=_events(path / EVENTS, notes),
         finished=bool(summary),
         data_samples=sorted(set(_samples(manifest))),
-        dialogues=dialogues,
+        dialogues=choose_dialogues(run.trajectories, notes, dialogues) if dialogues else (),
         notes=notes,
+        cell=cell,
     )
-
-
-def differing_settings(runs: Sequence[ReportRun]) -> Mapping[str, Sequence[Any]]:
-    """Settings that are not the same in all runs, with their value in each (None where it is not set)."""
-    names = dict.fromkeys(name for run in runs for name in run.config if name not in _NO_MATTER)
-    values = {name: [run.config.get(name) for run in runs] for name in names}
-    return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
 
 
 def _read(file: Path, parse: Callable[[Path], _T], notes: list[str]) -> _T | None:
@@ -152,6 +164,35 @@ def _rows(file: Path, notes: list[str]) -> list[Row]:
         except (ValueError, KeyError, TypeError):
             notes.append(f"{file.name}:{number} is left out: not a JSON object with a step")
     return [rows[step] for step in sorted(rows)]
+
+
+def _stability(path: Path) -> dict[str, float]:
+    """What can be said of a run's stability; nothing before its first evaluation and step, or of broken metrics."""
+    try:
+        figures = measure(path)
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {name: value for name, value in figures.items() if not math.isnan(value)}
+
+
+def _events(file: Path, notes: list[str]) -> list[Row]:
+    """The events by step; most runs have none, and then no file."""
+    if not file.is_file():
+        return []
+    found = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            event = _mapping(json.loads(line))
+            found.append(
+                {
+                    "step": int(event["step"]),
+                    "kind": str(event["kind"]),
+                    "reason": str(event.get("reason", "")),
+                }
+            )
+        except (ValueError, KeyError, TypeError):
+            notes.append(f"{file.name}:{number} is left out: not a JSON object with a step and a kind")
+    return sorted(found, key=lambda event: event["step"])
 
 
 def _headline_so_far(metrics: Sequence[Row]) -> dict[str, float]:

@@ -1,11 +1,20 @@
-"""A run folder like one of training, written by the writers that training uses."""
+"""A run folder like one of training, written by the writers that training uses, and a browser to look at its pages."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import itertools
+import json
 import math
-from collections.abc import Callable
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +22,17 @@ import pytest
 from sorl_env.tool import ToolCall
 from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_env.trajectory_io import write_jsonl
-from sorl_train.config import RolloutConfig, TrainConfig, UpdateConfig
+from sorl_train.config import OptimConfig, RolloutConfig, TrainConfig, UpdateConfig
 from sorl_train.metrics_log import MetricsLog
 from sorl_train.run_dir import RunDir
+from sorl_train.token_stats_io import TokenRecord, write_token_records
 
-HOSTILE = "(Vela</pre></details><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+HOSTILE = (
+    "(Vela</pre></details><script>document.title='owned'</script>\u2028"
+    "<img src=x onerror=\"document.title='owned'\">"
+)
+KINDS = ("tag", "reasoning", "query", "answer")
 PEOPLE = ["Orin Talmar", "Sela Quist", "Bram Odell", "Ivo Kestrel", "Mara Lunde"]
 TOWNS = ["Varnholt", "Eskaby", "Tarn Hollow", "Lindeck", "Port Amsel"]
 
@@ -79,6 +94,25 @@ def make_trajectory(
     )  # fmt: skip
 
 
+def make_token_record(trajectory: Trajectory, rng: np.random.Generator) -> TokenRecord:
+    """Its texts cut into as many tokens as it has, with figures; every ninth token is clipped."""
+    tokens: list[str] = []
+    turn_of: list[int] = []
+    for turn in trajectory.turns:
+        number = turn.end - turn.start
+        edges = np.linspace(0, len(turn.text), number + 1).astype(int)
+        tokens += [turn.text[a:b] for a, b in itertools.pairwise(edges)]
+        turn_of += [turn.index] * number
+    log_ratio = 0.1 * rng.standard_normal(len(tokens))
+    clipped = np.arange(len(tokens)) % 9 == 4
+    log_ratio[clipped] = np.where(log_ratio[clipped] > 0, 0.4, -0.5)
+    advantage = np.where(log_ratio > 0, 1.0, -1.0) * rng.random(len(tokens))
+    figures = {"log_ratio": log_ratio, "ratio": np.exp(log_ratio), "advantage": advantage}
+    figures["entropy"] = rng.exponential(0.4, len(tokens))
+    plain = {name: [float(value) for value in values] for name, values in figures.items()}
+    return TokenRecord(trajectory.id, tokens, turn_of, clipped=[int(value) for value in clipped], **plain)
+
+
 def make_metrics(step: int, share: float, rng: np.random.Generator, collapse: bool) -> dict[str, float]:
     """Metrics of one step at ``share`` of the run; a collapsing run explodes after half of it."""
     blow = math.exp(max(0.0, share - 0.5) * 14) if collapse else 1.0
@@ -100,7 +134,23 @@ def make_metrics(step: int, share: float, rng: np.random.Generator, collapse: bo
         "loss/grad_norm_normalized": norm / max(1.0, bias),
         "loss/clip_frac": min(0.6, 0.02 * blow**0.7),
         "loss/clip_bias_norm": bias,
-        "loss/clip_bias_scalar": 0.01 * bias,
+        "loss/clip_bias_scalar": 0.002 * bias,
+        "loss/clip_bias_trajectory": 0.01 * bias,
+        "loss/clip_bias_token": bias,
+        "loss/clip_bias_token_mean": 0.07 * bias,
+        "loss/clip_bias_logit": 1.3 * bias,
+        "loss/grad_norm_max": 1.6 * norm,
+        "loss/effective_lr": 3e-4 / max(1.0, bias),
+        "loss/advantage_mean": 0.02 * noise,
+        "loss/advantage_std": 0.3 * (1 - 0.8 * share),
+        "loss/log_ratio_p01": -0.05 * blow**0.6,
+        "loss/log_ratio_p50": 0.002 * noise,
+        "loss/log_ratio_p99": 0.06 * blow**0.6,
+        "loss/ess_token": 1 / (1 + 0.02 * blow),
+        "loss/ess_turn": 1 / (1 + 0.008 * blow),
+        "loss/ess_sequence": 1 / (1 + 0.003 * blow),
+        **{f"loss/clip_frac_turn{k}": min(0.6, 0.01 * (k + 1) * blow**0.7) for k in range(3)},
+        **{f"loss/clip_frac_{kind}": min(0.6, 0.004 * (i + 1) * blow**0.7) for i, kind in enumerate(KINDS)},
         "loss/normalizer": 1 / max(1.0, bias),
         "loss/normalized_frac": float(bias > 1),
         "loss/approx_kl": 0.002 * blow * (1 + abs(noise)),
@@ -133,8 +183,11 @@ def make_run(
     finished: bool = True,
     is_sample: bool = False,
     hostile: bool = False,
+    tokens: bool = True,
+    lr: float = 3e-4,
+    batch: int = 12,
 ) -> Path:
-    """A whole run folder. ``ppo`` collapses; ``hostile`` passages try to break out of the page."""
+    """A whole run folder. ``ppo`` collapses, with an alarm; ``hostile`` passages try to break out of the page."""
     rng = np.random.default_rng(seed)
     config = dataclasses.replace(
         TrainConfig(),
@@ -142,6 +195,7 @@ def make_run(
         seed=seed,
         update=UpdateConfig(steps=steps),
         rollout=RolloutConfig(batch_size=128),
+        optim=OptimConfig(lr=lr),
     )
     run = RunDir.create(path, config)
     run.record(
@@ -153,13 +207,23 @@ def make_run(
         log.log(0, {"eval/success": 0.62, "eval/valid_turn_rate": 0.98, "time/eval_s": 3.0})
         for step in range(1, steps + 1):
             log.log(step, make_metrics(step, step / steps, rng, collapse))
-    for step in {1, *range(10, steps + 1, 10)}:
-        stops = [StopReason.INVALID, StopReason.ANSWER, StopReason.ERROR, *[StopReason.ANSWER] * 9]
-        batch = [
-            make_trajectory(f"{step}-{i}/0", rng, right=i % 3 != 0, hostile=hostile, stop=stop)
+    if collapse:
+        event = {
+            "step": steps * 5 // 8,
+            "kind": "collapse_alarm",
+            "reason": "gradient norm 9 times its median",
+        }
+        (path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    for step in sorted({1, *range(10, steps + 1, 10)}):
+        stops = [StopReason.INVALID, StopReason.ANSWER, StopReason.ERROR, *[StopReason.ANSWER] * (batch - 3)]
+        sampled = [
+            make_trajectory(f"s{step}-p{i}/0", rng, right=i % 3 != 0, hostile=hostile, stop=stop)
             for i, stop in enumerate(stops)
         ]
-        write_jsonl(run.trajectories / f"step_{step:06d}.jsonl", batch)
+        write_jsonl(run.trajectories / f"step_{step:06d}.jsonl", sampled)
+        if tokens and step > 1:
+            records = [make_token_record(t, rng) for t in sampled if not t.excluded]
+            write_token_records(run.trajectories / f"step_{step:06d}.tokens.jsonl.gz", records)
     if finished:
         figures = {
             "cold_start_success": 0.62,
@@ -175,6 +239,131 @@ def make_run_fixture() -> Callable[..., Path]:
     return make_run
 
 
+@pytest.fixture(name="make_token_record", scope="session")
+def make_token_record_fixture() -> Callable[..., TokenRecord]:
+    return make_token_record
+
+
 @pytest.fixture(name="make_trajectory")
 def make_trajectory_fixture() -> Callable[..., Trajectory]:
     return make_trajectory
+
+
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --hide-scrollbars --remote-debugging-pipe"
+).split()
+COMPLAINTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+
+
+class Browser:
+    """One tab. Commands and events are JSON, ended by a zero byte, on the browser's descriptors 3 and 4."""
+
+    def __init__(self, profile: Path) -> None:
+        assert PROGRAM is not None
+        commands, self._commands = os.pipe()
+        self._events, events = os.pipe()
+        launch = ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{events}', "bash", PROGRAM, *FLAGS]
+        self.process = subprocess.Popen(
+            [*launch, f"--user-data-dir={profile}"],
+            pass_fds=(commands, events),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(commands)
+        os.close(events)
+        self._ids = itertools.count(1)
+        self._buffer = b""
+        self._session: dict[str, str] = {}
+        self.events: list[dict[str, Any]] = []
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = {
+            "sessionId": self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        }
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.send(f"{domain}.enable")
+
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        number = next(self._ids)
+        command = {"id": number, "method": method, "params": parameters, **self._session}
+        os.write(self._commands, json.dumps(command).encode() + b"\0")
+        while (message := self._receive()).get("id") != number:
+            self.events.append(message)
+        assert "error" not in message, message["error"]
+        return message["result"]
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._events], [], [], 60)
+            chunk = os.read(self._events, 1 << 16) if ready else b""
+            assert chunk, "the browser is silent or gone"
+            self._buffer += chunk
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(message)
+
+    def open(self, page: Path, *, scheme: str = "light", width: int = 1280, hash: str = "") -> None:
+        """Load a page anew; the events so far are forgotten."""
+        self.send("Page.navigate", url="about:blank")
+        self.wait_for("location.href === 'about:blank'")
+        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.send("Emulation.setDeviceMetricsOverride", **size)
+        self.seen()
+        self.events.clear()
+        address = page.as_uri()
+        self.send("Page.navigate", url=address + hash)
+        self.wait_for(
+            f"location.href.startsWith({json.dumps(address)}) && document.readyState === 'complete'"
+        )
+
+    def run(self, script: str) -> Any:
+        """The value of an expression; a promise is waited for."""
+        answer = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def wait_for(self, condition: str) -> None:
+        deadline = time.monotonic() + 20
+        while not self.run(condition):
+            assert time.monotonic() < deadline, f"never true: {condition}"
+            time.sleep(0.02)
+
+    def seen(self, *methods: str) -> list[dict[str, Any]]:
+        """Parameters of the events so far."""
+        self.run("0")  # events before this answer have arrived
+        return [event["params"] for event in self.events if event["method"] in methods]
+
+    def complaints(self) -> list[dict[str, Any]]:
+        """What the page wrote to the console, and its uncaught errors."""
+        return self.seen(*COMPLAINTS)
+
+    def requests(self) -> list[str]:
+        """Addresses that the page asked for, its own first."""
+        return [event["request"]["url"] for event in self.seen("Network.requestWillBeSent")]
+
+    def key(self, key: str) -> None:
+        """A key pressed and let go: a character, or a name as ``ArrowDown``."""
+        text = {"text": key} if len(key) == 1 else {}
+        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+        self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def move_to(self, selector: str, x: float = 0.5, y: float = 0.5) -> None:
+        """Put the pointer on an element, at so much of its width and height."""
+        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        left, top, width, height = self.run(
+            f"(() => {{ const r = {box}; return [r.left, r.top, r.width, r.height]; }})()"
+        )
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=left + x * width, y=top + y * height)
+
+    def screenshot(self) -> bytes:
+        return base64.b64decode(self.send("Page.captureScreenshot")["data"])
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if PROGRAM is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    started = Browser(tmp_path_factory.mktemp("profile"))
+    yield started
+    started.process.terminate()
+    started.process.wait(timeout=30)

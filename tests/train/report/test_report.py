@@ -18,9 +18,11 @@ from sorl_env.errors import UserError
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.report import main, write_report
+from sorl_train.report_data import chart_data, missing_figures, stage_seconds
 from sorl_train.report_dialogue import choose_dialogues, question_of, segments
-from sorl_train.report_figures import FIGURES, chart_data, missing_figures, stage_seconds
-from sorl_train.report_run import differing_settings, read_run
+from sorl_train.report_figures import FIGURES
+from sorl_train.report_groups import group_runs
+from sorl_train.report_run import read_run
 
 MakeRun = Callable[..., Path]
 MakeTrajectory = Callable[..., Trajectory]
@@ -82,7 +84,7 @@ def test_everything_from_the_run_is_escaped(
     text = text_of(write_report([run], tmp_path / "report.html"))
     assert evil not in text
     assert html.escape(evil, quote=False) in text.replace("&#34;", '"').replace("&#39;", "'")
-    assert len(re.findall(r"<script", text)) == 3
+    assert len(re.findall(r"<script", text)) == 6
 
 
 def test_several_runs(make_run: MakeRun, tmp_path: Path) -> None:
@@ -90,10 +92,7 @@ def test_several_runs(make_run: MakeRun, tmp_path: Path) -> None:
     text = text_of(write_report(runs, tmp_path / "report.html"))
     assert "<h1>2 runs</h1>" in text
     assert "a/run" in text and "b/run" in text
-    read = [read_run(path, path.name) for path in runs]
-    differing = {"algo": ["so_ppo", "ppo"], "seed": [3, 0], "update.steps": [40, 20]}
-    assert differing_settings(read) == differing
-    assert "3 settings that differ" in text
+    assert "2 settings that differ" in text
     with pytest.raises(UserError, match="the same run is given twice"):
         write_report([runs[0], runs[0]], tmp_path / "report.html")
     with pytest.raises(UserError, match="at least one run"):
@@ -139,7 +138,7 @@ def test_only_metrics(tmp_path: Path) -> None:
     )
     read = read_run(tmp_path, "run")
     assert [row["step"] for row in read.metrics] == [1, 2]
-    data = chart_data([read])
+    data = chart_data([read], group_runs([read]))
     assert data["figures"] == [] and [figure["title"] for figure in data["more"]] == ["loss/lr"]
     assert data["runs"][0]["values"]["loss/lr"] == [1e-4, None]
     assert "None were saved." in text_of(write_report([tmp_path], tmp_path / "report.html"))
@@ -174,7 +173,8 @@ def test_command_line(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureF
 
 # --- figures -------------------------------------------------------------------------------------
 def test_every_metric_is_in_one_figure(make_run: MakeRun, tmp_path: Path) -> None:
-    data = chart_data([read_run(make_run(tmp_path / "run"), "run")])
+    runs = [read_run(make_run(tmp_path / "run"), "run")]
+    data = chart_data(runs, group_runs(runs))
     assert [figure["id"] for figure in data["figures"]] == [figure.id for figure in FIGURES]
     drawn = [name for figure in data["figures"] + data["more"] for name in figure["curves"]]
     assert sorted(drawn) == sorted(set(drawn))

@@ -1,0 +1,153 @@
+"""Which runs a report is about, and which of them belong together: those whose settings differ in the seed alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+from sorl_train.report_run import ReportRun
+from sorl_train.run_dir import RunDir
+
+RUNS = "runs"
+RESULTS = "results.jsonl"
+_OF_ONE_RUN = ("run_dir", "seed")
+_LABEL_SETTINGS = 4
+_MOST_VALUES = 8  # of a setting that can be chosen from
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run to show; in a study, with the name of its cell where that is known."""
+
+    path: Path
+    cell: str | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs with the same settings but for the seed.
+
+    Attributes:
+        settings: those in which groups differ, with this group's values (None where not set).
+        members: positions of its runs.
+    """
+
+    label: str
+    settings: Mapping[str, Any]
+    members: Sequence[int]
+
+
+def find_runs(paths: Sequence[Path]) -> list[RunFolder]:
+    """The runs themselves, and those of studies: a study's folder has them under ``runs/``.
+
+    Raises:
+        UserError: a study without a run, or a run given twice.
+    """
+    found: list[RunFolder] = []
+    for path in paths:
+        found += _runs_of_study(path) if _is_study(path) else [RunFolder(path)]
+    resolved = [folder.path.resolve() for folder in found]
+    twice = {str(path) for path in resolved if resolved.count(path) > 1}
+    if twice:
+        raise UserError(f"the same run is given twice: {', '.join(sorted(twice))}")
+    return found
+
+
+def _is_study(path: Path) -> bool:
+    return (path / RUNS).is_dir() and not RunDir(path).config.is_file()
+
+
+def _runs_of_study(path: Path) -> list[RunFolder]:
+    runs = sorted((config.parent for config in (path / RUNS).glob("*/config.yaml")), key=_natural)
+    if not runs:
+        raise UserError(f"the study {path} has no run yet: there is no {path / RUNS}/*/config.yaml")
+    cells: dict[str, str] = {}
+    results = path / RESULTS
+    for line in results.read_text(encoding="utf-8").splitlines() if results.is_file() else ():
+        result = json.loads(line)
+        cells[result["id"]] = result["cell"]
+    return [RunFolder(run, cells.get(run.name)) for run in runs]
+
+
+def _natural(path: Path) -> list[tuple[str, int]]:
+    """Orders names as a person does: s2 before s10."""
+    return [(text, int(part or 0)) for text, part in re.findall(r"(\D*)(\d*)", path.name)]
+
+
+def group_runs(runs: Sequence[ReportRun]) -> list[Group]:
+    """The groups; in a study in the order of their settings, else as they were given."""
+    members: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        shared = {name: value for name, value in run.config.items() if name not in _OF_ONE_RUN}
+        members.setdefault(
+            json.dumps(shared, sort_keys=True, default=str) if shared else f"run {i}", []
+        ).append(i)
+    firsts = [runs[indices[0]] for indices in members.values()]
+    differing = differing_settings(firsts)
+    settings = [{name: values[i] for name, values in differing.items()} for i in range(len(firsts))]
+    labels = _labels(runs, list(members.values()), settings)
+    groups = [Group(*parts) for parts in zip(labels, settings, members.values(), strict=True)]
+    in_study = any(run.cell for run in runs)
+    return sorted(groups, key=lambda group: _order(group.settings)) if in_study else groups
+
+
+def differing_settings(runs: Sequence[ReportRun]) -> Mapping[str, Sequence[Any]]:
+    """Settings but the seed that are not the same in all runs, with their value in each (None: not set)."""
+    names = dict.fromkeys(name for run in runs for name in run.config if name not in _OF_ONE_RUN)
+    values = {name: [run.config.get(name) for run in runs] for name in names}
+    return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
+
+
+def choices(groups: Sequence[Group]) -> Mapping[str, Sequence[Any]]:
+    """Settings by which groups can be chosen, with their values: few values, and no two settings that say the same."""
+    found: dict[str, list[Any]] = {}
+    partitions = set()
+    for name in groups[0].settings:
+        column = [setting_text(group.settings[name]) for group in groups]
+        values = list(dict.fromkeys(column))
+        partition = tuple(values.index(value) for value in column)
+        if 1 < len(values) <= _MOST_VALUES and len(values) < len(groups) and partition not in partitions:
+            partitions.add(partition)
+            found[name] = values
+    return found
+
+
+def _labels(
+    runs: Sequence[ReportRun], members: Sequence[Sequence[int]], settings: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """The study's name of the cell, or the settings that tell the groups apart, or the run's own label."""
+    if len(members) == 1:
+        return [runs[members[0][0]].title if len(members[0]) > 1 else runs[members[0][0]].label]
+    labels = []
+    for indices, values in zip(members, settings, strict=True):
+        cell = next((runs[i].cell for i in indices if runs[i].cell), None)
+        labels.append(cell or _described(values) or runs[indices[0]].label)
+    for i, label in enumerate(labels):
+        if labels.count(label) > 1:
+            labels[i] = f"{label} ({runs[members[i][0]].label})"
+    return labels
+
+
+def _described(values: Mapping[str, Any]) -> str:
+    parts = [
+        setting_text(value) if name == "algo" else f"{name}={setting_text(value)}"
+        for name, value in values.items()
+    ]
+    return ", ".join(parts) if len(parts) <= _LABEL_SETTINGS else ""
+
+
+def _order(settings: Mapping[str, Any]) -> list[tuple[bool, float, str]]:
+    return [
+        (False, float(value), "") if isinstance(value, (int, float)) else (True, 0.0, str(value))
+        for value in settings.values()
+    ]
+
+
+def setting_text(value: Any) -> str:
+    """A setting as labels and choices show it."""
+    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)

@@ -1,0 +1,133 @@
+"""``sorl-view RUN``: the dialogues of a run in one self-contained page, to read, search and filter.
+
+A page of its own, not a part of the report: a report is opened to compare runs and stays small, a run's dialogues are
+megabytes. The report links into it. As the report, it works offline, and nothing in it can load or run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sorl_env.errors import UserError
+from sorl_train.report_dialogue import step_files
+from sorl_train.report_page import render_page
+from sorl_train.report_run import ReportRun, read_run
+from sorl_train.run_dir import RunDir, atomic_write
+from sorl_train.viewer_data import CHUNK, MOST_BYTES, MOST_DIALOGUES, Packed, StepFile, pack, pack_files
+
+NAME = "viewer.html"
+_STEPS = re.compile(r"(\d+)(?:-(\d+))?")
+_SCRIPTS = (
+    "page.js",
+    "viewer_data.js",
+    "viewer_list.js",
+    "viewer_tokens.js",
+    "viewer_dialogue.js",
+    "viewer.js",
+)
+
+
+def write_viewer(
+    run_dir: Path,
+    out: Path | None = None,
+    *,
+    steps: tuple[int, int] | None = None,
+    most: int = MOST_DIALOGUES,
+    most_bytes: int = MOST_BYTES,
+) -> Path:
+    """Write the page of a run, by default to ``RUN/viewer.html``, and return its path.
+
+    Where there are more dialogues than ``most``, or than fit into ``most_bytes``, each step keeps its lowest and its
+    highest reward and as many others as all steps can; the page says so.
+
+    Args:
+        steps: only the dialogues of these, first and last.
+
+    Raises:
+        UserError: no such folder, no dialogues in it, or none of these steps.
+    """
+    run = read_run(run_dir, run_dir.resolve().name, dialogues=0)
+    files = _files(run_dir, steps)
+    notes: list[str] = []
+    packed = pack_files(files, notes, most=most, most_bytes=most_bytes)
+    if not packed.rows:
+        raise UserError(f"no dialogue in {run_dir} can be read: {'; '.join(notes) or 'its files are empty'}")
+    out = out or run_dir / NAME
+    out.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(out, render(run, packed, notes))
+    return out
+
+
+def render(run: ReportRun, packed: Packed, notes: Sequence[str]) -> str:
+    """The page as text."""
+    clip_eps = run.config.get("loss.clip_eps")
+    high = run.config.get("loss.clip_eps_high")
+    return render_page(
+        "viewer.html.j2",
+        styles=("page.css", "dialogue.css", "viewer.css"),
+        scripts=_SCRIPTS,
+        title=f"{run.title} · {run.label}",
+        run=run,
+        shown=len(packed.rows),
+        found=packed.found,
+        notes=notes,
+        data={
+            "chunk": CHUNK,
+            "clip_eps": clip_eps,
+            "clip_eps_high": clip_eps if high is None else high,
+            "rows": pack(packed.rows),
+            "chunks": packed.chunks,
+        },
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command ``sorl-view``; the exit status."""
+    parser = argparse.ArgumentParser(prog="sorl-view", description="A run's dialogues in one page.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("--out", type=Path, help=f"default: RUN/{NAME}")
+    parser.add_argument("--steps", metavar="FIRST-LAST", help="only dialogues of these steps, or of this one")
+    parser.add_argument(
+        "--most", type=int, default=MOST_DIALOGUES, help="dialogues in the page (default: %(default)s)"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        steps = _parse_steps(arguments.steps) if arguments.steps else None
+        print(write_viewer(arguments.run, arguments.out, steps=steps, most=arguments.most))
+    except (UserError, OSError) as error:
+        print(f"sorl-view: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nsorl-view: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _files(run_dir: Path, steps: tuple[int, int] | None) -> list[StepFile]:
+    folder = RunDir(run_dir).trajectories
+    found = step_files(folder)
+    if not found:
+        raise UserError(
+            f"no dialogues: there is no {folder}/step_*.jsonl; training saves some every rollout.save_every steps"
+        )
+    chosen = [file for file in found if steps is None or steps[0] <= file[1] <= steps[1]]
+    if not chosen:
+        saved = ", ".join(map(str, sorted({file[1] for file in found})))
+        raise UserError(f"no dialogues of steps {steps}; saved are {saved}")
+    return chosen
+
+
+def _parse_steps(text: str) -> tuple[int, int]:
+    match = _STEPS.fullmatch(text)
+    if not match:
+        raise UserError(f"--steps {text!r} is neither a step nor FIRST-LAST, as 10 or 10-50")
+    first = int(match[1])
+    return first, int(match[2]) if match[2] else first
+
+
+if __name__ == "__main__":
+    sys.exit(main())

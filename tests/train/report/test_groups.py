@@ -1,0 +1,221 @@
+"""Which runs a report shows, which belong together, and what its table says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_train.report import main, write_report
+from sorl_train.report_data import chart_data
+from sorl_train.report_groups import Group, RunFolder, choices, find_runs, group_runs
+from sorl_train.report_run import ReportRun, read_run
+from sorl_train.report_table import COLUMNS, TableRow, group_rows, run_rows
+
+MakeRun = Callable[..., Path]
+
+
+def read(paths: Sequence[Path]) -> list[ReportRun]:
+    return [read_run(path, path.name, 0) for path in paths]
+
+
+def cells(row: TableRow) -> dict[str, tuple[str, str]]:
+    return {name: (cell.text, cell.range) for (name, _, _), cell in zip(COLUMNS, row.cells, strict=True)}
+
+
+# --- which runs ----------------------------------------------------------------------------------
+def test_a_study_stands_for_its_runs(make_run: MakeRun, tmp_path: Path) -> None:
+    study = tmp_path / "study"
+    names = ["so_ppo-s0-aa", "ppo-s10-bb", "ppo-s2-cc"]
+    for name in names:
+        make_run(study / "runs" / name, algo=name.partition("-")[0], steps=2, batch=3)
+    (study / "runs" / "logs").mkdir()
+    results = [{"id": "ppo-s2-cc", "cell": "ppo, optim.lr=0.0003"}]
+    (study / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results))
+    other = make_run(tmp_path / "other", steps=2, batch=3)
+    found = find_runs([study, other])
+    assert found == [
+        RunFolder(study / "runs" / "ppo-s2-cc", "ppo, optim.lr=0.0003"),
+        RunFolder(study / "runs" / "ppo-s10-bb"),
+        RunFolder(study / "runs" / "so_ppo-s0-aa"),
+        RunFolder(other),
+    ]
+    with pytest.raises(UserError, match="the same run is given twice"):
+        find_runs([study, study / "runs" / "ppo-s2-cc"])
+
+
+def test_a_study_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs").mkdir()
+    assert main([str(tmp_path)]) == 2
+    assert "has no run yet: there is no " in capsys.readouterr().err
+
+
+# --- which belong together -----------------------------------------------------------------------
+def test_groups_differ_in_more_than_the_seed(make_run: MakeRun, tmp_path: Path) -> None:
+    made = [
+        make_run(tmp_path / f"{algo}-{lr}-{seed}", algo=algo, lr=lr, seed=seed, steps=2, batch=3)
+        for seed in (0, 1)
+        for algo, lr in (("so_ppo", 3e-4), ("ppo", 3e-4), ("ppo", 1e-3))
+    ]
+    runs = read(made)
+    groups = group_runs(runs)
+    assert [(group.label, group.members) for group in groups] == [
+        ("so_ppo, optim.lr=0.0003", [0, 3]),
+        ("ppo, optim.lr=0.0003", [1, 4]),
+        ("ppo, optim.lr=0.001", [2, 5]),
+    ]
+    assert groups[2].settings == {"algo": "ppo", "optim.lr": 1e-3}
+    # in a study, its name of the cell, for unfinished runs of it too, and in the order of the settings
+    named = [dataclasses.replace(runs[0], cell="ours"), *runs[1:]]
+    assert [group.label for group in group_runs(named)] == [
+        "ppo, optim.lr=0.0003", "ppo, optim.lr=0.001", "ours",
+    ]  # fmt: skip
+    assert [group.label for group in group_runs(runs[:1])] == ["so_ppo-0.0003-0"]
+    assert [group.label for group in group_runs([runs[0], runs[3]])] == ["so_ppo on minihop"]
+
+
+def test_runs_without_settings_stay_alone(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss/lr": 1e-4}\n')
+    groups = group_runs(read([tmp_path / "a", tmp_path / "b"]))
+    assert [(group.label, group.members) for group in groups] == [("a", [0]), ("b", [1])]
+
+
+def test_what_groups_can_be_chosen_by() -> None:
+    def groups(**columns: list[Any]) -> list[Group]:
+        rows = zip(*columns.values(), strict=True)
+        return [Group("", dict(zip(columns, row, strict=True)), [i]) for i, row in enumerate(rows)]
+
+    found = choices(
+        groups(
+            algo=["ppo", "ppo", "so_ppo", "so_ppo"],
+            loss=["a", "a", "b", "b"],  # says what algo says
+            lr=[1e-4, 1e-3, 1e-4, 1e-3],
+            name=["q", "r", "s", "t"],  # another one for each group: the table does that
+            eps=[None, 0.2, 0.2, 0.2],
+        )
+    )
+    assert found == {"algo": ["ppo", "so_ppo"], "lr": ["0.0001", "0.001"], "eps": ["none", "0.2"]}
+
+
+# --- the table -----------------------------------------------------------------------------------
+def write_curve(run: Path, success: list[float], norms: list[float | None]) -> Path:
+    """Metrics of which ``measure`` can be computed by hand."""
+    lines = []
+    for step, value in enumerate(success):
+        line: dict[str, Any] = {"step": step, "eval/success": value}
+        if step:
+            line |= {"loss/grad_norm": 1.0, "loss/grad_norm_max": norms[step - 1]}
+            line |= {"loss/normalized_frac": 0.5, "loss/effective_lr": 1e-4, "loss/clip_frac": 0.1}
+        lines.append(json.dumps(line) + "\n")
+    (run / "metrics.jsonl").write_text("".join(lines))
+    (run / "summary.json").unlink(missing_ok=True)
+    return run
+
+
+def test_rows_by_hand(make_run: MakeRun, tmp_path: Path) -> None:
+    kept = write_curve(make_run(tmp_path / "kept", steps=2, batch=3), [0.5, 0.8, 0.6], [2.0, 4.0])
+    lost = write_curve(make_run(tmp_path / "lost", seed=1, steps=2, batch=3), [0.5, 0.1, 0.0], [7.0, None])
+    runs = read([kept, lost])
+    groups = group_runs(runs)
+    first, second = run_rows(runs, groups)
+    assert (first.key, second.key) == ("r0", "r1")
+    assert cells(first) == {
+        "cold_start_success": ("0.500", ""),
+        "best_success": ("0.800", ""),
+        "final_success": ("0.600", ""),
+        "kept": ("0.750", ""),
+        "worst_drop": ("0.200", ""),
+        "collapse_step": ("none", ""),
+        "max_grad_norm": ("4", ""),
+        "normalized": ("0.500", ""),
+        "wall_s": ("–", ""),  # noqa: RUF001
+    }
+    assert cells(second)["collapse_step"] == ("step 1", "")
+    assert cells(second)["max_grad_norm"] == ("inf", "") and second.cells[6].sort == "Infinity"
+    (row,) = group_rows(runs, groups)
+    assert (row.key, row.members) == ("g0", [0, 1])
+    assert cells(row) | {"wall_s": None} == {
+        "cold_start_success": ("0.500", ""),
+        "best_success": ("0.650", "0.500 to 0.800"),
+        "final_success": ("0.300", "0.000 to 0.600"),
+        "kept": ("0.375", "0.000 to 0.750"),
+        "worst_drop": ("0.350", "0.200 to 0.500"),
+        "collapse_step": ("1 of 2", "from step 1"),
+        "max_grad_norm": ("inf", "4 to inf"),
+        "normalized": ("0.500", ""),
+        "wall_s": None,
+    }
+
+
+def test_a_run_that_cannot_be_measured(make_run: MakeRun, tmp_path: Path) -> None:
+    """An earlier version's metrics, or a run before its first step."""
+    run = make_run(tmp_path / "run", steps=2, batch=3)
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval/success": 0.5}\n')
+    runs = read([run])
+    assert runs[0].stability == {}
+    (row,) = run_rows(runs, group_runs(runs))
+    assert cells(row)["kept"] == cells(row)["collapse_step"] == ("–", "")  # noqa: RUF001
+    assert 'id="stability-kept"' in write_report([run], tmp_path / "report.html").read_text()
+
+
+# --- events, and pages of many runs --------------------------------------------------------------
+def test_events(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2, batch=3)
+    lines = [
+        '{"step": 9, "kind": "collapse_alarm", "reason": "</td><script>"}',
+        '{"step": 4, "kind": "paused"}',
+        '{"step": 5}',
+        "[]",
+    ]
+    (run / "events.jsonl").write_text("\n".join(lines))
+    read_back = read_run(run, "run", 0)
+    assert read_back.events == [
+        {"step": 4, "kind": "paused", "reason": ""},
+        {"step": 9, "kind": "collapse_alarm", "reason": "</td><script>"},
+    ]
+    assert [note.partition(" ")[0] for note in read_back.notes] == ["events.jsonl:3", "events.jsonl:4"]
+    assert chart_data([read_back], group_runs([read_back]))["runs"][0]["alarms"] == [9]
+    text = write_report([run], tmp_path / "report.html").read_text()
+    assert "&lt;/td&gt;&lt;script&gt;" in text and "</td><script>" not in text
+
+
+def test_too_many_values_are_thinned(make_run: MakeRun, tmp_path: Path) -> None:
+    runs = read([make_run(tmp_path / "run", steps=40, batch=3)])
+    whole = chart_data(runs, group_runs(runs))
+    values = 41 * len(whole["runs"][0]["values"])
+    thin = chart_data(runs, group_runs(runs), most_values=-(-values // 7))
+    assert (whole["every"], thin["every"]) == (1, 7)
+    expected = sorted({*range(0, 41, 7), 10, 20, 30, 40})
+    assert whole["runs"][0]["steps"] == list(range(41)) and thin["runs"][0]["steps"] == expected
+
+
+def test_many_runs_leave_out_what_is_long(make_run: MakeRun, tmp_path: Path) -> None:
+    for seed in range(9):
+        make_run(tmp_path / "runs" / f"ppo-s{seed}", seed=seed, steps=3, batch=3)
+    text = write_report([tmp_path], tmp_path / "report.html").read_text()
+    assert f"<h1>{tmp_path.name}: 9 runs</h1>" in text
+    assert '<details class="dialogue"' not in text and "manifest (versions" not in text
+    assert "are in the reports of each" in text
+    few = write_report([tmp_path / "runs" / f"ppo-s{seed}" for seed in range(8)], tmp_path / "few.html")
+    assert '<details class="dialogue"' in few.read_text()
+
+
+def test_links_to_viewers(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path / "a b" / f"s{seed}", seed=seed, steps=2, batch=3) for seed in (0, 1)]
+    out = tmp_path / "pages" / "report.html"
+    arguments = [*map(str, runs), "--out", str(out)]
+    assert main(arguments) == 0
+    assert "viewer.html" not in out.read_text()
+    assert main([*arguments, "--viewers"]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(out)] * 2
+    assert 'href="../a%20b/s0/viewer.html"' in out.read_text()
+    assert 'href="../a%20b/s1/viewer.html#open=step-1/s1-p0/0"' in out.read_text()
+    assert main([str(runs[0]), "--no-viewers", "--out", str(out)]) == 0
+    assert 'href="../a%20b/s0/viewer.html"' in out.read_text()
