@@ -66,6 +66,14 @@ def newest_checkpoint(folder: Path) -> Path:
     return found[-1]
 
 
+def last_before(folder: Path, step: int) -> Path:
+    """The newest complete checkpoint before ``step``; the oldest one where there is none. UserError without any."""
+    newest_checkpoint(folder)
+    found = list_checkpoints(folder)
+    earlier = [path for path in found if path.name < checkpoint_name(step)]
+    return earlier[-1] if earlier else found[0]
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     steps = [(int(match[1]), path) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))]

@@ -229,6 +229,22 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class AlarmConfig:
+    """A detector that sees a collapse coming: limits of what is normal, and what to do beyond them."""
+
+    action: Literal["off", "warn", "stop", "roll_back"] = opt(
+        "warn",
+        "warn: say so and write events.jsonl; stop: also save and end; roll_back: also go on from the last good "
+        "checkpoint at a lower learning rate",
+    )
+    ratio_tail: float = opt(1.0, "log-ratio to the old policy of the token at the 1st or 99th percentile")
+    invalid_turns: float = opt(0.05, "share of valid turns below the best so far")
+    grad_norm: float = opt(20.0, "highest gradient norm of a step, in medians of the first steps'")
+    entropy: float = opt(1.0, "log of the entropy over that of the first steps, up or down")
+    roll_back_lr: float = opt(0.5, "factor on the learning rates after each roll_back")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints hold all that an exact resume needs."""
 
@@ -279,5 +295,6 @@ class TrainConfig:
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     sft: SftConfig = dataclasses.field(default_factory=SftConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    alarm: AlarmConfig = dataclasses.field(default_factory=AlarmConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)

@@ -43,7 +43,7 @@ class MetricsLog:
         figures = {name: value for name, value in metrics.items() if name not in timings}
         for path, values in ((self._run_dir.metrics, figures), (self._run_dir.timings, timings)):
             if values:
-                _append(path, _line(step, values))
+                append_line(path, _line(step, values))
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         if self._use_tensorboard:
             writer = self._tensorboard(step)
@@ -77,7 +77,7 @@ class MetricsLog:
             from torch.utils.tensorboard import SummaryWriter
 
             # Events of a killed run at this step or later are hidden by TensorBoard.
-            self._writer = SummaryWriter(log_dir=str(self._run_dir.events), purge_step=step)
+            self._writer = SummaryWriter(log_dir=str(self._run_dir.tensorboard), purge_step=step)
         return self._writer
 
 
@@ -123,7 +123,7 @@ def _line(step: int, values: Mapping[str, float]) -> str:
     return json.dumps(plain, allow_nan=False) + "\n"
 
 
-def _append(path: Path, line: str) -> None:
+def append_line(path: Path, line: str) -> None:
     """One write call, so that a kill leaves at most one half line, at the end."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:

@@ -6,7 +6,7 @@
     manifest.json    versions, commit, data hashes  trajectories/   rollouts
     metrics.jsonl    one line a step; reproducible  checkpoints/    best and newest
     summary.json     final and best figures         events/         TensorBoard
-    report.html      curves and dialogues
+    report.html      curves and dialogues           events.jsonl    collapse alarms, roll-backs
 
 Whole files appear under their name only when complete (``atomic_write``).
 """
@@ -31,7 +31,7 @@ from sorl_train.manifest import environment_facts
 # What may change when a run is resumed: nothing of this alters a step already taken.
 RESUMABLE = (
     "run_dir update.steps rollout.save_every hardware.threads eval.every eval.num_examples eval.num_examples_final "
-    "eval.temperature eval.search_off checkpoint.every checkpoint.keep log.tensorboard log.wandb"
+    "eval.temperature eval.search_off eval.patience checkpoint.every checkpoint.keep log.tensorboard log.wandb"
 ).split()
 
 
@@ -75,7 +75,8 @@ class RunDir:
         self.report = path / "report.html"
         self.trajectories = path / "trajectories"
         self.checkpoints = path / "checkpoints"
-        self.events = path / "events"
+        self.tensorboard = path / "events"
+        self.events = path / "events.jsonl"
         self.stop_file = path / ".stop"  # asks a run in another process to finish its step, save, and end
 
     @classmethod

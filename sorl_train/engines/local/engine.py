@@ -17,6 +17,7 @@ from torch import Tensor
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import read_jsonl, write_jsonl
 from sorl_train import checkpoint
+from sorl_train.alarm import alarm_so_far
 from sorl_train.batch import Batch, collate
 from sorl_train.config import TrainConfig
 from sorl_train.display import Display
@@ -76,6 +77,8 @@ class LocalEngine:
         self.step = 0  # training steps done
         self.lost_steps = 0  # newest steps in a row without one usable trajectory
         self.waiting: deque[Collected] = deque()
+        self.lr_scale = 1.0  # falls with each roll-back
+        self.ended = ""  # why the run ends before its last step
         self.summary = Summary()
         self.timings: dict[str, float] = {}
 
@@ -101,8 +104,10 @@ class LocalEngine:
         if config.loss.kl_coef > 0:
             self.reference = load_policy(self.model_folder, dataclasses.replace(hardware, lora_rank=0))
             self.reference.requires_grad_(False).eval()
+        self.waiting.clear()
         if folder:
             self._load_state(folder)
+        self.alarm = alarm_so_far(config.alarm, self.run_dir, self.step)
 
     def _make_sampler(self) -> LocalSampler:
         config = self.config
@@ -156,9 +161,11 @@ class LocalEngine:
         return collate(trajectories, self.tokenizer.pad_token_id, self.classify)
 
     @property
-    def out_of_patience(self) -> bool:
-        """The policy has collapsed, and the run is to end (``eval.patience``)."""
-        return 0 < self.config.eval.patience <= self.summary.evaluations_below
+    def checkpoint_due(self) -> bool:
+        """Whether the run is to be saved after the step just done."""
+        every = self.config.checkpoint.every
+        last = bool(self.ended) or self.step == self.config.update.steps
+        return last or (every > 0 and self.step % every == 0)
 
     @property
     def on_policy(self) -> bool:
@@ -221,10 +228,10 @@ class LocalEngine:
                 done = (step - 1) * per_step + number
                 if self.critic_update is not None:
                     lr = learning_rate(optim, optim.critic_lr, optim.critic_warmup_ratio, done, total)
-                    self.critic_update.step(mini, lr, means)
+                    self.critic_update.step(mini, lr * self.lr_scale, means)
                 if train_policy:
                     lr = learning_rate(optim, optim.lr, optim.warmup_ratio, done, total)
-                    log_probs, entropies = self.policy_update.step(mini, lr, means)
+                    log_probs, entropies = self.policy_update.step(mini, lr * self.lr_scale, means)
                     if self.is_saved(step):
                         seen |= zip(mini.ids, zip(log_probs, entropies, strict=True), strict=True)
                     if self.on_policy:
@@ -306,13 +313,13 @@ class LocalEngine:
             write_jsonl(folder / f"stale_{number}.jsonl", item.trajectories)
             if item.batch is not None:  # scored with weights that are gone by now
                 save_file(_scores(item.batch), folder / f"stale_{number}.safetensors")
-        state = {"step": self.step, "waiting": len(self.waiting), "summary": self.summary.state()}
-        checkpoint.write_json(folder / "state.json", state)
+        state = {"step": self.step, "waiting": len(self.waiting), "lr_scale": self.lr_scale}
+        checkpoint.write_json(folder / "state.json", state | {"summary": self.summary.state()})
 
     def _load_state(self, folder: Path) -> None:
         checkpoint.load_optimizers(folder / "optimizer.safetensors", self.optimizers)
         state = checkpoint.read_json(folder / "state.json")
-        self.step = state["step"]
+        self.step, self.lr_scale = state["step"], state["lr_scale"]
         self.summary = Summary.from_state(state["summary"])
         for number in range(state["waiting"]):
             trajectories = list(read_jsonl(folder / f"stale_{number}.jsonl"))

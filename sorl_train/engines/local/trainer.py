@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from sorl_env.errors import UserError
-from sorl_train.checkpoint import newest_checkpoint
+from sorl_train.alarm import Alarm, alarm_so_far, append_event
+from sorl_train.checkpoint import last_before, newest_checkpoint
 from sorl_train.cold_start import resolve_model
 from sorl_train.config import TrainConfig
 from sorl_train.display import Display
@@ -25,7 +26,7 @@ from sorl_train.engines.local.engine import Collected, LocalEngine
 from sorl_train.environments import env_facts
 from sorl_train.metrics import rollout_metrics, staleness
 from sorl_train.metrics_log import MetricsLog
-from sorl_train.run_dir import RunDir
+from sorl_train.run_dir import RunDir, atomic_write
 from sorl_train.summary import out_of_patience
 from sorl_train.update import NonFiniteError, estimate_advantages
 
@@ -37,7 +38,7 @@ def train(engine: LocalEngine, log: MetricsLog, interrupted: threading.Event) ->
     config, steps = engine.config, engine.config.update.steps
     if engine.step == 0:
         record(engine, log, engine.evaluate(0, config.eval.num_examples_final))
-    while engine.step < steps and not interrupted.is_set() and not engine.out_of_patience:
+    while engine.step < steps and not interrupted.is_set() and not engine.ended:
         step = engine.step + 1
         while len(engine.waiting) <= config.rollout.max_staleness and step + len(engine.waiting) <= steps:
             engine.waiting.append(engine.collect(step + len(engine.waiting)))
@@ -56,11 +57,8 @@ def train(engine: LocalEngine, log: MetricsLog, interrupted: threading.Event) ->
             metrics |= engine.evaluate(step, config.eval.num_examples)
         engine.save_trajectories(step, collected.trajectories)
         record(engine, log, metrics, collected)
-        if (
-            step == steps
-            or engine.out_of_patience
-            or (config.checkpoint.every and step % config.checkpoint.every == 0)
-        ):
+        watch(engine, log, metrics)
+        if engine.checkpoint_due:
             engine.save()
         stop_when_lost(engine, collected)
 
@@ -87,8 +85,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
             if engine.step == 0 and not resume:
                 engine.save()  # so that a run killed in its first steps resumes too
             train(engine, log, interrupted)
-        if engine.out_of_patience:
-            display.message(out_of_patience(engine.summary))
+        if engine.ended:
+            display.message(engine.ended)
         elif interrupted.is_set() and engine.step < config.update.steps:
             engine.save()
             raise KeyboardInterrupt
@@ -106,6 +104,39 @@ def record(
     timings = engine.take_timings(collected.trajectories if collected else [])
     log.log(engine.step, metrics | timings)
     engine.display.step(engine.step, metrics | timings)
+
+
+def watch(engine: LocalEngine, log: MetricsLog, metrics: dict[str, float]) -> None:
+    """Look for a collapse, coming or come, and do about it what the config says."""
+    if 0 < engine.config.eval.patience <= engine.summary.evaluations_below:
+        engine.ended = out_of_patience(engine.summary)
+    alarm, action = engine.alarm.observe(engine.step, metrics), engine.config.alarm.action
+    if alarm is None:
+        return
+    append_event(engine.run_dir, alarm.event(action))
+    engine.display.message(f"collapse alarm in step {alarm.step}: {alarm.reason}")
+    if action == "stop":
+        engine.ended = f"ended by the collapse alarm after step {alarm.step} (alarm.action)"
+    elif action == "roll_back":
+        roll_back(engine, log, alarm)
+
+
+def roll_back(engine: LocalEngine, log: MetricsLog, alarm: Alarm) -> None:
+    """Go on from the newest checkpoint before the signs of the alarm, at a lower rate: the same rate would come here
+    again. The metrics of the steps that are taken back are kept in a file of their own."""
+    kept = engine.run_dir.path / f"rolled_back_{alarm.step:06d}.jsonl"
+    atomic_write(kept, engine.run_dir.metrics.read_bytes())
+    engine.load(last_before(engine.run_dir.checkpoints, alarm.since))
+    log.truncate_after(engine.step)
+    engine.alarm = alarm_so_far(engine.config.alarm, engine.run_dir, engine.step)
+    engine.lr_scale *= engine.config.alarm.roll_back_lr
+    engine.save()
+    event = {"step": engine.step, "kind": "roll_back", "from_step": alarm.step, "lr_scale": engine.lr_scale}
+    append_event(engine.run_dir, event | {"reason": f"the collapse alarm of step {alarm.step}"})
+    engine.display.message(
+        f"back to step {engine.step}, with learning rates times {engine.lr_scale:g}; the metrics of the steps taken "
+        f"back are in {kept}"
+    )
 
 
 @contextmanager

@@ -129,8 +129,12 @@ def _problems(config: TrainConfig) -> list[str]:
         problems.append(f"cluster.zero_stage is 2 or 3, not {cluster.zero_stage}")
     if cluster.partial_rollout and not cluster.async_rollout:
         problems.append("cluster.partial_rollout needs cluster.async_rollout")
-    if cluster.async_rollout and config.eval.patience:
-        problems.append("eval.patience ends synchronous runs; set it to 0 with cluster.async_rollout")
+    if config.alarm.action == "roll_back":
+        problems.append(
+            "alarm.action=roll_back is for engine=local: use stop, then --resume with a lower rate"
+        )
+    if cluster.async_rollout and (config.eval.patience or config.alarm.action == "stop"):
+        problems.append("eval.patience and alarm.action=stop end synchronous runs only: use 0 and warn")
     if cluster.async_rollout and config.rollout.max_staleness < 1:
         problems.append(
             "cluster.async_rollout trains on older samples: set rollout.max_staleness to 1 or more"

@@ -86,7 +86,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         raise UserError(_breakdown(process.returncode, run_dir))
     summary: dict[str, Any] = json.loads(run_dir.summary.read_text(encoding="utf-8"))
     if summary["steps"] < config.update.steps:
-        display.message(f"ended early, after step {summary['steps']}: success stayed low (eval.patience)")
+        display.message(f"ended after step {summary['steps']} (eval.patience or alarm.action)")
     return summary
 
 
@@ -100,12 +100,17 @@ def follow(
         UserError: nothing was written for ``deadline_s`` seconds.
     """
     shown, moved, size = from_step, time.monotonic(), -1
+    told = len(read_jsonl(run_dir.events)) if run_dir.events.is_file() else 0
     with _stop_on_interrupt(process, run_dir, display) as stopping:
         while True:
             ended = process.poll() is not None
             for metrics in _metrics_after(run_dir, shown):
                 shown = metrics.pop("step")
                 display.step(shown, metrics)
+            events = read_jsonl(run_dir.events) if run_dir.events.is_file() else []
+            for event in events[told:]:
+                display.message(f"collapse alarm in step {event['step']}: {event['reason']}")
+            told = len(events)
             if ended:
                 break
             now_size = _written(run_dir)

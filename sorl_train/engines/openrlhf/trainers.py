@@ -24,6 +24,7 @@ from torch import Tensor
 from sorl_env.errors import UserError
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
+from sorl_train.alarm import alarm_so_far, append_event
 from sorl_train.batch import Batch, collate
 from sorl_train.checkpoint import checkpoint_name
 from sorl_train.config import TrainConfig
@@ -48,8 +49,8 @@ from sorl_train.update import (
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
 
 
-class OutOfPatience(Exception):
-    """The policy has collapsed, and ``eval.patience`` ends the run."""
+class Ended(Exception):
+    """The policy has collapsed or is about to, and ``eval.patience`` or the alarm ends the run."""
 
 
 class Stopped(RuntimeError):
@@ -102,6 +103,7 @@ class TrainStep:
             self.run_dir, tensorboard=self.config.log.tensorboard, wandb=self.config.log.wandb
         )
         self.log.truncate_after(self.version if self.version else -1)
+        self.alarm = alarm_so_far(self.config.alarm, self.run_dir, self.version)
         self.classify = TokenClassifier(self.tokenizer)
         self.eval_env = make_env(self.config, evaluation=True)
         self.evaluator = TrajectoryGenerator(self.strategy, None, None, self.tokenizer, self.vllm_engines)
@@ -157,13 +159,13 @@ class TrainStep:
         lost = self.lost_steps == MAX_LOST_STEPS
         stop = self.run_dir.stop_file.exists()
         every = config.checkpoint.every
-        collapsed = 0 < config.eval.patience <= self.summary.evaluations_below
-        if stop or lost or collapsed or global_step == steps or (every and global_step % every == 0):
+        ended = self.watch(global_step, metrics)
+        if stop or lost or ended or global_step == steps or (every and global_step % every == 0):
             self.save(global_step, dict(client_states or {}))
         if lost:
             raise UserError(self.why_lost())
-        if collapsed:
-            raise OutOfPatience
+        if ended:
+            raise Ended
         if stop and global_step < steps:
             raise Stopped(f"stopped after step {global_step}")
 
@@ -269,6 +271,14 @@ class TrainStep:
         trajectories = sorted(trajectories, key=lambda t: t.id)
         write_jsonl(self.run_dir.trajectories / f"eval_{self.version:06d}.jsonl", trajectories)
         return eval_metrics(trajectories)
+
+    def watch(self, step: int, metrics: dict[str, float]) -> bool:
+        """Look for a collapse, coming or come; True when the config wants the run to end over it."""
+        alarm, action = self.alarm.observe(step, metrics), self.config.alarm.action
+        if alarm is not None:
+            append_event(self.run_dir, alarm.event(action))
+        out_of_patience = 0 < self.config.eval.patience <= self.summary.evaluations_below
+        return out_of_patience or (alarm is not None and action == "stop")
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
@@ -404,7 +414,7 @@ class Trainer(TrainStep, _PPOTrainer):  # type: ignore[misc, valid-type]
         """The whole run."""
         with watched(self.workers()):
             self.begin(self.init_checkpoint_states())
-            with suppress(OutOfPatience):
+            with suppress(Ended):
                 super().fit(global_step)
             self.end()
 

@@ -359,3 +359,44 @@ def test_lora_resumes_exactly_and_its_checkpoints_are_plain_folders(tmp_path: Pa
     base = AutoModelForCausalLM.from_pretrained(resolve_model(short_config(**settings), QuietDisplay()))
     moved = [n for n, p in plain.named_parameters() if not torch.equal(p, base.get_parameter(n))]
     assert moved and all("proj" in name for name in moved)
+
+
+# so low that the second step, at the latest, is beyond it
+NERVOUS = {
+    "alarm__ratio_tail": 1e-9,
+    "update__epochs": 2,
+    "update__mini_batch_size": 8,
+    "checkpoint__every": 1,
+}
+
+
+def test_the_alarm_warns_and_the_run_goes_on(tmp_path: Path) -> None:
+    run_dir, summary = train_short(tmp_path / "run", update__steps=4, **NERVOUS)
+    (event,) = read_metrics(run_dir.events)
+    assert event["step"] == 2 and event["kind"] == "collapse_alarm" and event["action"] == "warn"
+    assert "log-ratio" in event["reason"] and summary["steps"] == 4
+
+
+def test_the_alarm_stops_a_run_which_can_be_resumed(tmp_path: Path) -> None:
+    run_dir, summary = train_short(tmp_path / "run", update__steps=4, **NERVOUS, alarm__action="stop")
+    assert summary["steps"] == 2 and (run_dir.checkpoints / "step_000002").is_dir()
+
+
+def test_the_alarm_rolls_a_run_back_to_a_lower_rate(tmp_path: Path) -> None:
+    """Each of the lower rates alarms again: 4 steps take as many roll-backs as it takes to come below the limit."""
+    constant = {"optim__lr": 1e-3, "optim__warmup_ratio": 0.0, "optim__schedule": "constant"}
+    settings = NERVOUS | constant | {"alarm__ratio_tail": 0.02}
+    run_dir, summary = train_short(
+        tmp_path / "run", update__steps=4, **settings, alarm__action="roll_back", alarm__roll_back_lr=0.1
+    )
+    events = read_metrics(run_dir.events)
+    assert [event["kind"] for event in events[:2]] == ["collapse_alarm", "roll_back"]
+    alarm, back = events[:2]
+    assert back["step"] < alarm["since"] <= alarm["step"] and back["lr_scale"] == 0.1
+    lines = read_metrics(run_dir.metrics)
+    assert summary["steps"] == 4 and [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[-1]["loss/lr"] == pytest.approx(1e-3 * events[-1]["lr_scale"])
+    kept = read_metrics(run_dir.path / f"rolled_back_{alarm['step']:06d}.jsonl")
+    assert kept[-1]["step"] == alarm["step"] and kept[-1]["loss/lr"] == pytest.approx(1e-3)
+    state = json.loads((run_dir.checkpoints / "step_000004" / "state.json").read_text())
+    assert state["lr_scale"] == events[-1]["lr_scale"]
