@@ -114,10 +114,12 @@ def _files(run_dir: Path, steps: tuple[int, int] | None) -> list[StepFile]:
         raise UserError(
             f"no dialogues: there is no {folder}/step_*.jsonl; training saves some every rollout.save_every steps"
         )
-    chosen = [file for file in found if steps is None or steps[0] <= file[1] <= steps[1]]
+    if steps is None:
+        return found
+    chosen = [file for file in found if steps[0] <= file[1] <= steps[1]]
     if not chosen:
         saved = ", ".join(map(str, sorted({file[1] for file in found})))
-        raise UserError(f"no dialogues of steps {steps}; saved are {saved}")
+        raise UserError(f"no dialogues of steps {steps[0]}-{steps[1]}; saved are {saved}")
     return chosen
 
 

@@ -149,7 +149,7 @@ def _choose(trajectories: Sequence[Trajectory], number: int) -> list[tuple[Traje
 
 def _drop_common_start(rows: Sequence[dict[str, Any]]) -> None:
     """Leave out the sentences with which every question begins ("Search, then answer."): a list has little room."""
-    questions = [row["question"] for row in rows]
+    questions = [row["question"] for row in rows] or [""]
     first, last = min(questions), max(questions)  # what these two share, all between them do
     common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     cut = first.rfind(". ", 0, common) + 2
