@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
 import gzip
 import itertools
 import json
 import random
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +36,10 @@ class Load:
     def __init__(self, requests: Iterator[tuple[bytes, int]], ends_at: float) -> None:
         self.requests = requests
         self.ends_at = ends_at
-        self.latencies: list[tuple[float, float]] = []  # (when, seconds)
+        self.times = array(
+            "d"
+        )  # when each reply came, and after how many seconds: plain numbers, for long runs
+        self.latencies = array("d")
         self.queries = 0
         self.statuses: Counter[int] = Counter()
         self.broken = 0
@@ -80,7 +85,8 @@ class Connection(asyncio.Protocol):
     def _finish(self) -> None:
         load, now = self._load, time.perf_counter()
         load.statuses[self._status] += 1
-        load.latencies.append((now, now - self._sent))
+        load.times.append(now)
+        load.latencies.append(now - self._sent)
         load.queries += self._queries if self._status == 200 else 0
         if self._pause_s:
             asyncio.get_running_loop().call_later(self._pause_s * random.uniform(0.5, 1.5), self._send)
@@ -151,9 +157,9 @@ def main() -> int:
     load = Load(requests, started + args.seconds)
     asyncio.run(run(load, args.host, args.port, args.connections, args.pause_s))
     wall = time.perf_counter() - started
-    middle = started + args.seconds / 2
-    halves = [sorted(s for when, s in load.latencies if (when >= middle) == late) for late in (False, True)]
-    latencies = sorted(halves[0] + halves[1])
+    middle = bisect.bisect(load.times, started + args.seconds / 2)
+    halves = [sorted(load.latencies[:middle]), sorted(load.latencies[middle:])]
+    latencies = sorted(load.latencies)
     print(
         json.dumps(
             {

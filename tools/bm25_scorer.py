@@ -11,6 +11,8 @@ import numpy as np
 
 from sorl_tools.corpus import cache_dir
 
+_SMALLEST = np.float32(np.finfo(np.float32).tiny)
+
 
 class BatchScorer:
     """The best passages of many queries over a bm25s index. Not for several threads at a time: it reuses its memory.
@@ -33,7 +35,6 @@ class BatchScorer:
         self._postings = tuple(np.asarray(postings[name]) for name in ("data", "indices", "indptr"))
         num_docs = int(postings["num_docs"])
         self._scores = np.zeros(num_docs, dtype=np.float32)
-        self._touched = np.zeros(num_docs, dtype=np.int32)
 
     def top(self, queries: Sequence[Sequence[str]], top_k: int) -> list[list[tuple[int, float]]]:
         """Passage numbers and scores of tokenized queries, best first; ties keep the order of the corpus."""
@@ -43,7 +44,7 @@ class BatchScorer:
         best = np.empty((len(ids), top_k), dtype=np.int32)  # (queries, top_k)
         best_scores = np.empty((len(ids), top_k), dtype=np.float32)
         counts = np.zeros(len(ids), dtype=np.int64)
-        self._kernel(flat, starts, *self._postings, self._scores, self._touched, best, best_scores, counts)
+        self._kernel(flat, starts, *self._postings, self._scores, best, best_scores, counts)
         rows = zip(best.tolist(), best_scores.tolist(), counts.tolist(), strict=True)
         return [list(zip(docs[:count], scores[:count], strict=True)) for docs, scores, count in rows]
 
@@ -64,38 +65,44 @@ def _top_k(
     indices: Any,
     indptr: Any,
     scores: Any,
-    touched: Any,
     best: Any,
     best_scores: Any,
     counts: Any,
 ) -> None:
-    """``scores`` is all zeros before and after; ``touched`` is scratch; the last three are the result."""
+    """``scores`` is all zeros before and after; the last three are the result.
+
+    Passes over the postings twice, to add up and to pick, because neither pass then has a branch that is hard to
+    predict. Unsigned numbers, because numba checks signed ones for indices counted from the end.
+    """
     top_k = best.shape[1]
     for query in range(len(starts) - 1):
-        num_touched = 0
-        for token in flat[starts[query] : starts[query + 1]]:
-            for posting in range(indptr[token], indptr[token + 1]):
-                doc = indices[posting]
-                if scores[doc] == 0 and data[posting] > 0:
-                    touched[num_touched] = doc
-                    num_touched += 1
-                scores[doc] += data[posting]
+        for at in range(starts[query], starts[query + 1]):
+            token = flat[at]
+            for posting in range(np.uint64(indptr[token]), np.uint64(indptr[token + 1])):
+                scores[np.uint32(indices[posting])] += data[posting]
         count = 0
-        for slot in range(num_touched):
-            doc = touched[slot]
-            score = scores[doc]
-            scores[doc] = 0
-            place = count
-            while place > 0 and (
-                score > best_scores[query, place - 1]
-                or (score == best_scores[query, place - 1] and doc < best[query, place - 1])
-            ):
+        least = _SMALLEST  # that gets in; a passage met for the second time has 0 left
+        for at in range(starts[query], starts[query + 1]):
+            token = flat[at]
+            for posting in range(np.uint64(indptr[token]), np.uint64(indptr[token + 1])):
+                doc = np.uint32(indices[posting])
+                score = scores[doc]
+                scores[doc] = 0
+                if score < least:
+                    continue
+                place = count
+                while place > 0 and (
+                    score > best_scores[query, place - 1]
+                    or (score == best_scores[query, place - 1] and doc < best[query, place - 1])
+                ):
+                    if place < top_k:
+                        best_scores[query, place] = best_scores[query, place - 1]
+                        best[query, place] = best[query, place - 1]
+                    place -= 1
                 if place < top_k:
-                    best_scores[query, place] = best_scores[query, place - 1]
-                    best[query, place] = best[query, place - 1]
-                place -= 1
-            if place < top_k:
-                best_scores[query, place] = score
-                best[query, place] = doc
-                count = min(count + 1, top_k)
+                    best_scores[query, place] = score
+                    best[query, place] = doc
+                    count = min(count + 1, top_k)
+                    if count == top_k:
+                        least = best_scores[query, top_k - 1]
         counts[query] = count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +12,13 @@ from sorl_tools.bm25_index import open_index as open_bm25
 from sorl_tools.bm25_index import tokenize
 from sorl_tools.bm25_scorer import BatchScorer
 from sorl_tools.corpus import SUFFIXES, Passage
+from sorl_tools.index import Index, open_index
+from sorl_tools.index.bm25 import Bm25Index
 from sorl_tools.serve.protocol import Hit
+
+# Beyond it an index skips most of its postings (the MaxScore rule), which the compiled scorer reads one and all.
+MAX_EXHAUSTIVE = 1 << 20
+CACHED_PASSAGES = 1 << 14
 
 
 class Backend(Protocol):
@@ -36,50 +43,43 @@ class ScoredPassage(NamedTuple):
     score: float
 
 
-class CorpusBackend:
-    """BM25 over a ``.jsonl`` or ``.jsonl.gz`` corpus, whose index is built once and memory-mapped (``bm25_index``).
+class Bm25Backend:
+    """BM25 by the compiled scorer: finds what ``BM25Search`` finds, in its order and with its scores.
 
-    Finds what ``BM25Search`` finds, in its order and with its scores.
-
-    Raises:
-        UserError: the corpus cannot be read, or the cache folder cannot be written.
+    Args:
+        passages: what the postings are of.
+        postings: as ``BatchScorer`` reads them.
+        fingerprint: names the content.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._passages, index, fingerprint = open_bm25(path)
-        self._scorer = BatchScorer(index)
+    def __init__(self, passages: Sequence[Passage], postings: Any, fingerprint: str) -> None:
+        # to read a passage off the map takes as long as to find it, and the rollouts of a group find the same ones
+        self._passage = lru_cache(CACHED_PASSAGES)(passages.__getitem__)
+        self._scorer = BatchScorer(postings)
         self.facts: dict[str, Any] = {
             "backend": "bm25",
             "fingerprint": fingerprint,
-            "passages": len(self._passages),
+            "passages": len(passages),
         }
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[ScoredPassage]]:
         """Hits of each query, best first; a passage that shares no word with the query is never one of them."""
         found = self._scorer.top(tokenize(queries), top_k)
-        return [[ScoredPassage(self._passages[doc], score) for doc, score in hits] for hits in found]
+        return [[ScoredPassage(self._passage(doc), score) for doc, score in hits] for hits in found]
 
     def close(self) -> None:
         """Nothing is open but maps of files."""
 
 
 class IndexBackend:
-    """An index that ``sorl-index`` has built.
+    """An index that ``sorl-index`` has built, searched as it searches itself."""
 
-    Raises:
-        UserError: the folder holds no whole index.
-    """
-
-    def __init__(self, path: Path) -> None:
-        from sorl_tools.index import open_index
-
-        self._index = open_index(path)
-        manifest = self._index.manifest
+    def __init__(self, index: Index) -> None:
+        self._index = index
         self.facts: dict[str, Any] = {
-            "backend": manifest.backend,
-            "fingerprint": manifest.hash,
-            "passages": manifest.passages,
-            "corpus": manifest.corpus["hash"],
+            "backend": index.manifest.backend,
+            "fingerprint": index.manifest.hash,
+            "passages": index.manifest.passages,
         }
 
     def search(self, queries: Sequence[str], top_k: int) -> Sequence[Sequence[Hit]]:
@@ -102,10 +102,15 @@ def check_source(path: Path) -> None:
 
 
 def open_backend(path: Path) -> Backend:
-    """A folder is an index, a file is a corpus.
+    """A folder is an index; a file is a corpus, whose BM25 index is built once and kept in the cache folder.
 
     Raises:
         UserError: it is neither, or cannot be read.
     """
     check_source(path)
-    return IndexBackend(path) if path.is_dir() else CorpusBackend(path)
+    if path.is_dir():
+        index = open_index(path)
+        if not isinstance(index, Bm25Index) or index.manifest.passages > MAX_EXHAUSTIVE:
+            return IndexBackend(index)
+        return Bm25Backend(index.passages, index.postings, index.manifest.hash)
+    return Bm25Backend(*open_bm25(path))

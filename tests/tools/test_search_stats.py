@@ -1,0 +1,44 @@
+"""Figures of a step's searches, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from sorl_env.tool import ToolCall
+from sorl_tools.search_stats import holds_answer, search_metrics
+
+
+def call(query: str, reply: str = "", *, ok: bool = True, cached: bool = False) -> ToolCall:
+    return ToolCall("search", query, reply, ok=ok, cached=cached)
+
+
+def test_by_hand() -> None:
+    metrics = search_metrics(
+        [
+            (
+                [call("who?", "Doc 1 (A): the Eiffel Tower, Paris."), call("Who? ", cached=True)],
+                ["eiffel tower"],
+            ),
+            ([call("where?", "Doc 1: nothing")], ["Rome", "Paris"]),
+            ([call("WHO?", "Doc 1: a tower")], []),  # no golden answer, so nothing to find
+            ([], ["Rome"]),  # never searched
+        ]
+    )
+    assert metrics == {
+        "tool/cached_rate": pytest.approx(1 / 4),
+        "tool/duplicate_query_rate": pytest.approx(2 / 4),
+        "tool/answer_in_top_k": pytest.approx(1 / 2),
+    }
+
+
+def test_nothing_searched() -> None:
+    assert search_metrics([]) == search_metrics([([], ["Rome"])]) == {}
+    assert "tool/answer_in_top_k" not in search_metrics([([call("x")], [])])
+
+
+def test_answers_are_whole_words_of_replies_that_came() -> None:
+    assert holds_answer([call("x", "Doc 1 (The Beatles): An English band.")], ["the beatles!"])
+    assert not holds_answer([call("x", "Doc 1: Romeo and Juliet")], ["Rome"])
+    assert not holds_answer([call("x", "Rome", ok=False)], ["Rome"])
+    assert not holds_answer([call("x", "Doc 1: a")], ["the", ""])  # nothing is left of them
+    assert not holds_answer([], ["Rome"])
