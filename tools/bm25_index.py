@@ -13,25 +13,15 @@ from typing import TYPE_CHECKING, Any
 from sorl_env.errors import UserError
 from sorl_tools.corpus import Passage, PassageFile, cache_dir, check_corpus
 from sorl_tools.index.manifest import FORMAT, hash_file, read_manifest
+from sorl_tools.index.words import query_stems
 
 if TYPE_CHECKING:
     from sorl_tools.index.postings import Postings
 
 
 def tokenize(texts: Sequence[str]) -> list[list[str]]:
-    """Lower-case words of two letters and more, without stop words, stemmed."""
-    import bm25s
-
-    return bm25s.tokenize(
-        list(texts), stopwords="en", stemmer=_stemmer(), return_ids=False, show_progress=False
-    )
-
-
-@lru_cache(maxsize=1)
-def _stemmer() -> Any:
-    import Stemmer
-
-    return Stemmer.Stemmer("english")
+    """Lower-case words of two letters and more, without stop words, stemmed: what ``bm25s.tokenize`` makes of them."""
+    return [query_stems(text) for text in texts]
 
 
 def build_index(passages: Sequence[Passage]) -> Any:

@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 DATA, INDICES, INDPTR = "data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy"
 MAX_SCORES = "max_scores.npy"
 SLACK = np.float32(1 - 1e-4)  # sums of float32 in another order differ by less
-PLAIN = 1 << 18  # so few passages are scored one and all: numpy's calls would cost more than they save
+PLAIN = 1 << 19  # so few passages are scored one and all: numpy's calls would cost more than they save
 LOOKUP_COST = 16  # to bisect for one passage costs about as much as to add up so many
 
 

@@ -118,7 +118,8 @@ class Vocabulary:
 
 def query_stems(query: str) -> list[str]:
     """The words of a query as the index knows them."""
-    return [stemmer().stemWord(word) for word in PATTERN.findall(query.lower()) if word not in stop_words()]
+    left_out = stop_words()
+    return stemmer().stemWords([word for word in PATTERN.findall(query.lower()) if word not in left_out])
 
 
 def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
