@@ -124,7 +124,8 @@ def watch(engine: LocalEngine, log: MetricsLog, metrics: dict[str, float]) -> No
 def roll_back(engine: LocalEngine, log: MetricsLog, alarm: Alarm) -> None:
     """Go on from the newest checkpoint before the signs of the alarm, at a lower rate: the same rate would come here
     again. The metrics of the steps that are taken back are kept in a file of their own."""
-    kept = engine.run_dir.path / f"rolled_back_{alarm.step:06d}.jsonl"
+    times = len(list(engine.run_dir.path.glob("rolled_back_*.jsonl"))) + 1
+    kept = engine.run_dir.path / f"rolled_back_{times}.jsonl"
     atomic_write(kept, engine.run_dir.metrics.read_bytes())
     engine.load(last_before(engine.run_dir.checkpoints, alarm.since))
     log.truncate_after(engine.step)
