@@ -32,6 +32,7 @@ from sorl_train.summary import COLLAPSED
 
 KEYS = ("base", "settings", "seeds", "arms", "axes")
 SMALLEST_PEAK = 0.05  # a run that never learned anything has nothing to keep
+WINDOW = 3  # evaluations that ``kept_mean`` averages
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def measure(run_dir: Path) -> dict[str, float]:
     """What a finished run says about stability.
 
     ``peak`` and ``final``: highest and last greedy success; ``kept``: final / peak (0 where nothing was learned);
+    ``kept_mean``: the same of means over ``WINDOW`` evaluations in a row. The highest of many noisy evaluations lies
+    above what the policy can do, and ``kept`` so below 1 even where nothing is lost;
     ``worst_drop``: the deepest fall from the peak so far; ``collapse_step``: the first evaluation from which success
     stayed below half its peak (NaN: none); ``max_grad_norm``; ``normalized``: share of optimizer steps that the
     clipping bias scaled; ``mean_rate``: mean effective learning rate; ``clip_frac``: mean share of clipped tokens.
@@ -126,7 +129,8 @@ def measure(run_dir: Path) -> dict[str, float]:
     return {
         "peak": peak,
         "final": final,
-        "kept": final / peak if peak >= SMALLEST_PEAK else 0.0,
+        "kept": _kept(success),
+        "kept_mean": _kept(_means(success)),
         "worst_drop": max(top - value for value, top in zip(success, peaks, strict=True)),
         "collapse_step": float(lasting),
         "max_grad_norm": max(_number(line["loss/grad_norm_max"]) for line in trained),
@@ -134,6 +138,17 @@ def measure(run_dir: Path) -> dict[str, float]:
         "mean_rate": mean("loss/effective_lr"),
         "clip_frac": mean("loss/clip_frac"),
     }
+
+
+def _means(success: Sequence[float]) -> list[float]:
+    """Means of ``WINDOW`` values in a row; of all where there are fewer."""
+    width = min(WINDOW, len(success))
+    return [math.fsum(success[i : i + width]) / width for i in range(len(success) - width + 1)]
+
+
+def _kept(curve: Sequence[float]) -> float:
+    """Last over highest, 0 where nothing was learned."""
+    return curve[-1] / max(curve) if max(curve) >= SMALLEST_PEAK else 0.0
 
 
 def _number(value: float | None) -> float:
@@ -154,7 +169,7 @@ def interval(
 def region(
     cells: Mapping[str, Sequence[float]], bar: float = 0.95, draws: int = 2000
 ) -> tuple[float, float, float]:
-    """Share of cells whose median ``kept`` is above ``bar``, with a bootstrap interval over seeds within cells."""
+    """Share of cells whose median is above ``bar``, with a bootstrap interval over seeds within cells."""
     generator = np.random.default_rng(0)
     share = float(np.mean([np.median(values) > bar for values in cells.values()]))
     drawn = [
@@ -172,8 +187,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     for result in results:
         cells.setdefault(result["cell"], []).append(result)
     lines = [
-        "| cell | seeds | peak | final | final/peak | collapsed | max grad norm | normalized | mean rate |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| cell | seeds | peak | final | final/peak | of means | collapsed | max grad norm | normalized | mean rate |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cell, rows in cells.items():
         kept, low, high = interval([row["kept"] for row in rows])
@@ -188,6 +203,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
             f"{median['peak']:.3f}",
             f"{median['final']:.3f}",
             f"{kept:.2f} ({low:.2f}-{high:.2f})",
+            "{:.2f} ({:.2f}-{:.2f})".format(*interval([row["kept_mean"] for row in rows])),
             f"{collapsed}/{len(rows)}",
             f"{median['max_grad_norm']:.2g}",
             f"{median['normalized']:.2f}",
