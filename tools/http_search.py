@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from sorl_env.errors import UserError
 from sorl_env.tool import ToolReply, ToolUnavailableError
 from sorl_tools.corpus import Passage, format_passages
 from sorl_tools.http_search_cache import Key, ReplyCache
+from sorl_tools.http_search_protocol import (
+    TOKEN_VARIABLE,
+    Answer,
+    addresses,
+    check_status,
+    clean,
+    grow,
+    parse,
+    retry_after_s,
+)
 from sorl_tools.http_search_servers import ServerPool, Turn
 
 if TYPE_CHECKING:
     import httpx
+
+logger = logging.getLogger(__name__)
 
 DESCRIPTION = "Search an encyclopedia-like corpus; returns the passages that fit the query best."
 SCHEMA: Mapping[str, Any] = {
@@ -28,19 +38,8 @@ SCHEMA: Mapping[str, Any] = {
     "properties": {"query": {"type": "string", "description": "keywords or a question"}},
     "required": ["query"],
 }
-TOKEN_VARIABLE = "SORL_SEARCH_TOKEN"
 FINGERPRINT_HEADER = "x-sorl-fingerprint"
 MAX_QUERIES = 256  # of one request; servers have a limit
-MAX_REPLY_BYTES = 64 << 20
-
-
-class _Answer(NamedTuple):
-    """What a server said, as far as it was read."""
-
-    url: str
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
 
 
 class HttpSearch:
@@ -80,12 +79,13 @@ class HttpSearch:
     ) -> None:
         import httpx  # here, so that tasks that search in process do not pay for it
 
-        self.urls = _addresses(url)
+        self.urls = addresses(url)
         self.url = ",".join(self.urls)
         self.top_k = top_k
         self.cache = cache
         self._timeout_s = timeout_s
         self._fingerprint: str | None = None
+        self._has_asked = False
         self._pool = ServerPool(self.urls)
         token = os.environ.get(TOKEN_VARIABLE) if token is None else token
         request_s = timeout_s / len(self.urls)
@@ -100,8 +100,22 @@ class HttpSearch:
 
     @property
     def fingerprint(self) -> str:
-        """Names what is searched, in a run's manifest: the index's hash if a server tells it, else the addresses."""
-        return self._known_fingerprint() or self.url
+        """Names what is searched, in a run's manifest: the index's hash if a server tells it, else the addresses.
+
+        Waits up to ``timeout_s`` for a server that is being started.
+
+        Raises:
+            UserError: no server answers.
+        """
+        ends_at = time.monotonic() + self._timeout_s
+        while not self._ask_fingerprint():
+            if time.monotonic() > ends_at:
+                raise UserError(
+                    f"search_url={self.url}: no server answers; start one with: sorl-serve INDEX_OR_CORPUS"
+                )
+            logger.warning("waiting for the search server at %s", self.url)
+            time.sleep(min(1.0, self._timeout_s))
+        return self._fingerprint or self.url
 
     def __call__(self, query: str) -> ToolReply:
         """Search once."""
@@ -112,7 +126,7 @@ class HttpSearch:
 
         Of several requests each may fail alone: its slots then hold the exception.
         """
-        queries = [_clean(query) for query in arguments]
+        queries = [clean(query) for query in arguments]
         replies, missing = self._look_up(queries)
         parts = [missing[i : i + MAX_QUERIES] for i in range(0, len(missing), MAX_QUERIES)]
         if len(parts) == 1:
@@ -126,9 +140,9 @@ class HttpSearch:
 
     async def acall(self, query: str) -> ToolReply:
         """Search once, on the event loop."""
-        query = _clean(query)
-        if self.cache is not None and self._fingerprint is None:
-            await asyncio.get_running_loop().run_in_executor(None, self._known_fingerprint)
+        query = clean(query)
+        if self.cache is not None and not self._has_asked:
+            await asyncio.get_running_loop().run_in_executor(None, self._ask_fingerprint)
         replies, missing = self._look_up([query])
         if missing:
             replies.update(self._keep(missing, await self._aretrieve(missing)))
@@ -160,7 +174,8 @@ class HttpSearch:
         return dict(zip(queries, map(format_passages, found), strict=True))
 
     def _key(self, query: str) -> Key:
-        return self._known_fingerprint() or self.url, self.top_k, query
+        self._ask_fingerprint()
+        return self._fingerprint or self.url, self.top_k, query
 
     def _retrieve(self, queries: Sequence[str]) -> list[list[Passage]]:
         """Passages of each query, from the first server that gives them."""
@@ -201,21 +216,21 @@ class HttpSearch:
     def _payload(self, queries: Sequence[str]) -> dict[str, Any]:
         return {"queries": list(queries), "topk": self.top_k, "return_scores": True}
 
-    def _ask(self, url: str, payload: Mapping[str, Any]) -> _Answer:
+    def _ask(self, url: str, payload: Mapping[str, Any]) -> Answer:
         ends_at = time.monotonic() + self._request_s
         body = bytearray()
         with self._client.stream("POST", url, json=payload) as response:
             for chunk in response.iter_bytes():
-                _grow(body, chunk, url, ends_at)
-        return _Answer(url, response.status_code, response.headers, bytes(body))
+                grow(body, chunk, url, ends_at)
+        return Answer(url, response.status_code, response.headers, bytes(body))
 
-    async def _aask(self, url: str, payload: Mapping[str, Any]) -> _Answer:
+    async def _aask(self, url: str, payload: Mapping[str, Any]) -> Answer:
         ends_at = time.monotonic() + self._request_s
         body = bytearray()
         async with self._async_client().stream("POST", url, json=payload) as response:
             async for chunk in response.aiter_bytes():
-                _grow(body, chunk, url, ends_at)
-        return _Answer(url, response.status_code, response.headers, bytes(body))
+                grow(body, chunk, url, ends_at)
+        return Answer(url, response.status_code, response.headers, bytes(body))
 
     def _async_client(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
@@ -228,32 +243,42 @@ class HttpSearch:
             client = self._clients[loop] = httpx.AsyncClient(**self._options)
         return client
 
-    def _read(self, call: _Call, turn: Turn, answer: _Answer, count: int) -> list[list[Passage]] | None:
+    def _read(self, call: _Call, turn: Turn, answer: Answer, count: int) -> list[list[Passage]] | None:
         """The passages in an answer; None when it is an outage, so that ``call`` goes on."""
         try:
-            _check_status(answer)
-            found = _parse(answer, count)
+            check_status(answer)
+            found = parse(answer, count)
         except ToolUnavailableError as error:
-            call.failed(turn, error, _retry_after_s(answer))
+            call.failed(turn, error, retry_after_s(answer))
             return None
         except ValueError:
             self._pool.finish(turn)  # it answers: what is wrong is the request
             raise
         self._pool.finish(turn)
-        self._fingerprint = answer.headers.get(FINGERPRINT_HEADER) or self._fingerprint
+        told = answer.headers.get(FINGERPRINT_HEADER)
+        if told not in (None, self._fingerprint):
+            if self._fingerprint is not None:
+                logger.warning("%s searches another index now: %s", turn.server.url, told)
+            self._fingerprint, self._has_asked = told, True
         return found
 
-    def _known_fingerprint(self) -> str | None:
-        """The index's hash, asked for once; None where no server tells it."""
+    def _ask_fingerprint(self) -> bool:
+        """Whether the index's hash is known, or that the servers have none to tell; asks until one has answered."""
         import httpx
 
-        for url in self.urls if self._fingerprint is None else ():
-            with contextlib.suppress(httpx.RequestError, ValueError, AttributeError):
-                said = self._client.get(httpx.URL(url).copy_with(path="/health"), timeout=2.0).json()
-                self._fingerprint = said.get("fingerprint")
-            if self._fingerprint is not None:
+        for url in () if self._has_asked else map(httpx.URL, self.urls):
+            health = url.copy_with(path=url.path.rpartition("/")[0] + "/health")
+            try:
+                said = self._client.get(health, timeout=min(5.0, self._request_s)).json()
+                self._has_asked = said.get("ready") is not False  # while it opens its index it cannot know
+                self._fingerprint = said.get("fingerprint") or self._fingerprint
+            except (httpx.RemoteProtocolError, ValueError, AttributeError):
+                self._has_asked = True  # there is a server, of another make
+            except httpx.RequestError:
+                continue
+            if self._has_asked:
                 break
-        return self._fingerprint
+        return self._has_asked
 
 
 class _Call:
@@ -293,80 +318,3 @@ class _Call:
         self._error = error
         if not turn.is_probe:  # a call that waits for a server to come back goes on waiting
             self._tried.add(turn.server.url)
-
-
-def _addresses(url: str | Sequence[str]) -> tuple[str, ...]:
-    import httpx
-
-    given = url.split(",") if isinstance(url, str) else list(url)
-    if not given:
-        raise UserError("search_url=[]: give an address such as http://127.0.0.1:8000/retrieve")
-    addresses: list[str] = []
-    for one in (text.strip() for text in given):
-        try:
-            parsed = httpx.URL(one)
-        except httpx.InvalidURL as error:
-            raise UserError(f"search_url={one!r}: {error}") from error
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise UserError(f"search_url={one!r}: give an address such as http://127.0.0.1:8000/retrieve")
-        addresses.append(str(parsed.copy_with(path="/retrieve") if parsed.path in ("", "/") else parsed))
-    if len(set(addresses)) < len(addresses):
-        raise UserError(f"search_url={url!r}: an address is given twice")
-    return tuple(addresses)
-
-
-def _clean(query: str) -> str:
-    """Half a character, which a sampler can draw, is no UTF-8."""
-    return query.encode("utf-8", "replace").decode("utf-8")
-
-
-def _grow(body: bytearray, chunk: bytes, url: str, ends_at: float) -> None:
-    """Add to a reply that must end: a server that drips or pours for ever is out."""
-    body += chunk
-    if len(body) > MAX_REPLY_BYTES:
-        raise ToolUnavailableError(f"{url} breaks the protocol: a reply above {MAX_REPLY_BYTES} bytes")
-    if time.monotonic() > ends_at:
-        raise ToolUnavailableError(f"{url}: ReadTimeout: the reply takes too long")
-
-
-def _parse(answer: _Answer, count: int) -> list[list[Passage]]:
-    try:
-        results = json.loads(answer.body)["result"]
-        found = [[Passage.from_row(hit["document"]) for hit in hits] for hits in results]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ToolUnavailableError(f"{answer.url} breaks the protocol: {_quote(answer)}") from error
-    if len(found) != count:
-        raise ToolUnavailableError(f"{answer.url} sent {len(found)} results for {count} queries")
-    return found
-
-
-def _check_status(answer: _Answer) -> None:
-    if answer.status >= 500 or answer.status in (408, 429):
-        raise ToolUnavailableError(f"{answer.url} answered {answer.status}: {_quote(answer)}")
-    if answer.status in (401, 403):
-        raise ValueError(
-            f"{answer.url} answered {answer.status}: {_quote(answer)}; set {TOKEN_VARIABLE} to its token"
-        )
-    if not 200 <= answer.status < 300:
-        raise ValueError(
-            f"{answer.url} answered {answer.status}: {_quote(answer)}; is search_url its /retrieve?"
-        )
-
-
-def _retry_after_s(answer: _Answer) -> float | None:
-    """Seconds of a Retry-After header, which holds seconds or a date."""
-    text = answer.headers.get("retry-after")
-    if text is None or answer.status not in (429, 503):
-        return None
-    try:
-        return max(0.0, float(text) if text.strip().isdigit() else _until(text))
-    except (ValueError, TypeError):
-        return None
-
-
-def _until(date: str) -> float:
-    return parsedate_to_datetime(date).timestamp() - time.time()
-
-
-def _quote(answer: _Answer) -> str:
-    return repr(answer.body[:200].decode("utf-8", "replace"))

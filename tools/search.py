@@ -37,8 +37,8 @@ class BM25Search:
     """BM25 (Lucene's, k1 = 1.5, b = 0.75) with English stemming and stop words, on one core.
 
     Scores are added up by numpy, and the best passages taken by repeated argmax: 0.1 ms a query on 44,000 passages,
-    with tokenization. The compiled scorer of ``sorl-serve`` is several times as fast; it wants numba, a second to start,
-    and a search of its own thread.
+    with tokenization. The compiled scorer of ``sorl-serve`` is several times as fast, but wants numba and a second to
+    start.
 
     Args:
         passages: what to search.

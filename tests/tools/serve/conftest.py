@@ -102,8 +102,13 @@ class ServerProcess:
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
         self.process.send_signal(number)
         status = self.process.wait(timeout_s)
-        self._reader.join(5.0)
+        self._close()
         return status
+
+    def _close(self) -> None:
+        self._reader.join(5.0)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     def __enter__(self) -> ServerProcess:
         return self
@@ -112,6 +117,7 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+        self._close()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import socket
 import threading
 import time
@@ -70,6 +71,7 @@ class FaultyServer:
             pass
 
     def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)  # a thread that accepts would keep it open
         self._listening.close()
 
 
@@ -81,7 +83,8 @@ def read_request(client: socket.socket) -> bool:
             return False
         data += part
     head, _, body = data.partition(b"\r\n\r\n")
-    length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+    found = re.search(rb"content-length: *(\d+)", head.lower())
+    length = int(found[1]) if found else 0
     while len(body) < length:
         body += client.recv(65536)
     return True
@@ -257,7 +260,7 @@ def test_cached_replies_cost_no_request(start: Any, tmp_path: Path) -> None:
     offline = HttpSearch(running.url, cache=ReplyCache(path=tmp_path / "replies.db"))
     with pytest.raises(ToolUnavailableError):
         offline("Mozart")  # it cannot know what index would answer
-    offline._fingerprint = fingerprint
+    offline._fingerprint, offline._has_asked = fingerprint, True
     assert offline("Mozart").metadata == {"cached": True}
     offline.close()
 
@@ -273,6 +276,45 @@ def test_another_index_is_another_key(start: Any, tmp_path: Path) -> None:
     start(source=other, port=running.port)
     search = HttpSearch(running.url, cache=ReplyCache(path=tmp_path / "replies.db"))
     assert search("Mozart") != first
+    search.close()
+
+
+def test_the_fingerprint_of_a_server_that_is_being_started(start: Any, corpus: Path) -> None:
+    first = start()
+    expected = first.request("GET", "/health").json["fingerprint"]
+    first.stop()
+    search = HttpSearch(first.url, timeout_s=30.0)
+    threading.Timer(0.5, lambda: start(port=first.port, ready=False)).start()
+    assert search.fingerprint == expected
+    search.close()
+
+
+def test_the_fingerprint_where_nobody_answers_or_tells(faulty: FaultyServer) -> None:
+    other_make = HttpSearch(faulty.url)  # its /health is no JSON that we know
+    assert other_make.fingerprint == faulty.url
+    other_make.close()
+    gone = FaultyServer()
+    gone.close()
+    search = HttpSearch(gone.url, timeout_s=0.5)
+    with pytest.raises(UserError, match="no server answers; start one with: sorl-serve"):
+        _ = search.fingerprint
+    search.close()
+
+
+def test_an_index_that_changes_in_mid_run_is_said(
+    start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"id": "9", "contents": "Mozart was here."}\n')
+    running = start()
+    search = HttpSearch(running.url)
+    before = search("Mozart"), search.fingerprint
+    running.stop()
+    start(source=other, port=running.port)
+    outcome = Toolbox([search]).call(ToolRequest("search", "Mozart"))
+    assert isinstance(outcome, ToolCall) and outcome.reply != before[0].text
+    assert search.fingerprint != before[1]
+    assert "searches another index now" in caplog.text
     search.close()
 
 
