@@ -82,6 +82,9 @@ class RolloutConfig:
 class LossConfig:
     """The objective. ``algo`` chooses ratio level, normalization and advantage; see DESIGN's table in docs."""
 
+    ratio: Literal["auto", "token", "turn", "sequence"] = opt(
+        "auto", "what shares an importance ratio; auto: what algo says"
+    )
     clip_eps: float = opt(0.2, "PPO clip range", paper="0.2")
     clip_eps_high: float | None = opt(None, "upper clip range if it differs from clip_eps")
     dual_clip: float | None = opt(

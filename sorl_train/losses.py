@@ -12,10 +12,11 @@ clipping-triggered normalization, the advantage. What is off the loss mask is ne
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -52,10 +53,15 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
 )
 
 
-def get_algorithm(name: str) -> Algorithm:
-    """The algorithm ``name``. Raises ValueError with the nearest name for an unknown one."""
+def get_algorithm(name: str, ratio: str = "auto") -> Algorithm:
+    """The algorithm ``name``, at another ratio level unless ``ratio`` is ``auto``.
+
+    Raises ValueError with the nearest name for an unknown one.
+    """
     check_choice("algorithm", name, tuple(ALGORITHMS))
-    return ALGORITHMS[name]
+    check_choice("ratio level", ratio, ("auto", *get_args(RatioLevel)))
+    algorithm = ALGORITHMS[name]
+    return algorithm if ratio == "auto" else dataclasses.replace(algorithm, ratio=cast(RatioLevel, ratio))
 
 
 @dataclass(frozen=True)

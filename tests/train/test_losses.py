@@ -112,6 +112,14 @@ def test_the_table_of_algorithms() -> None:
     }
     with pytest.raises(ValueError, match=r"unknown algorithm 'so_pppo'.*Did you mean 'so_ppo'\?"):
         get_algorithm("so_pppo")
+    with pytest.raises(ValueError, match="unknown ratio level 'turns'"):
+        get_algorithm("so_ppo", "turns")
+
+
+def test_another_ratio_level_changes_nothing_else() -> None:
+    changed = get_algorithm("so_grpo", "turn")
+    assert (changed.ratio, changed.normalize, changed.advantage) == ("turn", True, "group")
+    assert get_algorithm("so_grpo").ratio == "token"
 
 
 def test_metrics_by_hand() -> None:

@@ -68,7 +68,7 @@ class LocalEngine:
         self.config = config
         self.run_dir = run_dir
         self.display = display
-        self.algorithm = get_algorithm(config.algo)
+        self.algorithm = get_algorithm(config.algo, config.loss.ratio)
         self.model_folder = model_folder
         self.tokenizer = load_tokenizer(model_folder)
         self.classify = TokenClassifier(self.tokenizer)

@@ -90,7 +90,8 @@ class DeepSpeedPolicyUpdate(PolicyUpdate):
     """``PolicyUpdate`` on a DeepSpeed engine around a causal language model."""
 
     def __init__(self, engine: Any, config: TrainConfig) -> None:
-        super().__init__(engine.module, engine.optimizer, get_algorithm(config.algo), config)
+        algorithm = get_algorithm(config.algo, config.loss.ratio)
+        super().__init__(engine.module, engine.optimizer, algorithm, config)
         self._deepspeed = DeepSpeedStep(engine)
 
     def _forward(self, micro: Batch) -> TokenStats:
