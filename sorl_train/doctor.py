@@ -1,0 +1,81 @@
+"""``sorl-doctor``: looks at everything a run needs before it starts, and says what to do about what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sorl_env.errors import UserError
+
+try:
+    from sorl_train.cli_parser import parse
+    from sorl_train.config_io import DEFAULT_CONFIG, load_config
+except ModuleNotFoundError as error:  # the core alone is installed
+    raise SystemExit(f"sorl-doctor needs the package {error.name!r}: pip install 'sorl[train]'") from error
+
+if TYPE_CHECKING:
+    from sorl_train.doctor_finding import Finding
+
+_INTERRUPTED = 130  # what a shell reports for Ctrl-C
+_WIDTH = 110
+
+
+def _parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="sorl-doctor",
+        usage="sorl-doctor [--index DIR] [options of sorl-train]",
+        description="Check what the run that these options of sorl-train describe needs, without starting it.",
+        epilog="Exit status: 0 nothing stands in the way, 1 something does, 2 wrong usage.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--index", type=Path, help="the index folder that the server at search.url should hold"
+    )
+    return parser.parse_known_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    try:
+        own, rest = _parse_args(sys.argv[1:] if argv is None else argv)
+        arguments = parse(rest)
+        config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
+        from sorl_train.doctor_checks import examine
+
+        findings: list[Finding] = []
+        for finding in examine(config, own.index):
+            findings.append(finding)
+            print(as_text(finding), flush=True)
+    except UserError as error:
+        print(f"sorl-doctor: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    print(_verdict(findings))
+    return 1 if any(finding.status == "fail" for finding in findings) else 0
+
+
+def as_text(finding: Finding) -> str:
+    """A row of the table; below it, indented, what to do."""
+    head = f"{finding.status:<5} {finding.name:<10} "
+    lines = textwrap.wrap(finding.detail, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+    if finding.move:
+        arrow = " " * len(head) + "-> "
+        lines += textwrap.wrap(finding.move, _WIDTH, initial_indent=arrow, subsequent_indent=" " * len(arrow))
+    return "\n".join(lines)
+
+
+def _verdict(findings: Sequence[Finding]) -> str:
+    failed = sum(finding.status == "fail" for finding in findings)
+    warned = sum(finding.status == "warn" for finding in findings)
+    if failed:
+        return f"\n{failed} of {len(findings)} checks failed: the run would not work."
+    return f"\nNothing stands in the way{f'; {warned} to look at' if warned else ''}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""What the checks of ``sorl-doctor`` share: a run as far as it is known, and what is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sorl_env.task import Limits
+from sorl_train.config import TrainConfig
+from sorl_train.memory import ModelShape
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found; ``move`` says what to do about it."""
+
+    name: str
+    status: Status
+    detail: str
+    move: str = ""
+
+
+@dataclass
+class Run:
+    """What is known of the run so far: checks add to it."""
+
+    config: TrainConfig
+    index: Path | None = None
+    limits: Limits | None = None
+    shape: ModelShape | None = None
+
+
+Check = Callable[[Run], Iterator[Finding]]

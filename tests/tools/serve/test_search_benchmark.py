@@ -1,0 +1,58 @@
+"""benchmarks/search.py and benchmarks/search_soak.py run; their figures mean nothing at these sizes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+pytestmark = pytest.mark.slow
+
+
+def run(script: str, folder: Path, *options: str) -> dict[str, Any]:
+    """The figures of a benchmark over a small corpus."""
+    with gzip.open(folder / "corpus.jsonl.gz", "wt") as file:
+        for number in range(500):
+            file.write(
+                json.dumps({"id": str(number), "contents": f'"T{number}"\nword{number % 50} river'}) + "\n"
+            )
+    with gzip.open(folder / "questions.jsonl.gz", "wt") as file:
+        file.writelines(
+            json.dumps({"question": f"which river is word{number}?"}) + "\n" for number in range(60)
+        )
+    data = ["--corpus", folder / "corpus.jsonl.gz", "--questions", folder / "questions.jsonl.gz"]
+    sizes = ["--workers", "1", "--connections", "4", "--json", folder / "figures.json"]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *map(str, data), *map(str, sizes), *options],
+        env={**os.environ, "SORL_CACHE": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    figures: dict[str, Any] = json.loads((folder / "figures.json").read_text())
+    return figures
+
+
+def test_search(tmp_path: Path) -> None:
+    figures = run("search.py", tmp_path, "--rounds", "1", "--seconds", "0.5")
+    assert len(figures["medians"]) == 6
+    for name, one in figures["medians"].items():
+        assert one["queries_per_s"] > 0 and 0 < one["p50_ms"] <= one["p99_ms"] and one["memory_mb"] > 10, name
+        assert one.get("errors", 0) == 0
+    assert figures["batched_to_in_process"] > 0 and figures["single_to_plain"] > 0
+
+
+def test_soak(tmp_path: Path) -> None:
+    figures = run("search_soak.py", tmp_path, "--seconds", "3")
+    assert figures["errors"] == 0 and figures["statuses"] == {"200": figures["requests"]}
+    assert min(figures["memory_mb"]) > 10 and figures["p99_drift"] > 0
