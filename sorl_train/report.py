@@ -19,7 +19,7 @@ from sorl_env.errors import UserError
 from sorl_train.report_data import chart_data, missing_figures, stage_seconds
 from sorl_train.report_dialogue import COUNT, question_of, segments, step_files
 from sorl_train.report_figures import SECTIONS
-from sorl_train.report_groups import find_runs, group_runs
+from sorl_train.report_groups import find_runs, group_runs, name_runs
 from sorl_train.report_page import render_page
 from sorl_train.report_run import HEADLINE, STABILITY, ReportRun, read_run
 from sorl_train.report_table import COLUMNS, group_rows, run_rows
@@ -61,6 +61,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
 def render(runs: Sequence[ReportRun], title: str, viewers: Sequence[str | None]) -> str:
     """The page as text; ``viewers`` are the addresses of the runs' viewers, None where there is none."""
     groups = group_runs(runs)
+    names = name_runs(runs, groups)
     grouped = any(len(group.members) > 1 for group in groups)
     detailed = len(runs) <= DETAILED
     return render_page(
@@ -77,9 +78,10 @@ def render(runs: Sequence[ReportRun], title: str, viewers: Sequence[str | None])
         stability=STABILITY,
         sections=SECTIONS,
         columns=COLUMNS,
-        run_table=run_rows(runs, groups),
+        names=names,
+        run_table=run_rows(runs, groups, names),
         group_table=group_rows(runs, groups),
-        data=chart_data(runs, groups),
+        data=chart_data(runs, groups, names),
         missing=missing_figures(runs),
         events=[(i, _with_dialogues(event, run)) for i, run in enumerate(runs) for event in run.events],
         stages=[stage_seconds(run) for run in runs] if detailed else [],

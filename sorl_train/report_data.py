@@ -13,11 +13,12 @@ from sorl_train.report_run import ALARM, ReportRun, Row, is_number
 
 # Parts of a step in timings.jsonl that do not overlap.
 STAGES = ("rollout", "log_probs", "update", "eval", "checkpoint")
+FEW = 8  # groups that have a colour and a switch each; more can be chosen by their settings
 MOST_VALUES = 1_500_000  # in a page, some 12 MB of it
 
 
 def chart_data(
-    runs: Sequence[ReportRun], groups: Sequence[Group], most_values: int = MOST_VALUES
+    runs: Sequence[ReportRun], groups: Sequence[Group], names: Sequence[str], most_values: int = MOST_VALUES
 ) -> dict[str, Any]:
     """What the page's script draws: figures, groups, and for each run its steps and the values of each metric.
 
@@ -37,7 +38,7 @@ def chart_data(
         "figures": [dataclasses.asdict(figure) for figure in FIGURES if _has_data(figure, rows)],
         "more": [dataclasses.asdict(figure) for figure in more if _has_data(figure, rows)],
         "every": every,
-        "choices": choices(groups),
+        "choices": choices(groups) if len(groups) > FEW else {},
         "groups": [
             {
                 "label": group.label,
@@ -48,13 +49,14 @@ def chart_data(
         ],
         "runs": [
             {
-                "label": run.label,
+                "label": name,
+                "finished": run.finished,
                 "delta": run.config.get("loss.clip_bias_delta"),
                 "alarms": [event["step"] for event in run.events if event["kind"] == ALARM],
                 "steps": [row["step"] for row in run_rows],
-                "values": {name: _column(run_rows, name) for name in metrics},
+                "values": {metric: _column(run_rows, metric) for metric in metrics},
             }
-            for run, run_rows in zip(runs, kept, strict=True)
+            for run, name, run_rows in zip(runs, names, kept, strict=True)
         ],
     }
 

@@ -30,6 +30,8 @@ class Figure:
         section: of the page; ``more`` is the collection of all other metrics.
         delta: draw the lower bound of the clipping-bias norm, from which on it scales the step down.
         alarms: mark the steps at which a run raised an alarm.
+        holds: a run that ended early counts on as it was last, where it is one of a group: a collapsed run that was
+            stopped would otherwise lift the median by its absence.
     """
 
     id: str
@@ -40,6 +42,7 @@ class Figure:
     section: str = "more"
     delta: bool = False
     alarms: bool = False
+    holds: bool = False
 
 
 FIGURES = (
@@ -51,6 +54,7 @@ FIGURES = (
         "share",
         "outcome",
         alarms=True,
+        holds=True,
     ),
     Figure(
         "valid-turns",
@@ -59,6 +63,7 @@ FIGURES = (
         {"eval/valid_turn_rate": "held out, greedy", "rollout/valid_turn_rate": "training, sampled"},
         "share",
         "outcome",
+        holds=True,
     ),
     Figure(
         "reward",
@@ -66,6 +71,7 @@ FIGURES = (
         "Of the step's trajectories.",
         {"rollout/reward_mean": "mean", "rollout/reward_std": "standard deviation"},
         section="outcome",
+        holds=True,
     ),
     Figure(
         "grad-norm",

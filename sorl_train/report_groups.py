@@ -18,11 +18,12 @@ RESULTS = "results.jsonl"
 _OF_ONE_RUN = ("run_dir", "seed")
 _LABEL_SETTINGS = 4
 _MOST_VALUES = 8  # of a setting that can be chosen from
+_RUN_ID = re.compile(r"-s\d+-[0-9a-f]+$")  # what a study's run folder has after the arm
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run to show; in a study, with the name of its cell where that is known."""
+    """A run to show; in a study, with the name of its cell, or of its arm as long as that is not known."""
 
     path: Path
     cell: str | None = None
@@ -71,7 +72,7 @@ def _runs_of_study(path: Path) -> list[RunFolder]:
     for line in results.read_text(encoding="utf-8").splitlines() if results.is_file() else ():
         result = json.loads(line)
         cells[result["id"]] = result["cell"]
-    return [RunFolder(run, cells.get(run.name)) for run in runs]
+    return [RunFolder(run, cells.get(run.name) or _RUN_ID.sub("", run.name)) for run in runs]
 
 
 def _natural(path: Path) -> list[tuple[str, int]]:
@@ -104,16 +105,37 @@ def differing_settings(runs: Sequence[ReportRun]) -> Mapping[str, Sequence[Any]]
 
 
 def choices(groups: Sequence[Group]) -> Mapping[str, Sequence[Any]]:
-    """Settings by which groups can be chosen, with their values: few values, and no two settings that say the same."""
-    found: dict[str, list[Any]] = {}
+    """Settings by which groups can be chosen, with their values: those that several groups share, and few values."""
+    found = {}
+    for name, column in _telling([group.settings for group in groups]).items():
+        values = list(dict.fromkeys(column))
+        if len(values) <= _MOST_VALUES and len(values) < len(groups):
+            found[name] = values
+    return found
+
+
+def name_runs(runs: Sequence[ReportRun], groups: Sequence[Group]) -> list[str]:
+    """What to call each run: its folder's name, or in a study, where that is a hash, its group and seed."""
+    names = [run.label for run in runs]
+    for group in groups:
+        for i in group.members if len(groups) > 1 else ():
+            if runs[i].cell:
+                alone = len(group.members) == 1
+                names[i] = group.label if alone else f"{group.label}, seed {runs[i].config.get('seed')}"
+    return names if len(set(names)) == len(names) else [run.label for run in runs]
+
+
+def _telling(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Settings that differ, with their values as text; of several that tell the same groups apart, the first."""
+    found: dict[str, list[str]] = {}
     partitions = set()
-    for name in groups[0].settings:
-        column = [setting_text(group.settings[name]) for group in groups]
+    for name in settings[0]:
+        column = [setting_text(each[name]) for each in settings]
         values = list(dict.fromkeys(column))
         partition = tuple(values.index(value) for value in column)
-        if 1 < len(values) <= _MOST_VALUES and len(values) < len(groups) and partition not in partitions:
+        if len(values) > 1 and partition not in partitions:
             partitions.add(partition)
-            found[name] = values
+            found[name] = column
     return found
 
 
@@ -123,22 +145,27 @@ def _labels(
     """The study's name of the cell, or the settings that tell the groups apart, or the run's own label."""
     if len(members) == 1:
         return [runs[members[0][0]].title if len(members[0]) > 1 else runs[members[0][0]].label]
+    described = _described(settings)
     labels = []
-    for indices, values in zip(members, settings, strict=True):
-        cell = next((runs[i].cell for i in indices if runs[i].cell), None)
-        labels.append(cell or _described(values) or runs[indices[0]].label)
-    for i, label in enumerate(labels):
-        if labels.count(label) > 1:
-            labels[i] = f"{label} ({runs[members[i][0]].label})"
+    for indices, words in zip(members, described, strict=True):
+        cell = next((cell for i in indices if (cell := runs[i].cell)), None)
+        labels.append(cell or words or runs[indices[0]].label)
+    for label in {label for label in labels if labels.count(label) > 1}:
+        alike = [i for i, other in enumerate(labels) if other == label]
+        for i, words in zip(alike, _described([settings[i] for i in alike]), strict=True):
+            labels[i] = f"{label}, {words or runs[members[i][0]].label}"
     return labels
 
 
-def _described(values: Mapping[str, Any]) -> str:
-    parts = [
-        setting_text(value) if name == "algo" else f"{name}={setting_text(value)}"
-        for name, value in values.items()
+def _described(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each group's values of the settings that tell the groups apart; empty where these are many."""
+    telling = _telling(settings)
+    if not 0 < len(telling) <= _LABEL_SETTINGS:
+        return [""] * len(settings)
+    columns = [
+        [text if name == "algo" else f"{name}={text}" for text in column] for name, column in telling.items()
     ]
-    return ", ".join(parts) if len(parts) <= _LABEL_SETTINGS else ""
+    return [", ".join(words) for words in zip(*columns, strict=True)]
 
 
 def _order(settings: Mapping[str, Any]) -> list[tuple[bool, float, str]]:

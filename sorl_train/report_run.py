@@ -81,8 +81,15 @@ class ReportRun:
     @property
     def title(self) -> str:
         """Algorithm and task."""
-        algo, task = self.config.get("algo"), self.config.get("task")
-        return f"{algo} on {task}" if algo and task else "run"
+        return f"{self.algo} on {self.task}" if self.config.get("algo") and self.config.get("task") else "run"
+
+    @property
+    def algo(self) -> str:
+        return str(self.config.get("algo", "unknown"))
+
+    @property
+    def task(self) -> str:
+        return str(self.config.get("task", "unknown"))
 
     @property
     def last_step(self) -> int:

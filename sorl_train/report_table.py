@@ -51,10 +51,10 @@ class TableRow:
     members: Sequence[int]
 
 
-def run_rows(runs: Sequence[ReportRun], groups: Sequence[Group]) -> list[TableRow]:
+def run_rows(runs: Sequence[ReportRun], groups: Sequence[Group], names: Sequence[str]) -> list[TableRow]:
     """A row a run, group after group."""
     return [
-        TableRow(f"r{i}", runs[i].label, g, [_one(runs[i], *column) for column in COLUMNS], [i])
+        TableRow(f"r{i}", names[i], g, [_one(runs[i], *column) for column in COLUMNS], [i])
         for g, group in enumerate(groups)
         for i in group.members
     ]

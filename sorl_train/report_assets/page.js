@@ -15,7 +15,7 @@ sorl.element = (parent, tag, text = "", className = "") => {
 
 sorl.format = (value) => {
   const size = Math.abs(value);
-  return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : String(+value.toPrecision(3));
+  return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2).replace(/\.?0+e/, "e") : String(+value.toPrecision(3));
 };
 
 sorl.seconds = (value) => (value < 1 ? `${+(value * 1000).toPrecision(3)} ms` : `${value.toFixed(1)} s`);

@@ -61,17 +61,33 @@ sorl.lines = (() => {
     return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
   };
 
-  // Median, lowest and highest over the line's runs at each step; null where no run has a usable value.
+  // A finished run that ended before the others of its line goes on as it was last, at the steps that the others have.
+  const hold = (line, columns) => columns.forEach((column, c) => {
+    if (!runs[line.members[c]].finished) return;
+    let last = column.length - 1;
+    while (last >= 0 && column[last] === null) last -= 1;
+    if (last < 0) return;
+    for (let i = last + 1; i < column.length; i += 1) {
+      if (columns.some((other, o) => o !== c && other.real[i])) column[i] = column[last];
+    }
+  });
+
+  // Median, lowest and highest over the line's runs at each step; null unless more than half of them have a value. On a
+  // log axis a value that is not positive counts as the lowest of all, and is not drawn.
   const values = (line, figure, name) => {
-    const usable = (value) => value !== null && (figure.axis !== "log" || value > 0);
+    const drawn = (value) => (value === undefined || (figure.axis === "log" && value <= 0) ? null : value);
     const columns = line.members.map((r) => ofRun(r, name));
-    if (columns.length === 1) return { middle: columns[0].map((value) => (usable(value) ? value : null)), low: null, high: null };
+    if (columns.length === 1) return { middle: columns[0].map((value) => (value === null ? null : drawn(value))), low: null, high: null };
+    columns.forEach((column) => { column.real = column.map((value) => value !== null); });
+    if (figure.holds) hold(line, columns);
     const middle = [], low = [], high = [];
     steps.forEach((_, i) => {
-      const present = columns.map((column) => column[i]).filter(usable).sort((a, b) => a - b);
-      middle.push(present.length ? median(present) : null);
-      low.push(present.length ? present[0] : null);
-      high.push(present.length ? present[present.length - 1] : null);
+      const present = columns.map((column) => column[i]).filter((value) => value !== null).sort((a, b) => a - b);
+      const enough = present.length > columns.length / 2;
+      const most = enough ? drawn(present[present.length - 1]) : null;
+      middle.push(enough ? drawn(median(present)) : null);
+      low.push(most === null ? null : present.find((value) => drawn(value) !== null));
+      high.push(most);
     });
     return { middle, low, high };
   };

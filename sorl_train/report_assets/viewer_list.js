@@ -85,8 +85,8 @@ sorl.filterRows = (rows, wanted) => {
       (!wanted.stop || row.stop === wanted.stop) &&
       (!wanted.error ||
         (wanted.error === "any" ? row.errors.length > 0 : wanted.error === "none" ? !row.errors.length : row.errors.includes(wanted.error))) &&
-      (wanted.min === "" || row.reward >= Number(wanted.min)) &&
-      (wanted.max === "" || row.reward <= Number(wanted.max));
+      (wanted.min === "" || (row.reward !== null && row.reward >= Number(wanted.min))) &&
+      (wanted.max === "" || (row.reward !== null && row.reward <= Number(wanted.max)));
     if (fits) left.push(i);
   });
   const by = {

@@ -1,20 +1,13 @@
-"""A run folder like one of training, written by the writers that training uses, and a browser to look at its pages."""
+"""A run folder like one of training, written by the writers that training uses; a browser to look at its pages."""
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import itertools
 import json
 import math
-import os
-import select
-import shutil
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +20,8 @@ from sorl_train.metrics_log import MetricsLog
 from sorl_train.run_dir import RunDir
 from sorl_train.token_stats_io import TokenRecord, write_token_records
 
-PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+from .browser import PROGRAM, Browser
+
 HOSTILE = (
     "(Vela</pre></details><script>document.title='owned'</script>\u2028"
     "<img src=x onerror=\"document.title='owned'\">"
@@ -247,116 +241,6 @@ def make_token_record_fixture() -> Callable[..., TokenRecord]:
 @pytest.fixture(name="make_trajectory")
 def make_trajectory_fixture() -> Callable[..., Trajectory]:
     return make_trajectory
-
-
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars --remote-debugging-pipe"
-).split()
-COMPLAINTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
-
-
-class Browser:
-    """One tab. Commands and events are JSON, ended by a zero byte, on the browser's descriptors 3 and 4."""
-
-    def __init__(self, profile: Path) -> None:
-        assert PROGRAM is not None
-        commands, self._commands = os.pipe()
-        self._events, events = os.pipe()
-        launch = ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{events}', "bash", PROGRAM, *FLAGS]
-        self.process = subprocess.Popen(
-            [*launch, f"--user-data-dir={profile}"],
-            pass_fds=(commands, events),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(commands)
-        os.close(events)
-        self._ids = itertools.count(1)
-        self._buffer = b""
-        self._session: dict[str, str] = {}
-        self.events: list[dict[str, Any]] = []
-        target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self._session = {
-            "sessionId": self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        }
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self.send(f"{domain}.enable")
-
-    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        number = next(self._ids)
-        command = {"id": number, "method": method, "params": parameters, **self._session}
-        os.write(self._commands, json.dumps(command).encode() + b"\0")
-        while (message := self._receive()).get("id") != number:
-            self.events.append(message)
-        assert "error" not in message, message["error"]
-        return message["result"]
-
-    def _receive(self) -> dict[str, Any]:
-        while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._events], [], [], 60)
-            chunk = os.read(self._events, 1 << 16) if ready else b""
-            assert chunk, "the browser is silent or gone"
-            self._buffer += chunk
-        message, _, self._buffer = self._buffer.partition(b"\0")
-        return json.loads(message)
-
-    def open(self, page: Path, *, scheme: str = "light", width: int = 1280, hash: str = "") -> None:
-        """Load a page anew; the events so far are forgotten."""
-        self.send("Page.navigate", url="about:blank")
-        self.wait_for("location.href === 'about:blank'")
-        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        self.send("Emulation.setDeviceMetricsOverride", **size)
-        self.seen()
-        self.events.clear()
-        address = page.as_uri()
-        self.send("Page.navigate", url=address + hash)
-        self.wait_for(
-            f"location.href.startsWith({json.dumps(address)}) && document.readyState === 'complete'"
-        )
-
-    def run(self, script: str) -> Any:
-        """The value of an expression; a promise is waited for."""
-        answer = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
-        return answer["result"].get("value")
-
-    def wait_for(self, condition: str) -> None:
-        deadline = time.monotonic() + 20
-        while not self.run(condition):
-            assert time.monotonic() < deadline, f"never true: {condition}"
-            time.sleep(0.02)
-
-    def seen(self, *methods: str) -> list[dict[str, Any]]:
-        """Parameters of the events so far."""
-        self.run("0")  # events before this answer have arrived
-        return [event["params"] for event in self.events if event["method"] in methods]
-
-    def complaints(self) -> list[dict[str, Any]]:
-        """What the page wrote to the console, and its uncaught errors."""
-        return self.seen(*COMPLAINTS)
-
-    def requests(self) -> list[str]:
-        """Addresses that the page asked for, its own first."""
-        return [event["request"]["url"] for event in self.seen("Network.requestWillBeSent")]
-
-    def key(self, key: str) -> None:
-        """A key pressed and let go: a character, or a name as ``ArrowDown``."""
-        text = {"text": key} if len(key) == 1 else {}
-        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
-        self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
-
-    def move_to(self, selector: str, x: float = 0.5, y: float = 0.5) -> None:
-        """Put the pointer on an element, at so much of its width and height."""
-        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
-        left, top, width, height = self.run(
-            f"(() => {{ const r = {box}; return [r.left, r.top, r.width, r.height]; }})()"
-        )
-        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=left + x * width, y=top + y * height)
-
-    def screenshot(self) -> bytes:
-        return base64.b64decode(self.send("Page.captureScreenshot")["data"])
 
 
 @pytest.fixture(scope="session")

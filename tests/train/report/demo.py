@@ -1,21 +1,27 @@
-"""Makes demo pages of invented runs, to look at: ``python tests/train/report/demo.py FOLDER``."""
+"""Makes demo pages of invented runs, to look at: ``python -m tests.train.report.demo FOLDER``."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
-from conftest import make_run
-
 from sorl_train.report import write_report
+from sorl_train.viewer import write_viewer
+
+from .conftest import make_run
 
 
 def main(folder: Path) -> None:
-    one = make_run(folder / "so_ppo-s0", is_sample=True)
-    others = [make_run(folder / f"{algo}-s1", algo=algo, seed=1) for algo in ("ppo", "grpo")]
+    one = make_run(folder / "so_ppo-s0", is_sample=True, batch=40)
     running = make_run(folder / "running", seed=2, steps=25, finished=False)
-    for runs, name in (([one], "one.html"), ([one, *others], "three.html"), ([running], "running.html")):
-        page = write_report(runs, folder / name)
+    study = folder / "study"
+    for algo, seed in itertools.product(("so_ppo", "ppo", "grpo"), range(3)):
+        make_run(study / "runs" / f"{algo}-s{seed}-0123456789", algo=algo, seed=seed, hostile=seed == 1)
+    pages = [write_viewer(run) for run in (one, *sorted((study / "runs").iterdir()))]
+    for runs, name in (([one], "one.html"), ([study], "study.html"), ([running], "running.html")):
+        pages.append(write_report(runs, folder / name))
+    for page in pages:
         print(f"{page}: {page.stat().st_size / 1e3:.0f} kB")
 
 

@@ -13,7 +13,7 @@ import pytest
 from sorl_env.errors import UserError
 from sorl_train.report import main, write_report
 from sorl_train.report_data import chart_data
-from sorl_train.report_groups import Group, RunFolder, choices, find_runs, group_runs
+from sorl_train.report_groups import Group, RunFolder, choices, find_runs, group_runs, name_runs
 from sorl_train.report_run import ReportRun, read_run
 from sorl_train.report_table import COLUMNS, TableRow, group_rows, run_rows
 
@@ -41,8 +41,8 @@ def test_a_study_stands_for_its_runs(make_run: MakeRun, tmp_path: Path) -> None:
     found = find_runs([study, other])
     assert found == [
         RunFolder(study / "runs" / "ppo-s2-cc", "ppo, optim.lr=0.0003"),
-        RunFolder(study / "runs" / "ppo-s10-bb"),
-        RunFolder(study / "runs" / "so_ppo-s0-aa"),
+        RunFolder(study / "runs" / "ppo-s10-bb", "ppo"),  # not in the results yet
+        RunFolder(study / "runs" / "so_ppo-s0-aa", "so_ppo"),
         RunFolder(other),
     ]
     with pytest.raises(UserError, match="the same run is given twice"):
@@ -75,8 +75,25 @@ def test_groups_differ_in_more_than_the_seed(make_run: MakeRun, tmp_path: Path) 
     assert [group.label for group in group_runs(named)] == [
         "ppo, optim.lr=0.0003", "ppo, optim.lr=0.001", "ours",
     ]  # fmt: skip
+    # cells of the same name are told apart
+    alike = [dataclasses.replace(run, cell="ppo") for run in runs]
+    labels = [group.label for group in group_runs(alike)]
+    assert labels == ["ppo, ppo, optim.lr=0.0003", "ppo, ppo, optim.lr=0.001", "ppo, so_ppo, optim.lr=0.0003"]
     assert [group.label for group in group_runs(runs[:1])] == ["so_ppo-0.0003-0"]
     assert [group.label for group in group_runs([runs[0], runs[3]])] == ["so_ppo on minihop"]
+
+
+def test_what_to_call_a_run(make_run: MakeRun, tmp_path: Path) -> None:
+    """A study's folders are hashes, so its runs go by cell and seed; folders that a person named keep their names."""
+    made = [
+        make_run(tmp_path / f"{algo}-s{seed}-aa", algo=algo, seed=seed, steps=2, batch=3)
+        for algo, seed in (("ppo", 0), ("ppo", 7), ("so_ppo", 0))
+    ]
+    runs = read(made)
+    assert name_runs(runs, group_runs(runs)) == ["ppo-s0-aa", "ppo-s7-aa", "so_ppo-s0-aa"]
+    in_study = [dataclasses.replace(run, cell=run.config["algo"]) for run in runs]
+    assert name_runs(in_study, group_runs(in_study)) == ["ppo, seed 0", "ppo, seed 7", "so_ppo"]
+    assert name_runs(in_study[:2], group_runs(in_study[:2])) == ["ppo-s0-aa", "ppo-s7-aa"]
 
 
 def test_runs_without_settings_stay_alone(tmp_path: Path) -> None:
@@ -124,7 +141,7 @@ def test_rows_by_hand(make_run: MakeRun, tmp_path: Path) -> None:
     lost = write_curve(make_run(tmp_path / "lost", seed=1, steps=2, batch=3), [0.5, 0.1, 0.0], [7.0, None])
     runs = read([kept, lost])
     groups = group_runs(runs)
-    first, second = run_rows(runs, groups)
+    first, second = run_rows(runs, groups, name_runs(runs, groups))
     assert (first.key, second.key) == ("r0", "r1")
     assert cells(first) == {
         "cold_start_success": ("0.500", ""),
@@ -160,7 +177,7 @@ def test_a_run_that_cannot_be_measured(make_run: MakeRun, tmp_path: Path) -> Non
     (run / "metrics.jsonl").write_text('{"step": 0, "eval/success": 0.5}\n')
     runs = read([run])
     assert runs[0].stability == {}
-    (row,) = run_rows(runs, group_runs(runs))
+    (row,) = run_rows(runs, group_runs(runs), ["run"])
     assert cells(row)["kept"] == cells(row)["collapse_step"] == ("–", "")  # noqa: RUF001
     assert 'id="stability-kept"' in write_report([run], tmp_path / "report.html").read_text()
 
@@ -181,16 +198,16 @@ def test_events(make_run: MakeRun, tmp_path: Path) -> None:
         {"step": 9, "kind": "collapse_alarm", "reason": "</td><script>"},
     ]
     assert [note.partition(" ")[0] for note in read_back.notes] == ["events.jsonl:3", "events.jsonl:4"]
-    assert chart_data([read_back], group_runs([read_back]))["runs"][0]["alarms"] == [9]
+    assert chart_data([read_back], group_runs([read_back]), ["run"])["runs"][0]["alarms"] == [9]
     text = write_report([run], tmp_path / "report.html").read_text()
     assert "&lt;/td&gt;&lt;script&gt;" in text and "</td><script>" not in text
 
 
 def test_too_many_values_are_thinned(make_run: MakeRun, tmp_path: Path) -> None:
     runs = read([make_run(tmp_path / "run", steps=40, batch=3)])
-    whole = chart_data(runs, group_runs(runs))
+    whole = chart_data(runs, group_runs(runs), ["run"])
     values = 41 * len(whole["runs"][0]["values"])
-    thin = chart_data(runs, group_runs(runs), most_values=-(-values // 7))
+    thin = chart_data(runs, group_runs(runs), ["run"], most_values=-(-values // 7))
     assert (whole["every"], thin["every"]) == (1, 7)
     expected = sorted({*range(0, 41, 7), 10, 20, 30, 40})
     assert whole["runs"][0]["steps"] == list(range(41)) and thin["runs"][0]["steps"] == expected

@@ -103,6 +103,21 @@ def test_light_and_dark(browser: Any, pages: dict[str, Path]) -> None:
     assert browser.screenshot() != dark
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_readable(browser: Any, pages: dict[str, Path], scheme: str) -> None:
+    for name, selectors in (
+        ("study", "h1, th, .results td, .results small, .events td, .switch button, .shown label"),
+        (
+            "one",
+            ".card span, .card b, .settings dt, .where, .reward, .turn-head .muted, .call b, .observation pre",
+        ),
+        ("two", "figcaption p, .at, .readout b, .readout button:not(.off), summary, .muted, a"),
+    ):
+        browser.open(pages[name], scheme=scheme)
+        for selector in selectors.split(", "):
+            assert 4.5 <= browser.contrast(selector) < 22, (name, selector)
+
+
 def readout(browser: Any, figure: str) -> list[str]:
     return browser.run(
         f"[...document.querySelectorAll('#figure-{figure} .readout b')].map((b) => b.textContent)"
@@ -176,6 +191,44 @@ def test_bands_and_single_runs(browser: Any, pages: dict[str, Path]) -> None:
     browser.run("document.querySelectorAll('.run-toggle')[0].click()")
     assert len(readout(browser, "reward")) == 5
     assert browser.complaints() == []
+
+
+def test_a_run_that_ended_early_does_not_lift_the_median(
+    browser: Any, make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Three seeds: one stopped after its collapse, one is still at step 2, one went to the end."""
+    curves = {
+        "stopped": [(0, 0.6, 1.0), (1, 0.1, 8.0)],
+        "going": [(0, 0.6, 1.0), (1, 0.7, 0.0), (2, 0.8, 2.0)],
+        "whole": [(0, 0.6, 1.0), (1, 0.8, 4.0), (2, 0.9, 6.0), (3, 1.0, 1.0)],
+    }
+    runs = []
+    for seed, (name, rows) in enumerate(curves.items()):
+        run = make_run(tmp_path / name, seed=seed, steps=4, batch=3, finished=name != "going")
+        (run / "timings.jsonl").unlink()
+        lines = [{"step": step, "eval/success": value, "loss/grad_norm": norm} for step, value, norm in rows]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        runs.append(run)
+    browser.open(write_report(runs, tmp_path / "report.html"))
+
+    def line(figure: str, metric: str) -> dict[str, list[float | None]]:
+        found = f"sorl.data.figures.find((figure) => figure.id === '{figure}')"
+        return browser.run(f"sorl.lines.values(sorl.lines.all()[0], {found}, '{metric}')")
+
+    assert line("success", "eval/success") == {
+        "middle": [
+            0.6,
+            0.7,
+            0.8,
+            pytest.approx(0.55),
+        ],  # step 3: .1 held, and 1; what is going on is not made up
+        "low": [0.6, 0.1, 0.1, 0.1],
+        "high": [0.6, 0.8, 0.9, 1.0],
+    }
+    # a norm is not held: the line ends where only one of three is left; the zero is off the log axis, but counted
+    assert line("grad-norm", "loss/grad_norm") == {
+        "middle": [1.0, 4.0, 4.0, None], "low": [1.0, 4.0, 2.0, None], "high": [1.0, 8.0, 6.0, None],
+    }  # fmt: skip
 
 
 def groups_of(browser: Any) -> list[list[dict[str, Any]]]:

@@ -138,7 +138,7 @@ def test_only_metrics(tmp_path: Path) -> None:
     )
     read = read_run(tmp_path, "run")
     assert [row["step"] for row in read.metrics] == [1, 2]
-    data = chart_data([read], group_runs([read]))
+    data = chart_data([read], group_runs([read]), ["run"])
     assert data["figures"] == [] and [figure["title"] for figure in data["more"]] == ["loss/lr"]
     assert data["runs"][0]["values"]["loss/lr"] == [1e-4, None]
     assert "None were saved." in text_of(write_report([tmp_path], tmp_path / "report.html"))
@@ -174,7 +174,7 @@ def test_command_line(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureF
 # --- figures -------------------------------------------------------------------------------------
 def test_every_metric_is_in_one_figure(make_run: MakeRun, tmp_path: Path) -> None:
     runs = [read_run(make_run(tmp_path / "run"), "run")]
-    data = chart_data(runs, group_runs(runs))
+    data = chart_data(runs, group_runs(runs), ["run"])
     assert [figure["id"] for figure in data["figures"]] == [figure.id for figure in FIGURES]
     drawn = [name for figure in data["figures"] + data["more"] for name in figure["curves"]]
     assert sorted(drawn) == sorted(set(drawn))

@@ -204,29 +204,6 @@ def test_figures_of_a_token_on_hover(
 
 
 # --- looks, size and speed ------------------------------------------------------------------------
-def contrast(browser: Any, selector: str) -> float:
-    """WCAG's contrast ratio of text to what is behind it, the lowest over the elements that match."""
-    script = """((selector) => {
-      const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-      const rgb = (paint) => {
-        canvas.clearRect(0, 0, 1, 1);
-        paint.forEach((colour) => { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); });
-        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-      };
-      const luminance = (values) => values.map((v) => v / 255)
-        .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
-        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-      return Math.min(...[...document.querySelectorAll(selector)].map((element) => {
-        const behind = [];
-        for (let e = element; e; e = e.parentElement) behind.unshift(getComputedStyle(e).backgroundColor);
-        const ink = luminance(rgb([...behind, getComputedStyle(element).color]));
-        const ground = luminance(rgb(behind));
-        return (Math.max(ink, ground) + 0.05) / (Math.min(ink, ground) + 0.05);
-      }));
-    })"""
-    return float(browser.run(f"{script}({selector!r})"))
-
-
 @pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 1280), ("dark", 390)])
 def test_it_is_readable(browser: Any, page: Path, scheme: str, width: int) -> None:
     browser.open(page, scheme=scheme, width=width, hash="#open=step-20/s20-p1/0")
@@ -236,12 +213,12 @@ def test_it_is_readable(browser: Any, page: Path, scheme: str, width: int) -> No
         ".bar h1", ".bar .muted", ".row .question", ".row-facts", ".row .reward", ".turn-head .muted", ".call b",
         ".observation pre", ".facts dt", "#count",
     ):  # fmt: skip
-        assert 4.5 <= contrast(browser, selector) < 22, selector
+        assert 4.5 <= browser.contrast(selector) < 22, selector
     for key in ("step-20/s20-p1/0", "step-20/s20-p0/0"):  # the second one ends in an invalid turn
         browser.open(page, scheme=scheme, width=width, hash=f"#open={key}")
         opened(browser, key)
         for _ in range(4):  # shades of each figure
-            assert 4.5 <= contrast(browser, ".turn .token") < 22
+            assert 4.5 <= browser.contrast(".turn .token") < 22
             browser.key("s")
 
 
