@@ -151,6 +151,9 @@ class UpdateConfig:
     critic_micro_batch_size: int = opt(8, "the same for the critic", paper="8")
     log_prob_micro_batch_size: int = opt(128, "the same where no gradient is needed", paper="128")
     epochs: int = opt(1, "passes over each rollout batch")
+    skip_without_signal: bool = opt(
+        False, "no step where a mini-batch has no advantage: Adam's momentum would go on without a gradient"
+    )
     target_kl: float | None = opt(
         None, "no more actor steps on a rollout batch once loss/approx_kl is above this; None: off"
     )

@@ -69,6 +69,7 @@ class LossStats(Sums):
     """Sums over the loss tokens, behind the metrics. ``log_ratio`` is the token's own at every ratio level."""
 
     tokens: Tensor
+    signal: Tensor
     clipped: Tensor
     ratio_sum: Tensor
     ratio_square_sum: Tensor
@@ -77,12 +78,13 @@ class LossStats(Sums):
     def metrics(self) -> dict[str, float]:
         """Metrics by name.
 
-        ``clip_frac``: share of clipped tokens. ``approx_kl``: mean(log_ratio^2) / 2, an estimate of KL(old || current)
+        ``signal_frac``: share of tokens with an advantage. ``clip_frac``: share of clipped tokens. ``approx_kl``: mean(log_ratio^2) / 2, an estimate of KL(old || current)
         that is never negative and needs no exponential. ``ratio_mean``, ``ratio_std``: of the ratio in the loss.
         """
         tokens = max(float(self.tokens), 1.0)
         mean = float(self.ratio_sum) / tokens
         return {
+            "signal_frac": float(self.signal) / tokens,
             "clip_frac": float(self.clipped) / tokens,
             "approx_kl": 0.5 * float(self.log_ratio_square_sum) / tokens,
             "ratio_mean": mean,
@@ -264,6 +266,7 @@ def policy_loss(
         weights = factors * _row_weights(segments.row_lengths, aggregation, denominator, dtype)  # (B,)
         stats = LossStats(
             tokens=segments.row_lengths.sum().to(dtype),
+            signal=(advantage != 0).sum().to(dtype),
             clipped=clip_bias.clipped,
             ratio_sum=(ratio * segments.counts).sum(),
             ratio_square_sum=(ratio.square() * segments.counts).sum(),

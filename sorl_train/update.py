@@ -7,6 +7,7 @@ is summed over a mini-batch is summed over its micro-batches and, where torch.di
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -197,6 +198,8 @@ class PolicyUpdate:
         log_probs, entropies = torch.zeros(mini.loss_mask.shape), torch.zeros(mini.loss_mask.shape)
         bias, stats, bias_gradient = self._accumulate(mini, means, log_probs, entropies)
         scales = self._normalization(bias, bias_gradient)
+        if self.config.update.skip_without_signal and not float(stats.signal):
+            scales = dataclasses.replace(scales, update_scale=0.0)
         grad_norm = self._apply(scales, lr, mini)
         means.add(
             grad_norm=grad_norm,

@@ -107,6 +107,25 @@ def test_clipping_before_normalization_leaves_a_product_of_both(
     assert float((clipped - start).norm() / (free - start).norm()) == pytest.approx(0.5, rel=1e-3)
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_mini_batch_without_advantages_moves_nothing_if_asked(
+    skip: bool, tiny_folder: str, trajectories: list[Trajectory]
+) -> None:
+    """Adam's momentum of the step before goes on by itself."""
+    config = short_config(**{"update.skip_without_signal": skip, "optim.max_grad_norm": None})
+    model = load_policy(tiny_folder, config.hardware)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    update = PolicyUpdate(model, optimizer, get_algorithm(config.algo), config)
+    batch = off_policy(collate(trajectories))
+    means = Means()
+    update.step(batch, 1e-3, means)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    update.step(batch.with_fields(advantages=torch.zeros_like(batch.rollout_log_probs)), 1e-3, means)
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(before, after) == skip
+    assert means.latest("signal_frac") == 0.0 and means.result()["loss/signal_frac"] > 0.4
+
+
 def test_past_target_kl_is_the_newest_mini_batch() -> None:
     means = Means()
     means.add(approx_kl=0.5)
