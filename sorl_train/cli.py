@@ -131,9 +131,13 @@ def _run_stage(config: TrainConfig, run_dir: RunDir, display: Display, resume: b
     from transformers.utils import logging as transformers_logging
 
     from sorl_train.report import write_report
+    from sorl_train.report_dialogue import step_files
+    from sorl_train.viewer import write_viewer
 
     transformers_logging.disable_progress_bar()  # one for each checkpoint would bury the run's own lines
     summary = run(config, run_dir, display, resume)
+    if step_files(run_dir.trajectories):
+        write_viewer(run_dir.path)
     write_report([run_dir.path], run_dir.report)
     return summary
 

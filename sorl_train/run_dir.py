@@ -6,7 +6,8 @@
     manifest.json    versions, commit, data hashes  trajectories/   rollouts
     metrics.jsonl    one line a step; reproducible  checkpoints/    best and newest
     summary.json     final and best figures         events/         TensorBoard
-    report.html      curves and dialogues           events.jsonl    collapse alarms, roll-backs
+    report.html      curves and tables              viewer.html     its dialogues, token by token
+    events.jsonl     collapse alarms, roll-backs
 
 Whole files appear under their name only when complete (``atomic_write``).
 """
