@@ -112,9 +112,8 @@ def measure(run_dir: Path) -> dict[str, float]:
     stayed below half its peak (NaN: none); ``max_grad_norm``; ``normalized``: share of optimizer steps that the
     clipping bias scaled; ``mean_rate``: mean effective learning rate; ``clip_frac``: mean share of clipped tokens.
     """
-    lines = read_jsonl(RunDir(run_dir).metrics)
-    curve = [(line["step"], line["eval/success"]) for line in lines if "eval/success" in line]
-    trained = [line for line in lines if "loss/grad_norm" in line]
+    curve = success_curve(run_dir)
+    trained = [line for line in read_jsonl(RunDir(run_dir).metrics) if "loss/grad_norm" in line]
     if not curve or not trained:
         raise UserError(f"{run_dir}: no evaluation or no training step in its metrics")
     steps, success = zip(*curve, strict=True)
@@ -138,6 +137,12 @@ def measure(run_dir: Path) -> dict[str, float]:
         "mean_rate": mean("loss/effective_lr"),
         "clip_frac": mean("loss/clip_frac"),
     }
+
+
+def success_curve(run_dir: Path) -> list[tuple[int, float]]:
+    """Step and greedy success of each evaluation."""
+    lines = read_jsonl(RunDir(run_dir).metrics)
+    return [(line["step"], line["eval/success"]) for line in lines if "eval/success" in line]
 
 
 def _means(success: Sequence[float]) -> list[float]:
@@ -218,14 +223,14 @@ def _nan(value: float | None) -> float:
 
 
 def results_of(study: Study, folder: Path) -> list[dict[str, Any]]:
-    """A line for each run that is finished: which it was, and its figures (NaN as null)."""
+    """A line for each run that is finished: which it was, its figures (NaN as null) and its evaluations."""
     results = []
     for run in study.runs:
         run_dir = folder / "runs" / run.id
         if RunDir(run_dir).summary.is_file():
             figures = {name: None if math.isnan(value) else value for name, value in measure(run_dir).items()}
             what = {"cell": run.cell, "arm": run.arm, **dict(run.point), "seed": run.seed, "id": run.id}
-            results.append(what | figures)
+            results.append(what | figures | {"curve": success_curve(run_dir)})
     return results
 
 
