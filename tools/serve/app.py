@@ -1,7 +1,9 @@
 """The service as an ASGI application: ``/retrieve``, ``/health``, ``/ready`` and ``/metrics``.
 
-Plain ASGI and no framework: there are four routes, and a framework's routing, request objects and validation would
-cost more than the search of a small batch.
+Plain ASGI on uvicorn and no framework: there are four routes, and a framework's routing, request objects and validation
+would cost more than the search of a small batch. mosec, whose front is written in Rust, costs a third of it for a small
+request, but keeps headers from its workers (no token) and knows neither 401 nor Retry-After; LitServe sends each
+request through another process. Neither counts queries when it fills a batch.
 """
 
 from __future__ import annotations
