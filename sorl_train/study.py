@@ -29,6 +29,7 @@ from sorl_train.config_io import STUDIES, config_folder, config_hash, find_confi
 from sorl_train.metrics_log import read_jsonl
 from sorl_train.run_dir import RunDir
 from sorl_train.summary import COLLAPSED
+from sorl_train.token_classes import CLASSES
 
 KEYS = ("base", "settings", "seeds", "arms", "axes")
 SMALLEST_PEAK = 0.05  # a run that never learned anything has nothing to keep
@@ -110,7 +111,8 @@ def measure(run_dir: Path) -> dict[str, float]:
     above what the policy can do, and ``kept`` so below 1 even where nothing is lost;
     ``worst_drop``: the deepest fall from the peak so far; ``collapse_step``: the first evaluation from which success
     stayed below half its peak (NaN: none); ``max_grad_norm``; ``normalized``: share of optimizer steps that the
-    clipping bias scaled; ``mean_rate``: mean effective learning rate; ``clip_frac``: mean share of clipped tokens.
+    clipping bias scaled; ``mean_rate``: mean effective learning rate; ``clip_frac``: mean share of clipped tokens;
+    ``tokens_CLASS`` and ``clipped_CLASS``: the classes' shares of all tokens and of the clipped ones (NaN: none).
     """
     curve = success_curve(run_dir)
     trained = [line for line in read_jsonl(RunDir(run_dir).metrics) if "loss/grad_norm" in line]
@@ -136,7 +138,22 @@ def measure(run_dir: Path) -> dict[str, float]:
         "normalized": mean("loss/normalized_frac"),
         "mean_rate": mean("loss/effective_lr"),
         "clip_frac": mean("loss/clip_frac"),
+        "grad_norm": mean("loss/grad_norm"),
+        **_clipped_classes(trained),
     }
+
+
+def _clipped_classes(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    figures = {}
+    for name in CLASSES:
+        shares = [line.get(f"loss/token_share_{name}", 0.0) for line in trained]
+        clipped = [
+            share * line.get(f"loss/clip_frac_{name}", 0.0) for share, line in zip(shares, trained, strict=True)
+        ]
+        total = math.fsum(line.get("loss/clip_frac", 0.0) for line in trained)
+        figures[f"tokens_{name}"] = math.fsum(shares) / len(trained)
+        figures[f"clipped_{name}"] = math.fsum(clipped) / total if total else math.nan
+    return figures
 
 
 def success_curve(run_dir: Path) -> list[tuple[int, float]]:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from sorl_env.errors import UserError
+from sorl_train.config import GROUP_ALGOS
 from sorl_train.lab import main
+from sorl_train.losses import ALGORITHMS
 from sorl_train.run_dir import RunDir
 from sorl_train.study import interval, load_study, measure, region
 
@@ -56,16 +58,12 @@ def test_runs_are_every_combination_first_seeds_first(tmp_path: Path) -> None:
 
 
 def test_packaged_studies_are_valid() -> None:
-    study = load_study("stability")
-    assert {run.arm for run in study.runs} == {
-        "ppo",
-        "turn_ppo",
-        "s_ppo",
-        "so_ppo",
-        "grpo",
-        "gspo",
-        "so_grpo",
-    }
+    severe = load_study("severe")
+    assert {run.config.algo for run in severe.runs} == set(ALGORITHMS)
+    grouped = [run.config.rollout.group_size for run in severe.runs if run.config.algo in GROUP_ALGOS]
+    assert set(grouped) == {8}
+    assert len(load_study("region").runs) == 4 * 10 * 5
+    assert load_study("alarm").runs[0].config.optim.warmup_ratio == 1.0
 
 
 @pytest.mark.parametrize(
@@ -79,8 +77,8 @@ def test_packaged_studies_are_valid() -> None:
 def test_mistakes_are_named(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=complaint):
         load_study(str(write_study(tmp_path / "mine.yaml", **changes)))
-    with pytest.raises(UserError, match="Did you mean 'stability'"):
-        load_study("stabilty")
+    with pytest.raises(UserError, match="Did you mean 'severe'"):
+        load_study("sevre")
 
 
 def run_with(folder: Path, curve: list[float], grad_norm: float | None = 1.0) -> Path:
