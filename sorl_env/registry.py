@@ -28,6 +28,12 @@ _ENV_IDS = {
     "sorl/HotpotQA-v0": "hotpotqa",
     "sorl/AlphaMed19K-v0": "alphamed19k",
     "sorl/MiniHop-v0": "minihop",
+    "sorl/MedQA-v0": "medqa",
+    "sorl/MedMCQA-v0": "medmcqa",
+    "sorl/PubMedQA-v0": "pubmedqa",
+    "sorl/MMLUMedical-v0": "mmlu_medical",
+    "sorl/MedXpertQA-v0": "medxpertqa",
+    "sorl/BioASQ-v0": "bioasq",
 }
 _registered: dict[str, Task] = {}  # by environment id
 

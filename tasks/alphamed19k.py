@@ -4,8 +4,8 @@ Real questions: ``data="hf:"``, or a file in one of two forms:
 
 - the published columns: ``question`` with its options inside (``..\nA: ..\nB: ..``), ``answer`` (a letter),
   ``subset_name``;
-- options as a mapping: ``question``, ``options`` ({"A": .., "B": ..}, up to J), ``answer_idx`` (a letter), as
-  evaluation sets such as MedQA come.
+- options as a mapping: ``question``, ``options`` ({"A": .., "B": ..}, up to J) and the letter, either as ``answer_idx``
+  (as MedQA comes) or as the only one of ``golden_answers`` (as ``sorl-data prepare`` writes all of them).
 
 Real passages: ``corpus=`` or ``search_url=``. Without them, 28 questions written for this project in the published
 columns.
@@ -65,11 +65,11 @@ def parse_row(row: Mapping[str, Any]) -> Example:
     question = text_column(row, "question")
     if row.get("options") is not None:
         stem, options = question, _read_options(row["options"])
-        column = "answer_idx"
+        column = "answer_idx" if "golden_answers" not in row else "golden_answers"
     else:
         stem, options = split_options(question)
         column = "answer"
-    letter = text_column(row, column)
+    letter = _only_letter(row) if column == "golden_answers" else text_column(row, column)
     if letter not in options:
         raise ValueError(
             f"column {column!r} is {letter!r}, which is not one of the options {', '.join(options)}"
@@ -79,8 +79,18 @@ def parse_row(row: Mapping[str, Any]) -> Example:
         question=stem,
         golden_answers=(letter,),
         options=options,
-        metadata={"subset_name": row["subset_name"]} if row.get("subset_name") is not None else {},
+        metadata={name: row[name] for name in _KEPT if row.get(name) is not None},
     )
+
+
+_KEPT = ("subset_name", "subject", "medical_task", "body_system", "question_type", "gold_ids")
+
+
+def _only_letter(row: Mapping[str, Any]) -> str:
+    letters = row["golden_answers"]
+    if not isinstance(letters, (list, tuple)) or len(letters) != 1 or not isinstance(letters[0], str):
+        raise ValueError(f"column 'golden_answers' must hold one letter, as ['B'], not {letters!r}")
+    return letters[0]
 
 
 def split_options(question: str) -> tuple[str, dict[str, str]]:

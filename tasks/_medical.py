@@ -1,0 +1,66 @@
+"""What the medical benchmarks share: multiple choice in the paper's prompt, in-domain and out-of-domain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sorl_env.task import Example, HubSource, Task
+from sorl_tasks._qa import sample, search_tools
+from sorl_tasks.alphamed19k import parse_row as parse_choice_row
+from sorl_tasks.alphamed19k import prompt, reward, wrong_answer
+
+# Table 1 of the paper: task -> the column's title. In-domain are those that AlphaMed19K takes its questions from.
+IN_DOMAIN: Mapping[str, str] = {"medqa": "MedQA", "medmcqa": "MedMCQA"}
+OUT_OF_DOMAIN: Mapping[str, str] = {
+    "pubmedqa": "PubMedQA",
+    "mmlu_medical": "MMLU-M",
+    "medxpertqa": "MedXpert",
+}
+
+
+def choice_task(
+    name: str,
+    env_id: str,
+    description: str,
+    *,
+    parse_published: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    hub: HubSource | None = None,
+    corpus: str = "alphamed19k",
+) -> Task:
+    """A multiple-choice benchmark with the search tool, the paper's medical prompt and the letter as reward.
+
+    Args:
+        parse_published: turns a row as the benchmark's authors publish it into one with ``options`` and ``answer_idx``;
+            a row that has ``options`` and ``golden_answers`` already (``sorl-data prepare``) is read as it is.
+        corpus: name of the embedded sample of passages.
+    """
+
+    def parse_row(row: Mapping[str, Any]) -> Example:
+        is_common = row.get("options") is not None and ("golden_answers" in row or "answer_idx" in row)
+        return parse_choice_row(row if is_common or parse_published is None else parse_published(row))
+
+    return Task(
+        name=name,
+        description=description,
+        env_id=env_id,
+        prompt=prompt,
+        reward=reward,
+        parse_row=parse_row,
+        tools=search_tools(corpus),
+        embedded=sample(name, parse_row),
+        embedded_is_sample=True,
+        hub=hub,
+        wrong_answer=wrong_answer,
+    )
+
+
+def letter_at(index: Any, count: int, column: str) -> str:
+    """The letter of a numbered option, counted from 0.
+
+    Raises:
+        ValueError: it is no number of one of ``count`` options, as where the answer is withheld (-1).
+    """
+    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
+        raise ValueError(f"column {column!r} must number one of {count} options from 0, not {index!r}")
+    return chr(ord("A") + index)

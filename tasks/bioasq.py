@@ -1,0 +1,69 @@
+"""BioASQ, factoid and yes/no: biomedical questions that PubMed abstracts answer. Not in the paper.
+
+Unlike the multiple-choice benchmarks these can hardly be guessed and their passages are known, so a policy that
+searches well scores well. Real questions: a file with the columns of BioASQ's releases, ``body`` (or
+``question``), ``type``, ``exact_answer``, or with ``question`` and ``golden_answers``; the releases themselves
+want a registration, so there is no ``data="hf:"``. Real passages: ``corpus=`` or ``search_url=``. Without them, a
+sample written for this project.
+
+Scored by exact match with any synonym, which is BioASQ's strict accuracy for factoids after SQuAD's normalization,
+and its accuracy for yes/no.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sorl_env.task import Example, Task
+from sorl_tasks._qa import parse_qa_row, qa_prompt, qa_reward, sample, search_tools
+
+TYPES = ("factoid", "yesno")
+
+
+def prompt(example: Example) -> str:
+    """The question-answering instruction; where the answer is yes or no, it says so."""
+    hint = "Answer yes or no.\n" if example.metadata.get("type") == "yesno" else ""
+    return qa_prompt(example) + hint
+
+
+def parse_row(row: Mapping[str, Any]) -> Example:
+    """A row of a release, or one with ``question`` and ``golden_answers``.
+
+    Raises:
+        KeyError: a column is missing.
+        ValueError: the question is neither a factoid nor yes/no, or has no answer.
+    """
+    if row.get("type", "factoid") not in TYPES:
+        raise ValueError(f"column 'type' must be one of {', '.join(TYPES)}, not {row['type']!r}")
+    if "golden_answers" in row:
+        return parse_qa_row(row)
+    question = row["body"] if "question" not in row and "body" in row else row["question"]
+    golds = _flatten(row["exact_answer"])
+    if row.get("type") == "yesno":
+        golds = [gold.lower() for gold in golds]
+        if golds not in (["yes"], ["no"]):
+            raise ValueError(f"column 'exact_answer' must be yes or no, not {row['exact_answer']!r}")
+    return parse_qa_row({**row, "question": question, "golden_answers": golds})
+
+
+def _flatten(answer: Any) -> list[str]:
+    """All synonyms: releases write a text, a list of texts, or a list of lists."""
+    if isinstance(answer, (list, tuple)):
+        return list(dict.fromkeys(text for part in answer for text in _flatten(part)))
+    if not isinstance(answer, str) or not answer.strip():
+        raise ValueError(f"column 'exact_answer' must hold texts, not {answer!r}")
+    return [answer.strip()]
+
+
+TASK = Task(
+    name="bioasq",
+    description="BioASQ factoid and yes/no over PubMed abstracts, scored by exact match.",
+    env_id="sorl/BioASQ-v0",
+    prompt=prompt,
+    reward=qa_reward,
+    parse_row=parse_row,
+    tools=search_tools("literature"),
+    embedded=sample("bioasq", parse_row),
+    embedded_is_sample=True,
+)

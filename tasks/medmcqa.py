@@ -1,0 +1,38 @@
+"""MedMCQA: questions of Indian medical entrance examinations, four options. In-domain in the paper's Table 1.
+
+The answers of its test split were never published, so the field evaluates on its validation split: that is
+``test`` here. Real questions: ``data="hf:"``, or a file with the published columns ``question``, ``opa`` ..
+``opd``, ``cop`` (0 to 3), or with ``options`` and ``answer_idx``; real passages: ``corpus=`` or ``search_url=``.
+Without them, a sample written for this project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sorl_env.task import HubSource
+from sorl_tasks._medical import choice_task, letter_at
+
+_COLUMNS = {"A": "opa", "B": "opb", "C": "opc", "D": "opd"}
+
+
+def parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``opa`` to ``opd`` as options, ``cop`` as the letter.
+
+    Raises:
+        KeyError: a column is missing.
+        ValueError: ``cop`` is none of 0 to 3.
+    """
+    options = {letter: row[column] for letter, column in _COLUMNS.items()}
+    letter = letter_at(row["cop"], len(options), "cop")
+    return {**row, "options": options, "answer_idx": letter, "subject": row.get("subject_name")}
+
+
+TASK = choice_task(
+    "medmcqa",
+    "sorl/MedMCQA-v0",
+    "MedMCQA (validation split): medical multiple choice, in-domain.",
+    parse_published=parse_published,
+    hub=HubSource("openlifescienceai/medmcqa", None, {"test": "validation"}),
+)

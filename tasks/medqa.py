@@ -1,0 +1,18 @@
+"""MedQA: questions in the style of the US medical licensing examination, four options.
+
+In-domain in the paper's Table 1. Real questions: ``data="hf:"``, or a file with ``question``, ``options`` ({"A":
+..}) and ``answer_idx``; real passages: ``corpus=`` or ``search_url=``. Without them, a sample written for this
+project.
+"""
+
+from __future__ import annotations
+
+from sorl_env.task import HubSource
+from sorl_tasks._medical import choice_task
+
+TASK = choice_task(
+    "medqa",
+    "sorl/MedQA-v0",
+    "MedQA (US, four options): medical multiple choice, in-domain.",
+    hub=HubSource("GBaker/MedQA-USMLE-4-options"),
+)

@@ -1,0 +1,47 @@
+"""MedXpertQA (Text): expert-level questions with ten options. Out-of-domain in the paper's Table 1.
+
+Real questions: ``data="hf:"``, or a file with the published columns ``question``, ``options``, ``label`` (a
+letter), or with ``options`` and ``answer_idx``; the published question repeats its options behind "Answer
+Choices:", which is cut off. Real passages: ``corpus=`` or ``search_url=``. Without them, a sample written for this
+project.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sorl_env.task import HubSource
+from sorl_tasks._medical import choice_task
+from sorl_tasks._qa import text_column
+
+_CHOICES = re.compile(r"\s*\n\s*Answer Choices:\s*\(A\).*\Z", re.DOTALL)
+
+
+def parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The question without its options, which come as a mapping (hub) or as ``letter`` and ``content`` (repository).
+
+    Raises:
+        KeyError: a column is missing.
+        ValueError: there is not exactly one label.
+    """
+    question = _CHOICES.sub("", text_column(row, "question"))
+    options = row["options"]
+    if isinstance(options, (list, tuple)):
+        options = {option["letter"]: option["content"] for option in options}
+    label = row["label"]
+    if isinstance(label, (list, tuple)):
+        if len(label) != 1:
+            raise ValueError(f"column 'label' must hold one letter, not {label!r}")
+        label = label[0]
+    return {**row, "question": question, "options": options, "answer_idx": label}
+
+
+TASK = choice_task(
+    "medxpertqa",
+    "sorl/MedXpertQA-v0",
+    "MedXpertQA Text: multiple choice with ten options, out-of-domain.",
+    parse_published=parse_published,
+    hub=HubSource("TsinghuaC3I/MedXpertQA", "Text"),
+)

@@ -1,0 +1,46 @@
+"""The medical subset of MMLU: six subjects, four options. Out-of-domain in the paper's Table 1 (MMLU-M).
+
+The paper does not list the subjects; these are the six that the field means by it. Real questions: a file with the
+published columns ``question``, ``choices`` (a list), ``answer`` (0 to 3), ``subject``, or with ``options`` and
+``answer_idx``. On the hub each subject is a configuration of its own, so ``data="hf:cais/mmlu:anatomy"`` loads one
+and ``sorl-data prepare mmlu_medical`` joins all six. Real passages: ``corpus=`` or ``search_url=``. Without them,
+a sample written for this project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sorl_tasks._medical import choice_task, letter_at
+
+SUBJECTS = (
+    "anatomy",
+    "clinical_knowledge",
+    "college_biology",
+    "college_medicine",
+    "medical_genetics",
+    "professional_medicine",
+)
+
+
+def parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``choices`` as options, ``answer`` as the letter.
+
+    Raises:
+        KeyError: a column is missing.
+        ValueError: ``choices`` is no list of texts, or ``answer`` numbers none of them.
+    """
+    choices = row["choices"]
+    if not isinstance(choices, (list, tuple)) or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError(f"column 'choices' must be a list of texts, not {choices!r}")
+    options = {chr(ord("A") + i): choice for i, choice in enumerate(choices)}
+    return {**row, "options": options, "answer_idx": letter_at(row["answer"], len(options), "answer")}
+
+
+TASK = choice_task(
+    "mmlu_medical",
+    "sorl/MMLUMedical-v0",
+    "MMLU, six medical subjects: multiple choice, out-of-domain.",
+    parse_published=parse_published,
+)
