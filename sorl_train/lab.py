@@ -15,6 +15,7 @@ from types import FrameType
 
 from sorl_env.errors import UserError
 from sorl_train.config_io import to_yaml
+from sorl_train.report import write_report
 from sorl_train.run_dir import RunDir, atomic_write
 from sorl_train.study import Run, Study, load_study, results_of, table
 
@@ -81,7 +82,10 @@ def _stability(arguments: argparse.Namespace) -> int:
         )
         failed = run_all(open_runs, folder, arguments.jobs)
     write_results(study, folder)
-    print(table(results_of(study, folder)))
+    results = results_of(study, folder)
+    print(table(results))
+    if results:
+        print(f"\nall runs in one page: {write_report([folder], folder / 'report.html')}")
     for run in failed:
         print(
             f"failed: {run.cell}, seed {run.seed}; its log is {folder / 'logs' / run.id}.log", file=sys.stderr

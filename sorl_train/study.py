@@ -209,15 +209,17 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     for result in results:
         cells.setdefault(result["cell"], []).append(result)
     lines = [
-        "| cell | seeds | peak | final | final/peak | of means | collapsed | max grad norm | normalized | mean rate |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| cell | seeds | peak | final | final/peak | of means | worst drop | collapsed | max grad norm | normalized "
+        "| mean rate |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cell, rows in cells.items():
         kept, low, high = interval([row["kept"] for row in rows])
-        collapsed = sum(not math.isnan(_nan(row["collapse_step"])) for row in rows)
+        steps = [row["collapse_step"] for row in rows if not math.isnan(_nan(row["collapse_step"]))]
+        at = f" from step {np.median(steps):g}" if steps else ""
         median = {
             name: float(np.median([row[name] for row in rows]))
-            for name in ("peak", "final", "max_grad_norm", "normalized", "mean_rate")
+            for name in ("peak", "final", "worst_drop", "max_grad_norm", "normalized", "mean_rate")
         }
         columns = (
             cell,
@@ -226,7 +228,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
             f"{median['final']:.3f}",
             f"{kept:.2f} ({low:.2f}-{high:.2f})",
             "{:.2f} ({:.2f}-{:.2f})".format(*interval([row["kept_mean"] for row in rows])),
-            f"{collapsed}/{len(rows)}",
+            f"{median['worst_drop']:.2f}",
+            f"{len(steps)}/{len(rows)}{at}",
             f"{median['max_grad_norm']:.2g}",
             f"{median['normalized']:.2f}",
             f"{median['mean_rate']:.1e}",
