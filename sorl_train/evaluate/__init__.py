@@ -1,0 +1,1 @@
+"""Evaluation: policies on tasks in four modes, with intervals, tables and comparisons."""

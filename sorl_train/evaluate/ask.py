@@ -1,0 +1,139 @@
+"""``sorl-ask "question" --model ..``: a policy on one question, its turns shown as the paper's Table 2 shows them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.errors import UserError
+from sorl_env.render import render_dialogue
+from sorl_env.task import Example
+from sorl_env.trajectory import Trajectory
+
+try:
+    from sorl_train.evaluate.arguments import (
+        Parser,
+        add_policy_options,
+        add_task_options,
+        find_source,
+        make_envs,
+        make_policy,
+    )
+except ModuleNotFoundError as missing:  # the core alone is installed
+    raise SystemExit(f"sorl-ask needs the package {missing.name!r}: pip install 'sorl[train]'") from missing
+
+from sorl_train.evaluate.rows import Job
+from sorl_train.evaluate.runner import Policy, agent_trajectory, in_session
+
+_COLOUR = re.compile(r"\033\[\d+m")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; the exit status: 0 answered, 1 no answer, 2 wrong usage, 130 interrupted."""
+    try:
+        args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+        return _ask(args)
+    except UserError as error:
+        print(f"sorl-ask: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="sorl-ask", description=__doc__, allow_abbrev=False)
+    parser.add_argument("question", nargs="?")
+    parser.add_argument("--model", help="a model folder, a checkpoint, a run folder, or a hub name")
+    parser.add_argument(
+        "--index", type=int, help="ask this question of the task's data in place of one of your own"
+    )
+    parser.add_argument("--options", nargs="+", default=[], metavar="A=TEXT", help="for multiple choice")
+    parser.add_argument("--search", metavar="CORPUS_OR_URL", help="short for --corpus or --search_url")
+    parser.add_argument("--task", help="whose prompt, tools and limits (default: the run's own)")
+    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto")
+    add_task_options(parser)
+    add_policy_options(parser)
+    return parser
+
+
+def _ask(args: argparse.Namespace) -> int:
+    if (args.question is None) == (args.index is None):
+        raise UserError(
+            'give a question, as sorl-ask "who wrote it?", or --index N for one of the task\'s own'
+        )
+    if args.search:
+        is_url = args.search.startswith(("http://", "https://"))
+        (args.search_url if is_url else args.corpus).append(args.search)
+    source = find_source(args, args.model)
+    (env,) = make_envs(args, [args.task] if args.task else [], source.config if source else None).values()
+    try:
+        example = _example(args, env)
+        trajectory = ask(make_policy(args, source), env, example, args.seed)
+    finally:
+        env.close()
+    shown = render(env, example, trajectory)
+    coloured = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
+    print(shown if coloured else _COLOUR.sub("", shown))
+    print(_ending(trajectory, example))
+    return 0 if trajectory.stop_reason.value == "answer" else 1
+
+
+def ask(policy: Policy, env: ToolUseEnv, example: Example, seed: int = 0) -> Trajectory:
+    """The policy's dialogue on one question, which need not be among the environment's.
+
+    Raises:
+        UserError: the prompt is too long, or the policy cannot be reached.
+    """
+    asked = env.spawn()
+    asked.examples = dataclasses.replace(env.examples, examples=(example,), source="asked")
+    # what a task rewards may need more of an example than a question has, and nobody asks for it here
+    asked.task = dataclasses.replace(env.task, reward=lambda example, turns: {}, turn_reward=None)
+    job = Job(env.task.name, "agent", 0, 0, seed)
+    found: list[Any] = []
+
+    async def main() -> None:
+        found.append(await agent_trajectory(policy, asked, job))
+
+    in_session(policy, main)
+    trajectory: Trajectory = found[0]
+    return trajectory
+
+
+def render(env: ToolUseEnv, example: Example, trajectory: Trajectory) -> str:
+    """The dialogue as ``render_mode="ansi"`` prints it; a malformed turn says what is wrong with it."""
+    dialogue = []
+    for turn in trajectory.turns:
+        note = f"\n[invalid turn: {turn.format_error}]" if turn.format_error else ""
+        dialogue.append((turn.text + note, turn.observation))
+    return render_dialogue(example, dialogue, env.toolbox.names)
+
+
+def _example(args: argparse.Namespace, env: ToolUseEnv) -> Example:
+    if args.index is not None:
+        if not 0 <= args.index < len(env.examples):
+            raise UserError(
+                f"--index {args.index}: {env.examples.source} has questions 0 to {len(env.examples) - 1}"
+            )
+        return env.examples.examples[args.index]
+    options = dict(option.partition("=")[::2] for option in args.options)
+    for letter, text in options.items():
+        if not re.fullmatch("[A-J]", letter) or not text:
+            raise UserError(f"--options {letter}={text}: write A=TEXT B=TEXT, letters from A to J")
+    return Example(id="asked", question=args.question, options=options or None)
+
+
+def _ending(trajectory: Trajectory, example: Example) -> str:
+    last = trajectory.turns[-1] if trajectory.turns else None
+    if last is None or last.kind != "answer":
+        return f"No answer: {trajectory.error or trajectory.stop_reason.value}"
+    right = f"  (right: {' | '.join(example.golden_answers)})" if example.golden_answers else ""
+    return f"Answer: {last.content}{right}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""``sorl-eval MODEL --task NAME ..``: a policy on tasks, in four modes, with intervals and tables.
+
+``sorl-eval compare A B``, ``sorl-eval rescore FOLDER --reward NAME`` and ``sorl-eval table FOLDER ..`` read what it
+wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.errors import UserError
+
+try:
+    from sorl_train.evaluate.arguments import (
+        Parser,
+        add_policy_options,
+        add_task_options,
+        find_source,
+        make_envs,
+        make_policy,
+        policy_facts,
+        rollout_settings,
+    )
+except ModuleNotFoundError as missing:  # the core alone is installed
+    raise SystemExit(f"sorl-eval needs the package {missing.name!r}: pip install 'sorl[train]'") from missing
+
+from sorl_tools.index.progress import Progress
+from sorl_train.environments import env_facts
+from sorl_train.evaluate.compare import compare_main
+from sorl_train.evaluate.journal import Journal
+from sorl_train.evaluate.policy import PolicySource
+from sorl_train.evaluate.prompts import MODES, check_modes
+from sorl_train.evaluate.rescore import rescore_main
+from sorl_train.evaluate.rows import Row
+from sorl_train.evaluate.runner import check_search, plan_jobs, run_evaluation
+from sorl_train.evaluate.summary import summarize
+from sorl_train.evaluate.tables import latex, make_tables, markdown, table_main
+from sorl_train.run_dir import atomic_write
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "compare": compare_main,
+    "rescore": rescore_main,
+    "table": table_main,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; the exit status: 0 done, 1 questions were left out for outages, 2 wrong usage, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if argv and argv[0] in COMMANDS:
+            return COMMANDS[argv[0]](argv[1:])
+        return evaluate(_parser().parse_args(argv))
+    except UserError as error:
+        print(f"sorl-eval: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nsorl-eval: interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="sorl-eval",
+        description="Evaluate a policy. Also: sorl-eval compare A B, sorl-eval rescore FOLDER --reward NAME, "
+        "sorl-eval table FOLDER ..",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a model folder, a checkpoint, a run folder (its best checkpoint), or a hub name",
+    )
+    parser.add_argument("--task", nargs="+", default=[], metavar="NAME", help="default: the run's own task")
+    parser.add_argument("--mode", nargs="+", default=["agent"], metavar="MODE", help=f"of {', '.join(MODES)}")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="questions a task, a seeded sample (default: all)"
+    )
+    parser.add_argument("--samples", type=int, default=1, help="answers a question, for pass@k (default: 1)")
+    parser.add_argument(
+        "--out", type=Path, help="folder (default: RUN/evaluation, or runs/evaluations/MODEL)"
+    )
+    parser.add_argument("--label", help="the policy's name in tables")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    add_task_options(parser)
+    add_policy_options(parser)
+    return parser
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Answer all questions that the folder does not hold yet, then write the summary and the tables."""
+    modes = list(dict.fromkeys(args.mode))
+    _check(args, modes)
+    source = find_source(args, args.model)
+    envs = make_envs(args, args.task, source.config if source else None)
+    check_search(envs, modes)
+    label = args.label or (source.label if source else args.model_name)
+    settings = _settings(args, source, envs, modes, label)
+    journal = Journal(args.out or _default_folder(source, label), settings)
+    jobs = plan_jobs(envs, modes, args.limit, args.samples, args.seed)
+    open_jobs = [job for job in jobs if job.key not in journal.rows]
+    if open_jobs:
+        policy = make_policy(args, source)
+        progress = Progress(args.quiet)
+        progress.start("evaluate", len(jobs), len(jobs) - len(open_jobs))
+
+        def on_row(row: Row, seconds: Mapping[str, float]) -> None:
+            journal.add(row, seconds)
+            progress.advance(1)
+
+        try:
+            run_evaluation(policy, envs, open_jobs, on_row)
+        finally:
+            progress.close()
+            for env in envs.values():
+                env.close()
+    return write_summary(journal, journal.finish(jobs), settings)
+
+
+def write_summary(journal: Journal, rows: Sequence[Row], settings: Mapping[str, Any]) -> int:
+    """Write ``summary.json`` and the tables, print the Markdown one; returns the exit status."""
+    entries = summarize(rows, journal.seconds)
+    for entry in entries:
+        entry["is_sample"] = settings["tasks"][entry["task"]]["is_sample"]
+    summary = {"label": settings["label"], "settings": settings, "entries": entries}
+    atomic_write(journal.folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    tables = make_tables([summary])
+    atomic_write(journal.folder / "table.md", markdown(tables))
+    atomic_write(journal.folder / "table.tex", latex(tables))
+    print(f"{markdown(tables)}\n{journal.folder}: results.jsonl, summary.json, table.md, table.tex")
+    excluded = [row for row in rows if row.excluded]
+    if excluded:
+        print(
+            f"sorl-eval: {len(excluded)} of {len(rows)} questions were left out, the last one because: "
+            f"{excluded[-1].error}. The same command tries them again",
+            file=sys.stderr,
+        )
+    return 1 if excluded else 0
+
+
+def _check(args: argparse.Namespace, modes: list[str]) -> None:
+    check_modes(modes)
+    if args.samples < 1 or (args.limit is not None and args.limit < 1):
+        raise UserError(f"--samples {args.samples}, --limit {args.limit}: give at least 1")
+    if args.samples > 1 and args.temperature is None:
+        args.temperature = 1.0  # n greedy samples would be the same one n times
+    if args.samples > 1 and args.temperature == 0:
+        raise UserError(
+            f"--samples {args.samples} at --temperature 0 are all the same: raise the temperature"
+        )
+
+
+def _settings(
+    args: argparse.Namespace,
+    source: PolicySource | None,
+    envs: Mapping[str, ToolUseEnv],
+    modes: Sequence[str],
+    label: str,
+) -> dict[str, Any]:
+    """What decides the results."""
+    rollout = rollout_settings(args, source)
+    return {
+        "label": label,
+        "policy": policy_facts(args, source),
+        "tasks": {name: env_facts(env) for name, env in envs.items()},
+        "modes": list(modes),
+        "limit": args.limit,
+        "samples": args.samples,
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "seed": args.seed,
+        "chat_template": rollout.use_chat_template,
+    }
+
+
+def _default_folder(source: PolicySource | None, label: str) -> Path:
+    if source is not None and source.run is not None:
+        return source.run / "evaluation"
+    return Path("runs/evaluations") / "".join(c if c.isalnum() or c in "._-" else "_" for c in label)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

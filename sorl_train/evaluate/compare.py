@@ -1,0 +1,191 @@
+"""``sorl-eval compare A B``: two evaluations over the questions they share, paired."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from sorl_env.errors import UserError, did_you_mean
+from sorl_train.evaluate.arguments import Parser
+from sorl_train.evaluate.intervals import Paired, paired
+from sorl_train.evaluate.journal import read_folder
+from sorl_train.evaluate.prompts import MODES
+from sorl_train.evaluate.rows import Row
+from sorl_train.run_dir import atomic_write
+
+Question = tuple[str, int]  # its id, and which of the questions with that id
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two: its rows by task and mode, and by question."""
+
+    name: str
+    groups: Mapping[tuple[str, str], Mapping[Question, list[Row]]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A task and mode of both: the test, and the questions (id, text) whose score rose or fell."""
+
+    task: str
+    mode_a: str
+    mode_b: str
+    metric: str
+    result: Paired
+    gained: tuple[tuple[str, str], ...]
+    lost: tuple[tuple[str, str], ...]
+
+
+def compare_main(argv: Sequence[str]) -> int:
+    """Command line of ``sorl-eval compare``."""
+    parser = Parser(prog="sorl-eval compare", description=__doc__, allow_abbrev=False)
+    parser.add_argument("a", help="the folder of an evaluation; FOLDER:MODE takes one of its modes")
+    parser.add_argument("b", help="the one that it is compared with")
+    parser.add_argument("--metric", help="em, f1, subem, choice, reward (default: each task's main score)")
+    parser.add_argument(
+        "--out", type=Path, help="write everything, with all questions gained and lost, as JSON"
+    )
+    parser.add_argument("--show", type=int, default=5, help="questions gained and lost to print (default: 5)")
+    args = parser.parse_args(argv)
+    comparisons = compare(args.a, args.b, args.metric)
+    print(report(comparisons, args.show))
+    if args.out:
+        content = [dataclasses.asdict(comparison) for comparison in comparisons]
+        atomic_write(args.out, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    return 0
+
+
+def compare(a: str, b: str, metric: str | None = None) -> list[Comparison]:
+    """Compare two folders, task by task and mode by mode; ``FOLDER:MODE`` on both sides compares two modes.
+
+    A question that one side lacks, or left out for an outage, is left out of both.
+
+    Raises:
+        UserError: a folder without an evaluation, nothing in common, or an unknown metric.
+    """
+    (side_a, mode_a), (side_b, mode_b) = _read_side(a), _read_side(b)
+    if (mode_a is None) != (mode_b is None):
+        raise UserError(f"{a} and {b}: name a mode on both sides, or on neither")
+    pairs = []
+    for task, mode in side_a.groups:
+        if mode_a is None:
+            pairs.append((task, mode, mode))
+        elif mode == mode_a:
+            pairs.append((task, mode, mode_b or mode))
+    found = [
+        comparison
+        for task, first, second in pairs
+        if (task, second) in side_b.groups
+        and (comparison := _compare(side_a, side_b, task, first, second, metric))
+    ]
+    if not found:
+        raise UserError(f"{a} and {b} share no question: {_content(side_a)} against {_content(side_b)}")
+    return found
+
+
+def _read_side(text: str) -> tuple[Side, str | None]:
+    """A folder's rows, and the mode named behind it."""
+    folder, colon, mode = text.rpartition(":")
+    if not colon or mode not in MODES:
+        folder, mode = text, ""
+    settings, rows = read_folder(Path(folder).expanduser())
+    groups: dict[tuple[str, str], dict[Question, list[Row]]] = {}
+    for row in rows:
+        groups.setdefault((row.task, row.mode), {})
+    for (task, group_mode), questions in groups.items():
+        questions.update(_questions([r for r in rows if (r.task, r.mode) == (task, group_mode)]))
+    return Side(str(settings["label"]), groups), mode or None
+
+
+def _questions(rows: Sequence[Row]) -> dict[Question, list[Row]]:
+    """Rows by question. Ids name questions across folders; those that share one are told apart by their order."""
+    names: dict[int, Question] = {}
+    seen: Counter[str] = Counter()
+    for index, example_id in sorted({(row.index, row.example_id) for row in rows}):
+        names[index] = (example_id, seen[example_id])
+        seen[example_id] += 1
+    found: dict[Question, list[Row]] = {}
+    for row in rows:
+        if not row.excluded:
+            found.setdefault(names[row.index], []).append(row)
+    return found
+
+
+def _compare(a: Side, b: Side, task: str, mode_a: str, mode_b: str, metric: str | None) -> Comparison | None:
+    before, after = a.groups[task, mode_a], b.groups[task, mode_b]
+    shared = [question for question in before if question in after]
+    if not shared:
+        return None
+    name = metric or next(iter(before[shared[0]][0].scores))
+    first = [fmean(_value(row, name) for row in before[question]) for question in shared]
+    second = [fmean(_value(row, name) for row in after[question]) for question in shared]
+    changes = list(zip(shared, first, second, strict=True))
+
+    def texts(sign: int) -> tuple[tuple[str, str], ...]:
+        return tuple((q[0], before[q][0].question) for q, x, y in changes if sign * (y - x) > 0)
+
+    return Comparison(task, mode_a, mode_b, name, paired(first, second), texts(1), texts(-1))
+
+
+def _value(row: Row, metric: str) -> float:
+    if metric == "reward" and row.reward is not None:
+        return row.reward
+    if metric not in row.scores:
+        known = [*row.scores, *(["reward"] if row.reward is not None else [])]
+        raise UserError(f"rows of task {row.task} have no metric {metric!r}. {did_you_mean(metric, known)}")
+    return row.scores[metric]
+
+
+def _content(side: Side) -> str:
+    return f"{side.name} has {', '.join(f'{task} ({mode})' for task, mode in side.groups) or 'nothing'}"
+
+
+def report(comparisons: Sequence[Comparison], show: int = 5) -> str:
+    """A Markdown table, a verdict for each line, and some of the questions that changed."""
+    lines = [
+        "| task | mode | metric | questions | A | B | B - A | 95% | bootstrap p | McNemar p | gained | lost |",
+        "|---|---|---|---:|---:|---:|---:|---|---:|---:|---:|---:|",
+    ]
+    details: list[str] = []
+    for found in comparisons:
+        result, mode = found.result, found.mode_a
+        if found.mode_a != found.mode_b:
+            mode = f"{found.mode_a} / {found.mode_b}"
+        low, high = 100 * result.difference.low, 100 * result.difference.high
+        cells: tuple[Any, ...] = (
+            found.task,
+            mode,
+            found.metric,
+            result.questions,
+            f"{100 * result.mean_a:.2f}",
+            f"{100 * result.mean_b:.2f}",
+            f"{100 * result.difference.mean:+.2f}",
+            f"[{low:+.2f}, {high:+.2f}]",
+            f"{result.bootstrap_p:.2g}",
+            "-" if result.mcnemar_p is None else f"{result.mcnemar_p:.2g}",
+            result.gained,
+            result.lost,
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+        details += ["", f"{found.task}, {mode}: {verdict(result)}"]
+        for word, questions in (("gained", found.gained), ("lost", found.lost)):
+            details += [f"  {word}: {name}  {text}" for name, text in questions[:show]]
+            if len(questions) > show:
+                details.append(f"  .. and {len(questions) - show} more {word}")
+    return "\n".join(lines + details)
+
+
+def verdict(result: Paired) -> str:
+    """The result in words: a difference is one whose interval leaves 0 out."""
+    if result.difference.low > 0:
+        return "B is better: the interval of the difference is above 0."
+    if result.difference.high < 0:
+        return "A is better: the interval of the difference is below 0."
+    return "no difference that these questions could show."

@@ -1,0 +1,202 @@
+"""A sampler on any server that speaks OpenAI's ``/v1/completions``: vLLM, SGLang, llama.cpp, and others.
+
+With a tokenizer the prompt goes out as token ids, exactly those that a local model would see. Without one it goes out
+as text, no chat template is applied, and token counts are estimates (`TextTokenizer`).
+
+Two of vLLM's extensions are asked for, which other servers ignore: the stop string as part of the output, and the ids
+of the drawn tokens. A server without the first leaves the stop string out, and it is put back: the one it names, or
+the one that closes the block left open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from sorl_env.errors import UserError
+from sorl_env.rollout import SampledTurn, SamplingParams
+from sorl_env.tokens import Tokenizer
+
+_SEED_BITS = 0x7FFFFFFF  # servers take 32-bit seeds
+_BACKOFF_S, _LONGEST_WAIT_S = 0.5, 30.0
+
+
+class TextTokenizer:
+    """Stands in where no tokenizer is given: cuts text into pieces of up to four characters, about a token each.
+
+    Nothing is lost, ``decode(encode(text)) == text``; only the counts are estimates.
+    """
+
+    chat_template = None
+    eos_token_id = None
+    _PIECE = re.compile(r" ?\w{1,4}|\s|[^\w\s]")
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._ids: dict[str, int] = {}
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Ids of the pieces; a new piece gets the next id."""
+        ids = []
+        for piece in self._PIECE.findall(text):
+            if piece not in self._ids:
+                self._ids[piece] = len(self._pieces)
+                self._pieces.append(piece)
+            ids.append(self._ids[piece])
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text again."""
+        return "".join(self._pieces[i] for i in token_ids)
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
+        """There is none."""
+        raise ValueError("a TextTokenizer has no chat template")
+
+
+class EndpointSampler:
+    """Implements ``sorl_env.rollout.Sampler``; see the module's docstring. Log-probabilities come as zeros.
+
+    Args:
+        url: the API's address, up to and with ``/v1``.
+        model_name: as the server calls it.
+        tokenizer: of the served model; a `TextTokenizer` makes prompts go out as text.
+        timeout_s: for one request and its retries together; a model under load may take minutes for a turn.
+        api_key: sent as a bearer token.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model_name: str,
+        tokenizer: Tokenizer,
+        *,
+        concurrency: int = 32,
+        timeout_s: float = 600.0,
+        api_key: str | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.model_name = model_name
+        self._tokenizer = tokenizer
+        self._timeout_s = timeout_s
+        self._concurrency = concurrency
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client: httpx.AsyncClient | None = None
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[EndpointSampler]:
+        """Connections for the time of an evaluation."""
+        limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
+        async with httpx.AsyncClient(
+            timeout=self._timeout_s, limits=limits, headers=self._headers
+        ) as self._client:
+            yield self
+        self._client = None
+
+    async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
+        """Draw one turn (see ``Sampler.generate``).
+
+        Raises:
+            UserError: the server refuses the request, or stays out for ``timeout_s``.
+        """
+        as_text = isinstance(self._tokenizer, TextTokenizer)
+        body = {
+            "model": self.model_name,
+            "prompt": self._tokenizer.decode(token_ids) if as_text else list(token_ids),
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p if params.temperature else 1.0,
+            "stop": list(params.stop),
+            "seed": params.seed & _SEED_BITS,
+            "include_stop_str_in_output": True,
+            "return_token_ids": not as_text,
+        }
+        choice = _choice(await self._post(body), self.url)
+        finish = choice.get("finish_reason")
+        text = str(choice["text"])
+        if finish == "stop":
+            text = with_stop_string(text, choice.get("stop_reason"), params.stop)
+        stopped = any(word in text for word in params.stop)
+        drawn = choice.get("token_ids")
+        ids = list(drawn) if drawn and not as_text else self._tokenizer.encode(text, add_special_tokens=False)
+        if drawn and stopped and not any(word in self._tokenizer.decode(ids) for word in params.stop):
+            ids = self._tokenizer.encode(text, add_special_tokens=False)  # ids without the stop string
+        kind = "length" if finish == "length" else "stop" if stopped else "eos"
+        return SampledTurn(ids, [0.0] * len(ids), kind)  # type: ignore[arg-type]
+
+    def release(self, session: str) -> None:
+        """Servers keep no sessions."""
+
+    async def _post(self, body: Mapping[str, Any]) -> Any:
+        """The server's reply; what may pass (no connection, time-outs, 429, 5xx) is tried again under the deadline."""
+        assert self._client is not None, "use it inside session()"
+        deadline = time.monotonic() + self._timeout_s
+        wait = _BACKOFF_S
+        while True:
+            after = None
+            try:
+                reply = await self._client.post(f"{self.url}/completions", json=body)
+                if reply.status_code < 400:
+                    return _json(reply, self.url)
+                problem = f"HTTP {reply.status_code}: {reply.text[:300].strip()}"
+                if reply.status_code != 429 and reply.status_code < 500:
+                    raise UserError(f"{self.url} refused a request of model {self.model_name!r}: {problem}")
+                after = _retry_after(reply)
+            except httpx.TransportError as error:
+                problem = str(error) or type(error).__name__
+            pause = min(after or wait, _LONGEST_WAIT_S)
+            if time.monotonic() + pause >= deadline:
+                raise UserError(
+                    f"{self.url} has not answered for {self._timeout_s:g} s ({problem}); what is answered is kept: "
+                    "start the server and give the same command again"
+                )
+            await asyncio.sleep(pause)
+            wait *= 2
+
+
+def with_stop_string(text: str, named: object, stop: Sequence[str]) -> str:
+    """``text`` with the stop string that ended it, where a server left that out.
+
+    Args:
+        named: the stop string as the server names it (vLLM's ``stop_reason``), or anything else.
+
+    >>> with_stop_string("<think>so</think><search>who", None, ("</search>", "</answer>"))
+    '<think>so</think><search>who</search>'
+    """
+    if any(word in text for word in stop):
+        return text
+    if isinstance(named, str) and named in stop:
+        return text + named
+    open_at = {
+        word: text.rfind(f"<{word[2:]}")
+        for word in stop
+        if word.startswith("</") and text.rfind(f"<{word[2:]}") >= 0
+    }
+    return text + max(open_at, key=lambda word: open_at[word]) if open_at else text
+
+
+def _choice(reply: Any, url: str) -> Mapping[str, Any]:
+    try:
+        choice = reply["choices"][0]
+        choice["text"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise UserError(f"{url}: not a reply of /v1/completions: {str(reply)[:300]}") from error
+    return dict(choice)
+
+
+def _json(reply: httpx.Response, url: str) -> Any:
+    try:
+        return reply.json()
+    except ValueError as error:
+        raise UserError(f"{url}: the reply is no JSON: {reply.text[:300].strip()!r}") from error
+
+
+def _retry_after(reply: httpx.Response) -> float | None:
+    seconds = reply.headers.get("retry-after", "")
+    return float(seconds) if seconds.isdigit() else None

@@ -1,0 +1,123 @@
+"""The folder of an evaluation: what was asked of it, and one line a question as it is answered.
+
+::
+
+    settings.json    what decides the results: policy, tasks and their data, modes, sampling
+    manifest.json    versions, commit, hardware, command
+    results.jsonl    one row a question and sample; the same bytes for the same settings
+    timings.jsonl    seconds of each row
+    summary.json     figures with intervals       table.md, table.tex    the paper's Table 1 with ours
+
+A killed evaluation leaves whole lines and at most one half line, in the order in which questions ended; the next one
+goes on from them and puts all in order at the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+from sorl_train.evaluate.rows import Job, Key, Row
+from sorl_train.manifest import environment_facts
+from sorl_train.metrics_log import append_line, read_jsonl
+from sorl_train.run_dir import atomic_write
+
+
+class Journal:
+    """Results of one evaluation on disk.
+
+    Args:
+        folder: made if missing.
+        settings: JSON values; a folder that holds results of other settings is refused.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.results = folder / "results.jsonl"
+        self.timings = folder / "timings.jsonl"
+        self._check(settings)
+        self.rows: dict[Key, Row] = {}
+        self.seconds: dict[Key, dict[str, Any]] = {}
+        self._read()
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        file = self.folder / "settings.json"
+        fresh = json.loads(json.dumps(settings))
+        if file.is_file():
+            changed = list(differences(json.loads(file.read_text(encoding="utf-8")), fresh))
+            if changed:
+                lines = "\n".join(f"  {line}" for line in changed)
+                raise UserError(
+                    f"{self.folder} holds an evaluation with other settings:\n{lines}\nGive another folder with --out."
+                )
+            return
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise UserError(f"{self.folder} holds no evaluation of ours; give another folder with --out")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(self.folder / "manifest.json", json.dumps(environment_facts(), indent=2) + "\n")
+        atomic_write(file, json.dumps(fresh, indent=2) + "\n")
+
+    def _read(self) -> None:
+        """Take over whole lines; drop a half one, and those of questions to try again."""
+        if not self.results.is_file():
+            return
+        rows = read_results(self.results)
+        kept = [row for row in rows if not row.excluded]
+        self.rows = {row.key: row for row in kept}
+        if self.timings.is_file():
+            for line in read_jsonl(self.timings):
+                self.seconds[line["task"], line["mode"], line["index"], line["sample"]] = line
+        self._write([row.key for row in kept])
+
+    def add(self, row: Row, seconds: Mapping[str, float]) -> None:
+        """Append a row at once; its seconds first, so that no row is without."""
+        task, mode, index, sample = row.key
+        timing = {"task": task, "mode": mode, "index": index, "sample": sample, **seconds}
+        append_line(self.timings, _line(timing))
+        append_line(self.results, _line(row.to_json()))
+        self.rows[row.key], self.seconds[row.key] = row, timing
+
+    def finish(self, jobs: Sequence[Job]) -> list[Row]:
+        """Put the files into the order of the questions; returns the rows."""
+        self._write([job.key for job in jobs])
+        return [self.rows[job.key] for job in jobs]
+
+    def _write(self, keys: Sequence[Key]) -> None:
+        timings = [self.seconds[key] for key in keys if key in self.seconds]
+        atomic_write(self.timings, "".join(map(_line, timings)))
+        atomic_write(self.results, "".join(_line(self.rows[key].to_json()) for key in keys))
+
+
+def read_results(path: Path) -> list[Row]:
+    """The rows of ``results.jsonl``. Raises ``UserError`` for a line of another kind, naming it."""
+    return [Row.from_json(line, f"{path}:{number}") for number, line in enumerate(read_jsonl(path), start=1)]
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], list[Row]]:
+    """Settings and rows of an evaluation's folder. Raises ``UserError`` when it holds none."""
+    settings, results = folder / "settings.json", folder / "results.jsonl"
+    if not settings.is_file() or not results.is_file():
+        raise UserError(
+            f"{folder} holds no evaluation (no {settings.name} with {results.name}): give the folder that "
+            "sorl-eval wrote with --out"
+        )
+    return json.loads(settings.read_text(encoding="utf-8")), read_results(results)
+
+
+def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
+    """One line for each value that differs between two JSON values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif old != new:
+        yield f"{name}: {old!r} there, {new!r} now"
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"

@@ -1,0 +1,101 @@
+"""What is evaluated: a model folder, a checkpoint, the best checkpoint of a run, or a name on the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError, did_you_mean
+from sorl_train.checkpoint import list_checkpoints
+from sorl_train.config import TrainConfig
+from sorl_train.run_dir import RunDir, saved_config
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_SMALL = 1 << 24  # files up to so many bytes are hashed whole, larger ones by their ends
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """Where a policy is, and the settings of the run that made it, if one did.
+
+    Attributes:
+        label: for tables and folder names.
+        folder: a transformers folder, or a name on the hub.
+        run: the run folder; None for a model that comes from none.
+    """
+
+    label: str
+    folder: str
+    run: Path | None = None
+    config: TrainConfig | None = None
+
+
+def find_policy(model: str) -> PolicySource:
+    """What ``model`` names: a run folder (its best checkpoint), a checkpoint, a transformers folder, a hub name.
+
+    Raises:
+        UserError: a folder that is none of them, or a path that does not exist, with what stands there.
+    """
+    path = Path(model).expanduser()
+    if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
+        return _of_checkpoint(_best(path), path)
+    if (path / "policy" / "config.json").is_file():
+        return _of_checkpoint(path, path.parent.parent)
+    if (path / "config.json").is_file():
+        if path.name == "policy":
+            return _of_checkpoint(path.parent, path.parent.parent.parent)
+        return PolicySource(path.resolve().name, str(path))
+    if path.is_dir():
+        names = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise UserError(
+            f"{model} is no model folder (config.json), no checkpoint (policy/) and no run (config.yaml with "
+            f"checkpoints/); it holds {names}"
+        )
+    if _HUB_NAME.fullmatch(model) and not path.parent.is_dir():
+        return PolicySource(model.rpartition("/")[2], model)
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise UserError(f"there is no model at {model}. {did_you_mean(path.name, siblings)}")
+
+
+def _best(run: Path) -> Path:
+    folder = RunDir(run).checkpoints
+    best = folder / "best"
+    if (best / "policy").is_dir():
+        return best
+    found = [path for path in list_checkpoints(folder) if (path / "policy").is_dir()]
+    if not found:
+        raise UserError(
+            f"{run} is a run without a checkpoint yet; give a model folder, or train on with --resume"
+        )
+    return found[-1]
+
+
+def _of_checkpoint(checkpoint: Path, run: Path) -> PolicySource:
+    if not (run / "config.yaml").is_file():  # a checkpoint that was copied elsewhere
+        return PolicySource(checkpoint.resolve().name, str(checkpoint / "policy"))
+    name = run.resolve().name
+    label = name if checkpoint.name == "best" else f"{name}-{checkpoint.name}"
+    return PolicySource(label, str(checkpoint / "policy"), run, saved_config(run))
+
+
+def fingerprint(folder: str) -> Mapping[str, Any]:
+    """What tells a model folder from another: a hash over its files, of large ones over their size and ends."""
+    path = Path(folder)
+    if not path.is_dir():
+        return {"hub": folder}
+    digest = hashlib.sha256()
+    for file in sorted(entry for entry in path.iterdir() if entry.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            if size <= _SMALL:
+                digest.update(stream.read())
+            else:
+                digest.update(stream.read(_SMALL // 2))
+                stream.seek(size - _SMALL // 2)
+                digest.update(stream.read())
+    return {"sha256": digest.hexdigest()}

@@ -1,0 +1,147 @@
+"""``sorl-eval rescore FOLDER --reward NAME``: stored answers, scored again with another reward.
+
+FOLDER is the folder of an evaluation, a run folder (its training trajectories), or a file of trajectories of a run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sorl_env.data import load_examples
+from sorl_env.errors import UserError
+from sorl_env.registry import load_task
+from sorl_env.task import Example
+from sorl_env.trajectory import Trajectory
+from sorl_env.trajectory_io import iter_jsonl, read_parquet
+from sorl_train.evaluate.arguments import Parser
+from sorl_train.evaluate.intervals import mean_interval
+from sorl_train.evaluate.journal import read_folder
+from sorl_train.evaluate.scores import REWARDS, score
+from sorl_train.run_dir import atomic_write, saved_config
+
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """One answer, its score before, and its score now."""
+
+    group: str
+    id: str
+    answer: str | None
+    before: float
+    after: float
+
+
+def rescore_main(argv: Sequence[str]) -> int:
+    """Command line of ``sorl-eval rescore``."""
+    parser = Parser(prog="sorl-eval rescore", description=__doc__, allow_abbrev=False)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--reward", required=True, help=f"of {', '.join(REWARDS)}")
+    parser.add_argument("--out", type=Path, help="default: rescored_REWARD.jsonl beside the rows")
+    args = parser.parse_args(argv)
+    rows = rescore(args.folder.expanduser(), args.reward)
+    beside = args.folder if args.folder.is_dir() else args.folder.parent
+    out = args.out or beside / f"rescored_{args.reward}.jsonl"
+    atomic_write(out, "".join(json.dumps(vars(row), ensure_ascii=False) + "\n" for row in rows))
+    print(report(rows, args.reward))
+    print(f"\n{out}")
+    return 0
+
+
+def rescore(folder: Path, reward: str) -> list[Rescored]:
+    """Score again what ``folder`` holds; outages are left out.
+
+    Raises:
+        UserError: nothing to score there, an unknown reward, or one that the questions do not go with.
+    """
+    if folder.is_dir() and (folder / "results.jsonl").is_file():
+        _, results = read_folder(folder)
+        return [
+            Rescored(
+                f"{row.task}, {row.mode}",
+                f"{row.example_id}/{row.sample}",
+                row.answer,
+                row.main_score,
+                score(reward, row.answer, row.golden_answers, row.options),
+            )
+            for row in results
+            if not row.excluded
+        ]
+    files, run = _trajectory_files(folder)
+    examples = _examples(run)
+    rescored = [
+        _rescore(trajectory, examples, reward, file)
+        for file in files
+        for trajectory in _read(file)
+        if not trajectory.excluded
+    ]
+    if not rescored:
+        raise UserError(f"{folder}: no trajectory to score")
+    return rescored
+
+
+def _rescore(trajectory: Trajectory, examples: Mapping[str, Example], reward: str, file: Path) -> Rescored:
+    example = examples.get(trajectory.example_id)
+    if example is None:
+        raise UserError(
+            f"{file}: trajectory {trajectory.id} is of example {trajectory.example_id!r}, which the run's data "
+            "no longer holds"
+        )
+    last = trajectory.turns[-1] if trajectory.turns else None
+    answer = last.content if last is not None and last.kind == "answer" else None
+    after = score(reward, answer, example.golden_answers, example.options)
+    return Rescored(trajectory.task, trajectory.id, answer, trajectory.reward, after)
+
+
+def _trajectory_files(path: Path) -> tuple[list[Path], Path]:
+    """Files of trajectories, and the run folder they belong to."""
+    if path.is_file():
+        run = path.parent.parent
+        files = [path]
+    else:
+        inside = path / "trajectories"
+        run = path if inside.is_dir() else path.parent
+        names = sorted((inside if inside.is_dir() else path).glob("*")) if path.is_dir() else []
+        files = [file for file in names if file.name.endswith(_SUFFIXES)]
+    if not files:
+        raise UserError(
+            f"{path} holds no evaluation of sorl-eval (results.jsonl) and no trajectories of a run"
+        )
+    return files, run
+
+
+def _examples(run: Path) -> dict[str, Example]:
+    """The run's training and evaluation questions by id: trajectories do not carry their gold answers."""
+    if not (run / "config.yaml").is_file():
+        raise UserError(
+            f"{run} is no run folder (no config.yaml): the gold answers of its trajectories are not known"
+        )
+    config = saved_config(run)
+    task = load_task(config.task, **config.task_args)
+    evaluation = load_examples(task, config.eval_data or config.data, config.eval.split)
+    training = load_examples(task, config.data, config.split)
+    return {example.id: example for example in (*evaluation.examples, *training.examples)}
+
+
+def _read(file: Path) -> Iterator[Trajectory]:
+    return iter(read_parquet(file)) if file.suffix == ".parquet" else iter_jsonl(file)
+
+
+def report(rows: Sequence[Rescored], reward: str) -> str:
+    """A Markdown table: means before and now, and how many answers changed."""
+    groups: dict[str, list[Rescored]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    lines = [f"| | answers | before | {reward} | 95% | changed |", "|---|---:|---:|---:|---|---:|"]
+    for name, group in groups.items():
+        now = mean_interval([row.after for row in group])
+        before = mean_interval([row.before for row in group], draws=1).mean
+        changed = sum(row.before != row.after for row in group)
+        lines.append(
+            f"| {name} | {len(group)} | {before:.4f} | {now.mean:.4f} | [{now.low:.4f}, {now.high:.4f}] | {changed} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,189 @@
+"""Runs an evaluation: many questions in flight, each written down as it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.errors import UserError, did_you_mean
+from sorl_env.parser import neutralise
+from sorl_env.rollout import (
+    RolloutJob,
+    RolloutSettings,
+    Sampler,
+    SamplingParams,
+    run_trajectory,
+    turn_text,
+)
+from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
+from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
+from sorl_env.trajectory import Trajectory
+from sorl_train.evaluate.prompts import STOP, one_turn_prompt
+from sorl_train.evaluate.rows import Job, Row, row_of_one_turn, row_of_outage, row_of_trajectory
+from sorl_train.seeds import derive_seed, generator
+
+SEARCH = "search"
+OnRow = Callable[[Row, Mapping[str, float]], None]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What draws turns, and its tokenizer. ``session`` goes around an evaluation, see ``LocalSampler.session``."""
+
+    sampler: Sampler
+    tokenizer: Tokenizer
+    session: Callable[[], AbstractContextManager[Any] | AbstractAsyncContextManager[Any]]
+    settings: RolloutSettings
+
+
+def plan_jobs(
+    envs: Mapping[str, ToolUseEnv], modes: Sequence[str], limit: int | None, samples: int, seed: int
+) -> list[Job]:
+    """All questions to answer, in the order of the results: task, mode, question, sample.
+
+    ``limit`` questions a task are a seeded sample, the same in every mode; a larger limit contains a smaller one.
+    """
+    jobs: list[Job] = []
+    for task, env in envs.items():
+        order = generator(seed, "evaluate").permutation(len(env.examples)).tolist()[:limit]
+        jobs += [
+            Job(task, mode, index, sample, derive_seed(seed, f"evaluate {mode}", index, sample))
+            for mode in modes
+            for index in sorted(order)
+            for sample in range(samples)
+        ]
+    return jobs
+
+
+def check_search(envs: Mapping[str, ToolUseEnv], modes: Sequence[str]) -> None:
+    """Raise ``UserError`` for mode ``rag`` with a task that has no search tool."""
+    for name, env in envs.items():
+        if "rag" in modes and SEARCH not in env.toolbox.names:
+            raise UserError(
+                f"mode rag needs a tool named {SEARCH!r}, which task {name} has not. "
+                f"{did_you_mean(SEARCH, env.toolbox.names)} Leave the mode out for this task"
+            )
+
+
+def run_evaluation(
+    policy: Policy, envs: Mapping[str, ToolUseEnv], jobs: Sequence[Job], on_row: OnRow
+) -> None:
+    """Answer all ``jobs`` in a fresh event loop; ``on_row`` gets each row and its seconds as it ends.
+
+    Raises:
+        UserError: a prompt is too long, or the policy cannot be reached.
+    """
+
+    in_session(policy, lambda: _run_all(policy, envs, jobs, on_row))
+
+
+def in_session(policy: Policy, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine in a fresh event loop, with the policy's session around it."""
+
+    async def main() -> None:
+        session = policy.session()
+        if isinstance(session, AbstractAsyncContextManager):
+            async with session:
+                await work()
+        else:
+            with session:
+                await work()
+
+    asyncio.run(main())
+
+
+async def _run_all(
+    policy: Policy, envs: Mapping[str, ToolUseEnv], jobs: Sequence[Job], on_row: OnRow
+) -> None:
+    slots = asyncio.Semaphore(policy.settings.max_concurrency)
+
+    async def run(job: Job) -> None:
+        async with slots:
+            started = time.monotonic()
+            answer = answer_over_turns if job.mode == "agent" else answer_in_one_turn
+            row, seconds = await answer(policy, envs[job.task], job)
+            on_row(row, {"total_s": round(time.monotonic() - started, 6), **seconds})
+
+    tasks = [asyncio.ensure_future(run(job)) for job in jobs]
+    try:
+        await asyncio.gather(*tasks)
+    finally:  # after a failure or Ctrl-C nothing may go on sampling in the background
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def answer_over_turns(policy: Policy, env: ToolUseEnv, job: Job) -> tuple[Row, dict[str, float]]:
+    """Mode ``agent``: the environment's whole dialogue, as in training."""
+    trajectory = await agent_trajectory(policy, env, job)
+    seconds = {
+        "generate_s": round(sum(turn.generate_s for turn in trajectory.turns), 6),
+        "tool_s": round(sum(turn.tool_s for turn in trajectory.turns), 6),
+    }
+    return row_of_trajectory(job, trajectory, env.examples.examples[job.index]), seconds
+
+
+async def agent_trajectory(policy: Policy, env: ToolUseEnv, job: Job) -> Trajectory:
+    """The dialogue of a job."""
+    rollout = RolloutJob(id=job.id, group_id=job.id, example_index=job.index, seed=job.seed)
+    return await run_trajectory(env.spawn(), policy.tokenizer, policy.sampler, rollout, policy.settings)
+
+
+async def answer_in_one_turn(policy: Policy, env: ToolUseEnv, job: Job) -> tuple[Row, dict[str, float]]:
+    """Modes ``direct``, ``cot`` and ``rag``: one prompt, one turn; ``rag`` searches once for the question itself."""
+    example = env.examples.examples[job.index]
+    calls: list[ToolCall] = []
+    context, tool_s = "", 0.0
+    if job.mode == "rag":
+        started = time.monotonic()
+        outcome = await env.toolbox.acall(ToolRequest(SEARCH, example.question))
+        tool_s = round(time.monotonic() - started, 6)
+        if isinstance(outcome, ToolUnavailableError):
+            prompt = one_turn_prompt(job.mode, env.task, example)
+            return row_of_outage(job, example, prompt, str(outcome)), {"generate_s": 0.0, "tool_s": tool_s}
+        calls = [outcome]
+        context = _cut(outcome.reply, policy.tokenizer, env) if outcome.ok else ""
+    prompt = one_turn_prompt(job.mode, env.task, example, context)
+    ids = encode_prompt(policy.tokenizer, prompt, use_chat_template=policy.settings.use_chat_template)
+    stop: tuple[str, ...] = STOP
+    if env.task.vocabulary is not None:
+        stop = tuple(f"</{tag}>" for tag in (*env.toolbox.names, "answer"))
+    params = SamplingParams(
+        max_new_tokens=_room(len(ids), env, job),
+        temperature=policy.settings.temperature,
+        top_p=policy.settings.top_p,
+        stop=stop,
+        seed=job.seed,
+    )
+    started = time.monotonic()
+    try:
+        sampled = await policy.sampler.generate(job.id, ids, params)
+    finally:
+        policy.sampler.release(job.id)
+    seconds = {"generate_s": round(time.monotonic() - started, 6), "tool_s": tool_s}
+    text = turn_text(policy.tokenizer, sampled.token_ids, stop)
+    return row_of_one_turn(job, env, example, prompt, len(ids), text, sampled, calls), seconds
+
+
+def _cut(reply: str, tokenizer: Tokenizer, env: ToolUseEnv) -> str:
+    """What a search found, within ``max_observation_tokens``, with no tag in it."""
+    text = neutralise(reply)
+    ids = encode_observation(tokenizer, text)
+    limit = env.limits.max_observation_tokens
+    return text if len(ids) <= limit else tokenizer.decode(ids[:limit], skip_special_tokens=True)
+
+
+def _room(prompt_tokens: int, env: ToolUseEnv, job: Job) -> int:
+    """Tokens left for the turn."""
+    left = env.limits.max_trajectory_tokens - prompt_tokens
+    if left < 1:
+        raise UserError(
+            f"the prompt of question {job.index} of task {job.task} has {prompt_tokens} tokens in mode {job.mode}, "
+            f"the limit is {env.limits.max_trajectory_tokens}: raise it with --limits max_trajectory_tokens=N"
+        )
+    return min(env.limits.max_new_tokens, left)
