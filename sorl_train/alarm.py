@@ -87,38 +87,36 @@ class CollapseAlarm:
         valid = _number(metrics, "rollout/valid_turn_rate")
         self._best_valid = max(self._best_valid, valid)
         signals = {
-            "ratio_tail": max(
-                _number(metrics, "loss/log_ratio_p99"), -_number(metrics, "loss/log_ratio_p01", -1)
-            ),
+            "ratio_tail": math.sqrt(2.0 * _number(metrics, "loss/approx_kl")),
             "invalid_turns": self._best_valid - valid,
             "grad_norm": _relative(grad_norm, self._grad_norms),
-            "entropy": abs(math.log(max(_relative(entropy, self._entropies), 1e-9))),
+            "entropy": abs(math.log(_relative(entropy, self._entropies) or 1e-9)),
         }
         for history, value in ((self._grad_norms, grad_norm), (self._entropies, entropy)):
-            if len(history) < BASELINE:
+            if len(history) < BASELINE and 0.0 < value < math.inf:  # groups of one reward have a gradient of zero
                 history.append(value)
         return signals
 
 
 _DESCRIBED = {
-    "ratio_tail": "one token in a hundred has its log-ratio to the old policy beyond {value:.2f}",
+    "ratio_tail": "log-ratios to the old policy have a root mean square of {value:.2f}",
     "invalid_turns": "the share of valid turns is {value:.3f} below its best",
     "grad_norm": "the gradient norm is {value:.1f} times that of the first steps",
     "entropy": "the entropy has moved by a factor of e^{value:.2f} from that of the first steps",
 }
 
 
-def _number(metrics: Mapping[str, Any], name: str, sign: int = 1) -> float:
-    """A metric, 0 where a run does not have it, infinite (``sign``) where it was not finite."""
+def _number(metrics: Mapping[str, Any], name: str) -> float:
+    """A metric, 0 where a run does not have it, infinite where it was not finite."""
     value = metrics.get(name, 0.0)
-    return sign * math.inf if value is None else float(value)
+    return math.inf if value is None else float(value)
 
 
 def _relative(value: float, first: list[float]) -> float:
     """``value`` over the median of the first ones; 1 as long as these are being gathered."""
     if len(first) < BASELINE:
         return 1.0
-    return value / max(median(first), 1e-12)
+    return value / median(first)
 
 
 def append_event(run_dir: RunDir, event: Mapping[str, Any]) -> None:

@@ -45,7 +45,14 @@ class SearchConfig:
     corpus: str | None = opt(
         None, "passages for in-process BM25 (Search-R1 JSONL, .gz too); None: the task's own"
     )
-    url: str | None = opt(None, "a retrieval server speaking Search-R1's /retrieve; excludes corpus")
+    url: str | None = opt(
+        None,
+        "a retrieval server speaking Search-R1's /retrieve, or several with commas between them; excludes corpus; "
+        "a token it wants is read from the environment variable SORL_SEARCH_TOKEN",
+    )
+    cache: str | None = opt(
+        None, "SQLite file on a local disk that keeps the servers' replies between runs; None: in memory only"
+    )
     top_k: int = opt(3, "passages a search", paper="3")
     timeout_s: float = opt(
         30.0, "deadline of one tool call, retries included; then the trajectory is excluded"
@@ -243,10 +250,10 @@ class AlarmConfig:
         "warn: say so and write events.jsonl; stop: also save and end; roll_back: also go on from the last good "
         "checkpoint at a lower learning rate",
     )
-    ratio_tail: float = opt(1.0, "log-ratio to the old policy of the token at the 1st or 99th percentile")
+    ratio_tail: float = opt(0.25, "root mean square of the tokens' log-ratios to the old policy")
     invalid_turns: float = opt(0.05, "share of valid turns below the best so far")
     grad_norm: float = opt(20.0, "highest gradient norm of a step, in medians of the first steps'")
-    entropy: float = opt(1.0, "log of the entropy over that of the first steps, up or down")
+    entropy: float = opt(1.3, "log of the entropy over that of the first steps, up or down")
     roll_back_lr: float = opt(0.5, "factor on the learning rates after each roll_back")
 
 

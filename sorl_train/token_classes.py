@@ -32,12 +32,23 @@ class TokenClassifier:
         for turn in trajectory.turns:
             ids = trajectory.token_ids[turn.start : turn.end].tolist()
             of_characters = classify_text(turn.text)
-            starts = token_starts(turn.text, [self.piece(token) for token in ids])
-            classes[turn.start : turn.end] = [of_characters[start] for start in starts]
+            spans = token_spans(turn.text, [self._piece(token) for token in ids])
+            classes[turn.start : turn.end] = [of_characters[begin] for begin, _ in spans]
         return classes
 
-    def piece(self, token: int) -> str:
-        """The token's text by itself."""
+    def texts(self, trajectory: Trajectory) -> list[str]:
+        """Of each of the policy's tokens, in their order: what it adds to the text of its turn, spaces before it
+        included."""
+        texts = []
+        for turn in trajectory.turns:
+            pieces = [self._piece(token) for token in trajectory.token_ids[turn.start : turn.end].tolist()]
+            end = 0
+            for piece, (_, stop) in zip(pieces, token_spans(turn.text, pieces), strict=True):
+                texts.append(turn.text[end:stop] or piece)  # a piece of a character, or beyond the text's end
+                end = max(end, stop)
+        return texts
+
+    def _piece(self, token: int) -> str:
         if token not in self._pieces:
             self._pieces[token] = self._tokenizer.decode([token])
         return self._pieces[token]
@@ -57,13 +68,13 @@ def classify_text(text: str) -> list[int]:
     return classes + [inside] * (len(text) - end) + [classes[-1] if classes and end == len(text) else inside]
 
 
-def token_starts(text: str, pieces: list[str]) -> list[int]:
-    """Where each token's piece begins in the text, its leading space left out.
+def token_spans(text: str, pieces: list[str]) -> list[tuple[int, int]]:
+    """Where each token's piece begins and ends in the text, spaces around it left out.
 
     Pieces need not add up to the text: word-level tokenizers add spaces, and a character may be spread over several
-    tokens of a byte-level one. A piece that is not found begins where the one before it ended.
+    tokens of a byte-level one. A piece that is not found is empty and lies where the one before it ended.
     """
-    starts, position = [], 0
+    spans, position = [], 0
     for piece in pieces:
         word = piece.strip()
         begin = position
@@ -73,5 +84,6 @@ def token_starts(text: str, pieces: list[str]) -> list[int]:
             found = text.find(word, begin, begin + len(word) + 8)
             if found >= 0:
                 begin, position = found, found + len(word)
-        starts.append(min(begin, len(text)))
-    return starts
+        begin = min(begin, len(text))
+        spans.append((begin, max(begin, position)))
+    return spans

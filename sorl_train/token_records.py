@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,13 +20,13 @@ def token_records(
     seen: Mapping[str, tuple[Tensor, Tensor]],
     algorithm: Algorithm,
     loss: LossConfig,
-    piece: Callable[[int], str],
+    texts: Mapping[str, Sequence[str]],
 ) -> list[TokenRecord]:
     """A record for each trajectory of ``batch`` that an actor's step was taken on.
 
     Args:
         seen: by trajectory id, log-probabilities and entropies (T,) at the trajectory's last visit.
-        piece: text of a token id.
+        texts: by trajectory id, the text of each of its tokens.
     """
     assert batch.old_log_probs is not None and batch.advantages is not None
     log_probs, entropy = torch.zeros_like(batch.old_log_probs), torch.zeros_like(batch.old_log_probs)
@@ -46,7 +46,6 @@ def token_records(
         "advantage": advantage,
         "entropy": segments.pick(entropy, torch.float32),
         "clipped": clipped,
-        "token": segments.pick(batch.token_ids[:, 1:], torch.int64),
     }
     lengths = segments.row_lengths.tolist()
     pieces = {name: values.split(lengths) for name, values in columns.items()}
@@ -54,5 +53,5 @@ def token_records(
     for row, name in enumerate(batch.ids):
         if name in seen:
             own = {column: parts[row].tolist() for column, parts in pieces.items()}
-            records.append(TokenRecord(id=name, tokens=[piece(token) for token in own.pop("token")], **own))
+            records.append(TokenRecord(id=name, tokens=texts[name], **own))
     return records

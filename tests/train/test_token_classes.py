@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sorl_env.trajectory import StopReason, Trajectory, Turn
-from sorl_train.token_classes import CLASSES, TokenClassifier, classify_text, token_starts
+from sorl_train.token_classes import CLASSES, TokenClassifier, classify_text, token_spans
 
 LETTERS = "trqao"  # tag, reasoning, query, answer, other
 
@@ -34,10 +34,11 @@ def test_what_is_not_closed_or_outside() -> None:
 
 
 def test_pieces_that_do_not_add_up_to_the_text() -> None:
-    assert token_starts("<think> ab", ["<think>", "ab"]) == [0, 8]  # a word-level tokenizer
-    assert token_starts("a\u00e9b", ["a", "\ufffd", "\ufffd", "b"]) == [0, 1, 1, 2]  # bytes of one character
-    assert token_starts("ab>", ["ab", ">\n"]) == [0, 2]  # a token that runs over the end
-    assert token_starts("ab", ["ab", "\n", "cd"]) == [0, 2, 2]
+    assert token_spans("<think> ab", ["<think>", "ab"]) == [(0, 7), (8, 10)]  # a word-level tokenizer
+    bytes_of_one = token_spans("a\u00e9b", ["a", "\ufffd", "\ufffd", "b"])
+    assert bytes_of_one == [(0, 1), (1, 1), (1, 1), (2, 3)]
+    assert token_spans("ab>", ["ab", ">\n"]) == [(0, 2), (2, 3)]  # a token that runs over the end
+    assert token_spans("ab", ["ab", "\n", "cd"]) == [(0, 2), (2, 2), (2, 2)]
 
 
 def trajectory(text: str, ids: list[int], prompt: int) -> Trajectory:
@@ -94,6 +95,17 @@ def test_word_level_tokens(tiny_tokenizer: Any) -> None:
     found = classes_of(tiny_tokenizer, "<think> I need a search . </think> <search> of </search>")
     assert [kind for piece, kind in found if piece.strip().startswith("<")] == ["tag"] * 4
     assert {kind for _, kind in found} == {"tag", "reasoning", "query"}
+
+
+def test_texts_of_the_tokens_join_to_the_turn(tiny_tokenizer: Any, smollm2: Path) -> None:
+    from transformers import AutoTokenizer
+
+    for tokenizer in (tiny_tokenizer, AutoTokenizer.from_pretrained(smollm2)):
+        text = "<think> I need a search . </think> <search> of </search>"
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        texts = TokenClassifier(tokenizer).texts(trajectory(text, ids, prompt=1))
+        assert "".join(texts) == text and len(texts) == len(ids)
+        assert texts[1] == " I" or texts[0] == "<"
 
 
 @pytest.fixture(scope="module")

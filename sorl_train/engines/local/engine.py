@@ -23,7 +23,7 @@ from sorl_train.config import TrainConfig
 from sorl_train.display import Display
 from sorl_train.engines.local.collect import LocalSampler, evaluation_jobs, run_jobs, training_jobs
 from sorl_train.engines.local.sampler import TransformersSampler
-from sorl_train.environments import make_env, without_tools
+from sorl_train.environments import answers_of, make_env, without_tools
 from sorl_train.losses import get_algorithm
 from sorl_train.metrics import eval_metrics, success_rate, tool_timings
 from sorl_train.models import (
@@ -74,10 +74,12 @@ class LocalEngine:
         self.classify = TokenClassifier(self.tokenizer)
         self.env = make_env(config)
         self.eval_env = make_env(config, evaluation=True)
+        self.answers = answers_of(self.env.examples.examples)
         self.step = 0  # training steps done
         self.lost_steps = 0  # newest steps in a row without one usable trajectory
         self.waiting: deque[Collected] = deque()
         self.lr_scale = 1.0  # falls with each roll-back
+        self.visited: tuple[Batch, dict[str, tuple[Tensor, Tensor]]] | None = None  # of a step to be saved
         self.ended = ""  # why the run ends before its last step
         self.summary = Summary()
         self.timings: dict[str, float] = {}
@@ -238,9 +240,7 @@ class LocalEngine:
                         batch = mini.with_fields(old_log_probs=log_probs)
                     train_policy = not past_target_kl(config, means)
                 advance(1)
-        if seen:
-            records = token_records(batch, seen, self.algorithm, config.loss, self.classify.piece)
-            write_token_records(self.run_dir.trajectories / f"step_{step:06d}.tokens.jsonl.gz", records)
+        self.visited = (batch, seen) if seen else None
         return means.result() | batch_metrics(batch)
 
     def evaluate(self, step: int, limit: int, *, search_off: bool = False) -> dict[str, float]:
@@ -287,8 +287,15 @@ class LocalEngine:
         return step in (1, self.config.update.steps) or bool(every and step % every == 0)
 
     def save_trajectories(self, step: int, trajectories: list[Trajectory]) -> None:
-        if self.is_saved(step):
-            write_jsonl(self.run_dir.trajectories / f"step_{step:06d}.jsonl", trajectories)
+        if not self.is_saved(step):
+            return
+        if self.visited is not None:
+            batch, seen = self.visited
+            texts = {t.id: self.classify.texts(t) for t in trajectories if t.id in seen}
+            records = token_records(batch, seen, self.algorithm, self.config.loss, texts)
+            write_token_records(self.run_dir.trajectories / f"step_{step:06d}.tokens.jsonl.gz", records)
+            self.visited = None
+        write_jsonl(self.run_dir.trajectories / f"step_{step:06d}.jsonl", trajectories)
 
     def save(self) -> Path:
         """Write a checkpoint of the current step, atomically."""

@@ -43,7 +43,8 @@ def train(engine: LocalEngine, log: MetricsLog, interrupted: threading.Event) ->
         while len(engine.waiting) <= config.rollout.max_staleness and step + len(engine.waiting) <= steps:
             engine.waiting.append(engine.collect(step + len(engine.waiting)))
         collected = engine.waiting.popleft()
-        metrics = rollout_metrics(collected.trajectories) | staleness(collected.trajectories, engine.step)
+        metrics = rollout_metrics(collected.trajectories, engine.answers)
+        metrics |= staleness(collected.trajectories, engine.step)
         with stop_on_non_finite(engine, collected):
             if collected.batch is not None:
                 batch = estimate_advantages(collected.batch, config.algo, config.loss)

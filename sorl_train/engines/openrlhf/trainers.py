@@ -32,7 +32,7 @@ from sorl_train.engines.openrlhf.data import JobLoader, evaluation_loader, exclu
 from sorl_train.engines.openrlhf.placement import Placement
 from sorl_train.engines.openrlhf.watch import watched
 from sorl_train.engines.openrlhf.workers import run_config, run_folder
-from sorl_train.environments import make_env
+from sorl_train.environments import answers_of, make_env, training_examples
 from sorl_train.metrics import eval_metrics, rollout_metrics, staleness, success_rate, tool_timings
 from sorl_train.metrics_log import MetricsLog
 from sorl_train.plan import model_shape
@@ -68,7 +68,7 @@ class TrajectoryGenerator(SamplesGenerator):
 def prepare_loaders(strategy: Any, tokenizer: Any) -> tuple[JobLoader, None, int]:
     """In place of OpenRLHF's ``prepare_datasets``: our prompts in our order, no evaluation of its own."""
     config = run_config()
-    examples = make_env(config).examples.examples
+    examples = training_examples(config)
     return training_loader(config, len(examples)), None, config.update.steps * steps_of_batch(config)
 
 
@@ -106,6 +106,7 @@ class TrainStep:
         self.alarm = alarm_so_far(self.config.alarm, self.run_dir, self.version)
         self.classify = TokenClassifier(self.tokenizer)
         self.eval_env = make_env(self.config, evaluation=True)
+        self.answers = answers_of(training_examples(self.config))
         self.evaluator = TrajectoryGenerator(self.strategy, None, None, self.tokenizer, self.vllm_engines)
         if self.version == 0:
             metrics = self.evaluate_policy(self.config.eval.num_examples_final)
@@ -118,7 +119,7 @@ class TrainStep:
         step = global_step + 1
         oldest = self.version - self.config.rollout.max_staleness
         trajectories = sorted(exclude_older(trajectories, oldest), key=lambda t: (t.group_id, t.id))
-        metrics = rollout_metrics(trajectories) | staleness(trajectories, self.version)
+        metrics = rollout_metrics(trajectories, self.answers) | staleness(trajectories, self.version)
         usable = any(not t.excluded for t in trajectories)
         if usable:
             try:
