@@ -68,7 +68,8 @@ class ToolSettings:
 
     Attributes:
         corpus: path of a corpus to search in process.
-        search_url: address of a retrieval server.
+        search_url: address of a retrieval server, or several with commas between them.
+        cache: SQLite file that keeps the servers' replies between processes; None keeps them in memory.
         top_k: passages a search returns.
         timeout_s, retries: see ``Toolbox``.
         record: JSONL file to which tool replies are appended.
@@ -83,6 +84,7 @@ class ToolSettings:
     retries: int = 3
     record: str | None = None
     replay: str | None = None
+    cache: str | None = None
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,10 @@ def _choice_problems(config: TrainConfig) -> list[str]:
         problems.append(
             f"search.corpus ({config.search.corpus}) and search.url ({config.search.url}) exclude each other: give one"
         )
+    if config.search.cache and not config.search.url:
+        problems.append(
+            f"search.cache ({config.search.cache}) keeps the replies of servers: give search.url, or leave it out"
+        )
     if loss.clip_bias_norm == "gradient" and loss.clip_bias_scope == "trajectory":
         problems.append(
             "loss.clip_bias_norm=gradient needs one backward pass for each norm, so it goes only with "

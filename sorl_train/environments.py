@@ -8,11 +8,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sorl_env.data import load_examples
 from sorl_env.env import ToolUseEnv
 from sorl_env.registry import load_task
-from sorl_env.task import Limits, Task, ToolSettings
+from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.tool import ToolReply
 from sorl_env.toolbox import Toolbox
+from sorl_tools.search_stats import findable_answers
 from sorl_train.config import LimitsConfig, TrainConfig
 
 
@@ -26,6 +28,20 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
         tool_settings=tool_settings(config),
         limits=limits(task, config.limits),
     )
+
+
+def training_examples(config: TrainConfig) -> Sequence[Example]:
+    """The examples of training, for those who need no tools."""
+    task = load_task(config.task, **config.task_args)
+    return load_examples(task, config.data, config.split).examples
+
+
+def answers_of(examples: Sequence[Example]) -> dict[str, tuple[str, ...]]:
+    """By example id, what answers it and can be looked for in passages; for metrics, never shown to the policy."""
+    answers: dict[str, tuple[str, ...]] = {}
+    for example in examples:  # the same question may be in the data twice
+        answers[example.id] = answers.get(example.id, ()) + findable_answers(example)
+    return answers
 
 
 def without_tools(env: ToolUseEnv) -> ToolUseEnv:
@@ -54,6 +70,7 @@ def tool_settings(config: TrainConfig) -> ToolSettings:
         top_k=search.top_k,
         timeout_s=search.timeout_s,
         retries=search.retries,
+        cache=search.cache,
     )
 
 

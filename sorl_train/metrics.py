@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import numpy as np
 
+from sorl_env.tool import ToolCall
 from sorl_env.trajectory import StopReason, Trajectory
+from sorl_tools.search_stats import search_metrics
+
+_SEARCH = "search"  # the name of the search tools, in process and over HTTP
 
 
 def is_success(trajectory: Trajectory) -> bool:
@@ -27,10 +31,16 @@ def valid_turn_rate(trajectories: Sequence[Trajectory]) -> float:
     return fmean(valid) if valid else 0.0
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """``rollout/``, ``reward/`` and ``tool/`` metrics of one step's trajectories."""
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], answers: Mapping[str, Sequence[str]]
+) -> dict[str, float]:
+    """``rollout/``, ``reward/`` and ``tool/`` metrics of one step's trajectories.
+
+    Args:
+        answers: by example, what is looked for in the passages it retrieved (``environments.answers_of``).
+    """
     counted = [t for t in trajectories if not t.excluded]
-    calls = [call for t in trajectories for turn in t.turns for call in turn.tool_calls]
+    calls = [call for t in trajectories for call in _calls(t)]
     metrics = {
         "rollout/success": success_rate(trajectories),
         "rollout/valid_turn_rate": valid_turn_rate(trajectories),
@@ -50,7 +60,22 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics[f"rollout/stop_{reason.value}"] = fmean(t.stop_reason is reason for t in trajectories)
     for name in sorted({name for t in counted for name in t.reward_items}):
         metrics[f"reward/{name}"] = fmean(t.reward_items.get(name, 0.0) for t in counted)
-    return metrics
+    return metrics | _search_metrics(trajectories, answers)
+
+
+def _search_metrics(
+    trajectories: Sequence[Trajectory], answers: Mapping[str, Sequence[str]]
+) -> dict[str, float]:
+    """An excluded trajectory asked its queries, but what an outage kept from it says nothing about them."""
+    return search_metrics(
+        [
+            (
+                [call for call in _calls(t) if call.tool == _SEARCH],
+                () if t.excluded else answers.get(t.example_id, ()),
+            )
+            for t in trajectories
+        ]
+    )
 
 
 def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
@@ -60,13 +85,18 @@ def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, flo
 
 
 def tool_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Latencies, seconds: wall-clock figures are kept apart from the metrics that a seed reproduces."""
-    latencies = [call.latency_s for t in trajectories for turn in t.turns for call in turn.tool_calls]
-    if not latencies:
+    """Latencies, seconds, and the share of calls that a cache or a record answered.
+
+    They are kept apart from the metrics that a seed reproduces: what a cache holds is left from earlier runs.
+    """
+    calls = [call for t in trajectories for call in _calls(t)]
+    if not calls:
         return {}
+    latencies = [call.latency_s for call in calls]
     return {
         "time/tool_p50_s": float(np.percentile(latencies, 50)),
         "time/tool_p99_s": float(np.percentile(latencies, 99)),
+        "time/tool_cached_rate": fmean(call.cached for call in calls),
     }
 
 
@@ -79,6 +109,10 @@ def eval_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "eval/num_turns": _mean([len(t.turns) for t in counted]),
         "eval/excluded_rate": 1.0 - len(counted) / len(trajectories),
     }
+
+
+def _calls(trajectory: Trajectory) -> list[ToolCall]:
+    return [call for turn in trajectory.turns for call in turn.tool_calls]
 
 
 def _observation_tokens(trajectory: Trajectory) -> int:

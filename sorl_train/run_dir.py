@@ -31,8 +31,9 @@ from sorl_train.manifest import environment_facts
 
 # What may change when a run is resumed: nothing of this alters a step already taken.
 RESUMABLE = (
-    "run_dir update.steps rollout.save_every hardware.threads eval.every eval.num_examples eval.num_examples_final "
-    "eval.temperature eval.search_off eval.patience checkpoint.every checkpoint.keep log.tensorboard log.wandb"
+    "run_dir search.url search.cache search.timeout_s search.retries update.steps rollout.save_every hardware.threads "
+    "eval.every eval.num_examples eval.num_examples_final eval.temperature eval.search_off eval.patience "
+    "checkpoint.every checkpoint.keep log.tensorboard log.wandb"
 ).split()
 
 

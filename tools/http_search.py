@@ -127,6 +127,8 @@ class HttpSearch:
         Of several requests each may fail alone: its slots then hold the exception.
         """
         queries = [clean(query) for query in arguments]
+        if self.cache is not None:
+            self._ask_fingerprint()
         replies, missing = self._look_up(queries)
         parts = [missing[i : i + MAX_QUERIES] for i in range(0, len(missing), MAX_QUERIES)]
         if len(parts) == 1:
@@ -174,7 +176,6 @@ class HttpSearch:
         return dict(zip(queries, map(format_passages, found), strict=True))
 
     def _key(self, query: str) -> Key:
-        self._ask_fingerprint()
         return self._fingerprint or self.url, self.top_k, query
 
     def _retrieve(self, queries: Sequence[str]) -> list[list[Passage]]:

@@ -16,18 +16,25 @@ from sorl_env.tool import ToolReply
 from sorl_tools.bm25_index import build_index, hash_passages, open_index, tokenize
 from sorl_tools.corpus import Passage, format_passages, read_corpus
 from sorl_tools.http_search import DESCRIPTION, SCHEMA, HttpSearch
+from sorl_tools.http_search_cache import ReplyCache
 
 
 def search_tool(settings: ToolSettings, sample: Path) -> BM25Search | HttpSearch:
     """The search tool that the settings ask for; over the task's embedded ``sample`` when they name no corpus.
 
     Raises:
-        UserError: both a corpus and a server are named, or the one that is cannot be used.
+        UserError: both a corpus and a server are named, or the one that is cannot be used, or there is a cache file
+            and no server.
     """
     if settings.corpus is not None and settings.search_url is not None:
         raise UserError(f"corpus={settings.corpus} and search_url={settings.search_url}: give one of them")
     if settings.search_url is not None:
-        return HttpSearch(settings.search_url, settings.top_k, settings.timeout_s)
+        cache = ReplyCache(path=settings.cache)
+        return HttpSearch(settings.search_url, settings.top_k, settings.timeout_s, cache=cache)
+    if settings.cache is not None:
+        raise UserError(
+            f"cache={settings.cache} keeps the replies of servers: give search_url, or leave it out"
+        )
     if settings.corpus is not None:
         return BM25Search.from_file(settings.corpus, settings.top_k)
     return BM25Search(list(read_corpus(sample)), settings.top_k, is_sample=True)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from sorl_env.task import Example
 from sorl_env.tool import ToolCall
-from sorl_tools.search_stats import holds_answer, search_metrics
+from sorl_tools.search_stats import findable_answers, holds_answer, search_metrics
 
 
-def call(query: str, reply: str = "", *, ok: bool = True, cached: bool = False) -> ToolCall:
-    return ToolCall("search", query, reply, ok=ok, cached=cached)
+def call(query: str, reply: str = "", *, ok: bool = True) -> ToolCall:
+    return ToolCall("search", query, reply, ok=ok)
 
 
 def test_by_hand() -> None:
     metrics = search_metrics(
         [
             (
-                [call("who?", "Doc 1 (A): the Eiffel Tower, Paris."), call("Who? ", cached=True)],
+                [call("who?", "Doc 1 (A): the Eiffel Tower, Paris."), call("Who? ")],
                 ["eiffel tower"],
             ),
             ([call("where?", "Doc 1: nothing")], ["Rome", "Paris"]),
@@ -25,7 +26,6 @@ def test_by_hand() -> None:
         ]
     )
     assert metrics == {
-        "tool/cached_rate": pytest.approx(1 / 4),
         "tool/duplicate_query_rate": pytest.approx(2 / 4),
         "tool/answer_in_top_k": pytest.approx(1 / 2),
     }
@@ -42,3 +42,10 @@ def test_answers_are_whole_words_of_replies_that_came() -> None:
     assert not holds_answer([call("x", "Rome", ok=False)], ["Rome"])
     assert not holds_answer([call("x", "Doc 1: a")], ["the", ""])  # nothing is left of them
     assert not holds_answer([], ["Rome"])
+
+
+def test_what_can_be_found_of_golden_answers() -> None:
+    options = {"A": "Aspirin", "B": "Heparin"}
+    assert findable_answers(Example("0", "?", ("Rome", "No.", "Norway", "Yes"))) == ("Rome", "Norway")
+    assert findable_answers(Example("0", "?", ("B",), options)) == ("Heparin",)
+    assert findable_answers(Example("0", "?", ("A",), {"A": "yes", "B": "no"})) == ()

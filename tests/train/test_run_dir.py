@@ -226,7 +226,7 @@ def test_tensorboard_events(run: RunDir) -> None:
 
     with MetricsLog(run) as log:
         log.log(1, {"loss/a": 0.5, "loss/b": float("nan")})
-    events = EventAccumulator(str(run.events)).Reload()
+    events = EventAccumulator(str(run.tensorboard)).Reload()
     assert events.Tags()["scalars"] == ["loss/a"]
     assert [(event.step, event.value) for event in events.Scalars("loss/a")] == [(1, 0.5)]
 
