@@ -148,7 +148,8 @@ def _clipped_classes(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for name in CLASSES:
         shares = [line.get(f"loss/token_share_{name}", 0.0) for line in trained]
         clipped = [
-            share * line.get(f"loss/clip_frac_{name}", 0.0) for share, line in zip(shares, trained, strict=True)
+            share * line.get(f"loss/clip_frac_{name}", 0.0)
+            for share, line in zip(shares, trained, strict=True)
         ]
         total = math.fsum(line.get("loss/clip_frac", 0.0) for line in trained)
         figures[f"tokens_{name}"] = math.fsum(shares) / len(trained)
@@ -191,16 +192,25 @@ def interval(
 def region(
     cells: Mapping[str, Sequence[float]], bar: float = 0.95, draws: int = 2000
 ) -> tuple[float, float, float]:
-    """Share of cells whose median is above ``bar``, with a bootstrap interval over seeds within cells."""
+    """Share of cells whose median over seeds is above ``bar``, with a 95% bootstrap interval.
+
+    Drawn again are the cells, as another grid over the same range might have them, and the seeds within each.
+    """
     generator = np.random.default_rng(0)
-    share = float(np.mean([np.median(values) > bar for values in cells.values()]))
-    drawn = [
-        np.median(np.asarray(values)[generator.integers(0, len(values), size=(draws, len(values)))], axis=1)
-        > bar
-        for values in cells.values()
-    ]
-    low, high = np.quantile(np.mean(drawn, axis=0), [0.025, 0.975])
-    return share, float(low), float(high)
+    above = [np.median(values) > bar for values in cells.values()]
+    drawn = np.stack(
+        [
+            np.median(
+                np.asarray(values)[generator.integers(0, len(values), size=(draws, len(values)))], axis=1
+            )
+            > bar
+            for values in cells.values()
+        ]
+    )
+    again = generator.integers(0, len(cells), size=(draws, len(cells)))
+    shares = drawn[again, np.arange(draws)[:, None]].mean(axis=1)
+    low, high = np.quantile(shares, [0.025, 0.975])
+    return float(np.mean(above)), float(low), float(high)
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:

@@ -98,13 +98,13 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def lost_at(run: dict[str, Any]) -> int | None:
-    """The first step with less than half of the best success so far."""
-    best = 0.0
+    """The first step from which on success stayed below half of its best so far."""
+    best, lost = 0.0, None
     for line in run["steps"]:
         best = max(best, line["eval/success"])
-        if line["eval/success"] < best / 2:
-            return int(line["step"])
-    return None
+        below = line["eval/success"] < best / 2
+        lost = (lost or int(line["step"])) if below else None
+    return lost
 
 
 def raised_at(run: dict[str, Any]) -> int | None:

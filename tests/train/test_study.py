@@ -124,7 +124,13 @@ def test_interval_and_region() -> None:
     middle, low, high = interval(values.tolist())
     assert low < middle < high and high - low < 0.2 and middle == pytest.approx(np.median(values))
     share, low, high = region({"a": [1.0, 1.0, 1.0], "b": [0.2, 0.3, 0.1], "c": [1.0, 0.2, 1.0]})
-    assert share == pytest.approx(2 / 3) and low == pytest.approx(1 / 3) and high == pytest.approx(2 / 3)
+    assert (share, low, high) == (pytest.approx(2 / 3), 0.0, 1.0)  # three cells say little
+    share, low, high = region({str(i): [float(i % 2)] for i in range(40)})
+    spread = 1.96 * math.sqrt(0.25 / 40)
+    assert share == 0.5 and (low, high) == (
+        pytest.approx(0.5 - spread, abs=0.03),
+        pytest.approx(0.5 + spread, abs=0.03),
+    )
 
 
 @pytest.mark.slow
