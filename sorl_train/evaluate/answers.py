@@ -66,7 +66,9 @@ _AFFIRMED = re.compile(
 _WHOLE = re.compile(rf"\W*{_LABEL}\W*(?P<rest>.*)", re.IGNORECASE | re.DOTALL)
 _BRACKETED = re.compile(r"[\(\[\*]+(?P<letter>[A-Ja-j])[\)\]\*]+")
 # an upper-case letter on its own; "A man" and "I think" are words
-_ALONE = re.compile(r"(?<![\w'\u2019.-])(?P<letter>[B-HJ]|[AI](?!\s+[a-z]))(?![\w'\u2019-])")
+_ALONE = re.compile(
+    r"(?<![\w'\u2019.-])(?P<letter>[B-HJ]|[AI](?!\s+(?!(?:or|and)\s+[A-J]\b)[a-z]))(?![\w'\u2019-])"
+)
 _ALTERNATIVE = re.compile(
     r"\s*(?:,|/|&|or|and|\+)\s*[\(\[\*]*(?P<letter>[A-Ja-j])(?![\w'\u2019])", re.IGNORECASE
 )
@@ -86,7 +88,7 @@ def extract_choice(text: str, options: Mapping[str, str]) -> str | None:
     text = text.strip()
     whole = _read_whole(text, options)
     if whole is not None:
-        return whole
+        return whole or None
     declared = sorted([*_DECLARED.finditer(text), *_AFFIRMED.finditer(text)], key=lambda match: match.start())
     declared = [match for match in declared if match["letter"].upper() in options]
     if declared:
@@ -108,7 +110,7 @@ def extract_choice(text: str, options: Mapping[str, str]) -> str | None:
 
 
 def _read_whole(text: str, options: Mapping[str, str]) -> str | None:
-    """The choice of a text that is nothing but a choice."""
+    """The choice of a text that is nothing but a choice; empty for a letter with another option's text."""
     normal = normalize_answer(text)
     same = [letter for letter, option in options.items() if normal and normalize_answer(option) == normal]
     if len(same) == 1:
@@ -118,7 +120,9 @@ def _read_whole(text: str, options: Mapping[str, str]) -> str | None:
         return None
     letter = match["letter"].upper()
     rest = normalize_answer(match["rest"])
-    return letter if not rest or rest == normalize_answer(options[letter]) else None
+    if not rest or rest == normalize_answer(options[letter]):
+        return letter
+    return "" if rest in map(normalize_answer, options.values()) else None
 
 
 def _named_options(text: str, options: Mapping[str, str]) -> set[str]:

@@ -136,10 +136,12 @@ def make_policy(args: argparse.Namespace, source: PolicySource | None) -> Policy
         )
         return Policy(served, tokenizer, served.session, settings)
     import torch
+    from transformers.utils import logging as transformers_logging
 
     from sorl_train.engines.local.sampler import TransformersSampler
     from sorl_train.models import load_policy, load_tokenizer
 
+    transformers_logging.disable_progress_bar()
     if args.threads:
         torch.set_num_threads(args.threads)
     hardware = ModelConfig(device=args.device, dtype=args.dtype)

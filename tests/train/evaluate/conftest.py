@@ -1,0 +1,108 @@
+"""A small MiniHop world, a run with a cold-started tiny policy, and one that plays the task's expert."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.registry import load_task
+from sorl_env.rollout import RolloutSettings, SampledTurn, SamplingParams
+from sorl_train.config_io import load_config
+from sorl_train.display import PlainDisplay
+from sorl_train.engines.local.trainer import run
+from sorl_train.evaluate.runner import Policy
+from sorl_train.run_dir import RunDir
+from sorl_train.tiny import task_texts, word_tokenizer
+
+WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 96, "test_questions": 64, "hops": [1, 2]}
+SETTINGS: dict[str, Any] = {
+    "task_args": WORLD,
+    "hardware.tiny": {"hidden_size": 48, "num_layers": 2, "num_heads": 4},
+    "hardware.threads": 1,
+    "sft.num_demos": 96,
+    "sft.steps": 150,
+    "sft.batch_size": 8,
+    "sft.lr": 6e-3,
+    "rollout.batch_size": 16,
+    "update.steps": 1,
+    "update.mini_batch_size": 16,
+    "optim.lr": 1e-6,
+    "eval.num_examples_final": 8,
+    "log.tensorboard": False,
+}
+
+
+def make_run(path: Path, cache: Path, **overrides: Any) -> Path:
+    """Train one step on the small world; ``a__b`` overrides ``a.b``."""
+    dotted = {name.replace("__", "."): value for name, value in overrides.items()}
+    with pytest.MonkeyPatch.context() as patch, Path(os.devnull).open("w") as nowhere:
+        patch.setenv("SORL_CACHE", str(cache))
+        config = load_config("quickstart", SETTINGS | dotted)
+        run_dir = RunDir.create(path, config)
+        run(config, run_dir, PlainDisplay(nowhere), False)
+    return run_dir.path
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose policy has hardly left its random weights: it answers nothing, fast."""
+    folder = tmp_path_factory.mktemp("random")
+    return make_run(folder / "small", folder, sft__steps=0)
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a cold start: its policy searches, and answers some questions."""
+    folder = tmp_path_factory.mktemp("trained")
+    return make_run(folder / "trained", folder)
+
+
+@pytest.fixture(scope="session")
+def minihop() -> ToolUseEnv:
+    return ToolUseEnv(load_task("minihop", **WORLD), split="test")
+
+
+class Expert:
+    """A sampler that plays the task's scripted expert, who reads the observations out of the tokens."""
+
+    def __init__(self, env: ToolUseEnv, tokenizer: Any) -> None:
+        self.env = env
+        self.tokenizer = tokenizer
+        self.most_in_flight = 0
+        self._sessions: set[str] = set()
+
+    async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
+        self._sessions.add(session)
+        self.most_in_flight = max(self.most_in_flight, len(self._sessions))
+        _, _, index, _ = session.split("/")
+        example = self.env.examples.examples[int(index)]
+        text = self.tokenizer.decode(token_ids)
+        # the tokenizer puts blanks around marks; the expert reads titles as the tool writes them
+        seen = [
+            re.sub(r"Doc (\d+) \( (.*?) \) :", r"\nDoc \1 (\2):", block)
+            for block in re.findall(r"<information>(.*?)</information>", text, re.DOTALL)
+        ]
+        assert self.env.task.expert is not None
+        ids = self.tokenizer.encode(self.env.task.expert(example, seen), add_special_tokens=False)
+        return SampledTurn(ids, [0.0] * len(ids), "stop")
+
+    def release(self, session: str) -> None:
+        self._sessions.discard(session)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(minihop: ToolUseEnv) -> Any:
+    return word_tokenizer(task_texts(minihop.task, 64), 4096)
+
+
+@pytest.fixture
+def expert(minihop: ToolUseEnv, tokenizer: Any) -> Policy:
+    settings = RolloutSettings(temperature=0.0, max_concurrency=4)
+    return Policy(Expert(minihop, tokenizer), tokenizer, nullcontext, settings)
