@@ -111,18 +111,18 @@ def extract_choice(text: str, options: Mapping[str, str]) -> str | None:
 
 def _read_whole(text: str, options: Mapping[str, str]) -> str | None:
     """The choice of a text that is nothing but a choice; empty for a letter with another option's text."""
+    match = _WHOLE.fullmatch(text)
+    letter = match["letter"].upper() if match else ""
+    if match and letter in options:
+        rest = normalize_answer(match["rest"])
+        if not rest or rest == normalize_answer(options[letter]):
+            return letter
+        labelled = re.search(r"[:.)\]]", text[match.end("letter") : match.start("rest")])
+        if labelled and rest in map(normalize_answer, options.values()):
+            return ""
     normal = normalize_answer(text)
     same = [letter for letter, option in options.items() if normal and normalize_answer(option) == normal]
-    if len(same) == 1:
-        return same[0]
-    match = _WHOLE.fullmatch(text)
-    if match is None or match["letter"].upper() not in options:
-        return None
-    letter = match["letter"].upper()
-    rest = normalize_answer(match["rest"])
-    if not rest or rest == normalize_answer(options[letter]):
-        return letter
-    return "" if rest in map(normalize_answer, options.values()) else None
+    return same[0] if len(same) == 1 else None
 
 
 def _named_options(text: str, options: Mapping[str, str]) -> set[str]:

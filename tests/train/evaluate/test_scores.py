@@ -49,8 +49,8 @@ def test_choice_needs_options_and_scores_alone() -> None:
     assert scores("A or B", ["B"], options) == scores(None, ["B"], options) == {"choice": 0.0}
     with pytest.raises(UserError, match="needs questions with options"):
         score("choice", "B", ["B"], None)
-    with pytest.raises(UserError, match=r"no reward 'f2'. Did you mean 'f1'"):
-        score("f2", "B", ["B"], None)
+    with pytest.raises(UserError, match=r"no reward 'subme'. Did you mean 'subem'"):
+        score("subme", "B", ["B"], None)
 
 
 def test_an_answer_in_retrieved_text_stands_there_as_whole_words() -> None:
