@@ -19,6 +19,7 @@ from sorl_env.task import Example, Task
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+TEST_SPLIT = "test"
 _HUB = "hf:"
 _warned: set[str] = set()
 
@@ -52,7 +53,8 @@ def load_examples(task: Task, data: str | Path | None = None, split: str = "trai
             ``hf:`` for the task's own hub data set.
 
     Raises:
-        UserError: the source is missing or empty, or a row of it cannot be read.
+        UserError: the source is missing or empty, or a row of it cannot be read, or says that it is for testing where
+            ``split`` is ``train``.
     """
     if data is None:
         loaded = _load_embedded(task, split)
@@ -61,7 +63,7 @@ def load_examples(task: Task, data: str | Path | None = None, split: str = "trai
     else:
         path = _find_file(Path(data).expanduser(), split)
         content = path.read_bytes()
-        examples = _parse_rows(task, _read_rows(path, content), str(path))
+        examples = _parse_rows(task, _read_rows(path, content), str(path), split)
         loaded = ExampleSet(examples, str(path), split, hashlib.sha256(content).hexdigest())
     if not loaded.examples:
         raise UserError(f"{loaded.source}: split {split!r} of task {task.name} has no examples")
@@ -179,15 +181,20 @@ def _load_hub(task: Task, reference: str, split: str) -> ExampleSet:
         rows = datasets.load_dataset(name, config or None, split=splits.get(split, split))
     except (OSError, ValueError) as error:  # unreachable, unknown name, unknown configuration or split
         raise UserError(f"{source}, split {split!r}: {error}") from error
-    examples = _parse_rows(task, enumerate(rows, start=1), source)
+    examples = _parse_rows(task, enumerate(rows, start=1), source, split)
     return ExampleSet(examples, source, split, _hash_examples(examples))
 
 
 def _parse_rows(
-    task: Task, rows: Iterable[tuple[int, Mapping[str, Any]]], source: str
+    task: Task, rows: Iterable[tuple[int, Mapping[str, Any]]], source: str, split: str
 ) -> tuple[Example, ...]:
     examples = []
     for number, row in rows:
+        if split == "train" and row.get("split") == TEST_SPLIT:
+            raise UserError(
+                f"{source}:{number}: this question is of a test split (its column 'split' says so), nobody trains on "
+                "those: give the file of another split, or split=test (--split test) to evaluate on it"
+            )
         try:
             examples.append(task.parse_row(row))
         except KeyError as error:

@@ -1,0 +1,84 @@
+"""The card of a prepared data set: a README with front matter that the Hugging Face hub and ``datasets`` read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from sorl_env.data import TEST_SPLIT
+from sorl_train.prepare.recipes import Recipe
+
+
+def card(recipe: Recipe, manifest: Mapping[str, Any]) -> str:
+    """The text of the card; nothing in it depends on when or where it was written."""
+    files: Mapping[str, Mapping[str, Any]] = manifest["files"]
+    front = {
+        "pretty_name": f"{recipe.title}, prepared for sorl",
+        "license": recipe.licence,
+        "language": ["en"],
+        "task_categories": ["question-answering"],
+        # a configuration each: the splits of one would have to agree in every column, and sources do not
+        "configs": [
+            {"config_name": entry["split"], "data_files": [{"split": entry["split"], "path": name}]}
+            for name, entry in files.items()
+        ],
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
+        f"# {recipe.title}",
+        f"Prepared with `sorl-data prepare {recipe.name}`; the task `{recipe.name}` reads it: "
+        "`sorl-check-task NAME --data FOLDER --split SPLIT`.",
+        _splits(files),
+        _origin(recipe, files),
+    ]
+    if "overlap" in manifest:
+        parts.append(_overlap(manifest["overlap"]))
+    parts.append(_COLUMNS)
+    return "\n\n".join(parts) + "\n"
+
+
+def _splits(files: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = ["## Splits", "", "| file | split | questions | use | SHA-256 |", "|---|---|---|---|---|"]
+    for name, entry in files.items():
+        use = "evaluation only: training on it is refused" if entry["split"] == TEST_SPLIT else "training"
+        lines.append(f"| {name} | {entry['split']} | {entry['rows']:,} | {use} | `{entry['sha256']}` |")
+    return "\n".join(lines)
+
+
+def _origin(recipe: Recipe, files: Mapping[str, Mapping[str, Any]]) -> str:
+    licence = (
+        recipe.licence if recipe.licence != "unknown" else "not stated by its publisher: ask before you share"
+    )
+    lines = ["## Origin", "", f"- {recipe.home}", f"- Licence: {licence}", f"- Filter: {recipe.filter}."]
+    if recipe.note:
+        lines.append(f"- {recipe.note}")
+    for name, entry in files.items():
+        of_split = f", split {entry['source_split']}" if entry["source_split"] else ""
+        left_out = "; ".join(f"{count:,} {reason}" for reason, count in entry["dropped"].items()) or "none"
+        lines.append(
+            f"- {name}: from `{entry['source']}`{of_split} ({entry['source_rows']:,} rows, SHA-256 "
+            f"`{entry['source_sha256']}`); left out: {left_out}; word for word repeated: {entry['repeated']:,}."
+        )
+    return "\n".join(lines)
+
+
+def _overlap(overlap: Mapping[str, Any]) -> str:
+    dropped = {
+        "none": "They were left in train, as published.",
+        "exact": "The exact ones were left out of train.",
+        "near": "All of them were left out of train.",
+    }[overlap["dropped"]]
+    return (
+        "## Overlap of train and test\n\n"
+        f"Found before anything was left out: {overlap['exact_test']:,} test questions stand in train word for word, "
+        f"{overlap['near_test']:,} nearly so (in {overlap['near_pairs']:,} pairs alike in wording, some of them about "
+        f"different things). Every pair is in `overlap.jsonl`. {dropped}"
+    )
+
+
+_COLUMNS = """## Columns
+
+`id`, `data_source`, `split`, `question`, `golden_answers` (any of them is right; for multiple choice the one letter),
+`options` (letter to text, only for multiple choice), and what the source says besides, such as `type` or `subject`."""

@@ -1,0 +1,181 @@
+"""``sorl-data``: prepare a published data set, look for questions that stand in two files, show what is in a file."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sorl_env.check_task import load_tokenizer
+from sorl_env.data import SUFFIXES
+from sorl_env.errors import UserError
+from sorl_train.prepare.build import CARD, DROP, PAIRS, Manifest, Options, choose_sources, jsonl, prepare
+from sorl_train.prepare.overlap import SHINGLE, THRESHOLD, Pair, count_pairs, find_pairs
+from sorl_train.prepare.recipes import RECIPES, find_recipe
+from sorl_train.prepare.show import describe, read_questions
+from sorl_train.run_dir import atomic_write
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Exit status: 0 done, 1 ``check`` found pairs, 2 wrong usage, 130 interrupted."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+        return status
+    except UserError as error:
+        print(f"sorl-data: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # sorl-data show .. | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("\nsorl-data: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sorl-data", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    make = commands.add_parser(
+        "prepare", help="a published data set as train.jsonl and test.jsonl, with a card"
+    )
+    make.add_argument("name", metavar="NAME", help=", ".join(RECIPES))
+    make.add_argument(
+        "--source",
+        action="append",
+        default=[],
+        metavar="[SPLIT=]WHERE",
+        help="a file (SPLIT=file), a folder, or hf:owner/name[:config]; repeatable; default: where it is published",
+    )
+    make.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a new or prepared folder")
+    make.add_argument("--revision", help="commit or tag of the hub data set")
+    make.add_argument(
+        "--test_ids", "--test-ids", type=Path, metavar="FILE", help="JSON list or object of ids"
+    )
+    make.add_argument(
+        "--drop",
+        choices=DROP,
+        default="none",
+        help="leave train questions out that stand in test, too: word for word, or nearly (default none: only report)",
+    )
+    make.add_argument(
+        "--skip_unreadable",
+        "--skip-unreadable",
+        action="store_true",
+        help="leave out and count rows that cannot be read",
+    )
+    make.set_defaults(run=_prepare)
+
+    check = commands.add_parser(
+        "check", help="questions that stand in both of two files, word for word or nearly"
+    )
+    check.add_argument("train", type=Path, metavar="TRAIN")
+    check.add_argument("test", type=Path, metavar="TEST")
+    check.add_argument("--task", help="the task that reads both files; default: by their columns")
+    check.add_argument("--shingle", type=int, default=SHINGLE, help=f"words of a shingle (default {SHINGLE})")
+    check.add_argument(
+        "--threshold", type=float, default=THRESHOLD, help=f"least Jaccard similarity (default {THRESHOLD})"
+    )
+    check.add_argument("--out", type=Path, metavar="FILE", help="write every pair as a JSON line")
+    check.add_argument("--rows", type=int, default=5, help="pairs of each kind to print (default 5)")
+    check.set_defaults(run=_check)
+
+    show = commands.add_parser(
+        "show", help="counts, lengths and the first rows of a file, or of a folder's files"
+    )
+    show.add_argument("path", type=Path, metavar="FILE")
+    show.add_argument("--rows", type=int, default=3, help="rows to print (default 3)")
+    show.add_argument("--task", help="the task that reads the file; default: the one it was prepared for")
+    show.add_argument("--tokenizer", metavar="FOLDER", help="count tokens with this model folder's tokenizer")
+    show.set_defaults(run=_show)
+    return parser
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    recipe = find_recipe(arguments.name)
+    options = Options(
+        drop=arguments.drop,
+        skip_unreadable=arguments.skip_unreadable,
+        test_ids=_read_ids(arguments.test_ids),
+        revision=arguments.revision,
+    )
+    manifest = prepare(recipe, choose_sources(recipe, arguments.source), arguments.out, options)
+    _print_manifest(manifest, arguments.out)
+    return 0
+
+
+def _print_manifest(manifest: Manifest, out: Path) -> None:
+    for name, entry in manifest["files"].items():
+        left_out = "; ".join(f"{count:,} {reason}" for reason, count in entry["dropped"].items())
+        print(f"{out / name}: {entry['rows']:,} questions" + (f" (left out: {left_out})" if left_out else ""))
+    overlap = manifest.get("overlap")
+    if overlap and (overlap["exact_pairs"] or overlap["near_pairs"]):
+        print(
+            f"{overlap['exact_test']:,} test questions stand in train word for word, {overlap['near_test']:,} nearly: "
+            f"see {out / PAIRS}"
+            + ("; --drop exact or near leaves them out" if overlap["dropped"] == "none" else ""),
+            file=sys.stderr,
+        )
+    print(f"{out / CARD}: licence {manifest['licence']}, origin, filter, hashes")
+
+
+def _read_ids(path: Path | None) -> frozenset[str] | None:
+    if path is None:
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--test_ids {path}: {error}") from error
+    if not isinstance(content, (list, dict)) or not content:
+        raise UserError(
+            f"--test_ids {path}: a JSON list of ids, or an object that has them as keys, is wanted"
+        )
+    return frozenset(map(str, content))
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    train, test = (read_questions(path, arguments.task) for path in (arguments.train, arguments.test))
+    pairs = find_pairs(train, test, shingle=arguments.shingle, threshold=arguments.threshold)
+    if arguments.out is not None:
+        atomic_write(arguments.out, jsonl(dataclasses.asdict(pair) for pair in pairs))
+    counts = count_pairs(pairs)
+    print(f"{len(train):,} and {len(test):,} questions")
+    for kind in ("exact", "near"):
+        print(
+            f"{kind}: {counts[f'{kind}_pairs']:,} pairs, {counts[f'{kind}_train']:,} questions of the first file, "
+            f"{counts[f'{kind}_test']:,} of the second"
+        )
+        for pair in [pair for pair in pairs if pair.kind == kind][: arguments.rows]:
+            print(_pair_text(pair))
+    return 1 if pairs else 0
+
+
+def _pair_text(pair: Pair) -> str:
+    answer = "same answer" if pair.same_answer else "another answer"
+    return (
+        f"  {pair.similarity:.2f}, {answer}\n    {pair.train_id}: {pair.train_question[:200]}\n"
+        f"    {pair.test_id}: {pair.test_question[:200]}"
+    )
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
+    paths = [arguments.path]
+    if arguments.path.is_dir():
+        paths = [arguments.path / f"{split}{suffix}" for split in ("train", "test") for suffix in SUFFIXES]
+        paths = [path for path in paths if path.is_file()]
+        if not paths:
+            raise UserError(f"{arguments.path}: no train or test file ({', '.join(SUFFIXES)}) in it")
+    for path in paths:
+        for line in describe(path, rows=arguments.rows, task=arguments.task, tokenizer=tokenizer):
+            print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Rows as somebody published them: from a file, a folder, or a Hugging Face data set."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sorl_env.data import SUFFIXES, read_rows
+from sorl_env.errors import UserError
+
+_HUB = "hf:"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows of one published split.
+
+    Attributes:
+        name: the file's name, or ``hf:owner/name:config``; never a path of this machine, since it goes into the card.
+        split: what its publisher calls the split; empty for a file.
+        sha256: of the file's bytes, or of the rows in order where there is no single file.
+        rows: each with where it stands, for messages.
+    """
+
+    name: str
+    split: str
+    sha256: str
+    rows: Sequence[tuple[str, Mapping[str, Any]]]
+
+
+def is_file(reference: str) -> bool:
+    """Whether a reference names a single file, which then needs to be told its split."""
+    return not reference.startswith(_HUB) and not Path(reference).expanduser().is_dir()
+
+
+def read_source(
+    reference: str, split: str, configs: Sequence[str | None] = (None,), revision: str | None = None
+) -> Source:
+    """Read one published split.
+
+    Args:
+        reference: a ``.jsonl``, ``.jsonl.gz``, ``.parquet`` or ``.json`` file (a list of rows, or an object with one
+            list of rows); a folder that holds ``{split}.jsonl`` and the like, or a copy of a hub data set;
+            ``hf:owner/name`` or ``hf:owner/name:config``.
+        split: the publisher's name of the split; means nothing for a file.
+        configs: configurations of the data set to read one after the other, where the reference names none.
+        revision: a commit or tag on the hub.
+
+    Raises:
+        UserError: nothing is there, or it cannot be read.
+    """
+    if reference.startswith(_HUB):
+        name, _, config = reference[len(_HUB) :].partition(":")
+        return _load_all(name, f"{_HUB}{name}", (config,) if config else configs, split, revision)
+    path = Path(reference).expanduser()
+    if path.is_dir():
+        for suffix in SUFFIXES:
+            if (path / f"{split}{suffix}").is_file():
+                return _read_file(path / f"{split}{suffix}")
+        return _load_all(str(path), path.resolve().name, configs, split, None)
+    return _read_file(path)
+
+
+def _read_file(path: Path) -> Source:
+    rows = tuple(_read_json(path) if path.name.endswith(".json") and path.is_file() else read_rows(path))
+    return Source(path.name, "", hashlib.sha256(path.read_bytes()).hexdigest(), rows)
+
+
+def _read_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A JSON list of rows, or an object that holds one, as BioASQ's ``{"questions": [..]}``."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from error
+    if isinstance(content, dict):
+        lists = [value for value in content.values() if isinstance(value, list)]
+        if len(lists) != 1:
+            raise UserError(f"{path}: an object with {len(lists)} lists; one list of rows is wanted")
+        content = lists[0]
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+        raise UserError(f"{path}: a list of JSON objects is wanted")
+    for number, row in enumerate(content, start=1):
+        yield f"{path}:{number}", row
+
+
+def _load_all(
+    name: str, label: str, configs: Sequence[str | None], split: str, revision: str | None
+) -> Source:
+    """All configurations of a data set in order, through ``datasets``."""
+    rows = [row for config in configs for row in _load_one(name, label, config, split, revision)]
+    digest = hashlib.sha256()
+    for _, row in rows:
+        digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode() + b"\n")
+    named = [config for config in configs if config]
+    full = label + (f":{'+'.join(named)}" if named else "") + (f"@{revision}" if revision else "")
+    return Source(full, split, digest.hexdigest(), tuple(rows))
+
+
+def _load_one(
+    name: str, label: str, config: str | None, split: str, revision: str | None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    where = label + (f":{config}" if config else "")
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise UserError(f"{where}: this needs datasets: pip install 'sorl[train]'") from error
+    try:
+        loaded = datasets.load_dataset(name, config, split=split, revision=revision)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        hint = "" if Path(name).is_dir() else " Offline? Give --source a copy: a folder or a file."
+        raise UserError(f"{where}, split {split!r}: {error}{hint}") from error
+    for number, row in enumerate(loaded, start=1):
+        yield f"{where}/{split}:{number}", row
