@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sorl_env.errors import UserError
-from sorl_tools.index.journal import Appended, Journal, npy_header
+from sorl_tools.index.journal import Journal, npy_header
 from sorl_tools.index.postings import DATA, INDICES, INDPTR, MAX_SCORES
 from sorl_tools.index.progress import Progress
 from sorl_tools.index.words import Vocabulary, WordIds
@@ -32,14 +32,16 @@ class TokenScratch:
     """Word counts of passages, appended to files: for each chunk its distinct words, and for each the passages.
 
     Args:
-        folder: of the scratch files.
+        journal: in whose folder the files are.
         lengths: bytes of each file that the journal vouches for.
     """
 
-    def __init__(self, folder: Path, lengths: Mapping[str, int]) -> None:
-        self._words_file = Appended(folder / "words.txt", lengths.get("words", 0))
-        self._files = {name: Appended(folder / f"{name}.bin", lengths.get(name, 0)) for name in SCRATCH}
-        self._ids = WordIds((folder / "words.txt").read_text(encoding="utf-8").split("\n")[:-1])
+    def __init__(self, journal: Journal, lengths: Mapping[str, int]) -> None:
+        self._words_file = journal.append_to(journal.folder / "words.txt", lengths.get("words", 0))
+        self._files = {
+            name: journal.append_to(journal.folder / f"{name}.bin", lengths.get(name, 0)) for name in SCRATCH
+        }
+        self._ids = WordIds((journal.folder / "words.txt").read_text(encoding="utf-8").split("\n")[:-1])
 
     def add(self, texts: Sequence[str]) -> None:
         """Count the words of a chunk, ``CHUNK`` texts at most."""
@@ -61,10 +63,8 @@ class TokenScratch:
             self._files[name].write(chunk[name].astype(dtype))
 
     def lengths(self) -> dict[str, int]:
-        """Bytes of each file, all of them on the disk."""
+        """Bytes of each file."""
         files = {"words": self._words_file, **self._files}
-        for file in files.values():
-            file.sync()
         return {name: file.length for name, file in files.items()}
 
     def close(self) -> None:
@@ -152,7 +152,8 @@ def _write_blocks(
     first = int((journal.last("block") or {"words": 0})["words"])
     done = {name: int(indptr[first]) * 4 for name in (DATA, INDICES)} | {MAX_SCORES: first * 4}
     files = {
-        name: Appended(out / name, (len(headers[name]) + done[name]) if first else 0) for name in headers
+        name: journal.append_to(out / name, (len(headers[name]) + done[name]) if first else 0)
+        for name in headers
     }
     for name, file in files.items():
         if not first:
@@ -165,8 +166,6 @@ def _write_blocks(
         files[INDICES].write(passages)
         files[DATA].write(scores)
         files[MAX_SCORES].write(np.maximum.reduceat(scores, indptr[first:last] - indptr[first]))
-        for file in files.values():
-            file.sync()
         journal.add({"stage": "block", "words": last})
         progress.advance(len(scores))
         first = last

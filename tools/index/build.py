@@ -21,7 +21,7 @@ from sorl_tools.corpus import Passage, PassageFile
 from sorl_tools.index.bm25 import FOLDER as BM25
 from sorl_tools.index.bm25_build import CHUNK, K1, B, TokenScratch, write_postings
 from sorl_tools.index.corpora import Corpus
-from sorl_tools.index.journal import Appended, Journal, npy_header
+from sorl_tools.index.journal import Journal, npy_header
 from sorl_tools.index.manifest import BUILDING, NAME, Manifest, hash_file, read_manifest, write_manifest
 from sorl_tools.index.progress import Progress
 
@@ -105,7 +105,6 @@ def build(
     corpus = Corpus(sources)
     shown = progress or Progress(quiet=True)
     out = out.expanduser()
-    _check_out(out, restart)
     options: dict[str, Any] = {}
     if backend in ("bm25", "hybrid"):
         options["bm25"] = _checked_bm25(bm25)
@@ -116,7 +115,26 @@ def build(
     if backend == "hybrid":
         options["hybrid"] = dataclasses.asdict(hybrid)
     header = {"backend": backend, "corpus": corpus.fingerprint(), "options": options, "versions": _versions()}
+    _check_out(out, restart)
     journal = Journal(out / BUILDING, header)
+    try:
+        return _run(corpus, out, backend, options, journal, shown, bm25, dense)
+    except OSError as error:  # a corpus that cannot be read is named by now
+        raise UserError(f"--out {out}: {error}; mend it, and the same command goes on") from error
+    finally:
+        journal.close()
+
+
+def _run(
+    corpus: Corpus,
+    out: Path,
+    backend: str,
+    options: dict[str, Any],
+    journal: Journal,
+    shown: Progress,
+    bm25: Bm25Options,
+    dense: DenseOptions,
+) -> Manifest:
     began = time.monotonic()
     try:
         passages = _store_passages(corpus, out, journal, shown, "bm25" in options)
@@ -128,8 +146,7 @@ def build(
 
             options["dense"] = write_vectors(out, passages, journal, shown, dense)
     finally:
-        spent = time.monotonic() - began
-        journal.add({"stage": "spent", "seconds": round(spent, 3)})
+        journal.add({"stage": "spent", "seconds": round(time.monotonic() - began, 3)}, now=True)
     return _finish(out, backend, len(passages), corpus, options, journal, shown)
 
 
@@ -169,9 +186,9 @@ def _store_passages(
     """Copy the passages into ``out``; for BM25, count their words on the way."""
     done = journal.last("passages") or {"passages": 0, "file": 0, "row": 0, "bytes": 0, "scratch": {}}
     if journal.last("stored") is None:
-        text = Appended(out / "passages.jsonl", done["bytes"])
-        ends = Appended(journal.folder / "ends.bin", done["passages"] * 8)
-        words = TokenScratch(journal.folder, done["scratch"]) if count_words else None
+        text = journal.append_to(out / "passages.jsonl", done["bytes"])
+        ends = journal.append_to(journal.folder / "ends.bin", done["passages"] * 8)
+        words = TokenScratch(journal, done["scratch"]) if count_words else None
         rows = corpus.rows(done["file"], done["row"])
         total = done["passages"]
         progress.start("passages", 0, total)
@@ -184,8 +201,6 @@ def _store_passages(
             ends.write(text.length - sum(lengths) + np.cumsum(lengths, dtype=np.int64))
             if words is not None:
                 words.add([_text(row.passage) for row in chunk])
-            for file in (text, ends):
-                file.sync()
             total += len(chunk)
             state = {"passages": total, "file": chunk[-1].file, "row": chunk[-1].row, "bytes": text.length}
             journal.add(
@@ -199,7 +214,7 @@ def _store_passages(
         if not total:
             raise UserError(f"{', '.join(map(str, corpus.sources))}: the corpus has no passages")
         _write_offsets(journal.folder / "ends.bin", out / "offsets.npy", total)
-        journal.add({"stage": "stored"})
+        journal.add({"stage": "stored"}, now=True)
     return PassageFile(out)
 
 
@@ -224,7 +239,8 @@ def _finish(
     progress: Progress,
 ) -> Manifest:
     began = time.monotonic()
-    paths = [path for path in sorted(out.rglob("*")) if path.is_file() and BUILDING not in path.parts]
+    paths = [out / "passages.jsonl", out / "offsets.npy"]
+    paths += [path for part in (BM25, DENSE) if part in options for path in sorted((out / part).iterdir())]
     progress.start("hashing", sum(path.stat().st_size for path in paths))
     files = {}
     for path in paths:

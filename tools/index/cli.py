@@ -149,7 +149,7 @@ def _print(manifest: Manifest) -> None:
 
 def _verify(arguments: argparse.Namespace) -> int:
     manifest = read_manifest(arguments.index)
-    checks = check_files(arguments.index, manifest, Progress(quiet=True))
+    checks = check_files(arguments.index, manifest, Progress(quiet=not sys.stderr.isatty()))
     if all(check.passed for check in checks):  # a damaged index need not be searched
         index = open_index(arguments.index, model=arguments.model, device=arguments.device)
         checks.append(check_recall(index, arguments.index, arguments.sample))

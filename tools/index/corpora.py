@@ -96,7 +96,7 @@ def _read_jsonl(path: Path, name: str, skip: int) -> Iterator[Passage]:
 def _read_tsv(path: Path, name: str, skip: int) -> Iterator[Passage]:
     """With a header and csv's quotes, as DPR's ``psgs_w100.tsv``: ``id  text  title``, in any order."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    with name_damage(path), io.TextIOWrapper(open_bytes(path), encoding="utf-8", newline="") as text:
+    with name_damage(path), io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as text:
         rows = csv.reader(text, delimiter="\t")
         try:
             header = next(rows, [])

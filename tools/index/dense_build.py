@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from sorl_tools.corpus import PassageFile
 from sorl_tools.index.build import DENSE, DenseOptions
 from sorl_tools.index.encoder import Encoder
 from sorl_tools.index.faiss_kinds import SEARCH_SETTINGS, factory_string, faiss_module, write_faiss
-from sorl_tools.index.journal import Appended, Journal, npy_header
+from sorl_tools.index.journal import Journal, npy_header
 from sorl_tools.index.progress import Progress
 
 VECTORS, FAISS = "vectors.npy", "index.faiss"
@@ -41,6 +40,7 @@ def dense_request(options: DenseOptions) -> dict[str, Any]:
         "query_prefix": options.query_prefix,
         "passage_prefix": options.passage_prefix,
         "faiss": options.faiss,
+        "keep_vectors": options.keep_vectors,
         "batch_size": options.batch_size,
         "vectors": None if options.vectors is None else str(options.vectors.resolve()),
     }
@@ -63,19 +63,19 @@ def write_vectors(
     factory = factory_string(options.faiss, encoder.dim, len(passages))
     folder = out / DENSE
     folder.mkdir(exist_ok=True)
-    flat = journal.folder / VECTORS
+    flat = folder / VECTORS
     if journal.last("vectors") is None:
         if options.vectors is not None:
             shutil.copyfile(_checked(options.vectors, len(passages), encoder.dim), flat)
         else:
             _embed(flat, passages, journal, progress, encoder, options.batch_size)
-        journal.add({"stage": "vectors"})
+        journal.add({"stage": "vectors"}, now=True)
     if factory:
-        write_faiss(np.load(flat, mmap_mode="r"), factory, folder / FAISS, progress)
-    if not factory or options.keep_vectors:
-        # a second attempt finds a link: the scratch file has to stay until the manifest is written
-        (folder / VECTORS).unlink(missing_ok=True)
-        os.link(flat, folder / VECTORS)
+        if journal.last("compressed") is None:
+            write_faiss(np.load(flat, mmap_mode="r"), factory, folder / FAISS, progress)
+            journal.add({"stage": "compressed"}, now=True)
+        if not options.keep_vectors:
+            flat.unlink(missing_ok=True)
     model = str(Path(options.model).expanduser().resolve()) if Path(options.model).is_dir() else options.model
     return {
         "model": model,
@@ -99,14 +99,13 @@ def _embed(
 ) -> None:
     header = npy_header((len(passages), encoder.dim), np.float32)
     done = int((journal.last("embedded") or {"passages": 0})["passages"])
-    file = Appended(path, len(header) + done * encoder.dim * 4 if done else 0)
+    file = journal.append_to(path, len(header) + done * encoder.dim * 4 if done else 0)
     if not done:
         file.write(header)
     progress.start("vectors", len(passages), done)
     while done < len(passages):
         chunk = passages[done : done + CHUNK]
         file.write(encoder.passages(chunk, batch_size))
-        file.sync()
         done += len(chunk)
         journal.add({"stage": "embedded", "passages": done})
         progress.advance(len(chunk))

@@ -116,7 +116,8 @@ class FlatVectors:
         wide = min(len(self._vectors), top_k + EXTRA)
         metric = self._faiss.METRIC_INNER_PRODUCT
         _, found = self._faiss.knn(queries, self._vectors, wide, metric=metric)
-        for query, places in zip(queries, found, strict=True):
+        for query, row in zip(queries, found, strict=True):
+            places = row[row >= 0]  # vectors that are no numbers are never found
             scores = (self._vectors[places].astype(np.float64) @ query.astype(np.float64)).astype(np.float32)
             yield _ordered(places, scores, top_k)
 

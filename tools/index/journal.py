@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,21 +15,36 @@ import numpy.typing as npt
 
 from sorl_env.errors import UserError
 
+SYNC_S = 1.0
+
 
 class Journal:
-    """One JSON record a line, each written after the data that it speaks of; a torn last line counts for nothing.
+    """One JSON record a line, written after the data that it speaks of; a torn last line counts for nothing.
+
+    Bringing data to the disk takes a while on some disks, so records wait up to ``SYNC_S``; a kill loses so much work.
 
     Args:
         folder: of the build's scratch files, made if it is not there.
         header: what the build was asked for; a journal of another request is not gone on with.
 
     Raises:
-        UserError: the folder holds the journal of another request, or cannot be written.
+        UserError: the folder holds the journal of another request, another process builds there, or it cannot be
+            written.
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
         self.folder = folder
         self._path = folder / "journal.jsonl"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(folder / "lock")
+        except BlockingIOError as error:
+            raise UserError(f"{folder.parent}: another process is building there; wait for it") from error
+        except OSError as error:
+            raise UserError(f"{folder.parent}: cannot be written ({error})") from error
+        self._files: list[Appended] = []
+        self._waiting: list[Mapping[str, Any]] = []
+        self._synced = 0.0
         wanted = json.loads(json.dumps(header))
         self.records = self._read()
         if self.records:
@@ -40,11 +56,17 @@ class Journal:
                     "command again to go on with it, or add --restart to begin anew"
                 )
         else:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"{folder.parent}: cannot be written ({error})") from error
-            self.add(wanted)
+            self.add(wanted, now=True)
+
+    def close(self) -> None:
+        """Let another process build here."""
+        self._lock.close()
+
+    def append_to(self, path: Path, length: int) -> Appended:
+        """Open a file whose first ``length`` bytes the records vouch for; it is on the disk before later records."""
+        file = Appended(path, length)
+        self._files.append(file)
+        return file
 
     def _read(self) -> list[dict[str, Any]]:
         if not self._path.is_file():
@@ -55,16 +77,42 @@ class Journal:
             file.truncate(len(whole))
         return [json.loads(line) for line in whole.splitlines()]
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Append a record; it is on the disk when this returns."""
-        with self._path.open("ab") as file:
-            file.write(json.dumps(record).encode() + b"\n")
-            sync(file)
+    def add(self, record: Mapping[str, Any], now: bool = False) -> None:
+        """Append a record, on the disk when this returns if ``now``, and before long otherwise."""
         self.records.append(dict(record))
+        self._waiting.append(record)
+        if now or time.monotonic() - self._synced >= SYNC_S:
+            for data in self._files:
+                data.sync()
+            with self._path.open("ab") as file:
+                file.write("".join(f"{json.dumps(one)}\n" for one in self._waiting).encode())
+                sync(file)
+            self._waiting.clear()
+            self._files = [data for data in self._files if not data.closed]
+            self._synced = time.monotonic()
 
     def last(self, stage: str) -> dict[str, Any] | None:
         """The newest record of a stage."""
         return next((record for record in reversed(self.records) if record.get("stage") == stage), None)
+
+
+def _lock(path: Path) -> BinaryIO:
+    """Open a file that no other process has open this way; the system lets go of it when the process ends.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    file = path.open("ab")
+    try:
+        import fcntl
+    except ModuleNotFoundError:
+        return file  # Windows, where deleting a file that is open fails by itself
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def sync(file: BinaryIO) -> None:
@@ -98,10 +146,17 @@ class Appended:
         )
         self.length += self._file.write(raw)
 
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
     def sync(self) -> None:
-        sync(self._file)
+        """Bring what was written to the disk, if that was not done when it was closed."""
+        if not self.closed:
+            sync(self._file)
 
     def close(self) -> None:
+        self.sync()
         self._file.close()
 
 

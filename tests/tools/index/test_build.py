@@ -32,8 +32,9 @@ from sorl_tools.index import bm25_build, build as module, journal
 module.CHUNK = bm25_build.CHUNK = 64
 bm25_build.BLOCK = 500
 add = journal.Journal.add
-def slow_add(self, record):
-    add(self, record)
+journal.SYNC_S = 0
+def slow_add(self, record, now=False):
+    add(self, record, now)
     time.sleep(0.05)
 journal.Journal.add = slow_add
 print(module.build([Path(sys.argv[1])], Path(sys.argv[2])).hash)
@@ -81,17 +82,19 @@ def test_a_resumed_build_reads_only_what_is_left(tmp_path: Path, monkeypatch: py
     added: list[dict[str, object]] = []
     add = Journal.add
 
-    def stop_at_third(self: Journal, record: dict[str, object]) -> None:
+    def stop_at_third(self: Journal, record: dict[str, object], now: bool = False) -> None:
         added.append(record)
         if [r.get("stage") for r in added].count("passages") == 3 and record.get("stage") == "passages":
             raise KeyboardInterrupt
-        add(self, record)
+        add(self, record, now)
 
     monkeypatch.setattr(Journal, "add", stop_at_third)
     with pytest.raises(KeyboardInterrupt):
         build([corpus], tmp_path / "index")
     added.clear()
-    monkeypatch.setattr(Journal, "add", lambda self, record: added.append(record) or add(self, record))
+    monkeypatch.setattr(
+        Journal, "add", lambda self, record, now=False: added.append(record) or add(self, record, now)
+    )
     build([corpus], tmp_path / "index")
     assert [r["passages"] for r in added if r.get("stage") == "passages"] == [192, 256, 300]
 
@@ -130,8 +133,38 @@ def test_a_folder_that_is_not_ours_is_never_touched(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a finished bm25 index of 30 passages is there"):
         build([corpus], out)
     (out / "notes.txt").write_text("kept")
-    assert build([corpus], out, restart=True).files.keys() >= first.files.keys()
+    assert build([corpus], out, restart=True).files == first.files
     assert (out / "notes.txt").read_text() == "kept"
+
+
+def test_one_process_builds_at_a_time(tmp_path: Path) -> None:
+    corpus, out = write_jsonl(tmp_path / "c.jsonl", made_up(300)), tmp_path / "index"
+    child = subprocess.Popen(
+        [sys.executable, "-c", SLOW_BUILD, str(corpus), str(out)], stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while not (out / "building" / "journal.jsonl").is_file():
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(UserError, match="another process is building there"):
+        build([corpus], out)
+    child.kill()
+    child.wait()
+
+
+def test_a_disk_that_is_full_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus, out = write_jsonl(tmp_path / "c.jsonl", made_up(300)), tmp_path / "index"
+
+    def no_space(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sorl_tools.index.bm25_build.np.save", no_space)
+        with pytest.raises(
+            UserError, match=r"No space left on device; mend it, and the same command goes on"
+        ):
+            build([corpus], out)
+    assert build([corpus], out).passages == 300
 
 
 @pytest.mark.parametrize(

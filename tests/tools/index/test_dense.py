@@ -98,12 +98,12 @@ def test_a_stopped_embedding_goes_on_and_ends_the_same(
     add = Journal.add
     embedded: list[object] = []
 
-    def stop_once(self: Journal, record: dict[str, object]) -> None:
+    def stop_once(self: Journal, record: dict[str, object], now: bool = False) -> None:
         if record.get("stage") == "embedded":
             embedded.append(record["passages"])
             if embedded == [64, 128, 192]:
                 raise KeyboardInterrupt  # the vectors are written, the record is not
-        add(self, record)
+        add(self, record, now)
 
     monkeypatch.setattr(Journal, "add", stop_once)
     with pytest.raises(KeyboardInterrupt):
