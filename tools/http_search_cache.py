@@ -18,14 +18,11 @@ Key = tuple[str, int, str]  # fingerprint of the servers' index, top_k, query
 
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS replies (fingerprint TEXT, top_k INTEGER, query TEXT, passages TEXT, used REAL, "
-    "PRIMARY KEY (fingerprint, top_k, query)) WITHOUT ROWID"
+    "PRIMARY KEY (fingerprint, top_k, query))"
 )
 _INDEX = "CREATE INDEX IF NOT EXISTS replies_by_use ON replies (used)"
 _WHERE = "WHERE fingerprint = ? AND top_k = ? AND query = ?"
-_DROP = (
-    "DELETE FROM replies WHERE (fingerprint, top_k, query) IN "
-    "(SELECT fingerprint, top_k, query FROM replies ORDER BY used LIMIT ?)"
-)
+_DROP = "DELETE FROM replies WHERE rowid IN (SELECT rowid FROM replies ORDER BY used LIMIT ?)"
 _BUSY_S = 30.0
 _USE_S = 3600.0  # a use is noted in the file this often: a run that only reads should hardly write
 _MB = 1_000_000
@@ -39,7 +36,7 @@ class ReplyCache:
         path: SQLite file that keeps replies between processes, on a local disk (its journal does not work over a
             network); None for memory alone.
         max_file_mb: when what the file holds outgrows this, the tenth of it that was written or read least recently
-            goes. A gigabyte holds some 400,000 searches of three passages of 100 words.
+            goes. A gigabyte holds some 350,000 searches of three passages of 100 words.
 
     Raises:
         UserError: the file cannot be used.
@@ -121,6 +118,7 @@ def _open(path: Path) -> sqlite3.Connection:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
+        file.execute("PRAGMA page_size = 8192")  # of a new file: replies have some 2 kB
         file.execute("PRAGMA journal_mode = WAL")  # readers and one writer at a time
         file.execute("PRAGMA synchronous = NORMAL")
         file.execute(_SCHEMA)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from sorl_env.errors import UserError
+from sorl_tools import http_search_cache
 from sorl_tools.corpus import Passage
 from sorl_tools.http_search_cache import ReplyCache
 
@@ -72,3 +74,33 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
             ReplyCache(path=path)
     with pytest.raises(UserError, match="keep at least 1"):
         ReplyCache(size=0)
+    with pytest.raises(UserError, match="max_file_mb=0: give more than 0"):
+        ReplyCache(max_file_mb=0)
+    with sqlite3.connect(tmp_path / "other.db") as other:
+        other.execute("CREATE TABLE replies (name TEXT)")
+    other.close()
+    with pytest.raises(UserError, match=r"other.db: cannot keep replies there .*used"):
+        ReplyCache(path=tmp_path / "other.db")
+
+
+def test_a_file_that_is_full_gives_up_what_was_used_least_recently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0  # a use is noted once an hour: after every 36th reply here
+    monkeypatch.setattr(http_search_cache.time, "time", lambda: now)
+    path = tmp_path / "replies.db"
+    cache = ReplyCache(size=1, path=path, max_file_mb=0.5)
+    passage = [Passage("0", "", "x" * 2000)]  # 0.5 MB hold some 200 of them
+    for number in range(1000):
+        now = 100.0 * number
+        cache.put([(key(f"q{number:04}"), passage)])
+        if number % 50 == 0:
+            assert cache.get(key("q0000")) == passage
+    kept = [number for number in range(1000) if cache.get(key(f"q{number:04}")) is not None]
+    assert kept[0] == 0 and kept[1:] == list(range(1000 - len(kept) + 1, 1000))
+    assert 100 < len(kept) < 250
+    cache.close()
+    assert path.stat().st_size < 700_000
+    roomy = ReplyCache(path=path)
+    assert roomy.get(key("q0999")) == passage
+    roomy.close()

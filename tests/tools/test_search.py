@@ -216,6 +216,22 @@ def test_search_tool_of_settings(tmp_path: Path) -> None:
         search_tool(ToolSettings(corpus=str(corpus), search_url="http://127.0.0.1:8000"), sample)
 
 
+def test_replies_of_servers_are_kept_where_the_settings_say(tmp_path: Path) -> None:
+    in_memory = search_tool(ToolSettings(search_url="http://127.0.0.1:8000"), tmp_path)
+    path = tmp_path / "new" / "replies.db"
+    on_disk = search_tool(ToolSettings(search_url="http://127.0.0.1:8000", cache=str(path)), tmp_path)
+    assert isinstance(in_memory, HttpSearch) and isinstance(on_disk, HttpSearch)
+    key = ("sha256:1", 3, "who?")
+    for tool in (in_memory, on_disk):
+        assert tool.cache is not None
+        tool.cache.put([(key, [])])
+        assert tool.cache.get(key) == []
+        tool.close()
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
+    with pytest.raises(UserError, match="keeps the replies of servers: give search_url"):
+        search_tool(ToolSettings(corpus=str(path), cache=str(path)), tmp_path)
+
+
 def rows(path: Path) -> Iterator[Mapping[str, Any]]:
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         yield from map(json.loads, lines)

@@ -238,6 +238,7 @@ def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
             "clip_bias_scope=mini_batch",
         ),
         ({"limits.max_prompt_tokens": 9, "limits.max_trajectory_tokens": 9}, "leaves no room"),
+        ({"search.corpus": "a", "search.cache": "b"}, r"search.cache \(b\) keeps .* give search.url"),
     ],
 )
 def test_settings_that_do_not_fit_together(overrides: dict[str, Any], message: str) -> None:
