@@ -1,15 +1,16 @@
 """The collapse alarm: an online detector over the metrics of a run, which warns before success falls.
 
-Four signals, each a figure with a limit. A run alarms in the first step in which one of them has been beyond its limit
-for ``PERSISTENT`` steps in a row, or two are at the same time. What the limits were set on, and how well they do on
-runs that they were not set on, is in docs/stability.md.
+Four signals, each a figure with a limit. A run alarms in the first step in which the mean of one of them over
+``WINDOW`` steps is beyond its limit: in healthy runs single steps spike, in collapses spikes follow one another. What
+the limits were set on, and how well they do on runs that they were not set on, is in docs/stability.md.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -18,8 +19,8 @@ from sorl_train.config import AlarmConfig
 from sorl_train.metrics_log import append_line, read_jsonl
 from sorl_train.run_dir import RunDir
 
-PERSISTENT = 2
-BASELINE = 3  # first training steps, whose median a gradient norm or an entropy is compared with
+WINDOW = 3  # steps that a signal is averaged over
+BASELINE = 3  # first training steps, with which gradient norms and entropies are compared
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class Alarm:
 
     Attributes:
         step: that the alarm was raised in.
-        since: first of the steps in a row with a signal beyond its limit; what came before it is good.
+        since: first step of the window; what came before it is taken to be good.
         reason: what was seen, for a person.
-        signals: the figures behind it, by name.
+        signals: the means that are beyond their limits, by name.
     """
 
     step: int
@@ -61,25 +62,21 @@ class CollapseAlarm:
         self._grad_norms: list[float] = []
         self._entropies: list[float] = []
         self._best_valid = 0.0
-        self._since: dict[str, int] = {}
+        self._recent: deque[tuple[int, dict[str, float]]] = deque(maxlen=WINDOW)
         self._raised = False
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
         """Take in a training step's metrics (null for what was not finite); the alarm, the one time it is raised."""
         if self._config.action == "off" or "loss/grad_norm" not in metrics:
             return None
-        signals = self._signals(metrics)
-        beyond = {name: value for name, value in signals.items() if not value <= self._limit(name)}
-        self._since = {name: self._since.get(name, step) for name in beyond}
-        lasting = any(step - since + 1 >= PERSISTENT for since in self._since.values())
-        if self._raised or not (lasting or len(beyond) > 1):
+        self._recent.append((step, self._signals(metrics)))
+        means = {name: math.fsum(one[name] for _, one in self._recent) / WINDOW for name in _DESCRIBED}
+        beyond = {name: mean for name, mean in means.items() if mean > getattr(self._config, name)}
+        if self._raised or not beyond:
             return None
         self._raised = True
         reason = "; ".join(_DESCRIBED[name].format(value=value) for name, value in beyond.items())
-        return Alarm(step, min(self._since.values()), reason, beyond)
-
-    def _limit(self, name: str) -> float:
-        return float(getattr(self._config, name))
+        return Alarm(step, self._recent[0][0], f"over {WINDOW} steps, {reason}", beyond)
 
     def _signals(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         grad_norm = _number(metrics, "loss/grad_norm_max")
@@ -89,20 +86,22 @@ class CollapseAlarm:
         signals = {
             "ratio_tail": math.sqrt(2.0 * _number(metrics, "loss/approx_kl")),
             "invalid_turns": self._best_valid - valid,
-            "grad_norm": _relative(grad_norm, self._grad_norms),
-            "entropy": abs(math.log(_relative(entropy, self._entropies) or 1e-9)),
+            "grad_norm": _relative(grad_norm, self._grad_norms, max),
+            "entropy": abs(math.log(_relative(entropy, self._entropies, median) or 1e-9)),
         }
         for history, value in ((self._grad_norms, grad_norm), (self._entropies, entropy)):
-            if len(history) < BASELINE and 0.0 < value < math.inf:  # groups of one reward have a gradient of zero
+            if (
+                len(history) < BASELINE and 0.0 < value < math.inf
+            ):  # groups of one reward have a gradient of zero
                 history.append(value)
         return signals
 
 
 _DESCRIBED = {
-    "ratio_tail": "log-ratios to the old policy have a root mean square of {value:.2f}",
-    "invalid_turns": "the share of valid turns is {value:.3f} below its best",
-    "grad_norm": "the gradient norm is {value:.1f} times that of the first steps",
-    "entropy": "the entropy has moved by a factor of e^{value:.2f} from that of the first steps",
+    "ratio_tail": "log-ratios to the old policy had a root mean square of {value:.2f}",
+    "invalid_turns": "the share of valid turns was {value:.3f} below its best",
+    "grad_norm": "the gradient norm was {value:.1f} times the highest of the first steps",
+    "entropy": "the entropy was off by a factor of e^{value:.2f} from that of the first steps",
 }
 
 
@@ -112,11 +111,9 @@ def _number(metrics: Mapping[str, Any], name: str) -> float:
     return math.inf if value is None else float(value)
 
 
-def _relative(value: float, first: list[float]) -> float:
-    """``value`` over the median of the first ones; 1 as long as these are being gathered."""
-    if len(first) < BASELINE:
-        return 1.0
-    return value / median(first)
+def _relative(value: float, first: list[float], of: Callable[[list[float]], float]) -> float:
+    """``value`` over one ``of`` the first ones; 1 as long as these are being gathered."""
+    return 1.0 if len(first) < BASELINE else value / of(first)
 
 
 def append_event(run_dir: RunDir, event: Mapping[str, Any]) -> None:

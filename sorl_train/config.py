@@ -243,17 +243,17 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class AlarmConfig:
-    """A detector that sees a collapse coming: limits of what is normal, and what to do beyond them."""
+    """A detector that sees a collapse coming: limits of means over three steps, and what to do beyond them."""
 
     action: Literal["off", "warn", "stop", "roll_back"] = opt(
         "warn",
         "warn: say so and write events.jsonl; stop: also save and end; roll_back: also go on from the last good "
         "checkpoint at a lower learning rate",
     )
-    ratio_tail: float = opt(0.25, "root mean square of the tokens' log-ratios to the old policy")
+    ratio_tail: float = opt(0.2, "root mean square of the tokens' log-ratios to the old policy")
     invalid_turns: float = opt(0.05, "share of valid turns below the best so far")
-    grad_norm: float = opt(20.0, "highest gradient norm of a step, in medians of the first steps'")
-    entropy: float = opt(1.3, "log of the entropy over that of the first steps, up or down")
+    grad_norm: float = opt(12.0, "highest gradient norm of a step, over the highest of the first steps")
+    entropy: float = opt(1.5, "log of the entropy over that of the first steps, up or down")
     roll_back_lr: float = opt(0.5, "factor on the learning rates after each roll_back")
 
 

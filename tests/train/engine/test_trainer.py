@@ -361,7 +361,7 @@ def test_lora_resumes_exactly_and_its_checkpoints_are_plain_folders(tmp_path: Pa
     assert moved and all("proj" in name for name in moved)
 
 
-# so low that the second step, at the latest, is beyond it
+# so low that the first step is beyond it
 NERVOUS = {
     "alarm__ratio_tail": 1e-9,
     "update__epochs": 2,
@@ -373,13 +373,13 @@ NERVOUS = {
 def test_the_alarm_warns_and_the_run_goes_on(tmp_path: Path) -> None:
     run_dir, summary = train_short(tmp_path / "run", update__steps=4, **NERVOUS)
     (event,) = read_metrics(run_dir.events)
-    assert event["step"] == 2 and event["kind"] == "collapse_alarm" and event["action"] == "warn"
+    assert event["step"] == 1 and event["kind"] == "collapse_alarm" and event["action"] == "warn"
     assert "log-ratio" in event["reason"] and summary["steps"] == 4
 
 
 def test_the_alarm_stops_a_run_which_can_be_resumed(tmp_path: Path) -> None:
     run_dir, summary = train_short(tmp_path / "run", update__steps=4, **NERVOUS, alarm__action="stop")
-    assert summary["steps"] == 2 and (run_dir.checkpoints / "step_000002").is_dir()
+    assert summary["steps"] == 1 and (run_dir.checkpoints / "step_000001").is_dir()
 
 
 def test_the_alarm_rolls_a_run_back_to_a_lower_rate(tmp_path: Path) -> None:
