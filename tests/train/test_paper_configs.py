@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -213,6 +214,32 @@ def test_they_are_described() -> None:
     about = packaged_configs()
     texts = [about[f"paper/{name}"] for name in EVERY_RUN]
     assert len(set(texts)) == len(texts)
+
+
+# --- docs/reproduce.md ----------------------------------------------------------------------------------------
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_the_page_names_every_run_and_only_what_exists() -> None:
+    page = (REPOSITORY / "docs" / "reproduce.md").read_text()
+    for name in EVERY_RUN:
+        assert f"`{name}`" in page
+    for name in re.findall(r"paper/(\w+_\w+)", page):
+        assert f"paper/{name}" in packaged_configs()
+    for name in re.findall(r"`((?:sorl_env|sorl_train|tasks|tests)/[\w/]+(?:\.py|/))`", page):
+        assert (REPOSITORY / name).exists(), name
+    for name in re.findall(r"--((?:loss|update|optim)\.\w+)", page):
+        assert name in flatten(load_config()), name
+
+
+def test_the_page_has_every_table_figure_and_equation_of_the_paper(shared_data: Path) -> None:
+    paper = shared_data.parent / "paper" / "sorl.tex"
+    if not paper.is_file():
+        pytest.skip(f"no paper at {paper}")
+    page = (REPOSITORY / "docs" / "reproduce.md").read_text()
+    labels = re.findall(r"\\label\{((?:eq|fig|tab|tb|alg|lm):[^}]+)\}", paper.read_text())
+    assert len(labels) > 30
+    assert [label for label in labels if label not in page] == []
 
 
 # --- what they do ---------------------------------------------------------------------------------------------
