@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,9 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sorl_train.doctor_checks import examine
 
         findings: list[Finding] = []
-        for finding in examine(config, own.index):
-            findings.append(finding)
-            print(as_text(finding), flush=True)
+        with _only_errors_logged():
+            for finding in examine(config, own.index):
+                findings.append(finding)
+                print(as_text(finding), flush=True)
     except UserError as error:
         print(f"sorl-doctor: {error}", file=sys.stderr)
         return 2
@@ -57,6 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     print(_verdict(findings))
     return 1 if any(finding.status == "fail" for finding in findings) else 0
+
+
+@contextmanager
+def _only_errors_logged() -> Iterator[None]:
+    """A finding says what a library's warning would say again."""
+    loggers = [logging.getLogger(name) for name in ("sorl_env", "sorl_tools", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def as_text(finding: Finding) -> str:

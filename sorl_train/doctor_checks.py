@@ -19,8 +19,8 @@ from sorl_env.registry import load_task
 from sorl_tools.corpus import cache_dir
 from sorl_train.cold_start import TINY
 from sorl_train.config import CRITIC_ALGOS, TrainConfig
-from sorl_train.doctor_finding import Check, Finding, Run
-from sorl_train.doctor_search import check_corpus, check_index, check_server
+from sorl_train.doctor_finding import Check, Finding, Run, existing
+from sorl_train.doctor_search import check_corpus, check_index, check_replies, check_server, check_tools
 from sorl_train.environments import limits
 from sorl_train.memory import estimate_memory, gigabytes
 from sorl_train.models import compute_dtype, load_tokenizer, pick_device
@@ -34,16 +34,20 @@ def examine(config: TrainConfig, index: Path | None = None) -> Iterator[Finding]
     run = Run(config, index)
     checks: dict[str, tuple[Check, str]] = {
         "versions": (_versions, ""),
-        "data": (_data, "correct --task, --data, --eval_data or --split"),
+        "task": (_task, "correct --task or --task_args"),
+        "data": (_data, ""),
         "model": (
             _model,
-            "give --model a transformers folder (config.json, tokenizer, weights) or a hub name",
+            "give --model a transformers folder (config.json, tokenizer, weights), or a name on the Hugging Face hub "
+            "where that can be reached",
         ),
         "memory": (_memory, "correct hardware.device"),
         "disk": (_disk, ""),
         "corpus": (check_corpus, "correct --search.corpus"),
         "index": (check_index, "correct --index"),
         "server": (check_server, "correct --search.url"),
+        "search": (check_tools, ""),
+        "replies": (check_replies, "correct --search.cache"),
     }
     for name, (check, move) in checks.items():
         try:
@@ -81,20 +85,44 @@ def _versions(run: Run) -> Iterator[Finding]:
         yield Finding("versions", "ok", f"Python {python}, {versions}")
 
 
+def _task(run: Run) -> Iterator[Finding]:
+    """The task, on which other checks build; it is worth a line only where it fails."""
+    run.task = load_task(run.config.task, **run.config.task_args)
+    run.limits = limits(run.task, run.config.limits)
+    yield from ()
+
+
 def _data(run: Run) -> Iterator[Finding]:
-    """The task, and every row of its data."""
+    """Every row of training and evaluation."""
     config = run.config
-    task = load_task(config.task, **config.task_args)
-    run.limits = limits(task, config.limits)
-    for name, source, split in (
-        ("data", config.data, config.split),
-        ("eval data", config.eval_data or config.data, config.eval.split),
-    ):
-        examples = load_examples(task, source, split)
-        detail = f"{len(examples.examples):,} examples of {examples.source}, split {split}"
-        if examples.is_sample:
+    if run.task is None:
+        return
+    sources = (
+        ("data", "--data", config.data, config.split),
+        ("eval data", "--eval_data", config.eval_data or config.data, config.eval.split),
+    )
+    hub = " (hf: is the benchmark on the hub)" if run.task.hub is not None else ""
+    hashes: list[str] = []
+    for name, option, source, split in sources:
+        try:
+            examples = load_examples(run.task, source, split)
+        except UserError as error:
             yield Finding(
-                name, "warn", f"{detail}: the task's embedded sample, not the benchmark", "give --data"
+                name, "fail", str(error), f"correct {option} or the file it names, --task or the split"
+            )
+            if source == sources[1][2]:
+                return  # evaluation would say the same again
+            continue
+        where = f"split {split} of {'the task' if source is None else examples.source}"
+        detail = f"{len(examples.examples):,} examples, {where}"
+        hashes.append(examples.sha256)
+        if examples.is_sample:
+            detail += ": its embedded sample, not the benchmark"
+            yield Finding(name, "warn", detail, f"give {option} a file or a folder{hub}")
+        elif len(hashes) > len(set(hashes)):
+            detail += ": these are the training questions, too"
+            yield Finding(
+                name, "warn", detail, "give --eval_data, or --data a folder with a file for each split"
             )
         else:
             yield Finding(name, "ok", detail)
@@ -103,12 +131,21 @@ def _data(run: Run) -> Iterator[Finding]:
 def _model(run: Run) -> Iterator[Finding]:
     """The model's configuration and tokenizer, without its weights."""
     model = run.config.model
+    if model == TINY and run.task is not None and None in (run.task.vocabulary, run.task.expert):
+        detail = f"tiny is built from a task's vocabulary and expert, which {run.task.name} does not have"
+        yield Finding("model", "fail", detail, "give --model a transformers folder or a hub name")
+        return
     if model == TINY:
         yield Finding("model", "ok", "tiny, built for the task when the run starts")
         return
-    run.shape = model_shape(model, run.config.hardware.lora_rank)
-    load_tokenizer(model)
     folder = Path(model)
+    run.shape = model_shape(model, run.config.hardware.lora_rank)
+    try:
+        load_tokenizer(model)
+    except UserError as error:
+        move = "copy the model's tokenizer.json and tokenizer_config.json there, or name another --model"
+        yield Finding("model", "fail", str(error), move)
+        return
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         yield Finding(
             "model",
@@ -125,8 +162,12 @@ def _memory(run: Run) -> Iterator[Finding]:
     config = run.config
     if run.shape is None or run.limits is None or config.engine != "local":
         free = _free_memory()
-        yield Finding("memory", "ok", f"{gigabytes(free)} free" if free else "not known on this system")
-        return
+        detail = f"{gigabytes(free)} free" if free else "what is free is not known on this system"
+        if config.model == TINY:
+            yield Finding("memory", "ok", f"{detail}; the tiny policy needs little more than torch itself")
+        elif config.engine != "local":
+            yield Finding("memory", "ok", f"{detail} here; sorl-train --dry_run tells what each GPU needs")
+        return  # without a model or a task there is nothing to compare, and that has been said
     device = pick_device(config.hardware.device)
     need = estimate_memory(
         config, run.shape, run.limits, compute_dtype(config.hardware, device).itemsize
@@ -175,30 +216,25 @@ def _free_memory() -> int | None:
 def _disk(run: Run) -> Iterator[Finding]:
     """Room for checkpoints where the run goes, and a cache folder that can be written."""
     config = run.config
-    folder = _existing(Path(config.run_dir or "runs").absolute())
+    folder = existing(Path(config.run_dir or "runs").absolute())
     need = 100_000_000  # trajectories, metrics, the report
     if run.shape is not None:
         critic = run.shape.backbone_parameters if config.algo in CRITIC_ALGOS else 0
         one = 4 * (run.shape.parameters + critic) + 8 * (run.shape.trained + critic)
         need += one * (config.checkpoint.keep + 2)  # the best one besides, and one that is being written
     free = shutil.disk_usage(folder).free
-    detail = f"up to {gigabytes(need)} for checkpoints, {gigabytes(free)} free at {folder}"
+    detail = f"{gigabytes(free)} free at {folder}"
+    if run.shape is not None or config.model == TINY:
+        detail = f"up to {gigabytes(need)} for checkpoints, {detail}"
     if not os.access(folder, os.W_OK):
         yield Finding("disk", "fail", f"{folder} cannot be written", "give another --run_dir")
     elif free < need:
         yield Finding("disk", "fail", detail, "give a --run_dir on a larger disk, or lower checkpoint.keep")
     else:
         yield Finding("disk", "ok", detail)
-    cache = _existing(cache_dir().absolute())
+    cache = existing(cache_dir().absolute())
     try:
         with tempfile.TemporaryFile(dir=cache):
             pass
     except OSError as error:
         yield Finding("cache", "fail", f"{cache}: {error}", "set SORL_CACHE to a folder that can be written")
-
-
-def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    while not path.is_dir():
-        path = path.parent
-    return path

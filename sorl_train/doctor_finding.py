@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sorl_env.task import Limits
+from sorl_env.task import Limits, Task
 from sorl_train.config import TrainConfig
 from sorl_train.memory import ModelShape
 
@@ -30,8 +30,16 @@ class Run:
 
     config: TrainConfig
     index: Path | None = None
+    task: Task | None = None
     limits: Limits | None = None
     shape: ModelShape | None = None
 
 
 Check = Callable[[Run], Iterator[Finding]]
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    while not path.is_dir():
+        path = path.parent
+    return path

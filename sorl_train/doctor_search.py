@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from sorl_env.errors import UserError
+from sorl_env.task import ToolSettings
 from sorl_env.tool import ToolUnavailableError
 from sorl_tools.corpus import PassageFile, read_corpus
 from sorl_tools.http_search import HttpSearch
+from sorl_tools.http_search_cache import ReplyCache
 from sorl_tools.http_search_protocol import TOKEN_VARIABLE
 from sorl_tools.index.corpora import Corpus
 from sorl_tools.index.manifest import Manifest, read_manifest
 from sorl_tools.index.progress import Progress
 from sorl_tools.index.verify import check_files
-from sorl_train.doctor_finding import Finding, Run
+from sorl_train.doctor_finding import Finding, Run, existing
 
 HASHED = 20_000_000_000  # bytes of a corpus or an index that are read to compare hashes; more would take long
 PROBE_S = 5.0
+UNASKED = "http://127.0.0.1:8000"
 
 
 def check_corpus(run: Run) -> Iterator[Finding]:
@@ -37,6 +43,49 @@ def check_corpus(run: Run) -> Iterator[Finding]:
         yield Finding("corpus", "fail", f"{path} holds no passages", "name another --search.corpus")
     else:
         yield Finding("corpus", "ok", f"{count:,} passages in {path}")
+
+
+def check_tools(run: Run) -> Iterator[Finding]:
+    """Whether the task takes what it is given to search, and whether that is more than a sample."""
+    search, task = run.config.search, run.task
+    if task is None or not callable(task.tools):
+        return
+    given = search.corpus is not None or search.url is not None
+    if not given and not task.embedded_is_sample:
+        return  # it makes what it searches, which may take a while
+    try:  # an address stands for a corpus, too, which would be indexed
+        tools = task.tools(ToolSettings(search_url=(search.url or UNASKED) if given else None))
+    except UserError as error:
+        yield Finding("search", "fail", str(error), "leave out --search.corpus and --search.url")
+        return
+    except OSError:
+        return  # a tool that looks for its server at once: the run will say
+    if any(getattr(tool, "is_sample", False) for tool in tools):
+        yield Finding(
+            "search",
+            "warn",
+            "the run would search the few passages of the task's embedded sample",
+            "give --search.corpus PASSAGES, or --search.url with the address of a sorl-serve",
+        )
+    for tool in tools:
+        getattr(tool, "close", lambda: None)()
+
+
+def check_replies(run: Run) -> Iterator[Finding]:
+    """``search.cache``: a file of replies, or a place for a new one."""
+    if run.config.search.cache is None:
+        return
+    path = Path(run.config.search.cache).expanduser()
+    move = "name another --search.cache"
+    if path.is_file():
+        ReplyCache(path=path).close()
+        yield Finding("replies", "ok", f"{path}: {path.stat().st_size / 1e6:,.1f} MB of replies")
+        return
+    folder = existing(path.absolute().parent)
+    if path.exists() or not os.access(folder, os.W_OK):
+        yield Finding("replies", "fail", f"{path}: cannot be a new file", move)
+    else:
+        yield Finding("replies", "ok", f"{path} will be made")
 
 
 def check_index(run: Run) -> Iterator[Finding]:
@@ -124,11 +173,14 @@ def _one_server(run: Run, url: str, fingerprints: dict[str, Any]) -> Finding:
             )
         search("the")
     except ToolUnavailableError as error:
-        move = f"another program may use port {port}; stop it, or {start}"
-        return Finding("server", "fail", str(error), move)
+        move = (
+            f"look at what that server says of it; if another program has port {port}, start one on another: "
+            "sorl-serve INDEX_OR_CORPUS --port N, and give its address as --search.url"
+        )
+        return Finding("server", "fail", textwrap.shorten(str(error), 110), move)
     except ValueError as error:
-        move = f"set {TOKEN_VARIABLE}" if "401" in str(error) else "correct search.url"
-        return Finding("server", "fail", str(error), move)
+        move = f"set {TOKEN_VARIABLE}" if "401" in str(error) else "correct --search.url"
+        return Finding("server", "fail", textwrap.shorten(str(error), 110), move)
     finally:
         search.close()
     told = fingerprints[url] = health.get("fingerprint")

@@ -118,7 +118,8 @@ def _loading_failed(what: str, folder: str, error: Exception) -> str:
     path = Path(folder)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if path.is_dir():
-        return f"no {what} could be loaded from the folder {folder} (it holds {_listing(path)}): {first_line}"
+        failed = f"no {what} could be loaded from the folder {folder} (it holds {_listing(path)})"
+        return failed if first_line.rstrip().endswith(":") else f"{failed}: {first_line}"  # not half a list
     hint = "" if path.exists() else "; there is no such folder, and as a hub name it could not be fetched"
     return f"no {what} could be loaded from {folder!r}{hint}: {first_line}"
 

@@ -46,6 +46,7 @@ def world(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> World
     shutil.copytree(model, tmp_path / "model")
     rows = [{"id": str(i), "question": f"who {i}?", "golden_answers": ["x"]} for i in range(4)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "test.jsonl").write_text('{"id": "t", "question": "what?", "golden_answers": ["y"]}\n')
     passages = [{"id": str(i), "contents": f'"T{i}"\nthe word{i} river'} for i in range(9)]
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in passages))
     return World(
@@ -54,7 +55,7 @@ def world(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> World
             "task": "nq",
             "model": str(tmp_path / "model"),
             "data": str(tmp_path / "data.jsonl"),
-            "eval_data": str(tmp_path / "data.jsonl"),
+            "eval_data": str(tmp_path / "test.jsonl"),
             "search.corpus": str(tmp_path / "corpus.jsonl"),
             "run_dir": str(tmp_path / "runs" / "one"),
         },
@@ -161,17 +162,70 @@ def test_a_model_folder_without_weights(world: World, examine: Examine) -> None:
     assert status == 1 and "holds no weights" in found["model"]
 
 
+def test_a_tiny_policy_for_a_task_that_cannot_have_one(world: World, examine: Examine) -> None:
+    status, found = examine(world(model="tiny"))
+    assert status == 1 and "which nq does not have -> give --model" in found["model"]
+
+
 def test_a_broken_data_row(world: World, examine: Examine) -> None:
     with (world.folder / "data.jsonl").open("a") as file:
         file.write('{"id": "4", "question": "who?"}\n')
     status, found = examine(world())
-    assert status == 1 and "data.jsonl" in found["data"]
+    assert status == 1 and "data.jsonl:5: no column 'golden_answers'" in found["data"]
+    assert "eval data" not in found  # a file of its own, looked at all the same
+    (world.folder / "test.jsonl").write_text("{'question': 1}\n")
+    _, found = examine(world())
+    assert (
+        "test.jsonl:1: not valid JSON" in found["eval data"]
+        and "-> correct --eval_data" in found["eval data"]
+    )
+
+
+def test_evaluation_on_the_training_questions(world: World, examine: Examine) -> None:
+    options = {name: value for name, value in world.options.items() if name != "eval_data"}
+    status, found = examine(World(world.folder, options)())
+    assert status == 0 and "the training questions, too -> give --eval_data" in found["eval data"]
+
+
+def test_a_model_folder_without_a_tokenizer(world: World, examine: Examine) -> None:
+    for file in (world.folder / "model").glob("tokenizer*"):
+        file.unlink()
+    status, found = examine(world())
+    assert status == 1 and "no tokenizer could be loaded from the folder" in found["model"]
+    assert "-> copy the model's tokenizer.json" in found["model"] and "one of" not in found["model"]
+
+
+def test_a_task_that_takes_no_corpus(examine: Examine, world: World) -> None:
+    options = ["--search.corpus", world.options["search.corpus"]]
+    status, found = examine(options)
+    assert status == 1 and "minihop searches the world it generates" in found["search"]
+    assert "-> leave out --search.corpus and --search.url" in found["search"]
+
+
+def test_real_questions_and_nothing_real_to_search(world: World, examine: Examine) -> None:
+    options = {name: value for name, value in world.options.items() if name != "search.corpus"}
+    status, found = examine(World(world.folder, options)())
+    assert status == 0 and "embedded sample -> give --search.corpus PASSAGES" in found["search"]
+
+
+def test_a_file_of_replies(world: World, examine: Examine, serve: Serve) -> None:
+    served, path = with_server(world, serve("sha256:beef")), world.folder / "new" / "replies.db"
+    status, found = examine(served(search__cache=str(path)))
+    assert status == 0 and not path.parent.exists()
+    status, found = examine(served(search__cache=world.options["data"]))
+    assert status == 1 and "cannot keep replies there" in found["replies"]
+    status, found = examine(served(search__cache=str(world.folder)))
+    assert status == 1 and "-> name another --search.cache" in found["replies"]
 
 
 def test_an_embedded_sample_is_only_a_warning(world: World, examine: Examine) -> None:
     options = {name: value for name, value in world.options.items() if not name.endswith("data")}
     status, found = examine(World(world.folder, options)())
-    assert status == 0 and "embedded sample" in found["data"] and "-> give --data" in found["data"]
+    assert (
+        status == 0
+        and "embedded sample" in found["data"]
+        and "-> give --data a file or a folder" in found["data"]
+    )
 
 
 def test_too_little_memory(world: World, examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +299,7 @@ def test_nobody_listens(world: World, examine: Examine) -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({"body": b"<html>It works!</html>"}, "another program may use port"),
+        ({"body": b"<html>It works!</html>"}, "if another program has port"),
         ({"status": 404, "body": b"no"}, "answered 404"),
         ({"status": 401, "body": b"no"}, "-> set SORL_SEARCH_TOKEN"),
         ({"status": 500, "body": b"no"}, "answered 500"),
