@@ -22,8 +22,10 @@ from sorl_train.run_dir import RunDir
 from sorl_train.tiny import task_texts, word_tokenizer
 
 WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 96, "test_questions": 64, "hops": [1, 2]}
+# large enough to learn from, for a policy of the quickstart's size
+LARGER = {"entities": 1500, "lookalikes": 8, "train_questions": 1200, "test_questions": 64, "hops": [1, 2]}
 SETTINGS: dict[str, Any] = {
-    "task_args": WORLD,
+    "task_args": {**WORLD, "hasty": 0.0},
     "hardware.tiny": {"hidden_size": 48, "num_layers": 2, "num_heads": 4},
     "hardware.threads": 1,
     "sft.num_demos": 96,
@@ -54,14 +56,16 @@ def make_run(path: Path, cache: Path, **overrides: Any) -> Path:
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose policy has hardly left its random weights: it answers nothing, fast."""
     folder = tmp_path_factory.mktemp("random")
-    return make_run(folder / "small", folder, sft__steps=0)
+    return make_run(folder / "small", folder, sft__steps=1)
 
 
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a cold start: its policy searches, and answers some questions."""
     folder = tmp_path_factory.mktemp("trained")
-    return make_run(folder / "trained", folder)
+    settings = {"sft__num_demos": 1200, "sft__steps": 260, "sft__batch_size": 16, "sft__lr": 4e-3}
+    world = {**LARGER, "hasty": 0.0}
+    return make_run(folder / "trained", folder, task_args=world, hardware__tiny={}, **settings)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,160 @@
+"""The client of a served model, against a real server on loopback that runs a small model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_train.evaluate.cli import main
+from sorl_train.evaluate.endpoint import TextTokenizer, with_stop_string
+
+from .completions_server import Served, serving
+from .conftest import LARGER, WORLD
+
+STOP = ("</search>", "</answer>")
+
+
+@pytest.fixture(scope="module")
+def folder(run_folder: Path) -> str:
+    return str(run_folder / "checkpoints" / "best" / "policy")
+
+
+@pytest.fixture(scope="module")
+def trained(trained_run: Path) -> str:
+    return str(trained_run / "checkpoints" / "best" / "policy")
+
+
+@pytest.fixture
+def vllm(folder: str) -> Iterator[Served]:
+    with serving(folder, vllm=True) as served:
+        yield served
+
+
+def evaluate(out: Path, *options: str, world: dict[str, Any] = WORLD) -> list[dict[str, Any]]:
+    knobs = [f"{key}={value}" for key, value in world.items()]
+    command = ["--task", "minihop", "--task_args", *knobs, "--quiet", "--threads", "1", "--out", str(out)]
+    assert main([*options, *command]) == 0
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def served_as(served: Served, *options: str) -> list[str]:
+    return ["--endpoint", served.url, "--model_name", "tiny", *options]
+
+
+@pytest.mark.slow  # trains a policy that gives answers
+@pytest.mark.parametrize("vllm_like", [True, False])
+def test_a_served_model_answers_as_the_same_model_does_here(
+    trained: str, tmp_path: Path, vllm_like: bool
+) -> None:
+    modes = ["--mode", "direct", "cot", "rag", "agent", "--limit", "30"]
+    here = evaluate(tmp_path / "here", trained, *modes, world=LARGER)
+    with serving(trained, vllm=vllm_like) as served:
+        there = evaluate(tmp_path / "there", *served_as(served, "--tokenizer", trained), *modes, world=LARGER)
+        assert all(isinstance(body["prompt"], list) for body in served.requests)
+    assert len(here) == len(there) == 120
+    assert any(row["scores"]["em"] for row in here)
+    same = sum(
+        a["turns"] == b["turns"] and a["answer"] == b["answer"] for a, b in zip(here, there, strict=True)
+    )
+    assert same == len(here)
+
+
+def test_without_a_tokenizer_prompts_go_out_as_text(vllm: Served, tmp_path: Path) -> None:
+    rows = evaluate(tmp_path / "out", *served_as(vllm), "--mode", "agent", "--limit", "3")
+    assert len(rows) == 3 and vllm.requests[0]["prompt"] in {row["prompt"] for row in rows}
+    settings = json.loads((tmp_path / "out" / "settings.json").read_text())
+    assert "estimates" in settings["policy"]["tokenizer"]
+
+
+@pytest.mark.parametrize("faults", [[503, 0, 429, 500], [0]])
+def test_what_passes_is_tried_again(
+    vllm: Served, tmp_path: Path, folder: str, faults: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sorl_train.evaluate.endpoint._BACKOFF_S", 0.01)
+    vllm.faults = list(faults)
+    rows = evaluate(
+        tmp_path / "out", *served_as(vllm, "--tokenizer", folder), "--mode", "direct", "--limit", "4"
+    )
+    assert len(rows) == 4 and not vllm.faults
+    assert len(vllm.requests) == 4 + len(faults)
+
+
+def test_a_refusal_and_an_outage_stop_the_evaluation_with_the_reason(
+    vllm: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--task", "minihop", "--mode", "direct", "--limit", "2", "--quiet"]
+    wrong = ["--endpoint", vllm.url, "--model_name", "large"]
+    assert main([*common, *wrong, "--out", str(tmp_path / "a")]) == 2
+    assert "refused a request of model 'large': HTTP 404" in capsys.readouterr().err
+    nobody = ["--endpoint", "http://127.0.0.1:9/v1", "--model_name", "tiny", "--timeout_s", "0.3"]
+    assert main([*common, *nobody, "--out", str(tmp_path / "b")]) == 2
+    assert "has not answered for 0.3 s" in capsys.readouterr().err
+
+
+def test_an_evaluation_stopped_by_an_outage_goes_on_when_the_server_is_back(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--task", "minihop", "--mode", "direct", "--limit", "12", "--concurrency", "1", "--quiet"]
+    options += ["--limits", "max_new_tokens=6"]
+    with serving(folder, vllm=True) as served:
+        whole = evaluate(tmp_path / "whole", *served_as(served, *options[2:]))
+    with serving(folder, vllm=True) as served:
+        command = [*served_as(served, "--timeout_s", "0.4"), *options, "--task_args"]
+        command += [f"{key}={value}" for key, value in WORLD.items()] + ["--out", str(tmp_path / "broken")]
+        served.requests = Stopper(served)  # type: ignore[assignment]
+        assert main(command) == 2
+        assert "what is answered is kept" in capsys.readouterr().err
+        kept = (tmp_path / "broken" / "results.jsonl").read_text().splitlines()
+        assert 1 <= len(kept) < 12
+        served.requests, served.faults = [], []
+        assert main(command) == 0
+        assert len(served.requests) == 12 - len(kept)
+    lines = (tmp_path / "broken" / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == whole
+
+
+class Stopper(list[dict[str, Any]]):
+    """Lets a server fail for good after five requests."""
+
+    def __init__(self, served: Served) -> None:
+        super().__init__()
+        self._served = served
+
+    def append(self, body: dict[str, Any]) -> None:
+        super().append(body)
+        if len(self) > 5:
+            self._served.faults = [503]
+
+
+def test_a_text_tokenizer_loses_nothing() -> None:
+    tokenizer = TextTokenizer()
+    for text in ("", "Who wrote it?\n\n<search> naïve 東京 </search>\t  x", "extraordinarily long words"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+    assert len(tokenizer.encode("extraordinarily long")) == 5  # extr aord inar ily, and " long"
+
+
+@pytest.mark.parametrize(
+    ("text", "named", "whole"),
+    [
+        ("<think>a</think><search>who", "</search>", "<think>a</think><search>who</search>"),
+        ("<think>a</think><search>who", None, "<think>a</think><search>who</search>"),
+        ("<search>x</search>", None, "<search>x</search>"),
+        ("<think>a</think><answer>x", None, "<think>a</think><answer>x</answer>"),
+        ("no tags", None, "no tags"),
+        ("no tags", 2, "no tags"),  # the id of an end-of-text token
+    ],
+)
+def test_a_stop_string_that_was_left_out_is_put_back(text: str, named: object, whole: str) -> None:
+    assert with_stop_string(text, named, STOP) == whole
+
+
+def test_an_endpoint_needs_a_name_and_no_model_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--endpoint", "http://127.0.0.1:9/v1", "--task", "minihop"]) == 2
+    assert "--endpoint needs --model_name" in capsys.readouterr().err
+    assert main(["models/x", "--endpoint", "http://127.0.0.1:9/v1", "--task", "minihop"]) == 2
+    assert "give one of them" in capsys.readouterr().err
