@@ -74,9 +74,12 @@ class DenseOptions:
 
 @dataclass(frozen=True)
 class HybridOptions:
-    """Reciprocal rank fusion: a passage scores ``1 / (rrf_k + rank)`` in each part that ranks it to ``depth``."""
+    """Reciprocal rank fusion: a passage scores ``1 / (rrf_k + rank)`` in each part that ranks it to ``depth``.
 
-    rrf_k: int = 60
+    The usual 60 is for long result lists. An agent reads three passages; 1 gives each part's first a place among them.
+    """
+
+    rrf_k: int = 1
     depth: int = 100
 
 
@@ -113,6 +116,10 @@ def build(
 
         options["dense"] = dense_request(dense)
     if backend == "hybrid":
+        if hybrid.rrf_k < 0 or hybrid.depth < 1:
+            raise UserError(
+                f"--rrf_k {hybrid.rrf_k} --depth {hybrid.depth}: rrf_k must be 0 or more, depth 1 or more"
+            )
         options["hybrid"] = dataclasses.asdict(hybrid)
     header = {"backend": backend, "corpus": corpus.fingerprint(), "options": options, "versions": _versions()}
     _check_out(out, restart)

@@ -302,13 +302,14 @@ def test_estimates_add_up() -> None:
     assert flat == 1000 * 384 * 4
     by_kind = {
         kind: estimate(1_000_000, "dense", dim=384, faiss=kind).disk
-        for kind in ("flat", "sq8", "pq", "OPQ96,PQ96")
+        for kind in ("flat", "sq8", "pq", "ivfpq", "OPQ96,PQ96")
     }
     text = by_kind["flat"] - 1536e6
     assert {kind: round((size - text) / 1e6) for kind, size in by_kind.items()} == {
         "flat": 1536,
         "sq8": 384,
         "pq": 192,
+        "ivfpq": 200,
         "OPQ96,PQ96": 96,
     }
     for bad in (
