@@ -32,6 +32,7 @@ class ExampleSet:
         source: ``embedded``, a file's path, or ``hf:owner/name``.
         sha256: of the file's bytes; of the examples themselves where there is no file.
         is_sample: an embedded sample that stands in for a benchmark.
+        is_test: a row says that it is of a test split; see `sorl_train.environments.make_env`.
     """
 
     examples: Sequence[Example]
@@ -39,6 +40,7 @@ class ExampleSet:
     split: str
     sha256: str
     is_sample: bool = False
+    is_test: bool = False
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -63,8 +65,9 @@ def load_examples(task: Task, data: str | Path | None = None, split: str = "trai
     else:
         path = _find_file(Path(data).expanduser(), split)
         content = path.read_bytes()
-        examples = _parse_rows(task, _read_rows(path, content), str(path), split)
-        loaded = ExampleSet(examples, str(path), split, hashlib.sha256(content).hexdigest())
+        examples, is_test = _parse_rows(task, _read_rows(path, content), str(path), split)
+        digest = hashlib.sha256(content).hexdigest()
+        loaded = ExampleSet(examples, str(path), split, digest, is_test=is_test)
     if not loaded.examples:
         raise UserError(f"{loaded.source}: split {split!r} of task {task.name} has no examples")
     return loaded
@@ -181,16 +184,18 @@ def _load_hub(task: Task, reference: str, split: str) -> ExampleSet:
         rows = datasets.load_dataset(name, config or None, split=splits.get(split, split))
     except (OSError, ValueError) as error:  # unreachable, unknown name, unknown configuration or split
         raise UserError(f"{source}, split {split!r}: {error}") from error
-    examples = _parse_rows(task, enumerate(rows, start=1), source, split)
-    return ExampleSet(examples, source, split, _hash_examples(examples))
+    examples, is_test = _parse_rows(task, enumerate(rows, start=1), source, split)
+    return ExampleSet(examples, source, split, _hash_examples(examples), is_test=is_test)
 
 
 def _parse_rows(
     task: Task, rows: Iterable[tuple[int, Mapping[str, Any]]], source: str, split: str
-) -> tuple[Example, ...]:
-    examples = []
+) -> tuple[tuple[Example, ...], bool]:
+    """The examples, and whether one of them says that it is of a test split."""
+    examples, is_test = [], False
     for number, row in rows:
-        if split == "train" and row.get("split") == TEST_SPLIT:
+        is_test = is_test or row.get("split") == TEST_SPLIT
+        if split == "train" and is_test:
             raise UserError(
                 f"{source}:{number}: this question is of a test split (its column 'split' says so), nobody trains on "
                 "those: give the file of another split, or split=test (--split test) to evaluate on it"
@@ -203,4 +208,4 @@ def _parse_rows(
             ) from error
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{source}:{number}: not a row of task {task.name}: {error}") from error
-    return tuple(examples)
+    return tuple(examples), is_test

@@ -10,6 +10,7 @@ from typing import Any
 
 from sorl_env.data import load_examples
 from sorl_env.env import ToolUseEnv
+from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.tool import ToolReply
@@ -19,15 +20,21 @@ from sorl_train.config import LimitsConfig, TrainConfig
 
 
 def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
-    """The environment of training or of evaluation."""
+    """The environment of training or of evaluation. Raises ``UserError`` for training on a test split."""
     task = load_task(config.task, **config.task_args)
-    return ToolUseEnv(
+    env = ToolUseEnv(
         task,
         data=(config.eval_data or config.data) if evaluation else config.data,
         split=config.eval.split if evaluation else config.split,
         tool_settings=tool_settings(config),
         limits=limits(task, config.limits),
     )
+    if env.examples.is_test and not evaluation:
+        raise UserError(
+            f"split {config.split!r} of {env.examples.source} holds test questions (their column 'split' says so), "
+            "nobody trains on those: give another split, or another file"
+        )
+    return env
 
 
 def training_examples(config: TrainConfig) -> Sequence[Example]:

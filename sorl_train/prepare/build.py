@@ -24,16 +24,14 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.registry import load_task
 from sorl_env.task import Example
 from sorl_train.prepare.card import card
+from sorl_train.prepare.manifest import CARD, MANIFEST, PAIRS, Manifest, jsonl, read_manifest
 from sorl_train.prepare.overlap import Pair, count_pairs, count_repeated, find_pairs
+from sorl_train.prepare.questions import read_questions
 from sorl_train.prepare.recipes import Recipe
 from sorl_train.prepare.sources import Source, is_file, read_source
 from sorl_train.run_dir import atomic_write
 
-MANIFEST = "sorl_data.json"
-PAIRS = "overlap.jsonl"
-CARD = "README.md"
 DROP = ("none", "exact", "near")
-Manifest = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +42,14 @@ class Options:
         drop: which train questions that stand in test, too, are left out; ``near`` takes the exact ones as well.
         skip_unreadable: leave out rows that the task cannot read, and count them, instead of refusing.
         test_ids: ids of the test questions, where the published split mixes them with others.
+        against: more test questions that train is checked against, of other data sets.
     """
 
     drop: str = "none"
     skip_unreadable: bool = False
     test_ids: frozenset[str] | None = None
     revision: str | None = None
+    against: tuple[Path, ...] = ()
 
 
 def prepare(recipe: Recipe, sources: Mapping[str, str], out: Path, options: Options = Options()) -> Manifest:
@@ -69,16 +69,31 @@ def prepare(recipe: Recipe, sources: Mapping[str, str], out: Path, options: Opti
         source = read_source(reference, recipe.splits.get(split, split), recipe.configs, options.revision)
         examples[split], dropped = _read(recipe, source, split, options)
         entries[split] = _entry(source, dropped, examples[split])
-    pairs: list[Pair] | None = None
-    if {"train", TEST_SPLIT} <= set(examples):
-        pairs = find_pairs(examples["train"], examples[TEST_SPLIT])
-        kinds = {"none": (), "exact": ("exact",), "near": ("exact", "near")}[options.drop]
-        in_test = {pair.train_id for pair in pairs if pair.kind in kinds}
+    pairs = _find_overlap(examples, options.against)
+    kinds = {"none": (), "exact": ("exact",), "near": ("exact", "near")}[options.drop]
+    in_test = {pair.train_id for found in pairs.values() for pair in found if pair.kind in kinds}
+    if in_test:
         kept = [example for example in examples["train"] if example.id not in in_test]
-        if in_test:
-            entries["train"]["dropped"]["also in the test split"] = len(examples["train"]) - len(kept)
+        entries["train"]["dropped"]["also for testing"] = len(examples["train"]) - len(kept)
         examples["train"] = kept
     return _write(recipe, examples, entries, pairs, out, options)
+
+
+def _find_overlap(
+    examples: Mapping[str, Sequence[Example]], against: Sequence[Path]
+) -> dict[str, list[Pair]]:
+    """Test file -> the pairs of train with it; empty where there is no train split, or nothing to check it against."""
+    if "train" not in examples:
+        if against:
+            raise UserError("--against checks a train split, and none is prepared")
+        return {}
+    tests = {f"{TEST_SPLIT}.jsonl": examples[TEST_SPLIT]} if TEST_SPLIT in examples else {}
+    for path in against:
+        name = f"{path.resolve().parent.name}/{path.name}"
+        if name in tests:
+            raise UserError(f"--against {path}: another file is called {name}, too; rename a folder")
+        tests[name] = read_questions(path)
+    return {name: find_pairs(examples["train"], test) for name, test in tests.items()}
 
 
 def choose_sources(recipe: Recipe, given: Sequence[str]) -> dict[str, str]:
@@ -185,7 +200,7 @@ def _write(
     recipe: Recipe,
     examples: Mapping[str, Sequence[Example]],
     entries: Mapping[str, Mapping[str, Any]],
-    pairs: Sequence[Pair] | None,
+    pairs: Mapping[str, Sequence[Pair]],
     out: Path,
     options: Options,
 ) -> Manifest:
@@ -197,9 +212,11 @@ def _write(
         digest = hashlib.sha256(text.encode()).hexdigest()
         files[f"{split}.jsonl"] = {"split": split, "rows": len(found), "sha256": digest, **entries[split]}
     manifest: Manifest = {"version": 1, "name": recipe.name, "licence": recipe.licence, "files": files}
-    if pairs is not None:
-        manifest["overlap"] = {**count_pairs(pairs), "dropped": options.drop}
-        atomic_write(out / PAIRS, jsonl(dataclasses.asdict(pair) for pair in pairs))
+    if pairs:
+        counts = {name: count_pairs(found) for name, found in pairs.items()}
+        manifest["overlap"] = {"dropped": options.drop, "with": counts}
+        rows = [{"with": name, **dataclasses.asdict(pair)} for name, found in pairs.items() for pair in found]
+        atomic_write(out / PAIRS, jsonl(rows))
     else:
         (out / PAIRS).unlink(missing_ok=True)  # of an earlier call that made both splits
     for name in ("train.jsonl", f"{TEST_SPLIT}.jsonl"):
@@ -207,23 +224,6 @@ def _write(
             (out / name).unlink(missing_ok=True)
     atomic_write(out / CARD, card(recipe, manifest))
     atomic_write(out / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-    return manifest
-
-
-def jsonl(rows: Any) -> str:
-    """Rows as JSON lines, keys in the order of the rows."""
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a prepared folder, None if it is another kind of folder."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        return None
-    try:
-        manifest: Manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); prepare the folder again") from error
     return manifest
 
 

@@ -66,15 +66,23 @@ def _origin(recipe: Recipe, files: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _overlap(overlap: Mapping[str, Any]) -> str:
     dropped = {
-        "none": "They were left in train, as published.",
+        "none": "All were left in train, as published.",
         "exact": "The exact ones were left out of train.",
         "near": "All of them were left out of train.",
     }[overlap["dropped"]]
-    return (
-        "## Overlap of train and test\n\n"
-        f"Found before anything was left out: {overlap['exact_test']:,} test questions stand in train word for word, "
-        f"{overlap['near_test']:,} nearly so (in {overlap['near_pairs']:,} pairs alike in wording, some of them about "
-        f"different things). Every pair is in `overlap.jsonl`. {dropped}"
+    lines = [
+        "## Train questions that are also for testing",
+        "",
+        "| with | word for word | nearly |",
+        "|---|---|---|",
+    ]
+    for name, counts in overlap["with"].items():
+        lines.append(
+            f"| {name} | {counts['exact_test']:,} test questions | {counts['near_test']:,} test questions |"
+        )
+    return "\n".join(lines) + (
+        "\n\nCounted before anything was left out. Questions that are nearly the same are alike in wording; some are "
+        f"about different things. Every pair is in `overlap.jsonl`. {dropped}"
     )
 
 

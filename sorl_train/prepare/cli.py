@@ -13,10 +13,12 @@ from pathlib import Path
 from sorl_env.check_task import load_tokenizer
 from sorl_env.data import SUFFIXES
 from sorl_env.errors import UserError
-from sorl_train.prepare.build import CARD, DROP, PAIRS, Manifest, Options, choose_sources, jsonl, prepare
+from sorl_train.prepare.build import DROP, Options, choose_sources, prepare
+from sorl_train.prepare.manifest import CARD, PAIRS, Manifest, jsonl
 from sorl_train.prepare.overlap import SHINGLE, THRESHOLD, Pair, count_pairs, find_pairs
+from sorl_train.prepare.questions import read_questions
 from sorl_train.prepare.recipes import RECIPES, find_recipe
-from sorl_train.prepare.show import describe, read_questions
+from sorl_train.prepare.show import describe
 from sorl_train.run_dir import atomic_write
 
 
@@ -64,6 +66,14 @@ def _parser() -> argparse.ArgumentParser:
         help="leave train questions out that stand in test, too: word for word, or nearly (default none: only report)",
     )
     make.add_argument(
+        "--against",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="test questions of other data sets to check train against, too",
+    )
+    make.add_argument(
         "--skip_unreadable",
         "--skip-unreadable",
         action="store_true",
@@ -103,6 +113,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
         skip_unreadable=arguments.skip_unreadable,
         test_ids=_read_ids(arguments.test_ids),
         revision=arguments.revision,
+        against=tuple(arguments.against),
     )
     manifest = prepare(recipe, choose_sources(recipe, arguments.source), arguments.out, options)
     _print_manifest(manifest, arguments.out)
@@ -113,14 +124,17 @@ def _print_manifest(manifest: Manifest, out: Path) -> None:
     for name, entry in manifest["files"].items():
         left_out = "; ".join(f"{count:,} {reason}" for reason, count in entry["dropped"].items())
         print(f"{out / name}: {entry['rows']:,} questions" + (f" (left out: {left_out})" if left_out else ""))
-    overlap = manifest.get("overlap")
-    if overlap and (overlap["exact_pairs"] or overlap["near_pairs"]):
+    overlap = manifest.get("overlap", {"with": {}})
+    found = {name: counts for name, counts in overlap["with"].items() if any(counts.values())}
+    for name, counts in found.items():
         print(
-            f"{overlap['exact_test']:,} test questions stand in train word for word, {overlap['near_test']:,} nearly: "
-            f"see {out / PAIRS}"
-            + ("; --drop exact or near leaves them out" if overlap["dropped"] == "none" else ""),
+            f"{name}: {counts['exact_test']:,} of its questions stand in train word for word, "
+            f"{counts['near_test']:,} nearly",
             file=sys.stderr,
         )
+    if found:
+        hint = "; --drop exact or near leaves them out" if overlap["dropped"] == "none" else ""
+        print(f"see {out / PAIRS}{hint}", file=sys.stderr)
     print(f"{out / CARD}: licence {manifest['licence']}, origin, filter, hashes")
 
 

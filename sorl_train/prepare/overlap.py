@@ -12,7 +12,7 @@ import math
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sorl_env.errors import UserError
@@ -65,23 +65,22 @@ def find_pairs(
         raise UserError(
             f"shingle={shingle}, threshold={threshold}: give shingles of at least 1 word, a threshold above 0, up to 1"
         )
-    keys = [[_key(example) for example in split] for split in (train, test)]
-    sets = [[_shingles(key, shingle) for key in split] for split in keys]
+    index = _Index([_key(example) for example in test], shingle, threshold)
     found = []
-    for train_index, test_index, similarity in _similar(sets[0], sets[1], threshold):
-        exact = keys[0][train_index] == keys[1][test_index]
-        one, other = train[train_index], test[test_index]
-        kind = "exact" if exact else "near"
-        pair = Pair(
-            one.id,
-            other.id,
-            kind,
-            round(similarity, 4),
-            _share_answer(one, other),
-            one.question,
-            other.question,
-        )
-        found.append((test_index, not exact, -similarity, train_index, pair))
+    for train_index, one in enumerate(train):
+        key = _key(one)
+        for test_index, similarity in index.similar(key):
+            exact, other = key == index.keys[test_index], test[test_index]
+            pair = Pair(
+                one.id,
+                other.id,
+                "exact" if exact else "near",
+                round(similarity, 4),
+                _share_answer(one, other),
+                one.question,
+                other.question,
+            )
+            found.append((test_index, not exact, -similarity, train_index, pair))
     return [pair for *_, pair in sorted(found, key=lambda item: item[:4])]
 
 
@@ -101,18 +100,22 @@ def count_repeated(examples: Sequence[Example]) -> int:
     return len(examples) - len({_key(example) for example in examples})
 
 
-def _words(text: str) -> tuple[str, ...]:
+Words = tuple[str, ...]
+Key = tuple[Words, ...]  # the question's words, then those of each option
+
+
+def _words(text: str) -> Words:
     words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
     return tuple(word for word in words if word not in _ARTICLES) or tuple(words)
 
 
-def _key(example: Example) -> tuple[tuple[str, ...], ...]:
-    """The question's words, then those of each option, sorted: a shuffled question is the same one."""
+def _key(example: Example) -> Key:
+    """Options are sorted: a shuffled question is the same one."""
     options: Mapping[str, str] = example.options or {}
     return (_words(example.question), *sorted(_words(text) for text in options.values()))
 
 
-def _shingles(key: tuple[tuple[str, ...], ...], size: int) -> frozenset[tuple[str, ...]]:
+def _shingles(key: Key, size: int) -> frozenset[Words]:
     """Runs of ``size`` words within the question and within each option; a shorter text is one shingle."""
     return frozenset(
         words[start : start + size] for words in key for start in range(max(1, len(words) - size + 1))
@@ -120,35 +123,48 @@ def _shingles(key: tuple[tuple[str, ...], ...], size: int) -> frozenset[tuple[st
 
 
 def _share_answer(one: Example, other: Example) -> bool:
-    def answers(example: Example) -> set[tuple[str, ...]]:
+    def answers(example: Example) -> set[Words]:
         options = example.options or {}
         return {_words(options.get(answer, answer)) for answer in example.golden_answers}
 
     return not answers(one).isdisjoint(answers(other))
 
 
-def _similar(
-    left: Sequence[frozenset[tuple[str, ...]]], right: Sequence[frozenset[tuple[str, ...]]], threshold: float
-) -> Iterator[tuple[int, int, float]]:
-    """(index left, index right, Jaccard) of every pair that reaches the threshold.
+class _Index:
+    """The test questions by their shingles.
 
-    If J(x, y) >= t then x and y share at least ceil(t |x|) elements, so in any common order the first shared one is
-    among the first |x| - ceil(t |x|) + 1 of x, and likewise of y. Rare shingles come first: few candidates are left.
+    If J(x, y) >= t then x and y share at least ceil(t |x|) shingles, so in any common order the first shared one is
+    among the first |x| - ceil(t |x|) + 1 of x, and likewise of y. Ordered by how many test questions have a shingle,
+    those of x that none has come first and need not be looked up, and the frequent ones hardly ever are.
     """
-    frequency = Counter(item for sets in (left, right) for items in sets for item in items)
 
-    def prefix(items: frozenset[tuple[str, ...]]) -> list[tuple[str, ...]]:
-        kept = len(items) - math.ceil(threshold * len(items) - 1e-9) + 1
-        return sorted(items, key=lambda item: (frequency[item], item))[:kept]
+    def __init__(self, keys: Sequence[Key], size: int, threshold: float) -> None:
+        self.keys = keys
+        self._size = size
+        self._threshold = threshold
+        self._sets = [_shingles(key, size) for key in keys]
+        self._frequency = Counter(item for items in self._sets for item in items)
+        self._by_shingle: dict[Words, list[int]] = defaultdict(list)
+        for position, items in enumerate(self._sets):
+            for item in self._prefix(items):
+                self._by_shingle[item].append(position)
 
-    index = defaultdict(list)
-    for position, items in enumerate(right):
-        for item in prefix(items):
-            index[item].append(position)
-    for position, items in enumerate(left):
-        candidates = {other for item in prefix(items) for other in index.get(item, ())}
+    def similar(self, key: Key) -> list[tuple[int, float]]:
+        """(position, Jaccard) of every test question that reaches the threshold."""
+        items = _shingles(key, self._size)
+        candidates = {other for item in self._prefix(items) for other in self._by_shingle.get(item, ())}
+        found = []
         for other in sorted(candidates):
-            shared = len(items & right[other])
-            similarity = shared / (len(items) + len(right[other]) - shared)
-            if similarity >= threshold - 1e-9:
-                yield position, other, similarity
+            shared = len(items & self._sets[other])
+            similarity = shared / (len(items) + len(self._sets[other]) - shared)
+            if similarity >= self._threshold - 1e-9:
+                found.append((other, similarity))
+        return found
+
+    def _prefix(self, items: frozenset[Words]) -> list[Words]:
+        kept = len(items) - math.ceil(self._threshold * len(items) - 1e-9) + 1
+        known = sorted(
+            (item for item in items if item in self._frequency),
+            key=lambda item: (self._frequency[item], item),
+        )
+        return known[: max(0, kept - (len(items) - len(known)))]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ import pyarrow.parquet as pq  # noqa: E402
 
 from sorl_env import UserError, load_examples, load_task  # noqa: E402
 from sorl_train.cli import main as train_main  # noqa: E402
-from sorl_train.prepare.build import Options, choose_sources, prepare, read_manifest, to_row  # noqa: E402
+from sorl_train.config import TrainConfig  # noqa: E402
+from sorl_train.environments import make_env  # noqa: E402
+from sorl_train.prepare.build import Options, choose_sources, prepare, to_row  # noqa: E402
 from sorl_train.prepare.cli import main  # noqa: E402
+from sorl_train.prepare.manifest import read_manifest  # noqa: E402
 from sorl_train.prepare.recipes import RECIPES, find_recipe  # noqa: E402
 
 SHARED = {  # data set -> split -> file of the shared data
@@ -97,7 +101,7 @@ def test_pubmedqa_is_split_by_its_rows(shared_data: Path, tmp_path: Path) -> Non
     files = manifest["files"]
     assert (files["train.jsonl"]["rows"], files["test.jsonl"]["rows"]) == (500, 236)
     assert files["train.jsonl"]["dropped"] == {"of the test split": 236}
-    assert manifest["overlap"]["exact_pairs"] == 0
+    assert manifest["overlap"]["with"]["test.jsonl"]["exact_pairs"] == 0
 
 
 def test_the_card_loads_with_datasets_and_names_licence_and_counts(shared_data: Path, tmp_path: Path) -> None:
@@ -113,7 +117,7 @@ def test_the_card_loads_with_datasets_and_names_licence_and_counts(shared_data: 
     assert front["license"] == "cc-by-sa-4.0"
     assert "| train.jsonl | train | 247 | training |" in text
     assert "| test.jsonl | test | 253 | evaluation only: training on it is refused |" in text
-    assert "51 test questions stand in train word for word" in text and "51 also in the test split" in text
+    assert "| test.jsonl | 51 test questions | 0 test questions |" in text and "51 also for testing" in text
     for split, count in (("train", 247), ("test", 253)):
         loaded = datasets.load_dataset(str(out), split, cache_dir=str(tmp_path / "cache"))
         assert {name: len(rows) for name, rows in loaded.items()} == {split: count}
@@ -315,6 +319,13 @@ def test_training_on_a_test_split_is_refused(
         )
         assert "sorl-train: " in (error := capsys.readouterr().err) and "of a test split" in error
         assert not (tmp_path / "run").exists()
+    # nor does calling the split by its name help; to evaluate on it is what it is for
+    config = TrainConfig(task="nq", data=str(prepared), split="test")
+    with pytest.raises(
+        UserError, match=r"split 'test' of .*test\.jsonl holds test questions .* nobody trains on"
+    ):
+        make_env(config)
+    assert len(make_env(replace(config, split="train"), evaluation=True).examples) == 2
     with pytest.raises(UserError, match="no rows of nq for split 'train'"):
         made("nq", tmp_path / "again", f"train={prepared / 'test.jsonl'}")
 
@@ -336,7 +347,29 @@ def test_drop_leaves_near_duplicates_out_of_train(tmp_path: Path) -> None:
     for drop, left in (("none", ["0", "1", "2"]), ("exact", ["0", "2"]), ("near", ["2"])):
         manifest = made("nq", tmp_path / drop, f"train={train}", f"test={test}", drop=drop)
         assert [row["id"] for row in rows_of(tmp_path / drop / "train.jsonl")] == left
-        assert (manifest["overlap"]["exact_pairs"], manifest["overlap"]["near_pairs"]) == (1, 1)
+        counts = manifest["overlap"]["with"]["test.jsonl"]
+        assert (counts["exact_pairs"], counts["near_pairs"]) == (1, 1)
+
+
+def test_train_is_checked_against_other_benchmarks(shared_data: Path, tmp_path: Path) -> None:
+    """The shared file in AlphaMed19K's columns was made of benchmark questions: it shows."""
+    medqa = tmp_path / "medqa"
+    made("medqa", medqa, f"test={shared_data / 'medical/medqa_test.jsonl.gz'}")
+    train = f"train={shared_data / 'alphamed/train_shaped.jsonl.gz'}"
+    mmlu = shared_data / "medical/mmlu_med_test.jsonl.gz"
+    tests = (medqa / "test.jsonl", mmlu)
+    manifest = made("alphamed19k", tmp_path / "alphamed", train, against=tests, drop="near")
+    counts = manifest["overlap"]["with"]
+    assert {name: found["exact_test"] for name, found in counts.items()} == {
+        "medqa/test.jsonl": 626,
+        "medical/mmlu_med_test.jsonl.gz": 0,
+    }
+    assert manifest["files"]["train.jsonl"]["rows"] == 5809 - 626
+    assert {row["with"] for row in rows_of(tmp_path / "alphamed" / "overlap.jsonl")} == {"medqa/test.jsonl"}
+    with pytest.raises(UserError, match="--against checks a train split, and none is prepared"):
+        made("medqa", medqa, f"test={shared_data / 'medical/medqa_test.jsonl.gz'}", against=(mmlu,))
+    with pytest.raises(UserError, match=r"another file is called medqa/test\.jsonl, too"):
+        made("alphamed19k", tmp_path / "alphamed", train, against=(medqa / "test.jsonl",) * 2)
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------
@@ -419,7 +452,7 @@ def test_prepare_check_and_show(
     said = capsys.readouterr()
     assert (
         f"{out}/train.jsonl: 298 questions" in said.out
-        and "51 test questions stand in train word for word" in said.err
+        and "test.jsonl: 51 of its questions stand in train word for word" in said.err
     )
     assert (
         main(
@@ -434,7 +467,8 @@ def test_prepare_check_and_show(
         == 1
     )
     assert "exact: 51 pairs, 51 questions of the first file, 51 of the second" in capsys.readouterr().out
-    assert (tmp_path / "pairs.jsonl").read_bytes() == (out / "overlap.jsonl").read_bytes()
+    beside = [{"with": "test.jsonl", **pair} for pair in rows_of(tmp_path / "pairs.jsonl")]
+    assert rows_of(out / "overlap.jsonl") == beside
     assert main(["show", str(out), "--rows", "1"]) == 0
     shown = capsys.readouterr().out
     assert (

@@ -1,0 +1,32 @@
+"""The files beside prepared data, and the manifest that says what each data file is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+
+MANIFEST = "sorl_data.json"
+PAIRS = "overlap.jsonl"
+CARD = "README.md"
+Manifest = dict[str, Any]
+
+
+def jsonl(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows as JSON lines, keys in the order of the rows."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a prepared folder, None if it is another kind of folder."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest: Manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); prepare the folder again") from error
+    return manifest
