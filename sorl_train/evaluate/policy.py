@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_train.checkpoint import list_checkpoints
 from sorl_train.config import TrainConfig
 from sorl_train.run_dir import RunDir, saved_config
 
@@ -66,6 +65,8 @@ def _best(run: Path) -> Path:
     best = folder / "best"
     if (best / "policy").is_dir():
         return best
+    from sorl_train.checkpoint import list_checkpoints  # brings torch, and most mistakes are found before
+
     found = [path for path in list_checkpoints(folder) if (path / "policy").is_dir()]
     if not found:
         raise UserError(

@@ -106,7 +106,7 @@ def _trajectory_files(path: Path) -> tuple[list[Path], Path]:
         inside = path / "trajectories"
         run = path if inside.is_dir() else path.parent
         names = sorted((inside if inside.is_dir() else path).glob("*")) if path.is_dir() else []
-        files = [file for file in names if file.name.endswith(_SUFFIXES)]
+        files = [file for file in names if file.name.endswith(_SUFFIXES) and ".tokens." not in file.name]
     if not files:
         raise UserError(
             f"{path} holds no evaluation of sorl-eval (results.jsonl) and no trajectories of a run"

@@ -94,11 +94,11 @@ def table_main(argv: Sequence[str]) -> int:
 def read_summary(folder: Path) -> dict[str, Any]:
     """``summary.json`` of a folder. Raises ``UserError`` where there is none."""
     file = folder.expanduser() / "summary.json"
-    if not file.is_file():
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if "entries" not in content:  # a run folder has a summary of its own
         raise UserError(
-            f"{folder} holds no finished evaluation (no {file.name}): run sorl-eval to its end first"
+            f"{folder} holds no finished evaluation: give a folder where sorl-eval ran to its end"
         )
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return content
 
 

@@ -1,0 +1,214 @@
+"""Comparing, scoring again, tables: on folders written by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_train.evaluate.cli import main
+from sorl_train.evaluate.compare import compare
+from sorl_train.evaluate.rescore import rescore
+from sorl_train.evaluate.rows import Row
+from sorl_train.evaluate.summary import summarize
+from sorl_train.evaluate.tables import latex, make_tables, markdown, published
+
+
+def row(
+    index: int, score: float, *, task: str = "nq", mode: str = "agent", sample: int = 0, **changes: Any
+) -> Row:
+    record: dict[str, Any] = {
+        "task": task,
+        "mode": mode,
+        "index": index,
+        "sample": sample,
+        "example_id": f"q{index}",
+        "question": f"question {index}?",
+        "golden_answers": ("right",),
+        "options": None,
+        "prompt": "p",
+        "turns": ({"text": "t"},),
+        "answer": "right" if score else "wrong",
+        "answer_from": "turn",
+        "scores": {"em": score, "f1": score, "subem": score},
+        "reward": score,
+        "stop_reason": "answer",
+        "excluded": False,
+        "error": None,
+        "valid_turns": 1,
+        "searches": 0,
+        "answer_in_retrieved": None,
+        "prompt_tokens": 1,
+        "action_tokens": 1,
+        "observation_tokens": 0,
+        "seed": 0,
+    }
+    return Row(**(record | changes))
+
+
+def write(folder: Path, rows: Sequence[Row]) -> str:
+    folder.mkdir()
+    (folder / "settings.json").write_text(json.dumps({"label": folder.name}))
+    (folder / "results.jsonl").write_text("".join(json.dumps(r.to_json()) + "\n" for r in rows))
+    return str(folder)
+
+
+def test_a_planted_difference_of_three_points_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2000 questions, 1200 right in A; B loses 60 of them and gains 120: +3 points, p = 9e-6 by McNemar."""
+    a = [float(i < 1200) for i in range(2000)]
+    b = [float((i < 1200 and i >= 60) or 1200 <= i < 1320) for i in range(2000)]
+    folders = [write(tmp_path / "A", [row(i, score) for i, score in enumerate(a)])]
+    folders += [write(tmp_path / "B", [row(i, score) for i, score in enumerate(b)])]
+    (found,) = compare(*folders)
+    result = found.result
+    assert (result.questions, result.gained, result.lost) == (2000, 120, 60)
+    assert result.difference.mean == pytest.approx(0.03)
+    assert 0.015 < result.difference.low < 0.019 and 0.041 < result.difference.high < 0.045  # +- 1.96 * .0067
+    assert result.mcnemar_p == pytest.approx(9.3e-6, rel=0.1) and result.bootstrap_p < 0.001
+    assert (len(found.gained), len(found.lost)) == (120, 60) and found.lost[0] == ("q0", "question 0?")
+    assert main(["compare", *folders, "--out", str(tmp_path / "found.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "| nq | agent | em | 2000 | 60.00 | 63.00 | +3.00 |" in printed and "B is better" in printed
+    assert len(json.loads((tmp_path / "found.json").read_text())[0]["gained"]) == 120
+    (backwards,) = compare(*folders[::-1])
+    assert backwards.result.difference.high < 0
+
+
+def test_two_runs_of_the_same_model_do_not_differ(tmp_path: Path) -> None:
+    """Greedy runs are equal; two sampled ones differ in many questions, and in no direction."""
+    chances = np.random.default_rng(0).random(2000)
+    values = [(np.random.default_rng(seed).random(2000) < chances).astype(float).tolist() for seed in (1, 2)]
+    folders = [
+        write(tmp_path / f"run{n}", [row(i, s) for i, s in enumerate(v)]) for n, v in enumerate(values)
+    ]
+    (greedy,) = compare(folders[0], folders[0])
+    assert greedy.result.mcnemar_p == 1.0 and greedy.result.bootstrap_p == 1.0
+    assert (greedy.result.difference.low, greedy.result.difference.high) == (0.0, 0.0)
+    (sampled,) = compare(*folders)
+    result = sampled.result
+    assert result.gained + result.lost > 400
+    assert result.difference.low < 0 < result.difference.high
+    assert result.mcnemar_p is not None and result.mcnemar_p > 0.05 and result.bootstrap_p > 0.05
+
+
+def test_only_shared_questions_count_and_modes_can_be_compared(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", [row(0, 1.0), row(1, 0.0), row(2, 1.0), row(3, 1.0, excluded=True)])
+    b = write(
+        tmp_path / "b", [row(7, 1.0, example_id="q1"), row(8, 0.0, example_id="q2"), row(3, 0.0), row(9, 1.0)]
+    )
+    (found,) = compare(a, b)
+    assert (found.result.questions, found.gained, found.lost) == (
+        2,
+        (("q1", "question 1?"),),
+        (("q2", "question 2?"),),
+    )
+    both = write(tmp_path / "both", [row(0, 0.0, mode="rag"), row(0, 1.0)])
+    (modes,) = compare(f"{both}:rag", f"{both}:agent")
+    assert (modes.mode_a, modes.mode_b, modes.result.gained) == ("rag", "agent", 1)
+    with pytest.raises(UserError, match="name a mode on both sides"):
+        compare(f"{both}:rag", a)
+    with pytest.raises(UserError, match=r"share no question: a has nq \(agent\) against c has"):
+        compare(a, write(tmp_path / "c", [row(0, 1.0, task="other")]))
+    with pytest.raises(UserError, match=r"no metric 'choice'"):
+        compare(a, b, "choice")
+
+
+def test_samples_are_averaged_and_doubled_ids_told_apart(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", [row(0, 1.0), row(0, 0.0, sample=1), row(1, 1.0, example_id="q0")])
+    b = write(tmp_path / "b", [row(0, 1.0), row(0, 1.0, sample=1), row(1, 0.0, example_id="q0")])
+    (found,) = compare(a, b)
+    assert (found.result.questions, found.result.mean_a, found.result.mean_b) == (2, 0.75, 0.5)
+    assert found.result.mcnemar_p is None
+
+
+def test_rows_are_scored_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    golds = ("the big cat",)
+    rows = [
+        row(0, 0.0, answer="a cat", golden_answers=golds),
+        row(1, 1.0, answer="big cat", golden_answers=golds),
+        row(2, 0.0, answer=None, golden_answers=golds),
+        row(3, 0.0, answer="big cat", golden_answers=golds, excluded=True),
+    ]
+    folder = tmp_path / "a"
+    write(folder, rows)
+    assert [r.after for r in rescore(folder, "f1")] == pytest.approx([2 / 3, 1.0, 0.0])
+    assert main(["rescore", str(folder), "--reward", "f1"]) == 0
+    assert "| nq, agent | 3 | 0.3333 | 0.5556 |" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (folder / "rescored_f1.jsonl").read_text().splitlines()]
+    assert [line["before"] for line in lines] == [0.0, 1.0, 0.0]
+    with pytest.raises(UserError, match="needs questions with options"):
+        rescore(folder, "choice")
+    with pytest.raises(UserError, match="no reward 'emm'"):
+        rescore(folder, "emm")
+
+
+def test_trajectories_of_a_run_are_scored_again(run_folder: Path) -> None:
+    rows = rescore(run_folder, "em")
+    assert len(rows) == 16 and all(r.before == r.after for r in rows)  # the run's own reward is exact match
+    (file,) = (f for f in (run_folder / "trajectories").glob("step_*") if ".tokens." not in f.name)
+    assert rescore(file, "subem") == rescore(run_folder / "trajectories", "subem")
+
+
+def summary(label: str, rows: Sequence[Row], is_sample: bool = False) -> dict[str, Any]:
+    return {"label": label, "entries": [{**entry, "is_sample": is_sample} for entry in summarize(rows, {})]}
+
+
+def test_published_averages_are_those_of_their_rows() -> None:
+    lines = [line for group in published()["groups"] for line in group["rows"]]
+    assert len(lines) == 7
+    for line in lines:  # the paper cuts 53.888 to 53.88 and rounds 55.334 to 55.34
+        assert sum(line["values"]) / 5 == pytest.approx(line["average"], abs=0.0085), line["name"]
+
+
+def test_published_rows_stand_beside_ours_and_are_marked() -> None:
+    options = {"A": "x", "B": "y"}
+    rows = [
+        row(
+            i,
+            0.0,
+            task=task,
+            mode=mode,
+            options=options,
+            golden_answers=("A",),
+            scores={"choice": float(i < 3)},
+        )
+        for task in ("medqa", "medmcqa", "pubmedqa", "mmlu_med", "medxpertqa")
+        for mode in ("cot", "agent")
+        for i in range(4)
+    ]
+    tables = make_tables([summary("my_model", rows)])
+    text = markdown(tables)
+    assert "| Model | MedQA† | MedMCQA† | PubMedQA* | MMLU-M* | MedXpert* | Avg. |" in text
+    assert (
+        "| Llama-3.1-8B-Instruct (CoT), published | 48.62 | 59.80 | 64.40 | 54.20 | 13.02 | 48.01 |" in text
+    )
+    ours = [line for line in text.splitlines() if line.startswith("| my_model")]
+    assert len(ours) == 2 and ours[0].startswith("| my_model (CoT) | 75.00 [25.0, 100.0] |")
+    assert ours[1].endswith("| 75.00 |") and "published" not in "".join(ours)
+    assert text.index("my_model (CoT)") < text.index("Retrieval-Augmented") < text.index("my_model (agent)")
+    tex = latex(tables)
+    assert r"my\_model (CoT) & 75.00 {\scriptsize [25.0, 100.0]}" in tex
+    assert r"Llama-3.1-8B-Instruct (SO-GRPO, Ours) \textit{(published)} & 67.32" in tex
+    for line in tex.splitlines():
+        if line.endswith(r"\\") and "multicolumn" not in line:
+            assert len(re.findall(r"(?<!\\)&", line)) == 6
+    assert tex.count(r"\begin") == tex.count(r"\end") == 1
+
+
+def test_other_tasks_get_a_table_of_their_own_and_missing_cells_a_dash() -> None:
+    rows = [row(0, 1.0, task="nq"), row(0, 0.0, task="medqa", scores={"choice": 0.0})]
+    first, second = make_tables([summary("m", rows, is_sample=True), summary("n", [row(0, 1.0)])])
+    assert [column.name for column in second.columns] == ["nq"]
+    ours = [line for _, lines in first.groups for line in lines if not line.published]
+    assert [line.values for line in ours] == [(0.0, None, None, None, None)] and ours[0].average is None
+    assert "| m (agent) | 0.00 [0.0, 0.0] | - | - | - | - | - |" in markdown([first])
+    assert "embedded sample, which is not the benchmark" in markdown([second])
+    assert not any(line.published for _, lines in second.groups for line in lines)
