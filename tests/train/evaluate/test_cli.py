@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sorl_train.evaluate.cli import main
+from sorl_train.evaluate.journal import Journal
 from sorl_train.evaluate.policy import find_policy, fingerprint
 
 from .conftest import WORLD
@@ -98,6 +99,32 @@ def test_all_names_of_a_checkpoint_are_the_same_policy(run_folder: Path, tmp_pat
     assert fingerprint(str(copied)) != fingerprint(str(best / "policy"))
 
 
+def test_an_interrupted_evaluation_goes_on_where_it_stopped(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [str(run_folder), "--mode", "direct", "agent", "--limit", "6", "--concurrency", "2", "--quiet"]
+    assert main([*options, "--out", str(tmp_path / "whole")]) == 0
+    add = Journal.add
+
+    def stopping(self: Journal, *arguments: Any) -> None:
+        add(self, *arguments)
+        if len(self.rows) == 5:
+            raise KeyboardInterrupt
+
+    part = ["--out", str(tmp_path / "part")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", stopping)
+        assert main([*options, *part]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    kept = rows_of(tmp_path / "part")
+    assert 5 <= len(kept) < 12
+    assert main([*options, *part]) == 0
+    assert (tmp_path / "part" / "results.jsonl").read_bytes() == (
+        tmp_path / "whole" / "results.jsonl"
+    ).read_bytes()
+
+
+@pytest.mark.slow  # three processes
 def test_a_killed_evaluation_goes_on_to_the_same_file(run_folder: Path, tmp_path: Path) -> None:
     options = ["--mode", "direct", "cot", "rag", "agent", "--concurrency", "3", "--threads", "1"]
     options += ["--limits", "max_new_tokens=6"]  # fast, and yet not over before the kill
@@ -224,17 +251,6 @@ def test_an_embedded_sample_is_marked_as_such(run_folder: Path, tmp_path: Path) 
         "2 questions of the task's embedded sample, which is not the benchmark"
         in (out / "table.md").read_text()
     )
-
-
-def test_ctrl_c_says_how_to_go_on(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sorl_train.evaluate.cli.run_evaluation", interrupted)
-    assert main([str(run_folder), "--limit", "2", "--out", str(tmp_path / "out")]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # trains a policy that gives answers
