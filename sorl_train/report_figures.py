@@ -184,19 +184,6 @@ FIGURES = (
         section="policy",
     ),
     Figure(
-        "search",
-        "Search",
-        "Shares: of the trajectories that searched and were shown a golden answer, and of the searches.",
-        {
-            "tool/answer_in_top_k": "answer among the passages",
-            "tool/duplicate_query_rate": "query asked before in the step",
-            "tool/no_hits_rate": "nothing found",
-            "tool/error_rate": "failed",
-        },
-        "share",
-        "policy",
-    ),
-    Figure(
         "step-time",
         "Seconds a step",
         "Wall time of each step and of its longest parts.",
