@@ -64,6 +64,8 @@ _AFFIRMED = re.compile(
     r"(?<![\w'\u2019])(?P<letter>[A-J])(?![\w'\u2019])[\)\]\*]*\s+is\s+(?:the\s+)?(?:most\s+likely\s+)?(?:correct|right|best|answer)"
 )
 _WHOLE = re.compile(rf"\W*{_LABEL}\W*(?P<rest>.*)", re.IGNORECASE | re.DOTALL)
+_PARTICLES = frozenset(("yes", "no", "maybe", "none", "true", "false", "all"))
+_FEW_WORDS = 4
 _BRACKETED = re.compile(r"[\(\[\*]+(?P<letter>[A-Ja-j])[\)\]\*]+")
 # an upper-case letter on its own; "A man" and "I think" are words
 _ALONE = re.compile(
@@ -126,12 +128,19 @@ def _read_whole(text: str, options: Mapping[str, str]) -> str | None:
 
 
 def _named_options(text: str, options: Mapping[str, str]) -> set[str]:
-    """Letters of the options whose text occurs, whole words; not one that occurs only inside a longer one."""
+    """Letters of the options whose text occurs, whole words; not one that occurs only inside a longer one.
+
+    Yes, no and their like are words of any prose ("no doubt"): in more than a few words they count at its start alone.
+    """
     padded = f" {normalize_answer(text)} "
+    is_prose = padded.count(" ") > _FEW_WORDS
     found: set[str] = set()
     for letter, option in sorted(options.items(), key=lambda item: -len(item[1])):
         words = normalize_answer(option)
-        if words and f" {words} " in padded:
+        if words in _PARTICLES and is_prose:
+            if padded.startswith(f" {words} "):
+                found.add(letter)
+        elif words and f" {words} " in padded:
             found.add(letter)
             padded = padded.replace(f" {words} ", " | ")
     return found

@@ -1,6 +1,6 @@
 """``sorl-eval rescore FOLDER --reward NAME``: stored answers, scored again with another reward.
 
-FOLDER is the folder of an evaluation, a run folder (its training trajectories), or a file of trajectories of a run.
+FOLDER is the folder of an evaluation, a run folder (its trajectories), or a file of trajectories of a run.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _rescore(trajectory: Trajectory, examples: Mapping[str, Example], reward: st
     last = trajectory.turns[-1] if trajectory.turns else None
     answer = last.content if last is not None and last.kind == "answer" else None
     after = score(reward, answer, example.golden_answers, example.options)
-    return Rescored(trajectory.task, trajectory.id, answer, trajectory.reward, after)
+    return Rescored(f"{trajectory.task}, {trajectory.split}", trajectory.id, answer, trajectory.reward, after)
 
 
 def _trajectory_files(path: Path) -> tuple[list[Path], Path]:

@@ -77,6 +77,8 @@ CASES = [
     (DRUGS, "Aspirin and intravenous immunoglobulin should be given.", "C"),
     (DRUGS, "Give aspirin.", "A"),
     (OPTIONS, "A man of 60 lacks B", "B"),
+    (YES, "No, mitochondria do not take part in it.", "B"),
+    (YES, "Yes, there is no doubt about that.", "A"),
     # nothing, or not one of the options
     (OPTIONS, "", None),
     (OPTIONS, "   ", None),
@@ -88,6 +90,7 @@ CASES = [
     (TEN, "I think it is unclear.", None),
     (OPTIONS, "The answer is not given.", None),
     (OPTIONS, "a patient", None),
+    (YES, "There is no doubt that they play a role.", None),
     # hedged
     (OPTIONS, "A or B", None),
     (OPTIONS, "A, B", None),
