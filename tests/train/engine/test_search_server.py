@@ -31,7 +31,8 @@ from pathlib import Path
 from sorl_tasks.minihop import minihop
 from sorl_tools.search import search_tool
 
-TASK = replace(minihop(**{WORLD!r}), tools=lambda settings: (search_tool(settings, Path(__file__).with_name("corpus.jsonl")),))
+CORPUS = Path(__file__).with_name("corpus.jsonl")
+TASK = replace(minihop(**{WORLD!r}), tools=lambda settings: (search_tool(settings, CORPUS),))
 """
 
 
