@@ -11,6 +11,7 @@ import gymnasium
 import pytest
 from gymnasium.utils.env_checker import check_env
 
+import sorl_train
 from sorl_env import Example, Task, ToolUseEnv, UserError, load_examples, load_task, parse_turn
 from sorl_env.check_task import check_task
 from sorl_env.registry import task_names
@@ -97,6 +98,14 @@ def test_which_are_in_domain_is_the_papers_table_1() -> None:
     assert list(_medical.IN_DOMAIN.values()) == ["MedQA", "MedMCQA"]
     assert list(_medical.OUT_OF_DOMAIN.values()) == ["PubMedQA", "MMLU-M", "MedXpert"]
     assert {*_medical.IN_DOMAIN, *_medical.OUT_OF_DOMAIN} == set(CHOICE) <= set(task_names())
+
+
+def test_the_evaluation_knows_the_same_columns() -> None:
+    table = json.loads((Path(sorl_train.__file__).parent / "evaluate" / "published.json").read_text())
+    for domain, titles in (("in", _medical.IN_DOMAIN), ("out", _medical.OUT_OF_DOMAIN)):
+        columns = [column for column in table["columns"] if column["domain"] == domain]
+        assert [column["name"] for column in columns] == list(titles.values())
+        assert all(task in column["tasks"] for task, column in zip(titles, columns, strict=True))
 
 
 @pytest.mark.parametrize("name", CHOICE)
