@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sorl_env.check_task import load_tokenizer
 from sorl_env.data import SUFFIXES
@@ -42,7 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sorl-data", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_prepare(commands)
+    _add_check(commands)
+    _add_show(commands)
+    return parser
 
+
+def _add_prepare(commands: Any) -> None:
     make = commands.add_parser(
         "prepare", help="a published data set as train.jsonl and test.jsonl, with a card"
     )
@@ -81,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     make.set_defaults(run=_prepare)
 
+
+def _add_check(commands: Any) -> None:
     check = commands.add_parser(
         "check", help="questions that stand in both of two files, word for word or nearly"
     )
@@ -95,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--rows", type=int, default=5, help="pairs of each kind to print (default 5)")
     check.set_defaults(run=_check)
 
+
+def _add_show(commands: Any) -> None:
     show = commands.add_parser(
         "show", help="counts, lengths and the first rows of a file, or of a folder's files"
     )
@@ -103,7 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--task", help="the task that reads the file; default: the one it was prepared for")
     show.add_argument("--tokenizer", metavar="FOLDER", help="count tokens with this model folder's tokenizer")
     show.set_defaults(run=_show)
-    return parser
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
