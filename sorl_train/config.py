@@ -103,7 +103,7 @@ class LossConfig:
         paper="trajectory_mean",
     )
     clip_bias_norm: Literal["scalar", "trajectory", "token", "token_mean", "rms", "logit", "gradient"] = opt(
-        "token", "which norm of the clipping bias triggers normalization", paper="L2, of what is left open"
+        "rms", "which norm of the clipping bias triggers normalization", paper="L2, of what is left open"
     )
     clip_bias_scope: Literal["mini_batch", "trajectory"] = opt(
         "mini_batch",
@@ -113,7 +113,9 @@ class LossConfig:
     clip_bias_target: Literal["gradient", "update"] = opt(
         "update", "scale the gradient (the equation) or the optimizer's step (the text)", paper="gradient"
     )
-    clip_bias_delta: float = opt(1.0, "norm from which on it scales down, by delta / norm", paper="1")
+    clip_bias_delta: float = opt(
+        0.003, "norm from which on it scales down, by delta / norm", paper="1; .003 in rms at its mini-batch"
+    )
     gamma: float = opt(1.0, "discount", paper="1")
     gae_lambda: float = opt(1.0, "GAE lambda", paper="1")
     whiten_advantages: bool = opt(False, "normalize GAE advantages over the batch's action tokens")

@@ -78,8 +78,9 @@ class LossStats(Sums):
     def metrics(self) -> dict[str, float]:
         """Metrics by name.
 
-        ``signal_frac``: share of tokens with an advantage. ``clip_frac``: share of clipped tokens. ``approx_kl``: mean(log_ratio^2) / 2, an estimate of KL(old || current)
-        that is never negative and needs no exponential. ``ratio_mean``, ``ratio_std``: of the ratio in the loss.
+        ``signal_frac``: share of tokens with an advantage. ``clip_frac``: share of clipped tokens. ``approx_kl``:
+        mean(log_ratio^2) / 2, an estimate of KL(old || current) that is never negative and needs no exponential.
+        ``ratio_mean``, ``ratio_std``: of the ratio in the loss.
         """
         tokens = max(float(self.tokens), 1.0)
         mean = float(self.ratio_sum) / tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,10 @@ def test_defaults_are_valid_and_the_papers() -> None:
     config = TrainConfig()
     validate(config)
     assert (config.optim.lr, config.optim.critic_lr, config.rollout.batch_size) == (1e-6, 1e-5, 512)
-    assert (config.update.mini_batch_size, config.loss.clip_eps, config.loss.clip_bias_delta) == (
-        256,
-        0.2,
-        1.0,
-    )
+    assert (config.update.mini_batch_size, config.loss.clip_eps) == (256, 0.2)
+    # the paper's delta of 1 on the token norm, at its mini-batch of 256 trajectories of 500 tokens
+    assert config.loss.clip_bias_norm == "rms"
+    assert config.loss.clip_bias_delta == pytest.approx(1 / math.sqrt(256 * 500), abs=0.0003)
 
 
 # -- packaged configs ------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_normalization_comes_before_gradient_clipping(
 ) -> None:
     """A gradient of norm 5 that is normalized by 1/100 passes a limit of 1 unclipped."""
     batch = off_policy(collate(trajectories), spread=2.0)
-    base = {"loss.clip_bias_target": "gradient", "loss.clip_bias_delta": 1.0}
+    base = {"loss.clip_bias_target": "gradient", "loss.clip_bias_norm": "token", "loss.clip_bias_delta": 1.0}
     free, metrics = step(tiny_folder, batch, short_config(**base, **{"optim.max_grad_norm": None}))
     limit = metrics["loss/grad_norm"] / 50
     clipped_later, _ = step(tiny_folder, batch, short_config(**base, **{"optim.max_grad_norm": limit}))
@@ -99,7 +99,7 @@ def test_clipping_before_normalization_leaves_a_product_of_both(
 ) -> None:
     """clip(g) f: with a limit of half the gradient's norm, half of what normalization alone leaves."""
     batch = off_policy(collate(trajectories), spread=2.0)
-    base = {"loss.clip_bias_target": "gradient", "loss.clip_bias_delta": 1.0}
+    base = {"loss.clip_bias_target": "gradient", "loss.clip_bias_norm": "token", "loss.clip_bias_delta": 1.0}
     start = torch.cat([p.detach().flatten() for p in load_policy(tiny_folder, ModelConfig()).parameters()])
     free, metrics = step(tiny_folder, batch, short_config(**base, **{"optim.max_grad_norm": None}))
     first = {"optim.max_grad_norm": metrics["loss/grad_norm"] / 2, "optim.clip_before_normalization": True}

@@ -49,7 +49,7 @@ def test_a_finished_run(make_run: MakeRun, tmp_path: Path) -> None:
         "1.84 GB",
     ):
         assert expected in text
-    assert "<dt>loss.clip_bias_norm</dt><dd>token</dd>" in text
+    assert "<dt>loss.clip_bias_norm</dt><dd>rms</dd>" in text
     assert "on what is missing" not in text
     assert "Embedded sample" not in text
     assert len(re.findall(r'<details class="dialogue"', text)) == 10
@@ -179,7 +179,7 @@ def test_every_metric_is_in_one_figure(make_run: MakeRun, tmp_path: Path) -> Non
     drawn = [name for figure in data["figures"] + data["more"] for name in figure["curves"]]
     assert sorted(drawn) == sorted(set(drawn))
     assert set(drawn) >= set(data["runs"][0]["values"]) - {"time/eval_s", "time/log_probs_s"}
-    assert data["runs"][0]["delta"] == 1.0
+    assert data["runs"][0]["delta"] == 0.003
 
 
 def test_seconds_by_stage(make_run: MakeRun, tmp_path: Path) -> None:
