@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from sorl_train.evaluate.endpoint import EndpointSampler, TextTokenizer
 from sorl_train.evaluate.policy import PolicySource, find_policy, fingerprint
 from sorl_train.evaluate.runner import Policy
 
+API_KEY = "SORL_API_KEY"  # not an option: the manifest keeps the command line
 _LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
 
 
@@ -32,7 +34,9 @@ class Parser(argparse.ArgumentParser):
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
     """Where the policy is, and how it draws."""
-    served = parser.add_argument_group("a served model, in place of a local one")
+    served = parser.add_argument_group(
+        "a served model, in place of a local one; $SORL_API_KEY is sent as a bearer token"
+    )
     served.add_argument(
         "--endpoint", metavar="URL", help="of an OpenAI-compatible API: http://127.0.0.1:8000/v1"
     )
@@ -42,7 +46,6 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="the model's: prompts go out as token ids; without it as plain text",
     )
-    served.add_argument("--api_key", help="sent as a bearer token")
     served.add_argument(
         "--timeout_s", type=float, default=600.0, help="for one turn, retries included (default: 600)"
     )
@@ -132,7 +135,7 @@ def make_policy(args: argparse.Namespace, source: PolicySource | None) -> Policy
             tokenizer,
             concurrency=args.concurrency,
             timeout_s=args.timeout_s,
-            api_key=args.api_key,
+            api_key=os.environ.get(API_KEY),
         )
         return Policy(served, tokenizer, served.session, settings)
     import torch

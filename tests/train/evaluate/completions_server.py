@@ -27,6 +27,7 @@ class Served:
         self.vllm = vllm
         self.loop = asyncio.new_event_loop()
         self.requests: list[dict[str, Any]] = []
+        self.authorizations: set[str | None] = set()
         self.faults: list[int] = []
         self.numbers = count()
         self.url = ""
@@ -64,6 +65,7 @@ class Handler(BaseHTTPRequestHandler):
         served: Served = self.server.served
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         served.requests.append(body)
+        served.authorizations.add(self.headers["authorization"])
         fault = served.faults.pop() if served.faults else None
         if fault == 0:
             self.close_connection = True

@@ -103,6 +103,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [str(run_folder), "--mode", "direct", "agent", "--limit", "6", "--concurrency", "2", "--quiet"]
+    options += ["--limits", "max_new_tokens=6"]
     assert main([*options, "--out", str(tmp_path / "whole")]) == 0
     add = Journal.add
 

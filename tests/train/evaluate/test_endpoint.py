@@ -63,9 +63,14 @@ def test_a_served_model_answers_as_the_same_model_does_here(
     assert same == len(here)
 
 
-def test_without_a_tokenizer_prompts_go_out_as_text(vllm: Served, tmp_path: Path) -> None:
+def test_without_a_tokenizer_prompts_go_out_as_text(
+    vllm: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SORL_API_KEY", "secret")
     rows = evaluate(tmp_path / "out", *served_as(vllm), "--mode", "agent", "--limit", "3")
     assert len(rows) == 3 and vllm.requests[0]["prompt"] in {row["prompt"] for row in rows}
+    assert vllm.authorizations == {"Bearer secret"}
+    assert not any("secret" in path.read_text() for path in (tmp_path / "out").iterdir())
     settings = json.loads((tmp_path / "out" / "settings.json").read_text())
     assert "estimates" in settings["policy"]["tokenizer"]
 
