@@ -59,7 +59,7 @@ def heat_maps(runs: Sequence[dict[str, Any]], out: Path) -> None:
         image = axis.imshow(kept, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower")
         share, low, high = region(_cells(runs, arm))
         axis.set_title(f"{arm}: {share:.0%} of the grid ({low:.0%} to {high:.0%})", fontsize=10)
-        axis.set_xticks(range(len(rates)), [f"{rate:.0e}".replace("e-0", "e-") for rate in rates], fontsize=8)
+        axis.set_xticks(range(len(rates)), [f"{rate:.1e}".replace("e-0", "e-") for rate in rates], fontsize=8)
         axis.set_yticks(range(len(epochs)), [str(epoch) for epoch in epochs])
         axis.set_xlabel("learning rate", fontsize=9)
     axes[0].set_ylabel("epochs a batch", fontsize=9)

@@ -252,7 +252,7 @@ class AlarmConfig:
         "warn: say so and write events.jsonl; stop: also save and end; roll_back: also go on from the last good "
         "checkpoint at a lower learning rate",
     )
-    ratio_tail: float = opt(0.2, "root mean square of the tokens' log-ratios to the old policy")
+    ratio_tail: float = opt(0.27, "root mean square of the tokens' log-ratios to the old policy")
     invalid_turns: float = opt(0.05, "share of valid turns below the best so far")
     grad_norm: float = opt(12.0, "highest gradient norm of a step, over the highest of the first steps")
     entropy: float = opt(1.5, "log of the entropy over that of the first steps, up or down")

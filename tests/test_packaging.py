@@ -15,7 +15,10 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"sorl_env": "sorl_env", "sorl_tasks": "tasks", "sorl_tools": "tools", "sorl_train": "sorl_train"}
 IDS = ("sorl/NQ-v0", "sorl/HotpotQA-v0", "sorl/AlphaMed19K-v0", "sorl/MiniHop-v0")
-COMMANDS = ("sorl-train", "sorl-check-task", "sorl-play", "sorl-report")
+COMMANDS = tuple(
+    f"sorl-{name}"
+    for name in "ask check-task data doctor eval index lab play report serve train view".split()
+)
 
 PLAY = """
 import socket, sys, warnings
