@@ -179,7 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = {"growth": {}}
     with tempfile.TemporaryDirectory() as folder:
         for reasoning in (1, arguments.reasoning):
-            longer = {"reasoning": reasoning} if reasoning > 1 else {}  # the quickstart's own cold start is kept
+            # without the argument the quickstart's own cold start is taken from the cache
+            longer = {"reasoning": reasoning} if reasoning > 1 else {}
             engine = make_engine(Path(folder) / str(reasoning), task_args={"hasty": 0.75} | longer)
             batch = collect(engine)
             if reasoning == 1:

@@ -76,7 +76,9 @@ def with_diagnostics(engine: LocalEngine) -> Callable[[], None]:
 
     def step() -> None:
         collected = engine.collect(2)
-        metrics = rollout_metrics(collected.trajectories, engine.answers) | staleness(collected.trajectories, 1)
+        metrics = rollout_metrics(collected.trajectories, engine.answers) | staleness(
+            collected.trajectories, 1
+        )
         assert collected.batch is not None
         batch = estimate_advantages(collected.batch, engine.config.algo, engine.config.loss)
         metrics |= engine.update(batch, 2)
