@@ -118,11 +118,11 @@ def leads() -> list[int]:
 
 
 def test_every_collapse_is_seen_before_it_is_over() -> None:
-    assert len(leads()) >= 18 and min(leads()) >= 0
+    assert len(leads()) >= 20 and min(leads()) >= 0
     assert sorted(leads())[len(leads()) // 2] >= 5
 
 
-@pytest.mark.xfail(strict=True, reason="11 of 18: the bar is missed, see docs/stability.md")
+@pytest.mark.xfail(strict=True, reason="13 of 20: the bar is missed, see docs/stability.md")
 def test_four_collapses_in_five_are_seen_five_steps_ahead() -> None:
     assert sum(lead >= 5 for lead in leads()) >= 0.8 * len(leads())
 
