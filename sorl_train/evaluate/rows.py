@@ -46,7 +46,8 @@ class Row:
     """One question, answered once.
 
     Attributes:
-        turns: each with ``text``, ``kind``, ``content``, ``format_error``, ``observation`` and ``tool_calls``.
+        turns: each with ``text``, ``kind``, ``content``, ``format_error``, ``observation``, ``tool_calls``, and the
+            ``token_ids`` that were drawn (None where a served model's tokenizer is not known).
         answer: what was scored; for multiple choice in one turn the letter. None: no answer.
         answer_from: ``turn`` (agent), or where the answer stood in the output (see ``Answer``).
         scores: by name; the first one is the main score.
@@ -105,8 +106,11 @@ class Row:
         return cls(**(dict(record) | lists))
 
 
-def row_of_trajectory(job: Job, trajectory: Trajectory, example: Example) -> Row:
-    """The row of a question answered over several turns. Only an answer in a well-formed turn counts."""
+def row_of_trajectory(job: Job, trajectory: Trajectory, example: Example, keep_ids: bool = True) -> Row:
+    """The row of a question answered over several turns. Only an answer in a well-formed turn counts.
+
+    ``keep_ids``: the trajectory's token ids are those of the policy's own tokenizer.
+    """
     last = trajectory.turns[-1] if trajectory.turns else None
     answer = last.content if last is not None and last.kind == "answer" else None
     calls = [call for turn in trajectory.turns for call in turn.tool_calls]
@@ -122,6 +126,7 @@ def row_of_trajectory(job: Job, trajectory: Trajectory, example: Example) -> Row
                 "format_error": turn.format_error,
                 "observation": turn.observation,
                 "tool_calls": _calls(turn.tool_calls),
+                "token_ids": trajectory.token_ids[turn.start : turn.end].tolist() if keep_ids else None,
             }
             for turn in trajectory.turns
         ),
@@ -150,10 +155,11 @@ def row_of_one_turn(
     text: str,
     sampled: SampledTurn,
     calls: Sequence[ToolCall],
+    keep_ids: bool = True,
 ) -> Row:
     """The row of a question answered in one turn. A turn is valid when it answers where it was asked to.
 
-    ``text`` is the output up to its first stop string.
+    ``text`` is the output up to its first stop string; ``keep_ids`` as for `row_of_trajectory`.
     """
     if env.task.vocabulary is not None:  # a closed world's policy writes turns as it always does
         parsed = parse_turn(text, env.toolbox.names, env.task.require_think)
@@ -173,6 +179,7 @@ def row_of_one_turn(
         "format_error": None if error is None else error.value,
         "observation": "",
         "tool_calls": _calls(calls),
+        "token_ids": list(sampled.token_ids) if keep_ids else None,
     }
     return Row(
         **_question(job, example),

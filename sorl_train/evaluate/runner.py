@@ -23,6 +23,7 @@ from sorl_env.rollout import (
 from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.trajectory import Trajectory
+from sorl_train.evaluate.endpoint import TextTokenizer
 from sorl_train.evaluate.prompts import STOP, one_turn_prompt
 from sorl_train.evaluate.rows import Job, Row, row_of_one_turn, row_of_outage, row_of_trajectory
 from sorl_train.seeds import derive_seed, generator
@@ -39,6 +40,11 @@ class Policy:
     tokenizer: Tokenizer
     session: Callable[[], AbstractContextManager[Any] | AbstractAsyncContextManager[Any]]
     settings: RolloutSettings
+
+    @property
+    def knows_ids(self) -> bool:
+        """Token ids are the model's own, not pieces of text."""
+        return not isinstance(self.tokenizer, TextTokenizer)
 
 
 def plan_jobs(
@@ -125,7 +131,8 @@ async def answer_over_turns(policy: Policy, env: ToolUseEnv, job: Job) -> tuple[
         "generate_s": round(sum(turn.generate_s for turn in trajectory.turns), 6),
         "tool_s": round(sum(turn.tool_s for turn in trajectory.turns), 6),
     }
-    return row_of_trajectory(job, trajectory, env.examples.examples[job.index]), seconds
+    example = env.examples.examples[job.index]
+    return row_of_trajectory(job, trajectory, example, policy.knows_ids), seconds
 
 
 async def agent_trajectory(policy: Policy, env: ToolUseEnv, job: Job) -> Trajectory:
@@ -167,7 +174,8 @@ async def answer_in_one_turn(policy: Policy, env: ToolUseEnv, job: Job) -> tuple
         policy.sampler.release(job.id)
     seconds = {"generate_s": round(time.monotonic() - started, 6), "tool_s": tool_s}
     text = turn_text(policy.tokenizer, sampled.token_ids, stop)
-    return row_of_one_turn(job, env, example, prompt, len(ids), text, sampled, calls), seconds
+    row = row_of_one_turn(job, env, example, prompt, len(ids), text, sampled, calls, policy.knows_ids)
+    return row, seconds
 
 
 def _cut(reply: str, tokenizer: Tokenizer, env: ToolUseEnv) -> str:

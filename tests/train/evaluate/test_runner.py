@@ -58,6 +58,7 @@ def test_counts_of_tokens_add_up(expert: Policy, minihop: ToolUseEnv) -> None:
     assert row.prompt_tokens == len(expert.tokenizer.encode(prompt, add_special_tokens=False))
     texts = [turn["text"] for turn in row.turns]
     assert row.action_tokens == sum(len(expert.tokenizer.encode(t, add_special_tokens=False)) for t in texts)
+    assert [expert.tokenizer.decode(turn["token_ids"]) for turn in row.turns] == texts
     seen = [turn["observation"] for turn in row.turns]
     assert row.observation_tokens == sum(
         len(expert.tokenizer.encode(t, add_special_tokens=False)) for t in seen
