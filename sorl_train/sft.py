@@ -22,6 +22,7 @@ from sorl_train.models import action_stats, autocast, load_tokenizer
 from sorl_train.run_dir import RunDir
 from sorl_train.seeds import generator
 from sorl_train.summary import Summary
+from sorl_train.trajectory_card import write_trajectory_card
 
 
 def load_demos(config: TrainConfig, env: ToolUseEnv, tokenizer: Any) -> list[Demo]:
@@ -150,6 +151,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         evaluate(config.sft.steps)
 
     engine.save_best()
+    write_trajectory_card(run_dir, config, env.task)
     figures = {
         "stage": "sft",
         "task": env.task.name,

@@ -36,6 +36,7 @@ from sorl_train.models import (
     pick_device,
     save_policy,
 )
+from sorl_train.policy_card import write_policy_card
 from sorl_train.run_dir import RunDir
 from sorl_train.summary import Summary
 from sorl_train.token_classes import TokenClassifier
@@ -306,13 +307,18 @@ class LocalEngine:
 
     def save_best(self) -> Path:
         """Keep the current policy as the best one; only its weights, training goes on from the newest."""
-        return checkpoint.write_checkpoint(self.run_dir.checkpoints / "best", self._write_policy)
+        best = self.run_dir.checkpoints / "best"
+        return checkpoint.write_checkpoint(best, lambda folder: self._write_policy(folder, best=True))
 
-    def _write_policy(self, folder: Path) -> None:
-        save_policy(self.policy, self.tokenizer, folder / "policy")
+    def _write_policy(self, folder: Path, *, best: bool) -> None:
+        policy, is_sft = folder / "policy", self.config.stage == "sft"
+        save_policy(self.policy, self.tokenizer, policy)
+        step = self.config.sft.steps if is_sft else self.step
+        task = self.env.task
+        write_policy_card(policy, self.run_dir, self.config, task, step, best=best and not is_sft)
 
     def _write_state(self, folder: Path) -> None:
-        self._write_policy(folder)
+        self._write_policy(folder, best=False)
         if self.critic_update is not None:
             self.critic_update.critic.save(folder / "critic")  # type: ignore[operator]
         checkpoint.save_optimizers(folder / "optimizer.safetensors", self.optimizers)

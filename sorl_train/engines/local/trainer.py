@@ -28,6 +28,7 @@ from sorl_train.metrics import rollout_metrics, staleness
 from sorl_train.metrics_log import MetricsLog
 from sorl_train.run_dir import RunDir, atomic_write
 from sorl_train.summary import out_of_patience
+from sorl_train.trajectory_card import write_trajectory_card
 from sorl_train.update import NonFiniteError, estimate_advantages
 
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
@@ -99,11 +100,13 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
 def record(
     engine: LocalEngine, log: MetricsLog, metrics: dict[str, float], collected: Collected | None = None
 ) -> None:
-    """Log a step's metrics, show them, and keep the policy if it is the best so far."""
-    if engine.summary.observe(engine.step, metrics):
-        engine.save_best()
+    """Log a step's metrics, show them, and keep the policy if it is the best so far. The cards quote the log."""
     timings = engine.take_timings(collected.trajectories if collected else [])
     log.log(engine.step, metrics | timings)
+    if engine.summary.observe(engine.step, metrics):
+        engine.save_best()
+    if "eval/success" in metrics or engine.is_saved(engine.step):
+        write_trajectory_card(engine.run_dir, engine.config, engine.env.task)
     engine.display.step(engine.step, metrics | timings)
 
 

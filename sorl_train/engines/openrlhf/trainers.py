@@ -28,6 +28,7 @@ from sorl_train.alarm import alarm_so_far, append_event
 from sorl_train.batch import Batch, collate
 from sorl_train.checkpoint import checkpoint_name
 from sorl_train.config import TrainConfig
+from sorl_train.config_io import read_resolved
 from sorl_train.engines.openrlhf.data import JobLoader, evaluation_loader, exclude_older, training_loader
 from sorl_train.engines.openrlhf.placement import Placement
 from sorl_train.engines.openrlhf.watch import watched
@@ -36,8 +37,10 @@ from sorl_train.environments import answers_of, make_env, training_examples
 from sorl_train.metrics import eval_metrics, rollout_metrics, staleness, success_rate, tool_timings
 from sorl_train.metrics_log import MetricsLog
 from sorl_train.plan import model_shape
+from sorl_train.policy_card import write_policy_card
 from sorl_train.summary import Summary
 from sorl_train.token_classes import TokenClassifier
+from sorl_train.trajectory_card import write_trajectory_card
 from sorl_train.update import (
     NonFiniteError,
     batch_metrics,
@@ -288,6 +291,8 @@ class TrainStep:
         self.log.log(step, metrics)
         if best:
             self.save_policy(self.run_dir.checkpoints / "best")
+        if "eval/success" in metrics or self.is_saved(step):
+            write_trajectory_card(self.run_dir, read_resolved(self.run_dir.config), self.eval_env.task)
 
     def save(self, step: int, states: dict[str, Any]) -> None:
         """DeepSpeed's state, for a resume, and the policy as a plain folder."""
@@ -306,13 +311,21 @@ class TrainStep:
         """Under its name only when complete."""
         partial = folder.with_name(f".{folder.name}")
         shutil.rmtree(partial, ignore_errors=True)
-        ray.get(self.actor_model_group.async_run_method("save_policy", folder=str(partial / "policy")))
+        policy = partial / "policy"
+        ray.get(self.actor_model_group.async_run_method("save_policy", folder=str(policy)))
+        config = read_resolved(self.run_dir.config)
+        is_best = folder.name == "best"
+        write_policy_card(policy, self.run_dir, config, self.eval_env.task, self.version, best=is_best)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 
-    def save_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+    def is_saved(self, step: int) -> bool:
+        """Whether the step's trajectories are kept on disk."""
         every = self.config.rollout.save_every
-        if step in (1, self.config.update.steps) or (every and step % every == 0):
+        return step in (1, self.config.update.steps) or bool(every and step % every == 0)
+
+    def save_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        if self.is_saved(step):
             write_jsonl(self.run_dir.trajectories / f"step_{step:06d}.jsonl", trajectories)
 
     def dump_if_non_finite(self, error: Exception, trajectories: Sequence[Trajectory], step: int) -> None:
