@@ -78,9 +78,11 @@ def _default_run_dir(config: TrainConfig, arguments: Arguments) -> str:
 
 
 def _check_inputs(config: TrainConfig) -> None:
-    """Find a wrong task or an unreadable data row now: in a second, and before there is a run folder."""
+    """Find a wrong task, an unreadable data row or a test split to train on now: before there is a run folder."""
+    from sorl_train.environments import training_examples
+
     task = load_task(config.task, **config.task_args)
-    load_examples(task, config.data, config.split)
+    training_examples(config)
     load_examples(task, config.eval_data or config.data, config.eval.split)
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sorl_env.data import load_examples
+from sorl_env.data import ExampleSet, load_examples
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
@@ -29,18 +29,26 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
         tool_settings=tool_settings(config),
         limits=limits(task, config.limits),
     )
-    if env.examples.is_test and not evaluation:
-        raise UserError(
-            f"split {config.split!r} of {env.examples.source} holds test questions (their column 'split' says so), "
-            "nobody trains on those: give another split, or another file"
-        )
+    if not evaluation:
+        refuse_test_questions(config, env.examples)
     return env
 
 
 def training_examples(config: TrainConfig) -> Sequence[Example]:
-    """The examples of training, for those who need no tools."""
+    """The examples of training, for those who need no tools. Raises ``UserError`` for a test split."""
     task = load_task(config.task, **config.task_args)
-    return load_examples(task, config.data, config.split).examples
+    examples = load_examples(task, config.data, config.split)
+    refuse_test_questions(config, examples)
+    return examples.examples
+
+
+def refuse_test_questions(config: TrainConfig, examples: ExampleSet) -> None:
+    """Raise ``UserError`` when what is to be trained on are test questions, whatever the split is called."""
+    if examples.is_test:
+        raise UserError(
+            f"split {config.split!r} of {examples.source} holds test questions (their column 'split' says so), "
+            "nobody trains on those: give another split, or another file"
+        )
 
 
 def answers_of(examples: Sequence[Example]) -> dict[str, tuple[str, ...]]:

@@ -1,0 +1,94 @@
+"""Nobody trains on test: neither on a test split nor on copies of test questions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sorl_env import UserError, load_examples, load_task
+from sorl_train.cli import main as train_main
+from sorl_train.config import TrainConfig
+from sorl_train.environments import make_env, training_examples
+
+from .files import jsonl, made, rows_of
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+
+def test_training_on_a_test_split_is_refused(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = load_task("nq")
+    assert len(load_examples(task, prepared, "train")) == 4
+    assert len(load_examples(task, prepared / "test.jsonl", "test")) == 2
+    copy = tmp_path / "train.jsonl"  # a copy under a harmless name is still test data
+    copy.write_bytes((prepared / "test.jsonl").read_bytes())
+    for path in (prepared / "test.jsonl", copy):
+        with pytest.raises(UserError, match=r"jsonl:1: this question is of a test split .* nobody trains on"):
+            load_examples(task, path, "train")
+        assert (
+            train_main(
+                ["--task", "nq", "--model", "x", "--data", str(path), "--run_dir", str(tmp_path / "run")]
+            )
+            == 2
+        )
+        assert "sorl-train: " in (error := capsys.readouterr().err) and "of a test split" in error
+        assert not (tmp_path / "run").exists()
+    # nor does calling the split by its name help; to evaluate on it is what it is for
+    config = TrainConfig(task="nq", data=str(prepared), split="test")
+    with pytest.raises(
+        UserError, match=r"split 'test' of .*test\.jsonl holds test questions .* nobody trains on"
+    ):
+        make_env(config)
+    with pytest.raises(UserError, match="nobody trains on those"):  # where OpenRLHF takes its prompts from
+        training_examples(config)
+    assert len(training_examples(replace(config, split="train"))) == 4
+    command = ["--task", "nq", "--model", "x", "--data", str(prepared), "--split", "test", "--dry_run"]
+    assert train_main(command) == 2 and "nobody trains on those" in capsys.readouterr().err
+    assert len(make_env(replace(config, split="train"), evaluation=True).examples) == 2
+    with pytest.raises(UserError, match="no rows of nq for split 'train'"):
+        made("nq", tmp_path / "again", f"train={prepared / 'test.jsonl'}")
+
+
+def test_drop_leaves_near_duplicates_out_of_train(tmp_path: Path) -> None:
+    texts = [
+        "who built the great wall of china first",
+        "who built the great wall of china",
+        "what is a lemur",
+    ]
+    train = jsonl(
+        tmp_path / "a.jsonl",
+        [{"id": str(i), "question": t, "golden_answers": ["a"]} for i, t in enumerate(texts)],
+    )
+    test = jsonl(
+        tmp_path / "b.jsonl",
+        [{"id": "t", "question": "Who built the Great Wall of China?", "golden_answers": ["a"]}],
+    )
+    for drop, left in (("none", ["0", "1", "2"]), ("exact", ["0", "2"]), ("near", ["2"])):
+        manifest = made("nq", tmp_path / drop, f"train={train}", f"test={test}", drop=drop)
+        assert [row["id"] for row in rows_of(tmp_path / drop / "train.jsonl")] == left
+        counts = manifest["overlap"]["with"]["test.jsonl"]
+        assert (counts["exact_pairs"], counts["near_pairs"]) == (1, 1)
+
+
+def test_train_is_checked_against_other_benchmarks(shared_data: Path, tmp_path: Path) -> None:
+    """The shared file in AlphaMed19K's columns was made of benchmark questions: it shows."""
+    medqa = tmp_path / "medqa"
+    made("medqa", medqa, f"test={shared_data / 'medical/medqa_test.jsonl.gz'}")
+    train = f"train={shared_data / 'alphamed/train_shaped.jsonl.gz'}"
+    mmlu = shared_data / "medical/mmlu_med_test.jsonl.gz"
+    tests = (medqa / "test.jsonl", mmlu)
+    manifest = made("alphamed19k", tmp_path / "alphamed", train, against=tests, drop="near")
+    counts = manifest["overlap"]["with"]
+    assert {name: found["exact_test"] for name, found in counts.items()} == {
+        "medqa/test.jsonl": 626,
+        "medical/mmlu_med_test.jsonl.gz": 0,
+    }
+    assert manifest["files"]["train.jsonl"]["rows"] == 5809 - 626
+    assert {row["with"] for row in rows_of(tmp_path / "alphamed" / "overlap.jsonl")} == {"medqa/test.jsonl"}
+    with pytest.raises(UserError, match="--against checks a train split, and none is prepared"):
+        made("medqa", medqa, f"test={shared_data / 'medical/medqa_test.jsonl.gz'}", against=(mmlu,))
+    with pytest.raises(UserError, match=r"another file is called medqa/test\.jsonl, too"):
+        made("alphamed19k", tmp_path / "alphamed", train, against=(medqa / "test.jsonl",) * 2)
