@@ -6,9 +6,16 @@ are those of text while no passage is the same. For each size and kind:
     build      time, and the peak of the building process (getrusage; with and without pages of mapped files)
     resume     the same build, killed when half of it is done, ends with the same hash
     search     queries a second of one process, its own memory, and all that is resident, over the index on disk
+    serve      sorl-serve under 64 clients of eight queries a request: queries a second, and the memory of all of its
+               processes, shared pages once, over the index on disk
+
+Then a line through the smallest and the largest size, on to 21 million passages, beside what sorl-index estimate says.
 
     python benchmarks/index_scale.py --corpus ../shared/data/corpus/wiki.jsonl.gz --sizes 50000 200000 1000000
     python benchmarks/index_scale.py --corpus .. --model FOLDER --vectors WIKI.npy --kinds bm25 flat sq4 pq
+
+A million passages take some ten minutes. With ``--work`` what is done stays done, and ``--parts 1`` does one part a
+time.
 
 ``--vectors`` are those of the corpus by the model, which are repeated with noise: no machine embeds a million passages
 for a benchmark. Linux only: it reads /proc.
@@ -19,29 +26,35 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from search_made_up import QUERIES, made_up_corpus, write_corpus, write_vectors
+from search_servers import load, memory_mb, sorl_serve
 
-from sorl_tools.corpus import Passage
-from sorl_tools.index.corpora import Corpus
 from sorl_tools.index.estimate import estimate
 from sorl_tools.index.manifest import BUILDING, read_manifest
 
-SYLLABLES = "ba ce di fo gu ha je ki lo mu na pe ri so tu va we xi yo zu bran clar dren flor grim".split()
-QUERIES = 300
 POLL_S = 0.02
+SERVE_S = 10.0
+CLIENTS, QUERIES_A_REQUEST = 64, 8
+WIKIPEDIA = 21_000_000  # passages of psgs_w100.tsv
 WANTED_PEAK = 4e9
+WANTED_SERVED, LARGE = (
+    1.5,
+    1_000_000,
+)  # memory over disk; at smaller sizes Python itself weighs more than the index
 
 BUILD = """
 import resource, sys
@@ -64,44 +77,6 @@ for start in range(0, len(queries), 32):
 print(json.dumps({"seconds": time.perf_counter() - began}), flush=True)
 sys.stdin.readline()
 """
-
-
-def made_up_corpus(source: Path, size: int) -> Iterator[Passage]:
-    """``size`` passages, the source's texts in turn, each title new and no text twice the same."""
-    draw = random.Random(0)
-    texts = [row.passage.text for row in islice(Corpus([source]).rows(), size)]
-    for number in range(size):
-        name = " ".join("".join(draw.choices(SYLLABLES, k=3)).title() for _ in range(2))
-        turn, place = divmod(number, len(texts))
-        words = texts[place].split()
-        cut = turn % max(1, len(words))
-        yield Passage(str(number), f"{name} ({number})", " ".join(words[cut:] + words[:cut]))
-
-
-def write_corpus(path: Path, source: Path, size: int) -> list[str]:
-    """Write the corpus; returns queries: what some of its passages begin with."""
-    every = max(1, size // QUERIES)
-    queries = []
-    with path.open("w", encoding="utf-8") as file:
-        for number, passage in enumerate(made_up_corpus(source, size)):
-            contents = f'"{passage.title}"\n{passage.text}'
-            file.write(json.dumps({"id": passage.id, "contents": contents}, ensure_ascii=False) + "\n")
-            if number % every == 0:
-                queries.append(" ".join(passage.text.split()[:8]))
-    return queries[:QUERIES]
-
-
-def write_vectors(path: Path, source: Path, size: int) -> None:
-    """Repeat the source's vectors, each time with noise, normalized."""
-    vectors = np.load(source, mmap_mode="r")
-    out = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(size, vectors.shape[1]))
-    draw = np.random.default_rng(0)
-    for start in range(0, size, 8192):
-        rows = np.arange(start, min(start + 8192, size)) % len(vectors)
-        noise = draw.standard_normal((len(rows), vectors.shape[1]), dtype=np.float32)
-        block = vectors[rows] + noise * np.float32(0.2 / vectors.shape[1] ** 0.5)
-        out[start : start + len(rows)] = block / np.linalg.norm(block, axis=1, keepdims=True)
-    out.flush()
 
 
 def status_of(pid: int, *names: str) -> dict[str, int]:
@@ -164,47 +139,135 @@ def run_searches(out: Path, queries: Path) -> dict[str, float]:
     return {"seconds": max(answer["seconds"] for answer in answers), **memory}
 
 
-def measure(size: int, kind: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_server(out: Path, questions: Path) -> dict[str, float]:
+    """Serve the index with a worker a core, under load."""
+    with sorl_serve(out, os.cpu_count() or 1) as (pid, port):
+        result = load(port, questions, SERVE_S, CLIENTS, [QUERIES_A_REQUEST])
+        memory = memory_mb(pid) * 2**20
+    wrong = result["requests"] - result["statuses"].get("200", 0) + result["broken"]
+    if wrong:
+        raise SystemExit(
+            f"index_scale: {wrong} of {result['requests']} requests to the server of {out} failed"
+        )
+    return {"memory": memory, **{name: result[name] for name in ("queries_per_s", "p50_ms", "p99_ms")}}
+
+
+class StoppedError(Exception):
+    """As many parts as were asked for are done."""
+
+
+class Parts:
+    """The figures of one size and kind, kept in a file part by part.
+
+    Args:
+        left: parts that may still be measured, shared by all sizes and kinds.
+    """
+
+    def __init__(self, path: Path, left: list[int]) -> None:
+        self._path = path
+        self._left = left
+        self._done: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+
+    def get(self, name: str, measure: Callable[[], Any]) -> Any:
+        """A part's figures, measured now if they are not known."""
+        if name not in self._done:
+            if self._left[0] == 0:
+                raise StoppedError
+            self._left[0] -= 1
+            self._done[name] = measure()
+            self._path.write_text(json.dumps(self._done, indent=2) + "\n")
+        return self._done[name]
+
+
+def measure(
+    size: int, kind: str, folder: Path, parts: Parts, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """All of one size and kind; prints a line."""
-    corpus, queries = folder / "corpus.jsonl", folder / "queries.json"
     backend = "bm25" if kind == "bm25" else "dense"
     options = ["--backend", backend]
     if backend == "dense":
         options += ["--model", arguments.model, "--faiss", kind, "--vectors", str(folder / "vectors.npy")]
-    outs = [folder / f"{kind}-{name}" for name in ("whole", "killed")]
-    whole = run_build(["build", str(corpus), "--out", str(outs[0]), *options], outs[0])
-    again = ["build", str(corpus), "--out", str(outs[1]), *options]
-    run_build(again, outs[1], kill_at=size // 2)
-    resumed = run_build(again, outs[1])
-    manifests = [read_manifest(out) for out in outs]
-    search = run_searches(outs[0], queries)
-    guess = estimate(
-        size, backend, words=arguments.words, dim=arguments.dim, faiss=kind if backend == "dense" else "flat"
-    )
+    whole_out, killed_out = (folder / f"{kind}-{name}" for name in ("whole", "killed"))
+
+    def build(out: Path, kill_at: int = 0) -> dict[str, float]:
+        return run_build(
+            ["build", str(folder / "corpus.jsonl"), "--out", str(out), *options], out, kill_at=kill_at
+        )
+
+    def build_anew() -> dict[str, Any]:
+        shutil.rmtree(whole_out, ignore_errors=True)
+        figures = build(whole_out)
+        manifest = read_manifest(whole_out)
+        return {**figures, "disk": manifest.bytes, "hash": manifest.hash}
+
+    def kill_and_resume() -> dict[str, Any]:
+        shutil.rmtree(killed_out, ignore_errors=True)
+        build(killed_out, kill_at=size // 2)
+        figures = build(killed_out)
+        return {**figures, "hash": read_manifest(killed_out).hash}
+
+    whole = parts.get("build", build_anew)
+    resumed = parts.get("resume", kill_and_resume)
+    search = parts.get("search", lambda: run_searches(whole_out, folder / "queries.json"))
+    served = parts.get("serve", lambda: run_server(whole_out, folder / "questions.jsonl.gz"))
     row = {
         "size": size,
         "kind": kind,
-        "disk": manifests[0].bytes,
+        "disk": whole["disk"],
         "build_seconds": whole["seconds"],
         "peak": whole["maxrss"],
         "peak_anon": whole["anon"],
         "resume_seconds": resumed["seconds"],
-        "same_hash": manifests[0].hash == manifests[1].hash,
+        "same_hash": whole["hash"] == resumed["hash"],
         "queries_a_second": QUERIES / search["seconds"],
         "resident": search["VmRSS"],
         "private": search["RssAnon"],
         "share_of_pages": search["Pss"],
-        "resident_over_disk": search["VmRSS"] / manifests[0].bytes,
-        "estimate": {"disk": guess.disk, "build_memory": guess.build_memory, "private": guess.private_memory},
+        "resident_over_disk": search["VmRSS"] / whole["disk"],
+        "served": served,
+        "served_over_disk": served["memory"] / whole["disk"],
+        "estimate": guessed(size, kind, arguments),
     }
     print(
         f"{size:>9,} {kind:<7}{row['disk'] / 1e6:>8.0f} MB on disk, built in {whole['seconds']:.0f} s, peak "
         f"{whole['maxrss'] / 1e6:.0f} MB ({whole['anon'] / 1e6:.0f} without mapped files); killed and resumed: "
         f"{'same hash' if row['same_hash'] else 'ANOTHER HASH'}; {row['queries_a_second']:.0f} queries/s, resident "
-        f"{row['resident'] / 1e6:.0f} MB ({row['private'] / 1e6:.0f} private), {row['resident_over_disk']:.2f} of disk",
+        f"{row['resident'] / 1e6:.0f} MB ({row['private'] / 1e6:.0f} private), {row['resident_over_disk']:.2f} of disk"
+        f"; served: {served['queries_per_s']:.0f} queries/s, {served['memory'] / 1e6:.0f} MB in all, "
+        f"{row['served_over_disk']:.2f} of disk",
         flush=True,
     )
     return row
+
+
+def guessed(size: int, kind: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """What ``sorl-index estimate`` says, under the names of the figures."""
+    backend, faiss = ("bm25", "flat") if kind == "bm25" else ("dense", kind)
+    guess = estimate(size, backend, words=arguments.words, dim=arguments.dim, faiss=faiss)
+    return {
+        "disk": guess.disk,
+        "peak_anon": guess.build_memory,
+        "private": guess.private_memory,
+        "build_seconds": guess.build_seconds,
+    }
+
+
+def extrapolate(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """For each kind a line through its smallest and its largest size, on to Wikipedia; prints it."""
+    found = []
+    for kind in arguments.kinds:
+        low, *_, high = (row for row in rows if row["kind"] == kind)
+        guess = guessed(WIKIPEDIA, kind, arguments)
+        ahead = (WIKIPEDIA - high["size"]) / (high["size"] - low["size"])
+        line = {name: high[name] + ahead * (high[name] - low[name]) for name in guess}
+        found.append({"kind": kind, "size": WIKIPEDIA, "line": line, "estimate": guess})
+        for name in guess:
+            unit, scale = ("s", 1.0) if name == "build_seconds" else ("GB", 1e9)
+            print(
+                f"{WIKIPEDIA:>9,} {kind:<7}{name:<14}{line[name] / scale:10.2f} {unit:<3}by the line, "
+                f"{guess[name] / scale:.2f} by the estimate"
+            )
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -218,32 +281,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--vectors", type=Path, help="the model's vectors of the corpus, for kinds other than bm25"
     )
+    parser.add_argument("--work", type=Path, help="keep what is made and measured here, and go on with it")
+    parser.add_argument("--parts", type=int, default=-1, help="stop after so many parts; wants --work")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     arguments = parser.parse_args(argv)
     vectors = set(arguments.kinds) - {"bm25"}
     if vectors and not (arguments.model and arguments.vectors):
         parser.error(f"--kinds {' '.join(sorted(vectors))} need --model and --vectors")
     arguments.dim = np.load(arguments.vectors, mmap_mode="r").shape[1] if vectors else 1
-    rows = []
-    for size in arguments.sizes:
-        with tempfile.TemporaryDirectory(prefix="index_scale-") as name:
-            folder = Path(name)
-            queries = write_corpus(folder / "corpus.jsonl", arguments.corpus, size)
-            (folder / "queries.json").write_text(json.dumps(queries))
-            sample = islice(made_up_corpus(arguments.corpus, min(size, 2000)), 2000)
-            lengths = [len(f"{p.title} {p.text}".split()) for p in sample]
-            arguments.words = sum(lengths) / len(lengths)
-            if vectors:
-                write_vectors(folder / "vectors.npy", arguments.vectors, size)
-            rows += [measure(size, kind, folder, arguments) for kind in arguments.kinds]
+    sample = islice(made_up_corpus(arguments.corpus, 2000), 2000)
+    lengths = [len(f"{p.title} {p.text}".split()) for p in sample]
+    arguments.words = sum(lengths) / len(lengths)
+    rows, left = [], [arguments.parts]
+    try:
+        for size in sorted(arguments.sizes):
+            rows += measure_size(size, arguments, left)
+    except StoppedError:
+        print(f"index_scale: {arguments.parts} parts done; the same command goes on")
+        return 0
+    lines = extrapolate(rows, arguments) if len(arguments.sizes) > 1 else []
     if arguments.json:
-        arguments.json.write_text(json.dumps({"rows": rows, "cores": os.cpu_count()}, indent=2) + "\n")
-    faults = [
-        row for row in rows if not row["same_hash"] or (row["kind"] == "bm25" and row["peak"] > WANTED_PEAK)
-    ]
-    for row in faults:
-        print(f"missed: {row['size']:,} {row['kind']}: another hash after a kill, or more than 4 GB")
-    return int(bool(faults))
+        report = {"rows": rows, "extrapolated": lines, "cores": os.cpu_count()}
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return report_faults(rows)
+
+
+def measure_size(size: int, arguments: argparse.Namespace, left: list[int]) -> list[dict[str, Any]]:
+    """All kinds of one size, in a folder of their own."""
+    with ExitStack() as stack:
+        if arguments.work:
+            folder = arguments.work / str(size)
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="index_scale-")))
+        corpus = Parts(folder / "corpus.json", left)
+        corpus.get("corpus", lambda: write_corpus(folder / "corpus.jsonl", arguments.corpus, size))
+        if arguments.vectors:
+            corpus.get("vectors", lambda: write_vectors(folder / "vectors.npy", arguments.vectors, size))
+        return [
+            measure(size, kind, folder, Parts(folder / f"{kind}.json", left), arguments)
+            for kind in arguments.kinds
+        ]
+
+
+def report_faults(rows: Sequence[dict[str, Any]]) -> int:
+    """Say which bars were missed; returns the exit status."""
+    status = 0
+    for row in rows:
+        faults = {
+            "another hash after a kill": not row["same_hash"],
+            "more than 4 GB to build": row["kind"] == "bm25" and row["peak"] > WANTED_PEAK,
+            "more than 1.5 of the disk to serve": row["size"] >= LARGE
+            and row["served_over_disk"] > WANTED_SERVED,
+        }
+        for fault in (name for name, missed in faults.items() if missed):
+            print(f"missed: {row['size']:,} {row['kind']}: {fault}")
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def _parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--index", type=Path, help="the index folder that the server at search.url should hold"
+        "--index", type=Path, metavar="DIR", help="the index folder that the server at search.url should hold"
     )
     return parser.parse_known_args(argv)
 

@@ -259,7 +259,7 @@ def _finish(
         backend=backend,
         passages=passages,
         corpus={
-            "source": [str(source) for source in corpus.sources],
+            "source": [str(source.resolve()) for source in corpus.sources],
             "hash": f"sha256:{files['passages.jsonl']['sha256']}",
         },
         parameters=options,

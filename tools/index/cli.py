@@ -43,7 +43,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sorl-index", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="sorl-index",
+        description="Build a search index over a corpus; look at one, check it, or estimate what one takes.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_build(
         commands.add_parser("build", help="build an index, or go on with a build that was interrupted")

@@ -35,6 +35,7 @@ def dense_request(options: DenseOptions) -> dict[str, Any]:
     factory_string(options.faiss, 2, 1)
     if options.vectors is not None and not options.vectors.is_file():
         raise UserError(f"--vectors {options.vectors}: no such file")
+    Encoder(options.model, device=options.device)  # a corpus can take an hour to read
     return {
         "model": options.model,
         "query_prefix": options.query_prefix,

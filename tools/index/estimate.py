@@ -94,7 +94,7 @@ def estimate(
         private += MODEL_MEMORY
         rate = embed_rate or _rate(dim)
         seconds += passages / rate
-        note = f", {'' if embed_rate else 'guessing '}{rate:.3g} passages embedded a second"
+        note = f", {'' if embed_rate else 'guessing '}{rate:,.{0 if rate >= 10 else 1}f} passages embedded a second"
     seconds += disk / HASHED_A_SECOND
     return Estimate(disk, disk + scratch, memory, private, disk, seconds, note)
 

@@ -67,10 +67,12 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Like ``45 s``, ``12 min`` or ``3.5 h``."""
+    """Like ``45 s``, ``12 min``, ``3.5 h`` or ``12 days``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 3 * 86400 else f"{seconds / 86400:.0f} days"
 
 
 def _rich_bar() -> Any:

@@ -101,16 +101,29 @@ def check_source(path: Path) -> None:
         raise UserError(f"{path}: cannot serve this file; give an index folder or a {' or '.join(SUFFIXES)}")
 
 
-def open_backend(path: Path) -> Backend:
+def open_backend(path: Path, *, model: str | None = None, device: str | None = None) -> Backend:
     """A folder is an index; a file is a corpus, whose BM25 index is built once and kept in the cache folder.
 
+    Args:
+        model, device: of an index of vectors, see ``open_index``.
+
     Raises:
-        UserError: it is neither, or cannot be read.
+        UserError: it is neither, cannot be read, or has no use for a model that is given.
     """
     check_source(path)
-    if path.is_dir():
-        index = open_index(path)
-        if not isinstance(index, Bm25Index) or index.manifest.passages > MAX_EXHAUSTIVE:
-            return IndexBackend(index)
-        return Bm25Backend(index.passages, index.postings, index.manifest.hash)
-    return Bm25Backend(*open_bm25(path))
+    if path.is_file():
+        _refuse_model(path, model, device)
+        return Bm25Backend(*open_bm25(path))
+    index = open_index(path, model=model, device=device)
+    if not isinstance(index, Bm25Index):
+        return IndexBackend(index)
+    _refuse_model(path, model, device)
+    if index.manifest.passages > MAX_EXHAUSTIVE:
+        return IndexBackend(index)
+    return Bm25Backend(index.passages, index.postings, index.manifest.hash)
+
+
+def _refuse_model(path: Path, model: str | None, device: str | None) -> None:
+    for name, value in (("model", model), ("device", device)):
+        if value is not None:
+            raise UserError(f"{name}={value}: BM25 of {path} embeds nothing; leave it out")

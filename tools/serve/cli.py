@@ -38,6 +38,8 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=1,
         help="processes on the port; they share the index's memory (default: 1)",
     )
+    add("--model", help="of an index of vectors: where its embedding model is now (default: as at the build)")
+    add("--device", help="torch device of that model (default: a GPU if there is one)")
     add("--token-file", "--token_file", type=Path, help="requests must bear the token in this file")
     add(
         "--top-k",
@@ -113,22 +115,32 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+
+
 def _positive(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
     return value
 
 
 def _port(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if not 0 <= value <= 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port: give 0 to 65535")
     return value
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 < value < 86400:
         raise argparse.ArgumentTypeError(f"{text}: give seconds above 0 and below a day")
     return value
@@ -164,6 +176,8 @@ def _serve(args: argparse.Namespace) -> int:
         port=args.port,
         workers=args.workers,
         token=None if args.token_file is None else read_token(args.token_file),
+        model=args.model,
+        device=args.device,
         limits=RequestLimits(
             max_body_bytes=args.max_body_mb << 20,
             max_queries=args.max_queries,

@@ -32,6 +32,7 @@ class ServeSettings:
     Attributes:
         source: an index folder or a corpus file.
         port: 0 takes a free one.
+        model, device: where the embedding model of an index of vectors is, if it has moved, and where it runs.
         max_batch, max_waiting: queries of one search, and in the queue.
         timeout_s: a request that has waited longer for its search is turned away.
         body_timeout_s: for the whole body of a request to arrive.
@@ -43,6 +44,8 @@ class ServeSettings:
     port: int = 8000
     workers: int = 1
     token: str | None = field(default=None, repr=False)
+    model: str | None = None
+    device: str | None = None
     limits: RequestLimits = RequestLimits()
     max_batch: int = 512
     max_waiting: int = 16384
@@ -113,7 +116,7 @@ def serve(
 
     metrics = Metrics()
     batcher = Batcher(
-        lambda: open_backend(settings.source),
+        lambda: open_backend(settings.source, model=settings.model, device=settings.device),
         metrics,
         max_batch=settings.max_batch,
         max_waiting=settings.max_waiting,

@@ -59,6 +59,9 @@ class Workers:
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sorl-serve-"))
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+            # a worker's embedding model and FAISS would each take every core
+            cores = max(1, (os.cpu_count() or 1) // self._settings.workers)
+            os.environ.setdefault("OMP_NUM_THREADS", str(cores))
             stack.callback(os.environ.pop, "PROMETHEUS_MULTIPROC_DIR", None)
             before = signal.signal(signal.SIGTERM, lambda *_: self._stopping.set())
             stack.callback(signal.signal, signal.SIGTERM, before)

@@ -41,5 +41,5 @@ def test_estimates_and_measured_builds(shared_data: Path, tmp_path: Path) -> Non
         assert row["same_hash"]
         guess = row["estimate"]
         assert guess["disk"] == pytest.approx(row["disk"], rel=0.25)
-        assert 0.5 < guess["build_memory"] / row["peak_anon"] < 2
+        assert 0.5 < guess["peak_anon"] / row["peak_anon"] < 2
         assert 0.5 < guess["private"] / row["private"] < 2

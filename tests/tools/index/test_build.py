@@ -333,4 +333,4 @@ def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch
         "vectors: 200 of 1,000 (20%), 5/s, 3 min to go",
         "vectors: 201 of 1,000 (20%), 3/s, 4 min to go",
     ]
-    assert [duration(s) for s in (45, 300, 9000)] == ["45 s", "5 min", "2.5 h"]
+    assert [duration(s) for s in (45, 300, 9000, 8e6)] == ["45 s", "5 min", "2.5 h", "93 days"]

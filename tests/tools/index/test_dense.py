@@ -233,6 +233,7 @@ def test_options_that_cannot_be_met(
 ) -> None:
     with pytest.raises(UserError, match=message):
         build([corpus], tmp_path / "index", "dense", dense=options)
+    assert not (tmp_path / "index").exists()  # said before an hour of reading
 
 
 def test_factories(corpus: Path, tiny_model: Path, tmp_path: Path) -> None:

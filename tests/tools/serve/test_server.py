@@ -143,6 +143,10 @@ def test_refused_requests_cost_nothing(server: Any) -> None:
         (b'{"queries": ["a"], "topk": -5}', 422),
         (b'{"queries": ["a"], "topk": 1000000}', 422),
         (b"{}", 422),
+        (b'{"queries": "a"}', 422),
+        (b'{"queries": [1]}', 422),
+        (b'{"queries": ["a"], "topk": "3"}', 422),
+        (b'{"queries": ["a"], "return_scores": 1}', 422),
         (b"", 400),
         (b"[" * 1_000_000, 4),
     ]
