@@ -14,6 +14,7 @@ from sorl_train.config import TrainConfig
 from sorl_train.run_dir import RunDir, saved_config
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_CARD = "README.md"  # as in card_run, whose imports bring torch
 _SMALL = 1 << 24  # files up to so many bytes are hashed whole, larger ones by their ends
 
 
@@ -84,12 +85,13 @@ def _of_checkpoint(checkpoint: Path, run: Path) -> PolicySource:
 
 
 def fingerprint(folder: str) -> Mapping[str, Any]:
-    """What tells a model folder from another: a hash over its files, of large ones over their size and ends."""
+    """What tells a model folder from another: a hash over its files, of large ones over their size and ends. The card
+    is left out: who fills in its licence changes no answer."""
     path = Path(folder)
     if not path.is_dir():
         return {"hub": folder}
     digest = hashlib.sha256()
-    for file in sorted(entry for entry in path.iterdir() if entry.is_file()):
+    for file in sorted(entry for entry in path.iterdir() if entry.is_file() and entry.name != _CARD):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
         with file.open("rb") as stream:

@@ -1,0 +1,117 @@
+"""Three of the paper's runs, two real steps of each: their own files, with fewer and shorter trajectories on a CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from sorl_env import ToolUseEnv
+from sorl_env.registry import load_task
+from sorl_train.config import ModelConfig
+from sorl_train.config_io import load_config
+from sorl_train.models import load_policy
+from sorl_train.tiny import build_tiny_policy
+
+from ..test_paper_configs import SHRUNK, guess, learn
+from .conftest import SHORT, metrics
+
+pytestmark = pytest.mark.openrlhf
+
+# What changes of a paper's file: its sizes, and a rate that shows in the weights after two steps.
+ON_A_CPU = {
+    **{name: value for name, value in SHRUNK.items() if name != "engine"},
+    **{name: SHORT[name] for name in ("cluster.gpus_per_node", "cluster.vllm_engines")},
+    **{name: SHORT[name] for name in ("cluster.vllm_tensor_parallel", "cluster.deadline_s")},
+    "optim.lr": 1e-3,
+}
+
+
+@pytest.fixture(scope="module")
+def guessing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Task -> a policy that has learned to guess, and the data: questions on which that is right at times."""
+    made: dict[str, dict[str, Any]] = {}
+
+    def build(name: str) -> dict[str, Any]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            data = None  # AlphaMed19K: its embedded questions
+            if name == "nq":
+                rows = [
+                    {"id": f"q{i}", "question": f"City {i}?", "golden_answers": [("Paris", "Rome")[i % 2]]}
+                    for i in range(8)
+                ]
+                data = str(folder / "questions.jsonl")
+                Path(data).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            task = replace(load_task(name), expert=guess, vocabulary=lambda: ["Paris Rome A B C D so"])
+            build_tiny_policy(task, folder / "policy", hidden_size=64, num_layers=1, num_heads=2)
+            learn(ToolUseEnv(task, data=data), folder / "policy")
+            made[name] = {"model": str(folder / "policy"), "data": data, "eval_data": None}
+        return made[name]
+
+    return build
+
+
+def command(name: str, run_dir: Path, settings: dict[str, Any]) -> list[str]:
+    flags = []
+    for key, value in settings.items():
+        flags += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+    module = [sys.executable, "-m", "sorl_train.cli"]
+    return [*module, "--config", f"paper/{name}", "--run_dir", str(run_dir), *flags]
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("nq_so_ppo_8gpu", {}),
+        ("nq_grpo_8gpu", {"rollout.group_size": 4}),
+        ("alphamed_so_ppo_8gpu", {}),
+    ],
+)
+def test_two_real_steps(
+    name: str, more: dict[str, Any], guessing: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    start, run_dir = load_config(f"paper/{name}"), tmp_path / "run"
+    settings = {**ON_A_CPU, **guessing(start.task), **more}
+    done = subprocess.run(command(name, run_dir, settings), capture_output=True, text=True, timeout=280)
+    log = run_dir / "openrlhf.log"
+    assert done.returncode == 0, done.stderr + (
+        log.read_text(errors="replace")[-6000:] if log.is_file() else ""
+    )
+
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(math.isfinite(value) for line in lines for value in line.values() if value is not None)
+    reward = "reward/multiple_choice" if start.task == "alphamed19k" else "reward/exact_match"
+    assert any(0 < line[reward] < 1 for line in lines[1:])
+    assert any(line["loss/grad_norm"] > 0 for line in lines[1:])
+    assert ("loss/value" in lines[2]) == (start.algo == "so_ppo")
+    assert "loss/ref_kl" in lines[2]  # the paper's KL to the reference
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    assert manifest["data"]["train"]["task"] == start.task and manifest["versions"]["openrlhf"] == "0.11.2"
+    policy = run_dir / "checkpoints" / "step_000002" / "policy"
+    before = load_policy(settings["model"], ModelConfig()).state_dict()
+    after = load_policy(str(policy), ModelConfig()).state_dict()
+    assert before.keys() == after.keys() and any(not torch.equal(before[key], after[key]) for key in before)
+    check_cards(run_dir, policy, start.task)
+
+
+def check_cards(run_dir: Path, policy: Path, task: str) -> None:
+    """As the local engine writes them."""
+    card = (policy / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    success = metrics(run_dir)[-1]["eval/success"]
+    assert front["model-index"][0]["results"][0]["metrics"][0]["value"] == success
+    assert "| steps | 2 of 2, of 8 trajectories" in card and "2, this policy | 2 |" in card
+    assert ("medical advice" in card) == (task == "alphamed19k")
+    front = yaml.safe_load((run_dir / "trajectories" / "README.md").read_text().split("---")[1])
+    assert [entry["config_name"] for entry in front["configs"]] == ["sampled", "evaluation"]
