@@ -56,9 +56,13 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, default=0, help="CPU threads of torch; 0 leaves torch's own choice"
     )
     drawing = parser.add_argument_group("drawing")
-    drawing.add_argument("--temperature", type=float, help="default: 0, greedy")
-    drawing.add_argument("--top_p", type=float, default=1.0)
-    drawing.add_argument("--seed", type=int, default=0)
+    drawing.add_argument(
+        "--temperature", type=float, metavar="T", help="default: 0, greedy; 1 with --samples"
+    )
+    drawing.add_argument("--top_p", type=float, default=1.0, metavar="P", help="default: 1, all tokens")
+    drawing.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the sample and the draws (default: 0)"
+    )
     drawing.add_argument(
         "--no_chat_template", action="store_true", help="leave the model's chat template out"
     )

@@ -30,6 +30,7 @@ except ModuleNotFoundError as missing:  # the core alone is installed
 from sorl_train.evaluate.rows import Job
 from sorl_train.evaluate.runner import Policy, agent_trajectory, in_session
 
+ABOUT = "Ask a policy one question, and show its turns."
 _COLOUR = re.compile(r"\033\[\d+m")
 
 
@@ -46,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="sorl-ask", description=__doc__, allow_abbrev=False)
-    parser.add_argument("question", nargs="?")
+    parser = Parser(prog="sorl-ask", description=ABOUT, allow_abbrev=False)
+    parser.add_argument("question", nargs="?", help="in quotes; or --index")
     parser.add_argument("--model", help="a model folder, a checkpoint, a run folder, or a hub name")
     parser.add_argument(
         "--index", type=int, help="ask this question of the task's data in place of one of your own"

@@ -43,6 +43,15 @@ from sorl_train.evaluate.summary import summarize
 from sorl_train.evaluate.tables import latex, make_tables, markdown, table_main
 from sorl_train.run_dir import atomic_write
 
+EXAMPLES = """\
+  sorl-eval RUN --mode direct cot rag agent         a run's best checkpoint on the run's own task
+  sorl-eval MODEL --task medqa nq --data medqa=FILE nq=FILE --corpus PASSAGES --limit 500
+  sorl-eval --endpoint URL --model_name NAME --tokenizer MODEL --task nq --search_url URL
+of what it wrote, each with a --help of its own:
+  sorl-eval compare A B                             paired bootstrap, McNemar, questions gained and lost
+  sorl-eval rescore FOLDER --reward NAME            the same answers under another reward
+  sorl-eval table FOLDER .. --latex                 several policies beside the paper's published rows
+"""
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "compare": compare_main,
     "rescore": rescore_main,
@@ -68,8 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="sorl-eval",
-        description="Evaluate a policy. Also: sorl-eval compare A B, sorl-eval rescore FOLDER --reward NAME, "
-        "sorl-eval table FOLDER ..",
+        description="Evaluate a policy on tasks, in four modes; figures with intervals, tables.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -78,11 +88,15 @@ def _parser() -> argparse.ArgumentParser:
         help="a model folder, a checkpoint, a run folder (its best checkpoint), or a hub name",
     )
     parser.add_argument("--task", nargs="+", default=[], metavar="NAME", help="default: the run's own task")
-    parser.add_argument("--mode", nargs="+", default=["agent"], metavar="MODE", help=f"of {', '.join(MODES)}")
+    parser.add_argument(
+        "--mode", nargs="+", default=["agent"], metavar="MODE", help=f"of {', '.join(MODES)} (default: agent)"
+    )
     parser.add_argument(
         "--limit", type=int, metavar="N", help="questions a task, a seeded sample (default: all)"
     )
-    parser.add_argument("--samples", type=int, default=1, help="answers a question, for pass@k (default: 1)")
+    parser.add_argument(
+        "--samples", type=int, default=1, metavar="N", help="answers a question, for pass@k (default: 1)"
+    )
     parser.add_argument(
         "--out", type=Path, help="folder (default: RUN/evaluation, or runs/evaluations/MODEL)"
     )

@@ -19,6 +19,9 @@ from sorl_train.evaluate.prompts import MODES
 from sorl_train.evaluate.rows import Row
 from sorl_train.run_dir import atomic_write
 
+ABOUT = (
+    "Two evaluations over the questions they share: the paired difference, and the questions gained and lost."
+)
 Question = tuple[str, int]  # its id, and which of the questions with that id
 
 
@@ -45,7 +48,7 @@ class Comparison:
 
 def compare_main(argv: Sequence[str]) -> int:
     """Command line of ``sorl-eval compare``."""
-    parser = Parser(prog="sorl-eval compare", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="sorl-eval compare", description=ABOUT, allow_abbrev=False)
     parser.add_argument("a", help="the folder of an evaluation; FOLDER:MODE takes one of its modes")
     parser.add_argument("b", help="the one that it is compared with")
     parser.add_argument("--metric", help="em, f1, subem, choice, reward (default: each task's main score)")

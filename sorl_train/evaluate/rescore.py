@@ -22,6 +22,7 @@ from sorl_train.evaluate.journal import read_folder
 from sorl_train.evaluate.scores import REWARDS, score
 from sorl_train.run_dir import atomic_write, saved_config
 
+ABOUT = "Score stored answers again with another reward."
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 
@@ -38,8 +39,10 @@ class Rescored:
 
 def rescore_main(argv: Sequence[str]) -> int:
     """Command line of ``sorl-eval rescore``."""
-    parser = Parser(prog="sorl-eval rescore", description=__doc__, allow_abbrev=False)
-    parser.add_argument("folder", type=Path)
+    parser = Parser(prog="sorl-eval rescore", description=ABOUT, allow_abbrev=False)
+    parser.add_argument(
+        "folder", type=Path, help="of an evaluation or of a run, or a file of a run's trajectories"
+    )
     parser.add_argument("--reward", required=True, help=f"of {', '.join(REWARDS)}")
     parser.add_argument("--out", type=Path, help="default: rescored_REWARD.jsonl beside the rows")
     args = parser.parse_args(argv)

@@ -16,6 +16,7 @@ from typing import Any
 from sorl_env.errors import UserError
 from sorl_train.evaluate.arguments import Parser
 
+ABOUT = "Several evaluations in one table, beside the published rows of the paper's Table 1."
 MODE_NAMES = {"direct": "Direct Inference", "cot": "CoT", "rag": "RAG", "agent": "agent"}
 _MARKS = {"in": "†", "out": "*", "": ""}
 _TEX_MARKS = {
@@ -82,7 +83,7 @@ def make_tables(summaries: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 def table_main(argv: Sequence[str]) -> int:
     """Command line of ``sorl-eval table``: several evaluations in one table."""
-    parser = Parser(prog="sorl-eval table", description=table_main.__doc__, allow_abbrev=False)
+    parser = Parser(prog="sorl-eval table", description=ABOUT, allow_abbrev=False)
     parser.add_argument("folders", nargs="+", type=Path, help="folders that sorl-eval wrote")
     parser.add_argument("--latex", action="store_true", help="LaTeX in place of Markdown")
     args = parser.parse_args(argv)

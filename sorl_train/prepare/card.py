@@ -29,7 +29,7 @@ def card(recipe: Recipe, manifest: Mapping[str, Any]) -> str:
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {recipe.title}",
         f"Prepared with `sorl-data prepare {recipe.name}`; the task `{recipe.name}` reads it: "
-        "`sorl-check-task NAME --data FOLDER --split SPLIT`.",
+        f"`sorl-check-task {recipe.name} --data FOLDER --split SPLIT`.",
         _splits(files),
         _origin(recipe, files),
     ]

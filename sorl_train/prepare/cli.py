@@ -22,6 +22,8 @@ from sorl_train.prepare.recipes import RECIPES, find_recipe
 from sorl_train.prepare.show import describe
 from sorl_train.run_dir import atomic_write
 
+ABOUT = "Prepare published data sets, find questions that stand in two files, show what is in a file."
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Exit status: 0 done, 1 ``check`` found pairs, 2 wrong usage, 130 interrupted."""
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sorl-data", description=__doc__)
+    parser = argparse.ArgumentParser(prog="sorl-data", description=ABOUT)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_prepare(commands)
     _add_check(commands)
@@ -93,8 +95,8 @@ def _add_check(commands: Any) -> None:
     check = commands.add_parser(
         "check", help="questions that stand in both of two files, word for word or nearly"
     )
-    check.add_argument("train", type=Path, metavar="TRAIN")
-    check.add_argument("test", type=Path, metavar="TEST")
+    check.add_argument("train", type=Path, metavar="TRAIN", help="a file")
+    check.add_argument("test", type=Path, metavar="TEST", help="the file whose questions should not be in it")
     check.add_argument("--task", help="the task that reads both files; default: by their columns")
     check.add_argument("--shingle", type=int, default=SHINGLE, help=f"words of a shingle (default {SHINGLE})")
     check.add_argument(
@@ -109,7 +111,7 @@ def _add_show(commands: Any) -> None:
     show = commands.add_parser(
         "show", help="counts, lengths and the first rows of a file, or of a folder's files"
     )
-    show.add_argument("path", type=Path, metavar="FILE")
+    show.add_argument("path", type=Path, metavar="FILE", help="or the folder of a prepared set")
     show.add_argument("--rows", type=int, default=3, help="rows to print (default 3)")
     show.add_argument("--task", help="the task that reads the file; default: the one it was prepared for")
     show.add_argument("--tokenizer", metavar="FOLDER", help="count tokens with this model folder's tokenizer")
@@ -143,7 +145,7 @@ def _print_manifest(manifest: Manifest, out: Path) -> None:
             file=sys.stderr,
         )
     if found:
-        hint = "; --drop exact or near leaves them out" if overlap["dropped"] == "none" else ""
+        hint = "; --drop exact or near leaves them out of train" if overlap["dropped"] == "none" else ""
         print(f"see {out / PAIRS}{hint}", file=sys.stderr)
     print(f"{out / CARD}: licence {manifest['licence']}, origin, filter, hashes")
 
