@@ -1,8 +1,11 @@
 """The collapse alarm: an online detector over the metrics of a run, which warns before success falls.
 
-Four signals, each a figure with a limit. A run alarms in the first step in which the mean of one of them over
-``WINDOW`` steps is beyond its limit: in healthy runs single steps spike, in collapses spikes follow one another. What
-the limits were set on, and how well they do on runs that they were not set on, is in docs/stability.md.
+Five signals, each a figure with a limit; a run alarms in the first step in which one of them is beyond its limit.
+``strain`` is the early one: how far a step's updates take the policy from the one that sampled, on average over the
+last ``MEMORY`` steps or so, each counted as at most ``SPIKE``. It is small for as long as a run can go on, whatever a
+single step does, and high many steps before success falls. The other four are means over ``WINDOW`` steps, and see
+what is sudden. What the limits were set on, and how well they do on runs that they were not set on, is in
+docs/stability.md.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from sorl_train.config import AlarmConfig
 from sorl_train.metrics_log import append_line, read_jsonl
 from sorl_train.run_dir import RunDir
 
-WINDOW = 3  # steps that a signal is averaged over
+WINDOW = 3  # steps that sudden signals are averaged over
+MEMORY = 50  # steps after which a step's part in the strain has fallen by a factor of e
+SPIKE = 0.3  # what one step counts for in the strain at most: healthy runs have lone steps far above that
 BASELINE = 3  # first training steps, with which gradient norms and entropies are compared
 
 
@@ -29,9 +34,9 @@ class Alarm:
 
     Attributes:
         step: that the alarm was raised in.
-        since: first step of the window; what came before it is taken to be good.
+        since: first of the last ``WINDOW`` steps; what came before it is taken to be good.
         reason: what was seen, for a person.
-        signals: the means that are beyond their limits, by name.
+        signals: those that are beyond their limits, by name.
     """
 
     step: int
@@ -62,6 +67,7 @@ class CollapseAlarm:
         self._grad_norms: list[float] = []
         self._entropies: list[float] = []
         self._best_valid = 0.0
+        self._strain, self._steps_seen = 0.0, 0.0  # sums in which older steps count for less
         self._recent: deque[tuple[int, dict[str, float]]] = deque(maxlen=WINDOW)
         self._raised = False
 
@@ -69,16 +75,25 @@ class CollapseAlarm:
         """Take in a training step's metrics (null for what was not finite); the alarm, the one time it is raised."""
         if self._config.action == "off" or "loss/grad_norm" not in metrics:
             return None
-        self._recent.append((step, self._signals(metrics)))
-        means = {name: math.fsum(one[name] for _, one in self._recent) / WINDOW for name in _DESCRIBED}
-        beyond = {name: mean for name, mean in means.items() if mean > getattr(self._config, name)}
+        sudden = self._sudden(metrics)
+        self._recent.append((step, sudden))
+        signals = {"strain": self._average_strain(sudden["ratio_tail"])}
+        signals |= {name: math.fsum(one[name] for _, one in self._recent) / WINDOW for name in sudden}
+        beyond = {name: value for name, value in signals.items() if value > getattr(self._config, name)}
         if self._raised or not beyond:
             return None
         self._raised = True
         reason = "; ".join(_DESCRIBED[name].format(value=value) for name, value in beyond.items())
-        return Alarm(step, self._recent[0][0], f"over {WINDOW} steps, {reason}", beyond)
+        return Alarm(step, self._recent[0][0], reason, beyond)
 
-    def _signals(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+    def _average_strain(self, ratio_tail: float) -> float:
+        """The mean of the steps so far, in which a step's weight falls by e in ``MEMORY`` steps."""
+        kept = math.exp(-1.0 / MEMORY)
+        self._strain = kept * self._strain + min(ratio_tail, SPIKE)
+        self._steps_seen = kept * self._steps_seen + 1.0
+        return self._strain / self._steps_seen
+
+    def _sudden(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         grad_norm = _number(metrics, "loss/grad_norm_max")
         entropy = _number(metrics, "loss/entropy")
         valid = _number(metrics, "rollout/valid_turn_rate")
@@ -98,10 +113,11 @@ class CollapseAlarm:
 
 
 _DESCRIBED = {
-    "ratio_tail": "log-ratios to the old policy had a root mean square of {value:.2f}",
-    "invalid_turns": "the share of valid turns was {value:.3f} below its best",
-    "grad_norm": "the gradient norm was {value:.1f} times the highest of the first steps",
-    "entropy": "the entropy was off by a factor of e^{value:.2f} from that of the first steps",
+    "strain": "on average a step's updates took the log-ratios to the old policy to a root mean square of {value:.3f}",
+    "ratio_tail": f"over {WINDOW} steps the log-ratios to the old policy had a root mean square of {{value:.2f}}",
+    "invalid_turns": f"over {WINDOW} steps the share of valid turns was {{value:.3f}} below its best",
+    "grad_norm": f"over {WINDOW} steps the gradient norm was {{value:.1f}} times the highest of the first steps",
+    "entropy": f"over {WINDOW} steps the entropy was off by a factor of e^{{value:.2f}} from that of the first steps",
 }
 
 

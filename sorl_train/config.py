@@ -245,17 +245,27 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class AlarmConfig:
-    """A detector that sees a collapse coming: limits of means over three steps, and what to do beyond them."""
+    """A detector that sees a collapse coming: limits of signals, and what to do beyond them.
+
+    ``strain`` warns early and is the one to set; the others are means over three steps, for what is sudden.
+    """
 
     action: Literal["off", "warn", "stop", "roll_back"] = opt(
         "warn",
         "warn: say so and write events.jsonl; stop: also save and end; roll_back: also go on from the last good "
         "checkpoint at a lower learning rate",
     )
-    ratio_tail: float = opt(0.27, "root mean square of the tokens' log-ratios to the old policy")
-    invalid_turns: float = opt(0.05, "share of valid turns below the best so far")
-    grad_norm: float = opt(12.0, "highest gradient norm of a step, over the highest of the first steps")
-    entropy: float = opt(1.5, "log of the entropy over that of the first steps, up or down")
+    strain: float = opt(
+        0.07,
+        "root mean square of the tokens' log-ratios to the old policy, averaged over the last 50 steps or so, a step "
+        "counting as at most 0.3; raise it for runs that are meant to be far off-policy",
+    )
+    ratio_tail: float = opt(0.5, "the same over three steps, uncapped")
+    invalid_turns: float = opt(0.25, "share of valid turns below the best so far, over three steps")
+    grad_norm: float = opt(
+        15.0, "highest gradient norm, over the highest of the first steps, over three steps"
+    )
+    entropy: float = opt(2.0, "log of the entropy over that of the first steps, up or down, over three steps")
     roll_back_lr: float = opt(0.5, "factor on the learning rates after each roll_back")
 
 

@@ -18,8 +18,8 @@ _AT_LEAST_ONE = """
 _POSITIVE = """
     search.timeout_s sampler.temperature loss.clip_eps loss.clip_eps_high loss.dual_clip loss.clip_bias_delta
     loss.value_clip update.target_kl optim.lr optim.critic_lr optim.adam_eps optim.max_grad_norm sft.lr
-    sft.max_grad_norm limits.max_seconds alarm.ratio_tail alarm.invalid_turns alarm.grad_norm alarm.entropy
-    alarm.roll_back_lr
+    sft.max_grad_norm limits.max_seconds alarm.strain alarm.ratio_tail alarm.invalid_turns alarm.grad_norm
+    alarm.entropy alarm.roll_back_lr
 """.split()
 _NOT_NEGATIVE = """
     seed search.retries rollout.max_staleness loss.kl_coef loss.entropy_coef optim.weight_decay
