@@ -98,7 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         "--samples", type=int, default=1, metavar="N", help="answers a question, for pass@k (default: 1)"
     )
     parser.add_argument(
-        "--out", type=Path, help="folder (default: RUN/evaluation, or runs/evaluations/MODEL)"
+        "--out",
+        type=Path,
+        help="folder (default: RUN/evaluation, RUN/evaluation-STEP, or runs/evaluations/MODEL)",
     )
     parser.add_argument("--label", help="the policy's name in tables")
     parser.add_argument("--quiet", action="store_true", help="no progress")
@@ -195,7 +197,7 @@ def _settings(
 
 def _default_folder(source: PolicySource | None, label: str) -> Path:
     if source is not None and source.run is not None:
-        return source.run / "evaluation"
+        return source.run / f"evaluation{source.label.removeprefix(source.run.resolve().name)}"
     return Path("runs/evaluations") / "".join(c if c.isalnum() or c in "._-" else "_" for c in label)
 
 

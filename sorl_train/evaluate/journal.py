@@ -8,6 +8,8 @@
     timings.jsonl    seconds of each row
     summary.json     figures with intervals       table.md, table.tex    the paper's Table 1 with ours
 
+An evaluation may grow: more questions, modes, samples or tasks, with all that the folder has among them.
+
 A killed evaluation leaves whole lines and at most one half line, in the order in which questions ended; the next one
 goes on from them and puts all in order at the end.
 """
@@ -50,12 +52,16 @@ class Journal:
         file = self.folder / "settings.json"
         fresh = json.loads(json.dumps(settings))
         if file.is_file():
-            changed = list(differences(json.loads(file.read_text(encoding="utf-8")), fresh))
+            old = json.loads(file.read_text(encoding="utf-8"))
+            changed = list(differences(_grown(old, fresh), fresh))
             if changed:
                 lines = "\n".join(f"  {line}" for line in changed)
                 raise UserError(
-                    f"{self.folder} holds an evaluation with other settings:\n{lines}\nGive another folder with --out."
+                    f"{self.folder} holds an evaluation with other settings:\n{lines}\nGive another folder with "
+                    "--out. (The same one can grow: more questions, modes, samples or tasks beside those it has.)"
                 )
+            if old != fresh:
+                atomic_write(file, json.dumps(fresh, indent=2) + "\n")
             return
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise UserError(f"{self.folder} holds no evaluation of ours; give another folder with --out")
@@ -110,11 +116,30 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], list[Row]]:
     return json.loads(settings.read_text(encoding="utf-8")), read_results(results)
 
 
+def _grown(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """``old`` with what ``new`` asks for besides, where that contains all that ``old`` asked for."""
+    limit = new["limit"]
+    wider = {
+        "tasks": old["tasks"].keys() <= new["tasks"].keys(),
+        "modes": set(old["modes"]) <= set(new["modes"]),
+        "limit": limit is None or (old["limit"] is not None and old["limit"] <= limit),
+        "samples": old["samples"] <= new["samples"],
+    }
+    grown = dict(old) | {name: new[name] for name, contains in wider.items() if contains}
+    if wider["tasks"]:
+        grown["tasks"] = {name: old["tasks"].get(name, facts) for name, facts in new["tasks"].items()}
+    return grown
+
+
 def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
     """One line for each value that differs between two JSON values."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in {**old, **new}:
             yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif isinstance(old, dict) and new is None:
+        yield f"{name}: there, not now"
+    elif isinstance(new, dict) and old is None:
+        yield f"{name}: not there, now"
     elif old != new:
         yield f"{name}: {old!r} there, {new!r} now"
 

@@ -176,13 +176,29 @@ def test_samples_give_pass_at_k(run_folder: Path, tmp_path: Path) -> None:
     assert entry["pass_at_k"]["1"] == entry["metrics"]["em"]
 
 
+def test_an_evaluation_grows(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With one question in flight a batch holds no other, and the same bytes come in whatever order."""
+    options = [str(run_folder), "--limits", "max_new_tokens=6", "--concurrency", "1", "--out"]
+    grown, whole = tmp_path / "grown", tmp_path / "whole"
+    assert main([*options, str(grown), "--mode", "agent", "--limit", "2", "--quiet"]) == 0
+    wider = ["--mode", "direct", "agent", "--limit", "3"]
+    assert main([*options, str(grown), *wider]) == 0
+    assert "evaluate: 6 of 6 (100%)" in capsys.readouterr().err
+    assert main([*options, str(whole), *wider, "--quiet"]) == 0
+    for name in ("results.jsonl", "settings.json", "table.md"):
+        assert (grown / name).read_bytes() == (whole / name).read_bytes()
+
+
 def test_other_settings_do_not_go_into_the_same_folder(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out")
     assert main([str(run_folder), "--limit", "2", "--out", out, "--quiet"]) == 0
-    error = failing(capsys, str(run_folder), "--limit", "3", "--seed", "1", "--out", out)
-    assert "limit: 2 there, 3 now" in error and "seed: 0 there, 1 now" in error and "--out" in error
+    error = failing(capsys, str(run_folder), "--limit", "1", "--seed", "1", "--mode", "rag", "--out", out)
+    assert "limit: 2 there, 1 now" in error and "seed: 0 there, 1 now" in error and "--out" in error
+    assert "modes: ['agent'] there, ['rag'] now" in error and "can grow" in error
+    error = failing(capsys, str(run_folder), "--task", "hotpotqa", "--limit", "2", "--out", out)
+    assert "tasks.minihop: there, not now\n  tasks.hotpotqa: not there, now\n" in error
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("keep")
     error = failing(capsys, str(run_folder), "--limit", "2", "--out", str(tmp_path / "notes"))
