@@ -67,14 +67,18 @@ def _ask(args: argparse.Namespace) -> int:
         raise UserError(
             'give a question, as sorl-ask "who wrote it?", or --index N for one of the task\'s own'
         )
-    if args.search:
-        is_url = args.search.startswith(("http://", "https://"))
-        (args.search_url if is_url else args.corpus).append(args.search)
+    read_search_option(args)
     source = find_source(args, args.model)
     (env,) = make_envs(args, [args.task] if args.task else [], source.config if source else None).values()
     try:
         example = _example(args, env)
-        trajectory = ask(make_policy(args, source), env, example, args.seed)
+        policy = make_policy(args, source)
+        if strange := unknown_words(policy.tokenizer, example.question):
+            print(
+                f"sorl-ask: this policy has no word for {', '.join(strange)}; --index N asks it a question of its task",
+                file=sys.stderr,
+            )
+        trajectory = ask(policy, env, example, args.seed)
     finally:
         env.close()
     shown = render(env, example, trajectory)
@@ -84,16 +88,20 @@ def _ask(args: argparse.Namespace) -> int:
     return 0 if trajectory.stop_reason.value == "answer" else 1
 
 
+def read_search_option(args: argparse.Namespace) -> None:
+    """Put the value of ``--search`` where its long forms would have put it."""
+    if args.search:
+        is_url = args.search.startswith(("http://", "https://"))
+        (args.search_url if is_url else args.corpus).append(args.search)
+
+
 def ask(policy: Policy, env: ToolUseEnv, example: Example, seed: int = 0) -> Trajectory:
     """The policy's dialogue on one question, which need not be among the environment's.
 
     Raises:
         UserError: the prompt is too long, or the policy cannot be reached.
     """
-    asked = env.spawn()
-    asked.examples = dataclasses.replace(env.examples, examples=(example,), source="asked")
-    # what a task rewards may need more of an example than a question has, and nobody asks for it here
-    asked.task = dataclasses.replace(env.task, reward=lambda example, turns: {}, turn_reward=None)
+    asked = env_of_question(env, example)
     job = Job(env.task.name, "agent", 0, 0, seed)
     found: list[Any] = []
 
@@ -103,6 +111,22 @@ def ask(policy: Policy, env: ToolUseEnv, example: Example, seed: int = 0) -> Tra
     in_session(policy, main)
     trajectory: Trajectory = found[0]
     return trajectory
+
+
+def env_of_question(env: ToolUseEnv, example: Example) -> ToolUseEnv:
+    """An environment for one episode of one question, which need not be among those of ``env``, without a reward."""
+    asked = env.spawn()
+    asked.examples = dataclasses.replace(env.examples, examples=(example,), source="asked")
+    # what a task rewards may need more of an example than a question has, and nobody asks for it here
+    asked.task = dataclasses.replace(env.task, reward=lambda example, turns: {}, turn_reward=None)
+    return asked
+
+
+def unknown_words(tokenizer: Any, question: str) -> list[str]:
+    """The words that are unknown to a tokenizer of a closed vocabulary; a tokenizer of bytes knows all."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    words = dict.fromkeys(re.findall(r"\w+", question))
+    return [word for word in words if unknown in tokenizer.encode(word, add_special_tokens=False)]
 
 
 def render(env: ToolUseEnv, example: Example, trajectory: Trajectory) -> str:

@@ -27,7 +27,8 @@ def test_a_dialogue_is_shown_as_the_environment_shows_it(expert: Policy, minihop
 
 def test_a_question_of_ones_own(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["What is the employer of nobody?", "--model", str(run_folder), "--threads", "1"])
-    printed = capsys.readouterr().out
+    printed, error = capsys.readouterr()
+    assert "no word for nobody; --index N" in error
     assert "Question: What is the employer of nobody?" in printed and "\033" not in printed
     assert (status, "No answer: " in printed) in ((1, True), (0, False))
 
