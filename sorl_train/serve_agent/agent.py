@@ -1,0 +1,181 @@
+"""The policy's dialogues on a thread and an event loop of their own, so that the server answers while it computes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.errors import UserError
+from sorl_env.rollout import (
+    RolloutJob,
+    RolloutSettings,
+    SampledTurn,
+    Sampler,
+    SamplingParams,
+    TrajectoryBuilder,
+    run_trajectory,
+    turn_text,
+)
+from sorl_env.task import Example
+from sorl_env.tokens import Tokenizer
+from sorl_env.trajectory import StopReason, Trajectory
+from sorl_train.evaluate.ask import env_of_question
+from sorl_train.evaluate.runner import Policy, in_session
+from sorl_train.serve_agent.chat import ChatRequest, RequestError
+
+OnTurn = Callable[[str], None]
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialogue:
+    """A dialogue that can begin: its prompt fits."""
+
+    env: ToolUseEnv
+    job: RolloutJob
+    settings: RolloutSettings
+
+
+class Agent:
+    """Answers questions with a policy and its tools; those in flight share the sampler's batch.
+
+    Its methods are called from another event loop, all from the same one.
+
+    Args:
+        env: the task's, with its tools.
+        seed: of the draws, where a request names none.
+        max_waiting: dialogues that wait for one of the policy's ``max_concurrency`` places; more are turned away.
+    """
+
+    def __init__(self, policy: Policy, env: ToolUseEnv, *, seed: int = 0, max_waiting: int = 256) -> None:
+        self._policy = policy
+        self._env = env
+        self._seed = seed
+        self._places = policy.settings.max_concurrency
+        self._limit = self._places + max_waiting
+        self._numbers = itertools.count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failure: BaseException | None = None
+        self.open = 0  # dialogues in flight or waiting
+
+    @property
+    def task(self) -> str:
+        return self._env.task.name
+
+    @property
+    def in_flight(self) -> int:
+        """Dialogues that have a place in the batch."""
+        return min(self.open, self._places)
+
+    @contextmanager
+    def running(self) -> Iterator[Agent]:
+        """Around the time of service. What is still in flight at the end is given up."""
+        opened = threading.Event()
+        thread = threading.Thread(target=self._run, args=(opened,), name="agent", daemon=True)
+        thread.start()
+        opened.wait()
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield self
+        finally:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._ending.set)
+            thread.join()
+            self._loop = None
+
+    def _run(self, opened: threading.Event) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            self._slots, self._ending = asyncio.Semaphore(self._places), asyncio.Event()
+            opened.set()
+            await self._ending.wait()
+
+        try:
+            in_session(self._policy, serve)
+        except BaseException as error:  # noqa: BLE001  told to the thread that waits for it
+            self._failure = error
+        finally:
+            opened.set()
+
+    async def prepare(self, request: ChatRequest) -> Dialogue:
+        """Check that the question fits. Raises ``RequestError`` where it does not."""
+        return await self._there(self._prepare(request))
+
+    async def answer(self, dialogue: Dialogue, on_turn: OnTurn | None = None) -> Trajectory:
+        """Hold a dialogue; ``on_turn`` gets the text of each turn as it is drawn, on this agent's thread.
+
+        Raises:
+            RequestError: too many are waiting, the policy's server is out, or a tool is.
+        """
+        if self.open >= self._limit:
+            raise RequestError(503, f"{self.open} dialogues are waiting, come back later", code="overloaded")
+        self.open += 1
+        try:
+            return await self._there(self._answer(dialogue, on_turn))
+        finally:
+            self.open -= 1
+
+    async def _there(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the agent's loop; when this task is cancelled, so is it."""
+        assert self._loop is not None, "use it inside running()"
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _prepare(self, request: ChatRequest) -> Dialogue:
+        example = Example(id="asked", question=request.question, options=request.options)
+        env = env_of_question(self._env, example)
+        settings = self._policy.settings
+        for name in ("temperature", "top_p"):
+            value = getattr(request, name)
+            if value is not None:
+                settings = dataclasses.replace(settings, **{name: value})
+        seed = self._seed if request.seed is None else request.seed
+        job = RolloutJob(f"question {next(self._numbers)}", "asked", 0, seed)
+        try:
+            begun = TrajectoryBuilder(
+                env, self._policy.tokenizer, job, use_chat_template=settings.use_chat_template
+            )
+        except UserError as error:
+            raise RequestError(400, str(error), param="messages", code="context_length_exceeded") from error
+        if request.max_tokens is not None:
+            most = min(env.limits.max_trajectory_tokens, len(begun.token_ids) + request.max_tokens)
+            env.limits = dataclasses.replace(env.limits, max_trajectory_tokens=most)
+        return Dialogue(env, job, settings)
+
+    async def _answer(self, dialogue: Dialogue, on_turn: OnTurn | None) -> Trajectory:
+        policy = self._policy
+        sampler = policy.sampler if on_turn is None else Told(policy.sampler, policy.tokenizer, on_turn)
+        async with self._slots:
+            try:
+                trajectory = await run_trajectory(
+                    dialogue.env, policy.tokenizer, sampler, dialogue.job, dialogue.settings
+                )
+            except UserError as error:  # of an endpoint: the prompt has been seen to fit
+                raise RequestError(502, str(error), code="policy_unavailable") from error
+        if trajectory.stop_reason is StopReason.ERROR:
+            raise RequestError(503, f"the dialogue broke off: {trajectory.error}", code="tool_unavailable")
+        return trajectory
+
+
+class Told:
+    """A sampler that tells the text of each turn it draws."""
+
+    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, on_turn: OnTurn) -> None:
+        self._sampler = sampler
+        self._tokenizer = tokenizer
+        self._on_turn = on_turn
+
+    async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
+        """Draw one turn (see ``Sampler.generate``)."""
+        sampled = await self._sampler.generate(session, token_ids, params)
+        self._on_turn(turn_text(self._tokenizer, sampled.token_ids, params.stop))
+        return sampled
+
+    def release(self, session: str) -> None:
+        self._sampler.release(session)

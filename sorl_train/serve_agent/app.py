@@ -1,0 +1,220 @@
+"""The service as an ASGI application: ``/v1/chat/completions``, ``/v1/models`` and ``/health``.
+
+Plain ASGI on uvicorn, as ``sorl_tools.serve.app`` and for its reason: there are three routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any
+
+from sorl_env.trajectory import Trajectory
+from sorl_train.serve_agent.agent import Agent
+from sorl_train.serve_agent.chat import ChatRequest, Head, RequestError, final_answer, parse_request
+
+logger = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+MAX_BODY_BYTES = 1 << 20
+BODY_TIMEOUT_S = 10.0
+_METHODS = {"/v1/chat/completions": "POST", "/v1/models": "GET", "/health": "GET"}
+_BUG = "the server has a bug; its log says more"
+_DONE = b"data: [DONE]\n\n"
+
+
+class _GoneError(Exception):
+    """The client left; nobody reads a reply."""
+
+
+class App:
+    """The application.
+
+    Args:
+        model: the name that requests and replies bear.
+        token: when given, all but ``/health`` wants ``Authorization: Bearer TOKEN``.
+    """
+
+    def __init__(self, agent: Agent, model: str, *, token: str | None = None) -> None:
+        self._agent = agent
+        self._model = model
+        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._started = int(time.time())
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise ValueError(f"no {scope['type']} here")
+        try:
+            await self._route(scope, receive, send)
+        except _GoneError:
+            return
+        except RequestError as error:
+            await _send_json(send, error.content, error.status)
+        except Exception:
+            logger.exception("a bug: %s raised", scope["path"])
+            await _send_json(send, RequestError(500, _BUG).content, 500)
+
+    async def _route(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        path, headers = scope["path"], dict(scope["headers"])
+        method = _METHODS.get(path)
+        if method is None:
+            raise RequestError(404, f"no {path[:100]} here: {', '.join(_METHODS)}")
+        if scope["method"] != method:
+            raise RequestError(405, f"{path} takes {method}")
+        if path == "/health":
+            await _send_json(send, self._health())
+            return
+        self._check_token(headers)
+        if path == "/v1/models":
+            model = {"id": self._model, "object": "model", "created": self._started, "owned_by": "sorl"}
+            await _send_json(send, {"object": "list", "data": [model]})
+            return
+        request = parse_request(await _read_body(headers, receive), self._model)
+        head = Head(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), self._model)
+        answering = self._stream if request.stream else self._reply
+        await _while_connected(answering(head, request, send), receive)
+
+    def _health(self) -> dict[str, Any]:
+        agent = self._agent
+        waiting = agent.open - agent.in_flight
+        return {
+            "status": "ok",
+            "model": self._model,
+            "task": agent.task,
+            "in_flight": agent.in_flight,
+            "waiting": waiting,
+        }
+
+    def _check_token(self, headers: dict[bytes, bytes]) -> None:
+        if self._authorization is None:
+            return
+        given = headers.get(b"authorization", b"")
+        if not hmac.compare_digest(given, self._authorization):
+            said = "wrong token" if given else "send Authorization: Bearer TOKEN"
+            raise RequestError(401, said, code="invalid_api_key")
+
+    async def _reply(self, head: Head, request: ChatRequest, send: Send) -> None:
+        dialogue = await self._agent.prepare(request)
+        await _send_json(send, head.reply(await self._agent.answer(dialogue)))
+
+    async def _stream(self, head: Head, request: ChatRequest, send: Send) -> None:
+        """Server-sent events; what goes wrong once they have begun is the last of them."""
+        dialogue = await self._agent.prepare(request)
+        turns: asyncio.Queue[str] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def on_turn(text: str) -> None:
+            loop.call_soon_threadsafe(turns.put_nowait, text)
+
+        answering = asyncio.ensure_future(self._agent.answer(dialogue, on_turn))
+        try:
+            await _start(send, 200, b"text/event-stream")
+            await _event(send, head.chunk({"role": "assistant", "content": ""}))
+            index = 0
+            async for text in _until(turns, answering):
+                await _event(send, head.chunk({}, sorl={"turn": {"index": index, "text": text}}))
+                index += 1
+            try:
+                await _end_stream(send, head, request, answering.result())
+            except RequestError as error:
+                await _event(send, error.content)
+            except Exception:
+                logger.exception("a bug: a streamed dialogue raised")
+                await _event(send, RequestError(500, _BUG).content)
+            await send({"type": "http.response.body", "body": _DONE})
+        finally:
+            answering.cancel()
+
+
+async def _end_stream(send: Send, head: Head, request: ChatRequest, trajectory: Trajectory) -> None:
+    answer = final_answer(trajectory)
+    if answer is not None:
+        await _event(send, head.chunk({"content": answer}))
+    await _event(send, head.last_chunk(trajectory))
+    if request.include_usage:
+        await _event(send, head.usage_chunk(trajectory))
+
+
+async def _until(turns: asyncio.Queue[str], answering: asyncio.Future[Any]) -> AsyncIterator[str]:
+    """What is put into ``turns`` until ``answering`` is done, to the last."""
+    while not answering.done() or not turns.empty():
+        turn = asyncio.ensure_future(turns.get())
+        await asyncio.wait({turn, answering}, return_when=asyncio.FIRST_COMPLETED)
+        if turn.done():
+            yield turn.result()
+        else:
+            turn.cancel()
+
+
+async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run ``work``, and give it up when the client leaves: its place is another's."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise _GoneError
+        working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    length = headers.get(b"content-length", b"")
+    too_large = RequestError(413, f"the body is above {MAX_BODY_BYTES} bytes")
+    if length.isdigit() and int(length[:20]) > MAX_BODY_BYTES:
+        raise too_large
+    body = b""
+    try:
+        while True:
+            message = await asyncio.wait_for(receive(), BODY_TIMEOUT_S)
+            if message["type"] == "http.disconnect":
+                raise _GoneError
+            body += message.get("body", b"")
+            if len(body) > MAX_BODY_BYTES:
+                raise too_large
+            if not message.get("more_body"):
+                return body
+    except asyncio.TimeoutError:
+        raise RequestError(408, f"nothing of the body came for {BODY_TIMEOUT_S:g} s") from None
+
+
+async def _start(send: Send, status: int, content_type: bytes, length: int | None = None) -> None:
+    headers = [(b"content-type", content_type), (b"cache-control", b"no-store")]
+    if length is not None:
+        headers.append((b"content-length", b"%d" % length))
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if status in (502, 503):
+        headers.append((b"retry-after", b"5"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _send_json(send: Send, content: Any, status: int = 200) -> None:
+    body = json.dumps(content).encode()
+    await _start(send, status, b"application/json", len(body))
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _event(send: Send, content: Any) -> None:
+    await send(
+        {
+            "type": "http.response.body",
+            "body": b"data: " + json.dumps(content).encode() + b"\n\n",
+            "more_body": True,
+        }
+    )

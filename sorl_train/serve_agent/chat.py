@@ -1,0 +1,279 @@
+"""The protocol: OpenAI's ``/v1/chat/completions`` as far as an agent for single questions can keep it.
+
+The policy was trained on one question in its task's own prompt, so a request is one user message. What would change the
+answer and cannot be had (a history, a system prompt, tools of the client's) is refused, never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sorl_env.errors import did_you_mean
+from sorl_env.trajectory import StopReason, Trajectory
+
+# Taken and of no effect: they tell a provider who asks and what to keep.
+IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
+# Known to clients, which send them with a value that asks for nothing; any other value is refused.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stop": ([],),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "modalities": (["text"],),
+}
+_TAKEN = ("model", "messages", "temperature", "top_p", "seed", "stream", "stream_options", "sorl")
+_LENGTHS = ("max_completion_tokens", "max_tokens")
+_KNOWN = (*_TAKEN, *_LENGTHS, *IGNORED, *_NEUTRAL)
+_MAX_SEED = 2**63 - 1
+
+
+class RequestError(Exception):
+    """A request that is answered with ``status`` and OpenAI's error object.
+
+    Attributes:
+        param: the field of the request that is wrong.
+        code: a word for programs.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The error object."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What a client wants to know.
+
+    Attributes:
+        options: letter -> text of a multiple-choice question; None for an open one.
+        temperature, top_p, seed: None leaves them to the server.
+        max_tokens: after the prompt, replies of tools included; None leaves it to the task.
+        stream: send the turns as they are sampled.
+        include_usage: end a stream with a chunk that counts tokens.
+    """
+
+    question: str
+    options: Mapping[str, str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stream: bool = False
+    include_usage: bool = False
+
+
+def parse_request(body: bytes, model: str) -> ChatRequest:
+    """Read a request for the model that is served as ``model``.
+
+    Raises:
+        RequestError: it is malformed, or asks for what cannot be had.
+    """
+    try:
+        fields = json.loads(body)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise RequestError(400, f"the body is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RequestError(400, "the body must be a JSON object")
+    for name, value in fields.items():
+        if name not in _KNOWN:
+            raise RequestError(
+                400, f"unknown parameter. {did_you_mean(name, _KNOWN)}", param=name, code="unknown_parameter"
+            )
+        if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
+            raise RequestError(
+                400,
+                f"{name}={json.dumps(value)[:80]}: this server cannot do that; leave it out",
+                param=name,
+                code="unsupported_parameter",
+            )
+    if fields.get("model") != model:
+        raise RequestError(
+            404,
+            f"no model {fields.get('model')!r} here, only {model!r}",
+            param="model",
+            code="model_not_found",
+        )
+    stream = _flag(fields.get("stream"), "stream")
+    lengths = [_integer(fields, name, 1, 1 << 31) for name in _LENGTHS]
+    return ChatRequest(
+        question=_question(fields.get("messages")),
+        options=_options(fields.get("sorl")),
+        temperature=_number(fields, "temperature", 0.0, 2.0),
+        top_p=_number(fields, "top_p", 1e-6, 1.0),
+        seed=_integer(fields, "seed", 0, _MAX_SEED),
+        max_tokens=min((length for length in lengths if length is not None), default=None),
+        stream=stream,
+        include_usage=_include_usage(fields.get("stream_options"), stream),
+    )
+
+
+def _question(messages: Any) -> str:
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise RequestError(400, "messages must be a list with one user message", param="messages")
+    roles = [message.get("role") for message in messages]
+    if roles != ["user"]:
+        raise RequestError(
+            400,
+            f"messages have the roles {', '.join(map(str, roles))[:80]}: the policy answers one question in the prompt "
+            "of its task, so send one user message, without a system message or a history",
+            param="messages",
+            code="unsupported_messages",
+        )
+    content = messages[0].get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if any(not isinstance(text, str) for text in texts):
+            raise RequestError(400, "only parts of type text can be read", param="messages")
+        content = "\n".join(texts)
+    if not isinstance(content, str) or not content.strip():
+        raise RequestError(400, "the user message has no text", param="messages")
+    return content.strip()
+
+
+def _options(extra: Any) -> Mapping[str, str] | None:
+    """``{"options": {"A": "text", ..}}``, our own field."""
+    if extra is None:
+        return None
+    if not isinstance(extra, dict) or extra.keys() - {"options"}:
+        raise RequestError(400, 'sorl must be {"options": {"A": "text", ..}}', param="sorl")
+    options = extra.get("options")
+    if options is None:
+        return None
+    letters = isinstance(options, dict) and all(re.fullmatch("[A-J]", letter) for letter in options)
+    if not letters or not options or not all(isinstance(text, str) and text for text in options.values()):
+        raise RequestError(400, "sorl.options: letters from A to J, each with a text", param="sorl")
+    return dict(options)
+
+
+def _number(fields: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise RequestError(400, f"{name}={value!r}: give a number from {low:g} to {high:g}", param=name)
+    return float(value)
+
+
+def _integer(fields: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or not low <= value <= high:
+        raise RequestError(400, f"{name}={value!r}: give a whole number from {low}", param=name)
+    return int(value)
+
+
+def _flag(value: Any, name: str) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(400, f"{name}={value!r}: give true or false", param=name)
+    return bool(value)
+
+
+def _include_usage(options: Any, stream: bool) -> bool:
+    if options is None:
+        return False
+    if not stream or not isinstance(options, dict) or options.keys() - {"include_usage"}:
+        raise RequestError(
+            400, 'stream_options: {"include_usage": true}, and only with stream', param="stream_options"
+        )
+    return _flag(options.get("include_usage"), "stream_options.include_usage")
+
+
+# -- replies ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Head:
+    """What all parts of one reply begin with; ``created`` in seconds since 1970."""
+
+    id: str
+    created: int
+    model: str
+
+    def _fields(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def reply(self, trajectory: Trajectory) -> dict[str, Any]:
+        """A whole reply: the final answer as the message, the dialogue in ``sorl``."""
+        message = {"role": "assistant", "content": final_answer(trajectory), "refusal": None}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(trajectory)}
+        return {
+            **self._fields("chat.completion"),
+            "choices": [choice],
+            "usage": usage(trajectory),
+            "sorl": dialogue(trajectory),
+        }
+
+    def chunk(self, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        """A part of a streamed reply that ends nothing."""
+        choice = {"index": 0, "delta": dict(delta), "logprobs": None, "finish_reason": None}
+        return {**self._fields("chat.completion.chunk"), "choices": [choice], **more}
+
+    def last_chunk(self, trajectory: Trajectory) -> dict[str, Any]:
+        """The part that says how it ended, with the dialogue."""
+        choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish(trajectory)}
+        return {
+            **self._fields("chat.completion.chunk"),
+            "choices": [choice],
+            "sorl": dialogue(trajectory),
+        }
+
+    def usage_chunk(self, trajectory: Trajectory) -> dict[str, Any]:
+        """The part behind the last one that counts tokens."""
+        return {**self._fields("chat.completion.chunk"), "choices": [], "usage": usage(trajectory)}
+
+
+def final_answer(trajectory: Trajectory) -> str | None:
+    """The answer; None where the dialogue ended without one, which is not an empty answer."""
+    last = trajectory.turns[-1] if trajectory.turns else None
+    return last.content if last is not None and last.kind == "answer" else None
+
+
+def usage(trajectory: Trajectory) -> dict[str, int]:
+    """Tokens that the policy drew, and those that it read: prompt and replies of tools."""
+    total, drawn = len(trajectory.token_ids), trajectory.num_action_tokens
+    return {"prompt_tokens": total - drawn, "completion_tokens": drawn, "total_tokens": total}
+
+
+def dialogue(trajectory: Trajectory) -> dict[str, Any]:
+    """Why it ended, and its turns: the policy's text, what was wrong with it, and what the tools replied."""
+    turns = [
+        {
+            "text": turn.text,
+            "kind": turn.kind,
+            "content": turn.content,
+            "format_error": turn.format_error,
+            "observation": turn.observation,
+            "tool_calls": [
+                {"tool": call.tool, "argument": call.argument, "ok": call.ok, "hits": call.hits}
+                for call in turn.tool_calls
+            ],
+        }
+        for turn in trajectory.turns
+    ]
+    return {"stop_reason": trajectory.stop_reason.value, "seed": trajectory.seed, "turns": turns}
+
+
+def _finish(trajectory: Trajectory) -> str:
+    return "stop" if trajectory.stop_reason is StopReason.ANSWER else "length"

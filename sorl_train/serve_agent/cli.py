@@ -1,0 +1,135 @@
+"""``sorl-serve-agent --model ..``: a policy and its tools behind an OpenAI-compatible ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sorl_env.errors import UserError
+
+try:
+    from sorl_train.evaluate.arguments import (
+        Parser,
+        add_policy_options,
+        add_task_options,
+        find_source,
+        make_envs,
+        make_policy,
+    )
+except ModuleNotFoundError as missing:  # the core alone is installed
+    raise SystemExit(
+        f"sorl-serve-agent needs the package {missing.name!r}: pip install 'sorl[train]'"
+    ) from missing
+
+from sorl_train.evaluate.ask import read_search_option
+from sorl_train.serve_agent.agent import Agent
+from sorl_train.serve_agent.app import App
+
+_NEEDED = ("msgspec", "prometheus_client", "uvicorn")  # sorl_tools.serve's
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_KEEP_ALIVE_S = 75
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; the exit status: 0 ended by SIGTERM, 2 wrong usage, 130 interrupted."""
+    logging.basicConfig(level=logging.WARNING, format="sorl-serve-agent: %(message)s")
+    try:
+        return _serve(_parser().parse_args(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"sorl-serve-agent: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="sorl-serve-agent", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", help="a model folder, a checkpoint, a run folder, or a hub name")
+    parser.add_argument("--search", metavar="CORPUS_OR_URL", help="short for --corpus or --search_url")
+    parser.add_argument("--task", help="whose prompt, tools and limits (default: the run's own)")
+    server = parser.add_argument_group("the server")
+    server.add_argument("--host", default="127.0.0.1", help="to listen on (default: this machine only)")
+    server.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    server.add_argument("--token_file", type=Path, help="requests must bear the token in this file")
+    server.add_argument("--served_name", metavar="NAME", help="of the model, in requests (default: its own)")
+    server.add_argument(
+        "--max_waiting",
+        type=int,
+        default=256,
+        help="questions beyond --concurrency that wait; more are turned away with 503 (default: 256)",
+    )
+    server.add_argument(
+        "--drain_s", type=int, default=30, help="for what is in flight at the end (default: 30)"
+    )
+    add_task_options(parser)
+    add_policy_options(parser)
+    return parser
+
+
+def _serve(args: argparse.Namespace) -> int:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"not installed: {', '.join(missing)}; pip install 'sorl[train,search]'")
+    from sorl_tools.serve.cli import read_token
+    from sorl_tools.serve.server import bind
+
+    if not 0 <= args.port <= 65535:
+        raise UserError(f"--port {args.port}: give 0 to 65535")
+    for name in ("max_waiting", "drain_s"):
+        if getattr(args, name) < 0:
+            raise UserError(f"--{name} {getattr(args, name)}: give 0 or more")
+    read_search_option(args)
+    token = None if args.token_file is None else read_token(args.token_file)
+    source = find_source(args, args.model)
+    (env,) = make_envs(args, [args.task] if args.task else [], source.config if source else None).values()
+    name = args.served_name or (source.label if source else args.model_name)
+    try:
+        with bind(args.host, args.port) as bound:  # a port in use is found before the model is loaded
+            policy = make_policy(args, source)
+            agent = Agent(policy, env, seed=args.seed, max_waiting=args.max_waiting)
+            with agent.running():
+                bound.listen()
+                _say(args.host, bound.getsockname()[1], f"{name} on {env.task.name}", token)
+                _run(App(agent, name, token=token), bound, args.drain_s)
+    finally:
+        env.close()
+    return 0
+
+
+def _run(app: App, bound: socket.socket, drain_s: int) -> None:
+    """Serve until SIGTERM or SIGINT, then answer what is in flight."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=drain_s,
+    )
+    # uvicorn ends in order, and then raises the signal again under the handler that it found
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        uvicorn.Server(config).run(sockets=[bound])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _say(host: str, port: int, what: str, token: str | None) -> None:
+    where = f"[{host}]" if ":" in host else host
+    print(f"sorl-serve-agent: http://{where}:{port}/v1: {what}", flush=True)
+    if token is None and host not in _LOOPBACK:
+        said = f"anyone who reaches {host} may ask: there is no --token_file"
+        print(f"sorl-serve-agent: warning: {said}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
