@@ -1,13 +1,17 @@
 """The prompts of the modes that take one turn, each with where its words come from. ``agent`` uses the task's own.
 
 =========  =======================================================================================================
-direct     question answering: FlashRAG's prompt for a model without documents. Search-R1 (arXiv 2503.09516) takes
-           its baselines from there. Multiple choice: the same words, asking for the letter.
+direct     question answering: the instruction of FlashRAG's zero-shot example (``examples/methods/run_exp.py``), word
+           for word. There it is the system prompt and the question the user's, with a blank line between them for a
+           base model; here it is one text, and ``Answer:`` stands behind it. Multiple choice: the same, asking for
+           the letter.
 cot        question answering: Search-R1's ``scripts/data_process/nq.py``, word for word. Multiple choice: the prefix
            prompt of the paper's appendix without what it says about searching, and without the word "medical".
 rag        question answering: Search-R1's ``scripts/data_process/nq_rag.py``, word for word. Multiple choice: the
            words of ``cot``, with the context put as nq_rag.py puts it.
 =========  =======================================================================================================
+
+The words of FlashRAG were read in its repository, those of Search-R1 in public copies of its own.
 
 A policy of a closed vocabulary (``Task.vocabulary``) cannot read any of this. It gets its task's own prompt; in mode
 ``rag`` a search for the question, and what it found, stand behind the prompt as if it were the policy's first turn.

@@ -25,7 +25,7 @@ from sorl_env.rollout import (
 from sorl_env.task import Example
 from sorl_env.tokens import Tokenizer
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_train.evaluate.ask import env_of_question
+from sorl_train.evaluate.ask import env_of_question, unknown_words
 from sorl_train.evaluate.runner import Policy, in_session
 from sorl_train.serve_agent.chat import ChatRequest, RequestError
 
@@ -35,11 +35,12 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class Dialogue:
-    """A dialogue that can begin: its prompt fits."""
+    """A dialogue that can begin: its prompt fits. ``unknown_words`` of the question the policy cannot read."""
 
     env: ToolUseEnv
     job: RolloutJob
     settings: RolloutSettings
+    unknown_words: Sequence[str]
 
 
 class Agent:
@@ -146,7 +147,7 @@ class Agent:
         if request.max_tokens is not None:
             most = min(env.limits.max_trajectory_tokens, len(begun.token_ids) + request.max_tokens)
             env.limits = dataclasses.replace(env.limits, max_trajectory_tokens=most)
-        return Dialogue(env, job, settings)
+        return Dialogue(env, job, settings, unknown_words(self._policy.tokenizer, request.question))
 
     async def _answer(self, dialogue: Dialogue, on_turn: OnTurn | None) -> Trajectory:
         policy = self._policy

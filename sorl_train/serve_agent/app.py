@@ -14,7 +14,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
-from sorl_env.trajectory import Trajectory
 from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.chat import ChatRequest, Head, RequestError, final_answer, parse_request
 
@@ -103,7 +102,8 @@ class App:
 
     async def _reply(self, head: Head, request: ChatRequest, send: Send) -> None:
         dialogue = await self._agent.prepare(request)
-        await _send_json(send, head.reply(await self._agent.answer(dialogue)))
+        trajectory = await self._agent.answer(dialogue)
+        await _send_json(send, head.reply(trajectory, dialogue.unknown_words))
 
     async def _stream(self, head: Head, request: ChatRequest, send: Send) -> None:
         """Server-sent events; what goes wrong once they have begun is the last of them."""
@@ -123,7 +123,13 @@ class App:
                 await _event(send, head.chunk({}, sorl={"turn": {"index": index, "text": text}}))
                 index += 1
             try:
-                await _end_stream(send, head, request, answering.result())
+                trajectory = answering.result()
+                answer = final_answer(trajectory)
+                if answer is not None:
+                    await _event(send, head.chunk({"content": answer}))
+                await _event(send, head.last_chunk(trajectory, dialogue.unknown_words))
+                if request.include_usage:
+                    await _event(send, head.usage_chunk(trajectory))
             except RequestError as error:
                 await _event(send, error.content)
             except Exception:
@@ -132,15 +138,6 @@ class App:
             await send({"type": "http.response.body", "body": _DONE})
         finally:
             answering.cancel()
-
-
-async def _end_stream(send: Send, head: Head, request: ChatRequest, trajectory: Trajectory) -> None:
-    answer = final_answer(trajectory)
-    if answer is not None:
-        await _event(send, head.chunk({"content": answer}))
-    await _event(send, head.last_chunk(trajectory))
-    if request.include_usage:
-        await _event(send, head.usage_chunk(trajectory))
 
 
 async def _until(turns: asyncio.Queue[str], answering: asyncio.Future[Any]) -> AsyncIterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,7 +214,7 @@ class Head:
     def _fields(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def reply(self, trajectory: Trajectory) -> dict[str, Any]:
+    def reply(self, trajectory: Trajectory, unknown_words: Sequence[str]) -> dict[str, Any]:
         """A whole reply: the final answer as the message, the dialogue in ``sorl``."""
         message = {"role": "assistant", "content": final_answer(trajectory), "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(trajectory)}
@@ -222,7 +222,7 @@ class Head:
             **self._fields("chat.completion"),
             "choices": [choice],
             "usage": usage(trajectory),
-            "sorl": dialogue(trajectory),
+            "sorl": dialogue(trajectory, unknown_words),
         }
 
     def chunk(self, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -230,13 +230,13 @@ class Head:
         choice = {"index": 0, "delta": dict(delta), "logprobs": None, "finish_reason": None}
         return {**self._fields("chat.completion.chunk"), "choices": [choice], **more}
 
-    def last_chunk(self, trajectory: Trajectory) -> dict[str, Any]:
+    def last_chunk(self, trajectory: Trajectory, unknown_words: Sequence[str]) -> dict[str, Any]:
         """The part that says how it ended, with the dialogue."""
         choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish(trajectory)}
         return {
             **self._fields("chat.completion.chunk"),
             "choices": [choice],
-            "sorl": dialogue(trajectory),
+            "sorl": dialogue(trajectory, unknown_words),
         }
 
     def usage_chunk(self, trajectory: Trajectory) -> dict[str, Any]:
@@ -256,8 +256,12 @@ def usage(trajectory: Trajectory) -> dict[str, int]:
     return {"prompt_tokens": total - drawn, "completion_tokens": drawn, "total_tokens": total}
 
 
-def dialogue(trajectory: Trajectory) -> dict[str, Any]:
-    """Why it ended, and its turns: the policy's text, what was wrong with it, and what the tools replied."""
+def dialogue(trajectory: Trajectory, unknown_words: Sequence[str]) -> dict[str, Any]:
+    """Why it ended, and its turns: the policy's text, what was wrong with it, and what the tools replied.
+
+    Args:
+        unknown_words: of the question; a policy of a closed vocabulary did not read them.
+    """
     turns = [
         {
             "text": turn.text,
@@ -272,7 +276,8 @@ def dialogue(trajectory: Trajectory) -> dict[str, Any]:
         }
         for turn in trajectory.turns
     ]
-    return {"stop_reason": trajectory.stop_reason.value, "seed": trajectory.seed, "turns": turns}
+    facts = {"stop_reason": trajectory.stop_reason.value, "seed": trajectory.seed}
+    return {**facts, "unknown_words": list(unknown_words), "turns": turns}
 
 
 def _finish(trajectory: Trajectory) -> str:

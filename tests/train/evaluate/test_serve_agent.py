@@ -350,6 +350,7 @@ def test_a_dialogue_in_the_reply(minihop: ToolUseEnv, tokenizer: Any) -> None:
     assert search["tool_calls"] == [{"tool": "search", "argument": "employer", "ok": True, "hits": 1}]
     assert "it" in search["observation"] and answer["observation"] == ""
     assert content["sorl"]["stop_reason"] == "answer" and len(script.released) == 1
+    assert content["sorl"]["unknown_words"] == ["who"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
