@@ -78,15 +78,27 @@ class RolloutSettings:
 
 
 class TrajectoryBuilder:
-    """Grows one trajectory: prompt, then sampled turn and observation in alternation; history only appends."""
+    """Grows one trajectory: prompt, then sampled turn and observation in alternation; history only appends.
+
+    ``known_prompts`` keeps token ids by prompt from one trajectory of the same task to the next, as a group shares one.
+    """
 
     def __init__(
-        self, env: ToolUseEnv, tokenizer: Tokenizer, job: RolloutJob, *, use_chat_template: bool
+        self,
+        env: ToolUseEnv,
+        tokenizer: Tokenizer,
+        job: RolloutJob,
+        *,
+        use_chat_template: bool,
+        known_prompts: dict[str, list[int]] | None = None,
     ) -> None:
         self.env = env
         self.job = job
         self.prompt, _ = env.reset(seed=job.seed, options={"index": job.example_index})
-        self.token_ids = _prompt_ids(env, tokenizer, self.prompt, use_chat_template)
+        known = {} if known_prompts is None else known_prompts
+        if self.prompt not in known:
+            known[self.prompt] = _prompt_ids(env, tokenizer, self.prompt, use_chat_template)
+        self.token_ids = list(known[self.prompt])
         self.turns: list[Turn] = []
         self._tokenizer = tokenizer
         self._turn_ids = [-1] * len(self.token_ids)
@@ -186,10 +198,11 @@ async def collect(
         UserError: a prompt is longer than ``max_prompt_tokens``.
     """
     slots = asyncio.Semaphore(settings.max_concurrency)
+    prompts: dict[str, list[int]] = {}
 
     async def run(job: RolloutJob) -> Trajectory:
         async with slots:
-            trajectory = await run_trajectory(env.spawn(), tokenizer, sampler, job, settings)
+            trajectory = await run_trajectory(env.spawn(), tokenizer, sampler, job, settings, prompts)
         if on_finish is not None:
             on_finish(trajectory)
         return trajectory
@@ -204,10 +217,17 @@ async def collect(
 
 
 async def run_trajectory(
-    env: ToolUseEnv, tokenizer: Tokenizer, sampler: Sampler, job: RolloutJob, settings: RolloutSettings
+    env: ToolUseEnv,
+    tokenizer: Tokenizer,
+    sampler: Sampler,
+    job: RolloutJob,
+    settings: RolloutSettings,
+    known_prompts: dict[str, list[int]] | None = None,
 ) -> Trajectory:
     """One trajectory: sample a turn, let the environment reply, append, until it ends."""
-    growing = TrajectoryBuilder(env, tokenizer, job, use_chat_template=settings.use_chat_template)
+    growing = TrajectoryBuilder(
+        env, tokenizer, job, use_chat_template=settings.use_chat_template, known_prompts=known_prompts
+    )
     stop = tuple(f"</{tag}>" for tag in (*env.toolbox.names, "answer"))
     try:
         while True:

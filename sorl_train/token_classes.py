@@ -16,6 +16,7 @@ from sorl_env.trajectory import Trajectory
 CLASSES = ("tag", "reasoning", "query", "answer", "other")
 TAG, REASONING, QUERY, ANSWER, OTHER = range(len(CLASSES))
 _TAG = re.compile(r"<(/?)([A-Za-z_][\w-]*)>")
+REACH = 8  # characters that are looked through for a piece
 _BLOCKS = {"think": REASONING, "answer": ANSWER}
 
 
@@ -76,14 +77,14 @@ def token_spans(text: str, pieces: list[str]) -> list[tuple[int, int]]:
     """
     spans, position = [], 0
     for piece in pieces:
-        word = piece.strip()
-        begin = position
+        word, begin = piece.strip(), position
         if word:
-            while begin < len(text) and text[begin].isspace():
-                begin += 1
-            found = text.find(word, begin, begin + len(word) + 8)
+            found = text.find(word, begin, begin + len(word) + REACH)
+            if found < 0:  # there may be more space before it than REACH
+                while begin < len(text) and text[begin].isspace():
+                    begin += 1
+                found = text.find(word, begin, begin + len(word) + REACH)
             if found >= 0:
                 begin, position = found, found + len(word)
-        begin = min(begin, len(text))
         spans.append((begin, max(begin, position)))
     return spans

@@ -44,7 +44,7 @@ class _Row:
     drawn: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     params: SamplingParams = field(default_factory=lambda: SamplingParams(1))
-    draws: np.random.Generator = field(default_factory=np.random.default_rng)
+    draws: np.random.Generator = None  # type: ignore[assignment]  # each turn brings its own
     reply: asyncio.Future[SampledTurn] | None = None
 
 
