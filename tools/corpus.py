@@ -88,7 +88,8 @@ def check_corpus(path: Path) -> None:
         raise UserError(f"{path}: cannot read this kind of corpus; use {' or '.join(SUFFIXES)}")
     if not path.is_file():
         siblings = [file.name for file in path.parent.glob("*.jsonl*")]
-        raise UserError(f"{path}: no such corpus. {did_you_mean(path.name, siblings)}")
+        hint = did_you_mean(path.name, siblings) if siblings else f"Nor is another one in {path.parent}"
+        raise UserError(f"{path}: no such corpus. {hint}")
 
 
 def open_bytes(path: Path) -> BinaryIO:

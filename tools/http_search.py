@@ -108,12 +108,15 @@ class HttpSearch:
             UserError: no server answers.
         """
         ends_at = time.monotonic() + self._timeout_s
+        said = False
         while not self._ask_fingerprint():
             if time.monotonic() > ends_at:
                 raise UserError(
                     f"search_url={self.url}: no server answers; start one with: sorl-serve INDEX_OR_CORPUS"
                 )
-            logger.warning("waiting for the search server at %s", self.url)
+            if not said:
+                logger.warning("waiting up to %g s for the search server at %s", self._timeout_s, self.url)
+                said = True
             time.sleep(min(1.0, self._timeout_s))
         return self._fingerprint or self.url
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -214,10 +215,12 @@ def _by_task(values: Sequence[str], references: Sequence[str], option: str) -> d
             found[name] = rest
         elif len(values) == 1 or len(references) == 1:
             found |= dict.fromkeys(references, value)
-        else:
+        elif equals and re.fullmatch(r"[\w.:]+", name):
             raise UserError(
-                f"--{option} {value}: with several of them write NAME={value}. {did_you_mean(name, references)}"
+                f"--{option} {value}: no task {name!r} is given with --task. {did_you_mean(name, references)}"
             )
+        else:
+            raise UserError(f"--{option} {value}: with several of them write {references[0]}={value}")
     return found
 
 

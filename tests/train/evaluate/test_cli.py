@@ -217,7 +217,11 @@ def test_other_settings_do_not_go_into_the_same_folder(
         (["RUN", "--limits", "max_turns=0"], "must be at least 1"),
         (["RUN", "--task_args", "hops"], "write KEY=VALUE"),
         (["RUN", "--task", "minihop", "nq", "--task_args", "hops=[1]"], "write NAME.hops=[1]"),
-        (["RUN", "--task", "minihop", "nq", "--data", "a", "b"], "write NAME=a"),
+        (["RUN", "--task", "minihop", "nq", "--data", "a", "b"], "with several of them write minihop=a"),
+        (
+            ["RUN", "--task", "nq", "medqa", "--data", "nq=a", "medq=b"],
+            "no task 'medq' is given with --task. Did",
+        ),
         (["RUN", "--task", "nq", "--corpus", "nowhere.jsonl"], "nowhere.jsonl"),
         (["RUN", "--concurrency", "0"], "--concurrency 0"),
         (["RUN", "--colour"], "unrecognized arguments: --colour"),
