@@ -39,6 +39,7 @@ _KEEP_ALIVE_S = 75
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status: 0 ended by SIGTERM, 2 wrong usage, 130 interrupted."""
     logging.basicConfig(level=logging.WARNING, format="sorl-serve-agent: %(message)s")
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it turns its own debugging on
     try:
         return _serve(_parser().parse_args(sys.argv[1:] if argv is None else argv))
     except UserError as error:
