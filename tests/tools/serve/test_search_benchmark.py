@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from sorl_tools.index.build import build
+
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 pytestmark = pytest.mark.slow
@@ -56,3 +58,25 @@ def test_soak(tmp_path: Path) -> None:
     figures = run("search_soak.py", tmp_path, "--seconds", "3")
     assert figures["errors"] == 0 and figures["statuses"] == {"200": figures["requests"]}
     assert min(figures["memory_mb"]) > 10 and figures["p99_drift"] > 0
+
+
+def test_backends(tmp_path: Path) -> None:
+    rows = [{"id": str(n), "contents": f'"T{n}"\nword{n % 50} river'} for n in range(500)]
+    (tmp_path / "corpus.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    manifest = build([tmp_path / "corpus.jsonl"], tmp_path / "index")
+    with gzip.open(tmp_path / "questions.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"question": f"word{number}"}) + "\n" for number in range(50))
+    options = ["--questions", "questions.jsonl.gz", "--seconds", "0.5", "--json", "figures.json"]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "search_backends.py"), "index", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert (row["backend"], row["passages"]) == ("bm25", 500)
+    assert row["disk_mb"] == pytest.approx(manifest.bytes / 2**20)
+    assert 0 < row["alone_p50_ms"] <= row["alone_p99_ms"] and row["queries_per_s"] > 0
