@@ -4,8 +4,8 @@ With a tokenizer the prompt goes out as token ids, exactly those that a local mo
 as text, no chat template is applied, and token counts are estimates (`TextTokenizer`).
 
 Two of vLLM's extensions are asked for, which other servers ignore: the stop string as part of the output, and the ids
-of the drawn tokens. A server without the first leaves the stop string out, and it is put back: the one it names, or
-the one that closes the block left open.
+of the drawn tokens. A server without the first leaves the stop string out, and it is put back: the one it names
+(vLLM and SGLang do), or, where a server does not say what ended a turn, the one that closes the block left open.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_env.tokens import Tokenizer
 
 _SEED_BITS = 0x7FFFFFFF  # servers take 32-bit seeds
+_ENDED_BY = ("stop_reason", "matched_stop")  # vLLM's and SGLang's names for what ended a text
 _BACKOFF_S, _LONGEST_WAIT_S = 0.5, 30.0
 
 
@@ -121,7 +122,7 @@ class EndpointSampler:
         finish = choice.get("finish_reason")
         text = str(choice["text"])
         if finish == "stop":
-            text = with_stop_string(text, choice.get("stop_reason"), params.stop)
+            text = with_stop_string(text, choice, params.stop)
         stopped = any(word in text for word in params.stop)
         drawn = choice.get("token_ids")
         ids = list(drawn) if drawn and not as_text else self._tokenizer.encode(text, add_special_tokens=False)
@@ -160,19 +161,25 @@ class EndpointSampler:
             wait *= 2
 
 
-def with_stop_string(text: str, named: object, stop: Sequence[str]) -> str:
+def with_stop_string(text: str, choice: Mapping[str, Any], stop: Sequence[str]) -> str:
     """``text`` with the stop string that ended it, where a server left that out.
 
-    Args:
-        named: the stop string as the server names it (vLLM's ``stop_reason``), or anything else.
+    A server that says what ended the text, and names none of ``stop``, met an end-of-text token: nothing is added,
+    even if a block is open.
 
-    >>> with_stop_string("<think>so</think><search>who", None, ("</search>", "</answer>"))
+    Args:
+        choice: the server's, with ``stop_reason`` or ``matched_stop`` where it says what ended the text.
+
+    >>> with_stop_string("<think>so</think><search>who", {}, ("</search>", "</answer>"))
     '<think>so</think><search>who</search>'
+    >>> with_stop_string("<think>so</think><search>who", {"stop_reason": None}, ("</search>", "</answer>"))
+    '<think>so</think><search>who'
     """
     if any(word in text for word in stop):
         return text
-    if isinstance(named, str) and named in stop:
-        return text + named
+    told = [choice[name] for name in _ENDED_BY if name in choice]
+    if told:
+        return text + told[0] if told[0] in stop else text
     open_at = {
         word: text.rfind(f"<{word[2:]}")
         for word in stop

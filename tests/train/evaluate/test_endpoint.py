@@ -145,18 +145,43 @@ def test_a_text_tokenizer_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "named", "whole"),
+    ("text", "choice", "whole"),
     [
-        ("<think>a</think><search>who", "</search>", "<think>a</think><search>who</search>"),
-        ("<think>a</think><search>who", None, "<think>a</think><search>who</search>"),
-        ("<search>x</search>", None, "<search>x</search>"),
-        ("<think>a</think><answer>x", None, "<think>a</think><answer>x</answer>"),
-        ("no tags", None, "no tags"),
-        ("no tags", 2, "no tags"),  # the id of an end-of-text token
+        ("<think>a</think><search>who", {"stop_reason": "</search>"}, "<think>a</think><search>who</search>"),
+        (
+            "<think>a</think><search>who",
+            {"matched_stop": "</search>"},
+            "<think>a</think><search>who</search>",
+        ),
+        ("<think>a</think><search>who", {}, "<think>a</think><search>who</search>"),
+        ("<search>x</search>", {}, "<search>x</search>"),
+        ("<think>a</think><answer>x", {}, "<think>a</think><answer>x</answer>"),
+        ("no tags", {}, "no tags"),
+        # an end-of-text token inside a block: vLLM says null or the token's id, SGLang the id
+        ("<think>a</think><answer>x", {"stop_reason": None}, "<think>a</think><answer>x"),
+        ("<think>a</think><answer>x", {"stop_reason": 2}, "<think>a</think><answer>x"),
+        ("<think>a</think><answer>x", {"matched_stop": 2}, "<think>a</think><answer>x"),
     ],
 )
-def test_a_stop_string_that_was_left_out_is_put_back(text: str, named: object, whole: str) -> None:
-    assert with_stop_string(text, named, STOP) == whole
+def test_a_stop_string_that_was_left_out_is_put_back(text: str, choice: dict[str, Any], whole: str) -> None:
+    assert with_stop_string(text, choice, STOP) == whole
+
+
+def test_an_end_of_text_inside_a_block_is_not_its_closing_tag(
+    vllm: Served, tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SmolLM2 behind vLLM wrote '<answer> The answer is: 1998' and ended its text: that is no answer."""
+    ids = [*vllm.tokenizer.encode("<think> </think> <answer> founder"), vllm.tokenizer.eos_token_id]
+
+    async def complete(body: dict[str, Any]) -> dict[str, Any]:
+        text = vllm.tokenizer.decode(ids, skip_special_tokens=True)
+        return {"text": text, "finish_reason": "stop", "stop_reason": None, "token_ids": ids}
+
+    monkeypatch.setattr(vllm, "complete", complete)
+    options = served_as(vllm, "--tokenizer", folder, "--mode", "agent", "--limit", "1")
+    (row,) = evaluate(tmp_path / "out", *options, "--limits", "max_turns=1")
+    (turn,) = row["turns"]
+    assert turn["token_ids"] == ids and turn["kind"] == "invalid" and row["answer"] is None
 
 
 def test_an_endpoint_needs_a_name_and_no_model_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
