@@ -199,3 +199,14 @@ def test_the_alarm_sees_strain_and_not_the_outcome() -> None:
 
 
 EARLIER_STUDIES = ("severe", "grid", "x_choices", "x_controls", "norms", "norms2", "trial")
+
+
+# Runs finished after the rule and its limits had been committed.
+def test_held_out_runs_at_rising_rates() -> None:
+    found = figures(recorded("alarm_held_out.jsonl", "alarm"))
+    assert found == Figures(4, 4, 4, 4, possible=4, healthy=0, alarmed=0)
+
+
+@pytest.mark.xfail(strict=True, reason="healthy runs at constant rates alarm as well, see docs/stability.md")
+def test_held_out_runs_in_all_settings() -> None:
+    assert figures(recorded("alarm_held_out.jsonl")).meets_the_bar
