@@ -144,9 +144,11 @@ class Agent:
             )
         except UserError as error:
             limit = min(env.limits.max_prompt_tokens, env.limits.max_trajectory_tokens - 1)
-            said = f"the question in its prompt has more than {limit} tokens, the limit (max_prompt_tokens) of this server"
             raise RequestError(
-                400, f"{said}: shorten it", param="messages", code="context_length_exceeded"
+                400,
+                f"the question in its prompt has more than {limit} tokens (limits.max_prompt_tokens): shorten it",
+                param="messages",
+                code="context_length_exceeded",
             ) from error
         if request.max_tokens is not None:
             most = min(env.limits.max_trajectory_tokens, len(begun.token_ids) + request.max_tokens)
