@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from sorl_train.evaluate.policy import find_policy, fingerprint
 
 from .conftest import WORLD
 
+FOLDERS = ("evaluation", "evaluation-step_000001")  # best, and a step
 FILES = (
     "manifest.json",
     "results.jsonl",
@@ -187,6 +189,15 @@ def test_an_evaluation_grows(run_folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert main([*options, str(whole), *wider, "--quiet"]) == 0
     for name in ("results.jsonl", "settings.json", "table.md"):
         assert (grown / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_each_checkpoint_of_a_run_has_a_folder_of_its_own(run_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "small"
+    shutil.copytree(run_folder, run)
+    for model in (run, run / "checkpoints" / "step_000001"):
+        assert main([str(model), "--limit", "1", "--limits", "max_new_tokens=4", "--quiet"]) == 0
+    labels = [json.loads((run / name / "summary.json").read_text())["label"] for name in FOLDERS]
+    assert labels == ["small", "small-step_000001"]
 
 
 def test_other_settings_do_not_go_into_the_same_folder(
