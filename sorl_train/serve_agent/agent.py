@@ -63,6 +63,8 @@ class Agent:
         self._numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
+        self._slots: asyncio.Semaphore  # of that loop, like the next
+        self._ending: asyncio.Event
         self.open = 0  # dialogues in flight or waiting
 
     @property
@@ -157,7 +159,9 @@ class Agent:
 
     async def _answer(self, dialogue: Dialogue, on_turn: OnTurn | None) -> Trajectory:
         policy = self._policy
-        sampler = policy.sampler if on_turn is None else Told(policy.sampler, policy.tokenizer, on_turn)
+        sampler: Sampler = policy.sampler
+        if on_turn is not None:
+            sampler = Told(sampler, policy.tokenizer, on_turn)
         async with self._slots:
             try:
                 trajectory = await run_trajectory(
