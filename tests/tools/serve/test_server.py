@@ -302,6 +302,9 @@ def test_what_cannot_be_served(tmp_path: Path, corpus: Path) -> None:
         (corpus, ["--host", "no.such.host.invalid"], "host=no.such.host.invalid"),
         (corpus, ["--port", "99999"], "99999 is no port"),
         (corpus, ["--workers", "0"], "below 1"),
+        (corpus, ["--workers", "two"], "'two' is no whole number"),
+        (corpus, ["--timeout-s", "long"], "long: give seconds above 0"),
+        (corpus, ["--port", "0", "--model", "x"], "embeds nothing; leave it out"),
     ]:
         done = run(*options, source=source)
         assert done.returncode == 2, (source, options, done.stderr)
