@@ -168,7 +168,8 @@ class Agent:
                     dialogue.env, policy.tokenizer, sampler, dialogue.job, dialogue.settings
                 )
             except UserError as error:  # of an endpoint: the prompt has been seen to fit
-                raise RequestError(502, str(error), code="policy_unavailable") from error
+                said = str(error).partition(";")[0]  # the rest is for who runs an evaluation
+                raise RequestError(502, said, code="policy_unavailable") from error
         if trajectory.stop_reason is StopReason.ERROR:
             raise RequestError(503, f"the dialogue broke off: {trajectory.error}", code="tool_unavailable")
         return trajectory

@@ -38,8 +38,9 @@ _KEEP_ALIVE_S = 75
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status: 0 ended by SIGTERM, 2 wrong usage, 130 interrupted."""
-    logging.basicConfig(level=logging.WARNING, format="sorl-serve-agent: %(message)s")
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it turns its own debugging on
+    to_stderr = logging.StreamHandler()
+    to_stderr.setLevel(logging.WARNING)  # bm25s turns its own debugging on
+    logging.basicConfig(handlers=[to_stderr], format="sorl-serve-agent: %(message)s")
     try:
         return _serve(_parser().parse_args(sys.argv[1:] if argv is None else argv))
     except UserError as error:
