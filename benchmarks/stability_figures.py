@@ -6,6 +6,7 @@ python benchmarks/stability_figures.py          # writes docs/images/stability_*
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections import defaultdict
@@ -23,49 +24,64 @@ from matplotlib import pyplot as plt
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MAIN = ("ppo", "so_ppo", "grpo", "so_grpo")
+REUSE = (
+    "4, of 8",
+    "4, 2 steps stale",
+    "3, of 32",
+    "6, of 16",
+    "12, of 8",
+)  # rows of the heat maps, from below
 COLOURS = {"ppo": "#c0392b", "so_ppo": "#1f6f8b", "grpo": "#d98324", "so_grpo": "#3a7d44"}
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    """The runs of a study."""
+    """The runs of a study that are committed."""
     path = DOCS / "stability" / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def heat_maps(runs: Sequence[dict[str, Any]], out: Path) -> None:
-    """One panel an algorithm: learning rate by reuse; colour is final over peak, the number is final success."""
+def heat_maps(grid: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], out: Path) -> None:
+    """One panel an algorithm: learning rate by reuse; colour is final over peak, the number is final success.
+
+    The share in a panel's title is of ``grid``, which all algorithms have in full; ``others`` are more rows.
+    """
+    runs = [*grid, *others]
     rates = sorted({run["optim.lr"] for run in runs})
-    epochs = sorted({run["update.epochs"] for run in runs})
-    figure, axes = plt.subplots(1, len(MAIN), figsize=(12, 2.2), sharey=True, layout="constrained")
+    cells: dict[tuple[str, str, float], list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        cells[run["arm"], _reuse(run), run["optim.lr"]].append(run)
+    rows = [reuse for reuse in REUSE if any(reuse == key[1] for key in cells)]
+    figure, axes = plt.subplots(
+        1, len(MAIN), figsize=(12, 1.2 + 0.45 * len(rows)), sharey=True, layout="constrained"
+    )
     for axis, arm in zip(axes, MAIN, strict=True):
-        kept = np.full((len(epochs), len(rates)), np.nan)
-        for row, epoch in enumerate(epochs):
-            for column, rate in enumerate(rates):
-                cell = [
-                    r for r in runs if (r["arm"], r["optim.lr"], r["update.epochs"]) == (arm, rate, epoch)
-                ]
-                if cell:
-                    kept[row, column] = np.median([run["kept_mean"] for run in cell])
-                    final = float(np.median([run["final"] for run in cell]))
-                    dark = kept[row, column] < 0.45
-                    axis.text(
-                        column,
-                        row,
-                        f"{final:.2f}",
-                        ha="center",
-                        va="center",
-                        color="white" if dark else "black",
-                    )
+        kept = np.full((len(rows), len(rates)), np.nan)  # NaN: not run, left white
+        for (row, reuse), (column, rate) in itertools.product(enumerate(rows), enumerate(rates)):
+            cell = cells.get((arm, reuse, rate))
+            if cell:
+                kept[row, column] = np.median([run["kept_mean"] for run in cell])
+                final = float(np.median([run["final"] for run in cell]))
+                colour = "white" if kept[row, column] < 0.45 else "black"
+                axis.text(column, row, f"{final:.2f}", ha="center", va="center", color=colour, fontsize=9)
         image = axis.imshow(kept, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower")
-        share, low, high = region(_cells(runs, arm))
-        axis.set_title(f"{arm}: {share:.0%} of the grid ({low:.0%} to {high:.0%})", fontsize=10)
+        share, low, high = region(_cells(grid, arm))
+        axis.set_title(f"{arm}: {share:.0%} ({low:.0%} to {high:.0%})", fontsize=10)
         axis.set_xticks(range(len(rates)), [f"{rate:.1e}".replace("e-0", "e-") for rate in rates], fontsize=8)
-        axis.set_yticks(range(len(epochs)), [str(epoch) for epoch in epochs])
+        axis.set_yticks(range(len(rows)), rows, fontsize=9)
         axis.set_xlabel("learning rate", fontsize=9)
-    axes[0].set_ylabel("epochs a batch", fontsize=9)
+    axes[0].set_ylabel("optimizer steps a batch", fontsize=9)
     figure.colorbar(image, ax=axes, label="final / peak", shrink=0.9)
     figure.savefig(out, dpi=130)
     plt.close(figure)
+
+
+def _reuse(run: dict[str, Any]) -> str:
+    """The row of a run: which study it is from says what it varied."""
+    if "rollout.max_staleness" in run:
+        return f"4, {run['rollout.max_staleness']} steps stale"
+    if "update.mini_batch_size" in run:
+        return f"{96 // run['update.mini_batch_size']}, of {run['update.mini_batch_size']}"
+    return f"{4 * run['update.epochs']}, of 8"
 
 
 def _cells(runs: Sequence[dict[str, Any]], arm: str) -> dict[str, list[float]]:
@@ -121,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=DOCS / "images")
     out: Path = parser.parse_args(argv).out
     severe = read("severe")
-    heat_maps(read("region"), out / "stability_region.png")
+    heat_maps(read("region"), [*read("mini_batch"), *read("staleness")], out / "stability_region.png")
     curves([run for run in severe if run["arm"] in MAIN], out / "stability_severe.png")
     remedies(severe, out / "stability_remedies.png")
     return 0
