@@ -112,6 +112,7 @@ def test_events_are_lines_of_json(tmp_path: Path) -> None:
 
 # Recorded runs: what the alarm looks at, step by step, and the success that an evaluation after the step found.
 STABILITY = Path(__file__).resolve().parents[2] / "docs/stability"
+EARLIER_STUDIES = ("severe", "grid", "x_choices", "x_controls", "norms", "norms2", "trial")
 AHEAD = 5  # steps between the alarm and the loss of half the peak that the bar asks for
 
 
@@ -198,15 +199,19 @@ def test_the_alarm_sees_strain_and_not_the_outcome() -> None:
     assert figures(runs) == Figures(54, 16, 39, 54, possible=16, healthy=68, alarmed=53)
 
 
-EARLIER_STUDIES = ("severe", "grid", "x_choices", "x_controls", "norms", "norms2", "trial")
-
-
-# Runs finished after the rule and its limits had been committed.
+# Runs looked at only after the rule and its limits had been committed.
 def test_held_out_runs_at_rising_rates() -> None:
     found = figures(recorded("alarm_held_out.jsonl", "alarm"))
-    assert found == Figures(4, 4, 4, 4, possible=4, healthy=0, alarmed=0)
+    assert found == Figures(4, 4, 4, 4, possible=4, healthy=2, alarmed=0)
 
 
-@pytest.mark.xfail(strict=True, reason="healthy runs at constant rates alarm as well, see docs/stability.md")
+def test_held_out_collapses_are_seen_five_steps_ahead() -> None:
+    found = figures(recorded("alarm_held_out.jsonl"))
+    assert (found.collapsed, found.five_ahead) == (8, 8)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="all 8 collapses are seen, but 15 of 17 healthy runs alarm, see docs/stability.md"
+)
 def test_held_out_runs_in_all_settings() -> None:
     assert figures(recorded("alarm_held_out.jsonl")).meets_the_bar
