@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sorl_train.alarm import BASELINE, MEMORY, SPIKE, CollapseAlarm, append_event
+from sorl_train.alarm import BASELINE, MEMORY, SPIKE, CollapseAlarm, alarm_so_far, append_event
 from sorl_train.config import AlarmConfig
 from sorl_train.metrics_log import read_jsonl
 from sorl_train.run_dir import RunDir
@@ -100,6 +100,20 @@ def test_off_and_steps_without_an_update_are_silent() -> None:
     beyond = {"loss/approx_kl": 9.0, "rollout/valid_turn_rate": 0.0}
     assert observe(CollapseAlarm(AlarmConfig(action="off")), [beyond] * 3) == []
     assert CollapseAlarm(LIMITS).observe(1, {"eval/success": 0.5}) is None
+
+
+def test_a_resumed_run_goes_on_with_the_strain_so_far(tmp_path: Path) -> None:
+    limits, run_dir = AlarmConfig(strain=0.11), RunDir(tmp_path)
+    steps = [
+        {"step": step} | CALM | line for step, line in enumerate(far(0.05, 0.05, 0.2, 0.2, 0.2), start=1)
+    ]
+    whole = CollapseAlarm(limits)
+    raised = [whole.observe(line["step"], line) for line in steps]
+    assert [alarm.step for alarm in raised if alarm] == [4]  # the means: .05, .05, just over .1, about .126
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in steps))
+    resumed = alarm_so_far(limits, run_dir, 3)
+    assert resumed.observe(4, steps[3]) == raised[3]
+    assert alarm_so_far(limits, run_dir, 4).observe(5, steps[4]) is None  # it was raised before
 
 
 def test_events_are_lines_of_json(tmp_path: Path) -> None:
