@@ -143,6 +143,11 @@ def mini_batches(batch: Batch, config: TrainConfig, step: int) -> Iterator[Batch
             yield batch.rows(order[start : start + size].tolist())
 
 
+def steps_of_batch(config: TrainConfig) -> int:
+    """Optimizer steps for each rollout batch from which no trajectory was excluded."""
+    return config.update.epochs * -(-config.rollout.batch_size // config.update.mini_batch_size)
+
+
 def learning_rate(optim: OptimConfig, base: float, warmup_ratio: float, done: int, total: int) -> float:
     """Rate of optimizer step ``done`` (0-based) of ``total``: a linear warm-up, then the schedule."""
     warmup = round(warmup_ratio * total)

@@ -51,6 +51,7 @@ from sorl_train.update import (
     learning_rate,
     mini_batches,
     past_target_kl,
+    steps_of_batch,
 )
 
 
@@ -220,7 +221,7 @@ class LocalEngine:
         """All optimizer steps of one rollout batch."""
         config, means = self.config, Means()
         batches = list(mini_batches(batch, config, step))
-        per_step = config.update.epochs * -(-config.rollout.batch_size // config.update.mini_batch_size)
+        per_step = steps_of_batch(config)
         total = per_step * config.update.steps
         optim = config.optim
         train_policy = step > config.update.critic_warmup_steps

@@ -1,0 +1,386 @@
+"""Our training step in OpenRLHF's single controller: score, estimate advantages, update, log, save.
+
+OpenRLHF drives rollouts, queues and weight transfers. What a step is stands in ``TrainStep``, which its synchronous
+and its asynchronous trainer (``trainers``) share, and follows ``engines.local.trainer``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
+from ray.exceptions import RayTaskError
+from torch import Tensor
+
+from sorl_env.errors import UserError
+from sorl_env.trajectory import Trajectory
+from sorl_env.trajectory_io import write_jsonl
+from sorl_train.alarm import alarm_so_far, append_event
+from sorl_train.batch import Batch, collate
+from sorl_train.checkpoint import checkpoint_name
+from sorl_train.config_io import read_resolved
+from sorl_train.engines.openrlhf.data import evaluation_loader, exclude_older
+from sorl_train.engines.openrlhf.placement import Placement
+from sorl_train.engines.openrlhf.workers import run_config, run_folder
+from sorl_train.environments import answers_of, make_env, training_examples
+from sorl_train.metrics import eval_metrics, rollout_metrics, staleness, success_rate, tool_timings
+from sorl_train.metrics_log import MetricsLog
+from sorl_train.plan import model_shape
+from sorl_train.policy_card import write_policy_card
+from sorl_train.summary import Summary
+from sorl_train.token_classes import TokenClassifier
+from sorl_train.trajectory_card import write_trajectory_card
+from sorl_train.update import (
+    NonFiniteError,
+    batch_metrics,
+    estimate_advantages,
+    mini_batches,
+    mismatch_metrics,
+    steps_of_batch,
+)
+
+MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
+
+
+class Ended(Exception):
+    """The policy has collapsed or is about to, and ``eval.patience`` or the alarm ends the run."""
+
+
+class Stopped(RuntimeError):
+    """The run was asked to stop, and has saved what it had."""
+
+
+class TrajectoryGenerator(SamplesGenerator):
+    """OpenRLHF's dispatch of prompts to vLLM actors; samples stay trajectories."""
+
+    def _process_response_into_experience(self, response: dict[str, Any], **_: Any) -> Trajectory:
+        trajectory: Trajectory = response["trajectory"]
+        return trajectory
+
+
+class TrainStep:
+    """A training step for a subclass of OpenRLHF's ``BasePPOTrainer``."""
+
+    # of BasePPOTrainer
+    args: Any
+    tokenizer: Any
+    vllm_engines: Any
+    actor_model_group: Any
+    critic_model_group: Any
+    reference_model_group: Any
+    strategy: Any
+    version: int  # training steps done
+
+    def begin(self, states: dict[str, Any]) -> None:
+        """Open the run's folder at the step of ``states`` (0 for a new run), and evaluate before the first one."""
+        self.config = run_config()
+        self.run_dir = run_folder()
+        self.place = Placement.of(self.config)
+        self.lost_steps = 0
+        self.timings: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+        self.summary = Summary.from_state(states["summary"]) if "summary" in states else Summary()
+        self.log = MetricsLog(
+            self.run_dir, tensorboard=self.config.log.tensorboard, wandb=self.config.log.wandb
+        )
+        self.log.truncate_after(self.version if self.version else -1)
+        self.alarm = alarm_so_far(self.config.alarm, self.run_dir, self.version)
+        self.classify = TokenClassifier(self.tokenizer)
+        self.eval_env = make_env(self.config, evaluation=True)
+        self.answers = answers_of(training_examples(self.config))
+        self.evaluator = TrajectoryGenerator(self.strategy, None, None, self.tokenizer, self.vllm_engines)
+        if self.version == 0:
+            metrics = self.evaluate_policy(self.config.eval.num_examples_final)
+            self.record(0, metrics | self.take_timings([]))
+
+    def train_step(
+        self, trajectories: Sequence[Trajectory], global_step: int
+    ) -> tuple[dict[str, float], int]:
+        """What OpenRLHF calls with each rollout batch."""
+        step = global_step + 1
+        oldest = self.version - self.config.rollout.max_staleness
+        trajectories = sorted(exclude_older(trajectories, oldest), key=lambda t: (t.group_id, t.id))
+        metrics = rollout_metrics(trajectories, self.answers) | staleness(trajectories, self.version)
+        usable = any(not t.excluded for t in trajectories)
+        if usable:
+            try:
+                with self.timed("log_probs"):
+                    batch, recomputed = self.score(self.collate(trajectories))
+                batch = estimate_advantages(batch, self.config.algo, self.config.loss)
+                with self.timed("update"):
+                    metrics |= self.update(batch, step) | batch_metrics(batch)
+                metrics |= mismatch_metrics(recomputed, batch)
+            except (NonFiniteError, RayTaskError) as error:
+                self.dump_if_non_finite(error, trajectories, step)
+                raise
+        self.version = step
+        with self.timed("broadcast"):
+            if usable:
+                self.broadcast_to_vllm()
+            else:
+                self.announce_version()
+        self.save_trajectories(step, trajectories)
+        self.metrics, self.trajectories = metrics, trajectories
+        self.lost_steps = 0 if usable else self.lost_steps + 1
+        return {}, step
+
+    def save_logs_and_checkpoints(
+        self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: Any = None
+    ) -> None:
+        """Evaluate, log, keep the best policy, save; OpenRLHF calls it after each step."""
+        config, steps = self.config, self.config.update.steps
+        self.timings["time/rollout_s"] = float((logs_dict or {}).get("timing/generation", 0.0))
+        metrics = self.metrics
+        if global_step == steps:
+            metrics |= self.evaluate_policy(config.eval.num_examples_final)
+            if config.eval.search_off:
+                metrics |= self.evaluate_policy(config.eval.num_examples_final, search_off=True)
+        elif config.eval.every and global_step % config.eval.every == 0:
+            metrics |= self.evaluate_policy(config.eval.num_examples)
+        self.record(global_step, metrics | self.take_timings(self.trajectories))
+        lost = self.lost_steps == MAX_LOST_STEPS
+        stop = self.run_dir.stop_file.exists()
+        every = config.checkpoint.every
+        ended = self.watch(global_step, metrics)
+        if stop or lost or ended or global_step == steps or (every and global_step % every == 0):
+            self.save(global_step, dict(client_states or {}))
+        if lost:
+            raise UserError(self.why_lost())
+        if ended:
+            raise Ended
+        if stop and global_step < steps:
+            raise Stopped(f"stopped after step {global_step}")
+
+    def workers(self) -> list[Any]:
+        """All that sample, score or train."""
+        groups = (self.actor_model_group, self.critic_model_group, self.reference_model_group)
+        return [
+            *self.vllm_engines,
+            *(actor for group in groups if group is not None for actor in group._actor_handlers),
+        ]
+
+    def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
+        return collate(trajectories, self.tokenizer.pad_token_id, self.classify)
+
+    # -- the parts of a step --------------------------------------------------------------------------------------
+
+    def score(self, batch: Batch) -> tuple[Batch, Tensor]:
+        """Fill in old and reference log-probabilities and values; returns the newest weights' log-probabilities, too.
+
+        Old log-probabilities are the trainer's where the newest weights sampled the batch. An asynchronous batch is
+        older than the trainer's weights, and the ratio is to measure that: there they are the sampler's own.
+        """
+        recomputed = self.score_with(self.actor_model_group, batch)
+        behind = self.config.cluster.async_rollout
+        fields = {"old_log_probs": batch.rollout_log_probs if behind else recomputed}
+        if self.critic_model_group is not None:
+            values = self.score_with(self.critic_model_group, batch)
+            fields["values"] = values.masked_fill_(~batch.action_mask, 0.0)
+        if self.reference_model_group is not None:
+            fields["ref_log_probs"] = self.reference_log_probs(batch)
+        for name, figures in {**fields, "recomputed": recomputed}.items():
+            broken = (~torch.isfinite(figures)).any(dim=1).nonzero()[:, 0].tolist()
+            if broken:
+                raise NonFiniteError(f"one of the {name}", tuple(batch.ids[i] for i in broken))
+        return batch.with_fields(**fields), recomputed
+
+    def reference_log_probs(self, batch: Batch) -> Tensor:
+        """From OpenRLHF's reference workers, which take micro-batches."""
+        size = self.place.micro_batch(self.config.update.log_prob_micro_batch_size, len(batch))
+        micros = list(batch.micro_batches(size))
+        refs = self.reference_model_group.async_run_method_batch(
+            "forward",
+            sequences=[micro.token_ids for _, micro in micros],
+            action_mask=[micro.action_mask for _, micro in micros],
+            attention_mask=[_attention_mask(micro) for _, micro in micros],
+        )
+        found = [part for parts in ray.get(refs) for part in parts]
+        ray.get(self.reference_model_group.async_run_method("empty_cache"))
+        return _spread(batch, [index for index, _ in micros], found)
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """All optimizer steps of one rollout batch, critic and actor; each rank takes its share of a mini-batch."""
+        config, ranks = self.config, self.place.ranks
+        minis = list(mini_batches(batch, config, step))
+        shares: list[list[Batch]] = [[] for _ in range(ranks)]
+        for mini in minis:
+            order = torch.argsort(mini.lengths, descending=True, stable=True)
+            for rank in range(ranks):
+                shares[rank].append(mini.rows(order[rank::ranks]))
+        per_step = steps_of_batch(config)
+        counts = {"done": [(step - 1) * per_step] * ranks, "total": [config.update.steps * per_step] * ranks}
+        metrics: dict[str, float] = {}
+        groups = [self.critic_model_group]
+        if step > config.update.critic_warmup_steps:
+            groups.append(self.actor_model_group)
+        for group in groups:
+            if group is not None:
+                metrics |= self.run_group_awake(group, "train_on", minis=shares, **counts)[0]
+        return metrics
+
+    def run_group_awake(self, group: Any, method: str, **arguments: list[Any]) -> list[Any]:
+        """``run_group`` with the optimizer's state on the GPU: where models share one, it sleeps in between."""
+        if not self.args.ds.enable_sleep:
+            return self.run_group(group, method, **arguments)
+        ray.get(group.async_run_method(method_name="reload_states"))
+        results = self.run_group(group, method, **arguments)
+        ray.get(group.async_run_method(method_name="offload_states"))
+        return results
+
+    def run_group(self, group: Any, method: str, **arguments: list[Any]) -> list[Any]:
+        """``method`` on each rank with its item of each list; what the ranks return."""
+        by_rank = ray.get(group.async_run_method_batch(method, **arguments))
+        return [result for results in by_rank for result in results]
+
+    def score_with(self, group: Any, batch: Batch) -> Tensor:
+        """The (B, T) figures that a group's ranks compute, each of its share of the rows."""
+        order = torch.argsort(batch.lengths, descending=True, stable=True)
+        indices = [order[rank :: self.place.ranks] for rank in range(self.place.ranks)]
+        parts = self.run_group(group, "score", batch=[batch.rows(index) for index in indices])
+        return _spread(batch, indices, parts)
+
+    def evaluate_policy(self, limit: int, *, search_off: bool = False) -> dict[str, float]:
+        """Greedy success on the evaluation split."""
+        kind = "search_off" if search_off else "eval"
+        examples = len(self.eval_env.examples.examples)
+        self.evaluator.eval_dataloader = evaluation_loader(self.config, examples, limit, kind)
+        with self.timed("eval"):
+            trajectories = self.evaluator.generate_eval_samples(
+                temperature=self.config.eval.temperature, top_p=1.0, n_samples_per_prompt=1, max_len=None
+            )
+        if search_off:
+            return {"eval/search_off_success": success_rate(trajectories)}
+        trajectories = sorted(trajectories, key=lambda t: t.id)
+        write_jsonl(self.run_dir.trajectories / f"eval_{self.version:06d}.jsonl", trajectories)
+        return eval_metrics(trajectories)
+
+    def watch(self, step: int, metrics: dict[str, float]) -> bool:
+        """Look for a collapse, coming or come; True when the config wants the run to end over it."""
+        alarm, action = self.alarm.observe(step, metrics), self.config.alarm.action
+        if alarm is not None:
+            append_event(self.run_dir, alarm.event(action))
+        out_of_patience = 0 < self.config.eval.patience <= self.summary.evaluations_below
+        return out_of_patience or (alarm is not None and action == "stop")
+
+    # -- bookkeeping ----------------------------------------------------------------------------------------------
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        best = self.summary.observe(step, metrics)
+        self.log.log(step, metrics)
+        if best:
+            self.save_policy(self.run_dir.checkpoints / "best")
+        if "eval/success" in metrics or self.is_saved(step):
+            write_trajectory_card(self.run_dir, read_resolved(self.run_dir.config), self.eval_env.task)
+
+    def save(self, step: int, states: dict[str, Any]) -> None:
+        """DeepSpeed's state, for a resume, and the policy as a plain folder."""
+        states |= {"global_step": step, "summary": self.summary.state()}
+        groups = [self.actor_model_group, self.critic_model_group]
+        for group in groups:
+            if group is not None:
+                extra = {"client_states": states} if group is self.actor_model_group else {}
+                ray.get(group.async_run_method("save_checkpoint", tag=f"global_step{step}", **extra))
+        self.save_policy(self.run_dir.checkpoints / checkpoint_name(step))
+        plain = sorted(self.run_dir.checkpoints.glob("step_*"))
+        for old in plain[: -self.config.checkpoint.keep]:
+            shutil.rmtree(old)
+
+    def save_policy(self, folder: Path) -> None:
+        """Under its name only when complete."""
+        partial = folder.with_name(f".{folder.name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        policy = partial / "policy"
+        ray.get(self.actor_model_group.async_run_method("save_policy", folder=str(policy)))
+        config = read_resolved(self.run_dir.config)
+        is_best = folder.name == "best"
+        write_policy_card(policy, self.run_dir, config, self.eval_env.task, self.version, best=is_best)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+
+    def is_saved(self, step: int) -> bool:
+        """Whether the step's trajectories are kept on disk."""
+        every = self.config.rollout.save_every
+        return step in (1, self.config.update.steps) or bool(every and step % every == 0)
+
+    def save_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        if self.is_saved(step):
+            write_jsonl(self.run_dir.trajectories / f"step_{step:06d}.jsonl", trajectories)
+
+    def dump_if_non_finite(self, error: Exception, trajectories: Sequence[Trajectory], step: int) -> None:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if not isinstance(cause, NonFiniteError):
+            return
+        bad = set(cause.trajectory_ids)
+        path = self.run_dir.path / f"non_finite_{step:06d}.jsonl"
+        write_jsonl(path, sorted(trajectories, key=lambda t: t.id not in bad))
+        raise UserError(
+            f"step {step}: {cause}. The trajectories are in {path}; the last checkpoint is as it was. Lower "
+            "optim.lr, or look at these trajectories."
+        ) from error
+
+    def why_lost(self) -> str:
+        """As the local engine: a run whose tools are out for good would only burn time."""
+        cause = next((t.error for t in self.trajectories if t.error), "unknown")
+        return (
+            f"every trajectory of {MAX_LOST_STEPS} steps in a row was excluded; the last error was: {cause}. "
+            "Mend the tool or the task, then go on with --resume."
+        )
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the seconds of a ``with`` block to a figure."""
+        started = time.perf_counter()
+        yield
+        name = f"time/{name}_s"
+        self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - started
+
+    def take_timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        timings, self.timings = self.timings, {}
+        tokens = sum(t.num_action_tokens for t in trajectories)
+        timings["time/step_s"] = sum(timings.values())
+        timings["time/tokens_per_s"] = tokens / max(timings["time/step_s"], 1e-9)
+        return timings | tool_timings(trajectories)
+
+    def end(self) -> None:
+        """Write the summary: its presence marks the run as finished."""
+        config = self.config
+        env = make_env(config)
+        what = {"algo": config.algo, "task": env.task.name, "seed": config.seed, "steps": self.version}
+        what["parameters"] = model_shape(self.args.actor.model_name_or_path).parameters
+        sample = {"is_sample": env.examples.is_sample or self.eval_env.examples.is_sample}
+        self.run_dir.write_summary(what | sample | self.summary.figures())
+        self.log.close()
+
+    def init_checkpoint_states(self) -> dict[str, Any]:
+        """OpenRLHF's, which it asks for before anything is sampled."""
+        states: dict[str, Any] = super().init_checkpoint_states()  # type: ignore[misc]
+        self.version = int(states["global_step"])
+        return states
+
+    def broadcast_to_vllm(self) -> None:
+        """The weights, and how many training steps they have behind them."""
+        super().broadcast_to_vllm()  # type: ignore[misc]
+        self.announce_version()
+
+    def announce_version(self) -> None:
+        batch_vllm_engine_call(self.vllm_engines, "set_policy_version", self.version)
+
+
+def _attention_mask(batch: Batch) -> Tensor:
+    return (torch.arange(batch.token_ids.shape[1]) < batch.lengths[:, None]).long()
+
+
+def _spread(batch: Batch, indices: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    """Rows computed in pieces, back in the batch's order: float32 (B, T), 0 in the padding."""
+    whole = torch.zeros(batch.action_mask.shape)
+    for index, part in zip(indices, parts, strict=True):
+        whole[index, : part.shape[1]] = part.float()
+    return whole
