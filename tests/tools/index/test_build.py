@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -268,7 +269,9 @@ def test_interrupt_from_the_keyboard(tmp_path: Path) -> None:
         "--out",
         str(tmp_path / "i"),
     ]
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # a shell's background jobs, and what they start, ignore Ctrl-C
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     journal = tmp_path / "i" / "building" / "journal.jsonl"
     deadline = time.monotonic() + 60
     while not journal.is_file():
