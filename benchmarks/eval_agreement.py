@@ -19,7 +19,8 @@ are. The first thing that differs is the cause:
     reading      the same dialogue, another answer or another score
     counts       all is the same but the numbers of tokens
 
-The exit status is 0 when all differences are near ties, 1 when there are others. No figure depends on a clock.
+The exit status is 0 when both answered the same questions and all differences are near ties, 1 otherwise. No figure
+depends on a clock.
 """
 
 from __future__ import annotations
@@ -177,20 +178,21 @@ class LocalModel:
 
 def compare(
     rows_a: Sequence[Row], rows_b: Sequence[Row], model: Callable[[], LocalModel]
-) -> tuple[dict[tuple[str, str], list[Key]], list[Difference]]:
-    """All questions that both answered, by task and mode, and the differences; an outage counts on no side."""
-    by_key = {row.key: row for row in rows_b if not row.excluded}
+) -> tuple[dict[tuple[str, str], list[Key]], list[Difference], int]:
+    """All questions that both answered, by task and mode, the differences, and how many one side alone answered.
+
+    A question left out for an outage was not answered.
+    """
+    side_a, side_b = ({row.key: row for row in rows if not row.excluded} for rows in (rows_a, rows_b))
     cells: dict[tuple[str, str], list[Key]] = {}
     found = []
-    for a in rows_a:
-        b = by_key.get(a.key)
-        if b is None or a.excluded:
-            continue
-        cells.setdefault((a.task, a.mode), []).append(a.key)
+    for key in (key for key in side_a if key in side_b):
+        a, b = side_a[key], side_b[key]
+        cells.setdefault((a.task, a.mode), []).append(key)
         parting = first_difference(a, b)
         if parting is not None:
             found.append(_explain(a, b, parting, model))
-    return cells, found
+    return cells, found, len(side_a.keys() ^ side_b.keys())
 
 
 def _explain(a: Row, b: Row, parting: Parting, model: Callable[[], LocalModel]) -> Difference:
@@ -302,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 loaded.append(LocalModel(args.model, settings))
             return loaded[0]
 
-        cells, found = compare(rows_a, rows_b, model)
+        cells, found, alone = compare(rows_a, rows_b, model)
         if not cells:
             raise UserError(f"{args.a} and {args.b} have no question in common")
     except UserError as error:
@@ -310,10 +312,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     figures = cell_figures(cells, found)
     print(report(figures, found))
+    if alone:
+        print(f"{alone} of the questions: answered on one side alone", file=sys.stderr)
     if args.json:
-        content = {"tie": TIE, "cells": figures, "differences": [dataclasses.asdict(one) for one in found]}
+        content = {"tie": TIE, "cells": figures, "answered_on_one_side": alone}
+        content["differences"] = [dataclasses.asdict(one) for one in found]
         atomic_write(args.json, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    return 0 if all(one.cause == NEAR_TIE for one in found) else 1
+    return 1 if alone or any(one.cause != NEAR_TIE for one in found) else 0
 
 
 if __name__ == "__main__":

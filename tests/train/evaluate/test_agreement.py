@@ -127,6 +127,16 @@ def test_what_is_no_matter_of_numbers(folder: Path, evaluated: Path, tmp_path: P
     assert (status, [one["cause"] for one in figures["differences"]]) == (1, ["prompt", "text", "counts"])
 
 
+def test_a_question_that_one_side_lacks_is_counted(folder: Path, evaluated: Path, tmp_path: Path) -> None:
+    def outage(row: Row) -> None:
+        row["excluded"] = True
+
+    changed(evaluated, tmp_path / "b", outage)
+    status, figures, output = agreement(folder, evaluated, tmp_path / "b", tmp_path / "b.json")
+    assert (status, figures["answered_on_one_side"], figures["differences"]) == (1, 1, [])
+    assert "1 of the questions: answered on one side alone" in output
+
+
 def test_what_cannot_be_compared_is_refused(folder: Path, evaluated: Path, tmp_path: Path) -> None:
     rows = changed(evaluated, tmp_path / "old", lambda row: row["turns"][0].pop("token_ids"))
     assert len(rows[0]["turns"]) == 2
