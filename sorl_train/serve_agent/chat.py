@@ -144,7 +144,7 @@ def _question(messages: Any) -> str:
         )
     content = messages[0].get("content")
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
         if any(not isinstance(text, str) for text in texts):
             raise RequestError(400, "only parts of type text can be read", param="messages")
         content = "\n".join(texts)
