@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -77,7 +77,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     engine = LocalEngine(config, run_dir, display, resolve_model(config, display))
     run_dir.record("data", {"train": env_facts(engine.env), "eval": env_facts(engine.eval_env)})
     engine.load(newest_checkpoint(run_dir.checkpoints) if resume else None)
-    with MetricsLog(run_dir, tensorboard=config.log.tensorboard, wandb=config.log.wandb) as log:
+    log = MetricsLog(run_dir, tensorboard=config.log.tensorboard, wandb=config.log.wandb)
+    with closing(engine.env), closing(engine.eval_env), log:
         log.truncate_after(engine.step if resume else -1)
         title = (
             f"{config.algo} on {engine.env.task.name}, {engine.num_parameters:,} parameters, {engine.device}"

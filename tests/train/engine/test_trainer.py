@@ -221,6 +221,18 @@ def test_a_tool_that_is_out_for_good_ends_the_run(monkeypatch: pytest.MonkeyPatc
         train_short(tmp_path / "run", update__steps=9)
 
 
+def test_a_run_closes_its_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of training and those of evaluation, whether it ends well or not."""
+    closed: list[Toolbox] = []
+    monkeypatch.setattr(Toolbox, "close", lambda self: closed.append(self))
+    train_short(tmp_path / "run")
+    assert len(set(map(id, closed))) == len(closed) == 2
+    monkeypatch.setattr(LocalEngine, "update", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_short(tmp_path / "lost")
+    assert len(set(map(id, closed))) == len(closed) == 4
+
+
 def test_non_finite_numbers_stop_the_run_and_keep_the_last_checkpoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
