@@ -227,6 +227,7 @@ def test_recorded_and_replayed(start: Any, tmp_path: Path) -> None:
     offline.close()
 
 
+@pytest.mark.slow
 def test_a_killed_server_that_comes_back_loses_no_call(start: Any) -> None:
     """Eight rollouts search on while the server is killed and started anew on the same port."""
     running = start()
@@ -260,6 +261,7 @@ def test_a_killed_server_that_comes_back_loses_no_call(start: Any) -> None:
     search.close()
 
 
+@pytest.mark.slow
 def test_the_same_on_an_event_loop(start: Any) -> None:
     running = start()
     search = HttpSearch(running.url, top_k=1, timeout_s=30.0)

@@ -129,7 +129,11 @@ def test_patience_ends_a_collapsed_run(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"rollout__max_staleness": 2, "update__epochs": 2}], ids=["", "stale"]
+    "settings",
+    [
+        pytest.param({}, id=""),
+        pytest.param({"rollout__max_staleness": 2, "update__epochs": 2}, id="stale", marks=pytest.mark.slow),
+    ],
 )
 def test_resume_after_kill_9_repeats_the_uninterrupted_run(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {"update__steps": 8, "checkpoint__every": 2, "eval__every": 3} | settings

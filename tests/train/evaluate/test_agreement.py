@@ -61,6 +61,7 @@ def test_the_same_twice(folder: Path, evaluated: Path, tmp_path: Path) -> None:
     assert "| all |  | 8 | 8 (100.0%) | 8 (100.0%) | 8 (100.0%) | none |" in output
 
 
+@pytest.mark.slow
 def test_a_near_tie_is_told_from_another_choice(folder: Path, evaluated: Path, tmp_path: Path) -> None:
     """The embedding is the output projection too: a token with a copy of another's row is exactly as likely."""
 

@@ -195,6 +195,7 @@ def test_the_other_paths(server: Server) -> None:
     assert server.client.post(CHAT, content=b" " * (2 << 20)).status_code == 413
 
 
+@pytest.mark.slow
 def test_over_a_served_model_with_a_token(run: Path, tmp_path: Path) -> None:
     """The policy is on another server; ours holds the dialogue. It ends in order."""
     policy = str(run / "checkpoints" / "best" / "policy")
