@@ -216,16 +216,17 @@ def test_the_alarm_sees_strain_and_not_the_outcome() -> None:
 # Runs looked at only after the rule and its limits had been committed.
 def test_held_out_runs_at_rising_rates() -> None:
     found = figures(recorded("alarm_held_out.jsonl", "alarm"))
-    assert found == Figures(4, 4, 4, 4, possible=4, healthy=2, alarmed=0)
+    assert found == Figures(4, 4, 4, 4, possible=4, healthy=19, alarmed=0)
+    assert found.meets_the_bar
 
 
 def test_held_out_collapses_are_seen_five_steps_ahead() -> None:
     found = figures(recorded("alarm_held_out.jsonl"))
-    assert (found.collapsed, found.five_ahead) == (8, 8)
+    assert (found.collapsed, found.five_ahead) == (10, 10)
 
 
 @pytest.mark.xfail(
-    strict=True, reason="all 8 collapses are seen, but 15 of 17 healthy runs alarm, see docs/stability.md"
+    strict=True, reason="all 10 collapses are seen, but 29 of 48 healthy runs alarm, see docs/stability.md"
 )
 def test_held_out_runs_in_all_settings() -> None:
     assert figures(recorded("alarm_held_out.jsonl")).meets_the_bar
