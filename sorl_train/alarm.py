@@ -71,13 +71,19 @@ class CollapseAlarm:
         self._recent: deque[tuple[int, dict[str, float]]] = deque(maxlen=WINDOW)
         self._raised = False
 
+    @property
+    def strain(self) -> float:
+        """That of the steps so far, 0 before the first."""
+        return self._strain / self._steps_seen if self._steps_seen else 0.0
+
     def observe(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
         """Take in a training step's metrics (null for what was not finite); the alarm, the one time it is raised."""
         if self._config.action == "off" or "loss/grad_norm" not in metrics:
             return None
         sudden = self._sudden(metrics)
         self._recent.append((step, sudden))
-        signals = {"strain": self._average_strain(sudden["ratio_tail"])}
+        self._add_strain(sudden["ratio_tail"])
+        signals = {"strain": self.strain}
         signals |= {name: math.fsum(one[name] for _, one in self._recent) / WINDOW for name in sudden}
         beyond = {name: value for name, value in signals.items() if value > getattr(self._config, name)}
         if self._raised or not beyond:
@@ -86,12 +92,11 @@ class CollapseAlarm:
         reason = "; ".join(_DESCRIBED[name].format(value=value) for name, value in beyond.items())
         return Alarm(step, self._recent[0][0], reason, beyond)
 
-    def _average_strain(self, ratio_tail: float) -> float:
-        """The mean of the steps so far, in which a step's weight falls by e in ``MEMORY`` steps."""
+    def _add_strain(self, ratio_tail: float) -> None:
+        """To the mean of the steps so far, in which a step's weight falls by e in ``MEMORY`` steps."""
         kept = math.exp(-1.0 / MEMORY)
         self._strain = kept * self._strain + min(ratio_tail, SPIKE)
         self._steps_seen = kept * self._steps_seen + 1.0
-        return self._strain / self._steps_seen
 
     def _sudden(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         grad_norm = _number(metrics, "loss/grad_norm_max")

@@ -1,4 +1,8 @@
-"""``sorl-lab stability``: run a study, several runs side by side, resumable; one results file and one table."""
+"""``sorl-lab``: studies of many runs, and what the collapse alarm says of runs that are over.
+
+``sorl-lab stability`` runs a study, several runs side by side, resumable; one results file and one table.
+``sorl-lab alarm`` judges the alarm's limits on runs.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 
 from sorl_env.errors import UserError
+from sorl_train import alarm_lab
+from sorl_train.config import AlarmConfig
 from sorl_train.config_io import to_yaml
 from sorl_train.report import write_report
 from sorl_train.run_dir import RunDir, atomic_write
@@ -44,9 +50,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     stability.add_argument(
         "--table", action="store_true", help="print the table of what is finished, run nothing"
     )
+    alarm = commands.add_parser("alarm", help="what the collapse alarm says of runs that are over")
+    alarm.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run, a study's folder, or a file of --records"
+    )
+    for name in alarm_lab.LIMITS:
+        default = getattr(AlarmConfig(), name)
+        what = f"alarm.{name} (default: {default:g})"
+        alarm.add_argument(f"--{name}", type=float, default=default, metavar="LIMIT", help=what)
+    alarm.add_argument(
+        "--records",
+        type=Path,
+        metavar="FILE",
+        help="also write what the alarm looks at, a line of JSON a run",
+    )
     arguments = parser.parse_args(argv)
     try:
-        return _stability(arguments)
+        return _alarm(arguments) if arguments.command == "alarm" else _stability(arguments)
     except UserError as error:
         print(f"sorl-lab: {error}", file=sys.stderr)
         return 2
@@ -91,6 +111,15 @@ def _stability(arguments: argparse.Namespace) -> int:
             f"failed: {run.cell}, seed {run.seed}; its log is {folder / 'logs' / run.id}.log", file=sys.stderr
         )
     return 1 if failed else 0
+
+
+def _alarm(arguments: argparse.Namespace) -> int:
+    runs = alarm_lab.read_runs(arguments.runs)
+    limits = AlarmConfig(**{name: getattr(arguments, name) for name in alarm_lab.LIMITS})
+    print(alarm_lab.table(runs, [alarm_lab.judge(run, limits) for run in runs]))
+    if arguments.records:
+        alarm_lab.write_records(runs, arguments.records)
+    return 0
 
 
 def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:

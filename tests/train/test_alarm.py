@@ -1,10 +1,9 @@
-"""The collapse alarm: signals by hand, recorded runs, and what a run does about it."""
+"""The collapse alarm: signals by hand. Recorded runs are in test_alarm_lab.py."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -122,111 +121,3 @@ def test_events_are_lines_of_json(tmp_path: Path) -> None:
     append_event(run_dir, {"step": 2, "kind": "roll_back"})
     assert [line["step"] for line in read_jsonl(run_dir.events)] == [1, 2]
     assert json.loads(run_dir.events.read_text().splitlines()[1])["kind"] == "roll_back"
-
-
-# Recorded runs: what the alarm looks at, step by step, and the success that an evaluation after the step found.
-STABILITY = Path(__file__).resolve().parents[2] / "docs/stability"
-EARLIER_STUDIES = ("severe", "grid", "x_choices", "x_controls", "norms", "norms2", "trial")
-AHEAD = 5  # steps between the alarm and the loss of half the peak that the bar asks for
-
-
-def recorded(name: str, study: str | None = None) -> list[list[dict[str, Any]]]:
-    """The runs of a file, each the list of its steps; those of one study, if named."""
-    found = []
-    for run in read_jsonl(STABILITY / name):
-        if study is None or run["study"] == study:
-            columns = {key: run[key] for key in run if key not in ("study", "cell", "seed")}
-            lines = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-            found.append([{key: value for key, value in line.items() if value is not None} for line in lines])
-    return found
-
-
-def lost_at(run: list[dict[str, Any]]) -> int | None:
-    """The first step from which on success stayed below half of its best so far."""
-    best, lost = 0.0, None
-    for line in run:
-        if "eval/success" in line:
-            best = max(best, line["eval/success"])
-            below = line["eval/success"] < best / 2
-            lost = (lost or int(line["step"])) if below else None
-    return lost
-
-
-def raised_at(run: list[dict[str, Any]]) -> int | None:
-    alarm = CollapseAlarm(AlarmConfig())
-    found = (alarm.observe(line["step"], line) for line in run)
-    return next((one.step for one in found if one), None)
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Of some runs: how many collapsed, and were alarmed how long before; how many did not, and were alarmed."""
-
-    collapsed: int
-    five_ahead: int
-    before: int
-    in_time: int  # no later than the step that lost half the peak
-    possible: int  # those with an alarm five steps ahead of which there was a step to raise it in
-    healthy: int
-    alarmed: int
-
-    @property
-    def meets_the_bar(self) -> bool:
-        return self.five_ahead >= 0.8 * self.collapsed and self.alarmed <= 0.05 * self.healthy
-
-
-def figures(runs: list[list[dict[str, Any]]]) -> Figures:
-    ends = [(lost_at(run), raised_at(run)) for run in runs]
-    leads = [-1 if raised is None else lost - raised for lost, raised in ends if lost is not None]
-    healthy = [raised is not None for lost, raised in ends if lost is None]
-    return Figures(
-        collapsed=len(leads),
-        five_ahead=sum(lead >= AHEAD for lead in leads),
-        before=sum(lead >= 1 for lead in leads),
-        in_time=sum(lead >= 0 for lead in leads),
-        possible=sum(lost is not None and lost > AHEAD for lost, _ in ends),
-        healthy=len(healthy),
-        alarmed=sum(healthy),
-    )
-
-
-def test_figures_by_hand() -> None:
-    """Half of .8 is lost in step 3 for good, in step 2 only for a while; the first alarms at once."""
-    lost = [{"step": n, "eval/success": s} for n, s in enumerate((0.8, 0.7, 0.3, 0.2), start=1)]
-    back = [{"step": n, "eval/success": s} for n, s in enumerate((0.8, 0.3, 0.5, 0.6), start=1)]
-    assert (lost_at(lost), lost_at(back)) == (3, None)
-    far_at_once = [CALM | far(0.2)[0] | line for line in lost]
-    calm = [CALM | far(0.01)[0] | line for line in back]
-    assert figures([far_at_once, calm]) == Figures(1, 0, 1, 1, 0, 1, 0)
-
-
-def test_runs_that_the_limits_were_set_on() -> None:
-    """Rising rates, and whole quickstarts: not what the alarm is judged on."""
-    runs = [run["steps"] for run in read_jsonl(STABILITY / "alarm_runs.jsonl")]
-    assert figures(runs) == Figures(20, 19, 20, 20, possible=20, healthy=18, alarmed=0)
-    assert figures(recorded("alarm_other_runs.jsonl", "quickstart")) == Figures(0, 0, 0, 0, 0, 15, 0)
-
-
-def test_the_alarm_sees_strain_and_not_the_outcome() -> None:
-    """At constant rates, many far too high: what has five steps gets five, and so do runs that come through."""
-    runs = [run for study in EARLIER_STUDIES for run in recorded("alarm_other_runs.jsonl", study)]
-    assert figures(runs) == Figures(54, 16, 39, 54, possible=16, healthy=68, alarmed=53)
-
-
-# Runs looked at only after the rule and its limits had been committed.
-def test_held_out_runs_at_rising_rates() -> None:
-    found = figures(recorded("alarm_held_out.jsonl", "alarm"))
-    assert found == Figures(4, 4, 4, 4, possible=4, healthy=19, alarmed=0)
-    assert found.meets_the_bar
-
-
-def test_held_out_collapses_are_seen_five_steps_ahead() -> None:
-    found = figures(recorded("alarm_held_out.jsonl"))
-    assert (found.collapsed, found.five_ahead) == (10, 10)
-
-
-@pytest.mark.xfail(
-    strict=True, reason="all 10 collapses are seen, but 29 of 48 healthy runs alarm, see docs/stability.md"
-)
-def test_held_out_runs_in_all_settings() -> None:
-    assert figures(recorded("alarm_held_out.jsonl")).meets_the_bar
