@@ -76,7 +76,8 @@ def load_study(name_or_path: str) -> Study:
     """Read a study and check every run's settings.
 
     Raises:
-        UserError: no such file, an unknown key, or settings that do not fit together, naming the cell.
+        UserError: no such file, an unknown key or one of another form, settings that do not fit together, naming the
+            cell, or runs that are the same twice.
     """
     packaged = config_folder() / STUDIES / f"{name_or_path}.yaml"
     path = packaged if packaged.is_file() else Path(name_or_path)
@@ -87,20 +88,54 @@ def load_study(name_or_path: str) -> Study:
     if not isinstance(content, dict) or set(content) - set(KEYS):
         unknown = sorted(set(content) - set(KEYS)) if isinstance(content, dict) else content
         raise UserError(f"{path}: a study has the keys {', '.join(KEYS)}, not {unknown}")
-    arms = content.get("arms") or {"default": {}}
-    axes = content.get("axes") or {}
-    base = find_config(content.get("base", "quickstart"), beside=path.parent)
-    runs = []
-    for seed, (arm, settings) in itertools.product(content.get("seeds", [0]), arms.items()):
+    study = {name: value for name, value in content.items() if value is not None}
+    _check_form(path, study)
+    arms, axes = study.get("arms", {"default": None}), study.get("axes", {})
+    base = find_config(study.get("base", "quickstart"), beside=path.parent)
+    runs: dict[str, Run] = {}
+    for seed, (arm, settings) in itertools.product(study.get("seeds", [0]), arms.items()):
         for values in itertools.product(*axes.values()):
             point = tuple(zip(axes, values, strict=True))
-            overrides = {**(content.get("settings") or {}), **(settings or {}), **dict(point), "seed": seed}
+            overrides = {**study.get("settings", {}), **(settings or {}), **dict(point), "seed": seed}
             try:
-                config = load_config(base, overrides)
+                run = Run(arm, point, seed, load_config(base, overrides))
             except UserError as error:
                 raise UserError(f"{path}, {arm} at {dict(point)}: {error}") from error
-            runs.append(Run(arm, point, seed, config))
-    return Study(path.stem, tuple(runs))
+            if run.id in runs:
+                raise UserError(f"{path}: {run.cell}, seed {seed} is there twice; drop one of seeds or axes")
+            runs[run.id] = run
+    return Study(path.stem, tuple(runs.values()))
+
+
+def _check_form(path: Path, study: Mapping[str, Any]) -> None:
+    """Raise a ``UserError`` for a key that is not of the form that the head of this module shows."""
+
+    def check(holds: bool, what: str, form: str) -> None:
+        if not holds:
+            raise UserError(f"{path}: {what}: expected {form}")
+
+    arms, axes, seeds = study.get("arms", {}), study.get("axes", {}), study.get("seeds", [0])
+    check(
+        isinstance(study.get("settings", {}), dict), "settings", "settings with values, as {update.steps: 12}"
+    )
+    check(isinstance(seeds, list) and bool(seeds), f"seeds: {seeds}", "a list of numbers, as [0, 1, 2]")
+    check(isinstance(arms, dict), f"arms: {arms}", "names with their settings, as {ppo: {algo: ppo}}")
+    check(
+        isinstance(axes, dict), f"axes: {axes}", "settings with lists of values, as {optim.lr: [3e-4, 1e-3]}"
+    )
+    for name, values in axes.items():
+        check(isinstance(values, list) and bool(values), f"axes, {name}: {values}", "a list of values")
+    for name, settings in arms.items():
+        check("/" not in str(name), f"arm {name!r}", "a name without '/': it names the folders of its runs")
+        check(isinstance(settings or {}, dict), f"arm {name}: {settings}", "settings, as {algo: ppo}")
+        for axis in axes:
+            check(
+                axis not in (settings or {}),
+                f"arm {name} sets {axis}",
+                "it in the arms or in the axes, not in both",
+            )
+    for place in (study.get("settings", {}), axes, *arms.values()):
+        check("seed" not in (place or {}), "seed", "the seeds in the key seeds: [0, 1, 2]")
 
 
 def measure(run_dir: Path) -> dict[str, float]:
@@ -113,6 +148,7 @@ def measure(run_dir: Path) -> dict[str, float]:
     stayed below half its peak (NaN: none); ``max_grad_norm``; ``normalized``: share of optimizer steps that the
     clipping bias scaled; ``mean_rate``: mean effective learning rate; ``clip_frac``: mean share of clipped tokens;
     ``tokens_CLASS`` and ``clipped_CLASS``: the classes' shares of all tokens and of the clipped ones (NaN: none).
+    A step's figure that was not finite counts as infinite in ``max_grad_norm``, and in no mean.
     """
     curve = success_curve(run_dir)
     trained = [line for line in read_jsonl(RunDir(run_dir).metrics) if "loss/grad_norm" in line]
@@ -125,7 +161,8 @@ def measure(run_dir: Path) -> dict[str, float]:
     lasting = next((steps[i] for i in range(len(below)) if all(below[i:])), math.nan)
 
     def mean(name: str) -> float:
-        return math.fsum(line[name] for line in trained if line[name] is not None) / len(trained)
+        known = [line[name] for line in trained if line[name] is not None]
+        return math.fsum(known) / len(known) if known else math.nan
 
     return {
         "peak": peak,
@@ -146,21 +183,21 @@ def measure(run_dir: Path) -> dict[str, float]:
 def _clipped_classes(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     figures = {}
     for name in CLASSES:
-        shares = [line.get(f"loss/token_share_{name}", 0.0) for line in trained]
+        shares = [line.get(f"loss/token_share_{name}") or 0.0 for line in trained]
         clipped = [
-            share * line.get(f"loss/clip_frac_{name}", 0.0)
+            share * (line.get(f"loss/clip_frac_{name}") or 0.0)
             for share, line in zip(shares, trained, strict=True)
         ]
-        total = math.fsum(line.get("loss/clip_frac", 0.0) for line in trained)
+        total = math.fsum(line.get("loss/clip_frac") or 0.0 for line in trained)
         figures[f"tokens_{name}"] = math.fsum(shares) / len(trained)
         figures[f"clipped_{name}"] = math.fsum(clipped) / total if total else math.nan
     return figures
 
 
 def success_curve(run_dir: Path) -> list[tuple[int, float]]:
-    """Step and greedy success of each evaluation."""
+    """Step and greedy success of each evaluation that has one."""
     lines = read_jsonl(RunDir(run_dir).metrics)
-    return [(line["step"], line["eval/success"]) for line in lines if "eval/success" in line]
+    return [(line["step"], line["eval/success"]) for line in lines if line.get("eval/success") is not None]
 
 
 def _means(success: Sequence[float]) -> list[float]:
@@ -185,7 +222,9 @@ def interval(
     data = np.asarray(values, dtype=np.float64)
     draw = np.random.default_rng(0).integers(0, len(data), size=(draws, len(data)))
     medians = np.median(data[draw], axis=1)
-    low, high = np.quantile(medians, [(1 - level) / 2, (1 + level) / 2])
+    whole = np.isfinite(data).all()  # else there are no values in between: inf - inf is NaN
+    ends = [(1 - level) / 2, (1 + level) / 2]
+    low, high = np.quantile(medians, ends, method="linear" if whole else "inverted_cdf")
     return float(np.median(data)), float(low), float(high)
 
 
@@ -214,7 +253,7 @@ def region(
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table: a line a cell, medians and intervals over seeds."""
+    """A Markdown table: a line a cell, medians over seeds and, of several, the 95% intervals of these."""
     cells: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         cells.setdefault(result["cell"], []).append(result)
@@ -224,41 +263,41 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cell, rows in cells.items():
-        kept, low, high = interval([row["kept"] for row in rows])
-        steps = [row["collapse_step"] for row in rows if not math.isnan(_nan(row["collapse_step"]))]
-        at = f" from step {np.median(steps):g}" if steps else ""
-        median = {
-            name: float(np.median([row[name] for row in rows]))
-            for name in ("peak", "final", "worst_drop", "max_grad_norm", "normalized", "mean_rate")
-        }
+        steps = [row["collapse_step"] for row in rows if row["collapse_step"] is not None]
+        at = f", median step {np.median(steps):g}" if steps else ""
         columns = (
             cell,
             len(rows),
-            f"{median['peak']:.3f}",
-            f"{median['final']:.3f}",
-            f"{kept:.2f} ({low:.2f}-{high:.2f})",
-            "{:.2f} ({:.2f}-{:.2f})".format(*interval([row["kept_mean"] for row in rows])),
-            f"{median['worst_drop']:.2f}",
+            _spread([row["peak"] for row in rows], ".3f"),
+            _spread([row["final"] for row in rows], ".3f"),
+            _spread([row["kept"] for row in rows], ".2f"),
+            _spread([row["kept_mean"] for row in rows], ".2f"),
+            _spread([row["worst_drop"] for row in rows], ".2f"),
             f"{len(steps)}/{len(rows)}{at}",
-            f"{median['max_grad_norm']:.2g}",
-            f"{median['normalized']:.2f}",
-            f"{median['mean_rate']:.1e}",
+            _spread([_number(row["max_grad_norm"]) for row in rows], ".2g"),
+            _spread([row["normalized"] for row in rows], ".2f"),
+            f"{np.median([row['mean_rate'] for row in rows]):.1e}",
         )
         lines.append(f"| {' | '.join(map(str, columns))} |")
     return "\n".join(lines)
 
 
-def _nan(value: float | None) -> float:
-    return math.nan if value is None else value
+def _spread(values: Sequence[float], form: str) -> str:
+    """The median and, of several values, its interval."""
+    median, low, high = interval(values)
+    return f"{median:{form}}" + (f" ({low:{form}}-{high:{form}})" if len(values) > 1 else "")
 
 
 def results_of(study: Study, folder: Path) -> list[dict[str, Any]]:
-    """A line for each run that is finished: which it was, its figures (NaN as null) and its evaluations."""
+    """A line for each run that is finished: which it was, its figures (null: none, or for the highest gradient norm
+    one that was not finite) and its evaluations."""
     results = []
     for run in study.runs:
         run_dir = folder / "runs" / run.id
         if RunDir(run_dir).summary.is_file():
-            figures = {name: None if math.isnan(value) else value for name, value in measure(run_dir).items()}
+            figures = {
+                name: value if math.isfinite(value) else None for name, value in measure(run_dir).items()
+            }
             what = {"cell": run.cell, "arm": run.arm, **dict(run.point), "seed": run.seed, "id": run.id}
             results.append(what | figures | {"curve": success_curve(run_dir)})
     return results

@@ -12,10 +12,10 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_train.config import GROUP_ALGOS
-from sorl_train.lab import main
+from sorl_train.lab import main, write_results
 from sorl_train.losses import ALGORITHMS
 from sorl_train.run_dir import RunDir
-from sorl_train.study import interval, load_study, measure, region
+from sorl_train.study import interval, load_study, measure, region, table
 
 WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
 SMALL = {
@@ -72,6 +72,18 @@ def test_packaged_studies_are_valid() -> None:
         ({"axis": {}}, r"a study has the keys .* not \['axis'\]"),
         ({"arms": {"ppo": {"algo": "pppo"}}}, "ppo at .*pppo"),
         ({"axes": {"optim.learning_rate": [1]}}, "optim.learning_rate"),
+        ({"arms": ["ppo"]}, r"arms: \['ppo'\]: expected names with their settings"),
+        ({"arms": {"ppo": "ppo"}}, "arm ppo: ppo: expected settings"),
+        ({"arms": {"a/b": {"algo": "ppo"}}}, "arm 'a/b': expected a name without '/'"),
+        ({"arms": {"fast": {"optim.lr": 1e-2}}}, "arm fast sets optim.lr: .* not in both"),
+        ({"axes": {"optim.lr": 1e-3}}, "axes, optim.lr: 0.001: expected a list"),
+        ({"axes": {"optim.lr": []}}, "axes, optim.lr: .*: expected a list"),
+        ({"axes": {"seed": [1, 2]}}, "the seeds in the key seeds"),
+        ({"axes": {"optim.lr": [1e-3, 1e-3]}}, "ppo, optim.lr=0.001, seed 0 is there twice"),
+        ({"settings": ["algo"]}, "settings: expected"),
+        ({"seeds": 3}, "seeds: 3: expected a list"),
+        ({"seeds": []}, "seeds: .*: expected a list"),
+        ({"seeds": [0, 0]}, "seed 0 is there twice"),
     ],
 )
 def test_mistakes_are_named(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
@@ -118,8 +130,45 @@ def test_measures_by_hand(tmp_path: Path) -> None:
     assert never["kept"] == 0.0
 
 
+def test_what_was_not_finite_is_in_no_mean(tmp_path: Path) -> None:
+    """Of .5 and a figure that was not finite the mean is .5, not .25."""
+    run = run_with(tmp_path / "run", [0.6, 0.8, 0.5])
+    first, second, last = [json.loads(line) for line in RunDir(run).metrics.read_text().splitlines()]
+    figures = {name: None for name in last if name.startswith("loss/")}
+    classes = {"loss/token_share_reasoning": 1.0, "loss/clip_frac_reasoning": None}
+    lines = [first, second, last | figures | classes | {"eval/success": None}]
+    RunDir(run).metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = measure(run)
+    assert (found["peak"], found["final"], found["worst_drop"]) == (0.8, 0.8, 0.0)
+    assert (found["grad_norm"], found["normalized"], found["clip_frac"]) == (0.5, 0.25, 0.1)
+    assert math.isinf(found["max_grad_norm"]) and found["clipped_reasoning"] == 0.0
+    RunDir(run).metrics.write_text("".join(f"{json.dumps(line)}\n" for line in (first, lines[2])))
+    assert math.isnan(measure(run)["clip_frac"])
+
+
+def test_results_are_json_and_a_table_of_medians(tmp_path: Path) -> None:
+    """Two seeds, of which one exploded, and a cell of one seed, which has no interval."""
+    study = load_study(str(write_study(tmp_path / "mine.yaml", axes={})))
+    curves = {0: [0.5, 0.8, 0.6], 1: [0.5, 0.8, 0.2]}
+    for run in [run for run in study.runs if (run.arm, run.seed) != ("so_grpo", 1)]:
+        folder = tmp_path / "runs" / run.id
+        folder.parent.mkdir(exist_ok=True)
+        run_with(folder, curves[run.seed], grad_norm=None if run.seed else 2.0)
+        RunDir(folder).summary.write_text("{}")
+    write_results(study, tmp_path)
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    results = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [row["max_grad_norm"] for row in results] == [2.0, 2.0, None]
+    assert [row["collapse_step"] for row in results] == [None, None, 2.0]
+    *_, ppo, so_grpo = table(results).splitlines()
+    assert ppo.startswith("| ppo | 2 | 0.800 (0.800-0.800) | 0.400 (0.200-0.600) | 0.50 (0.25-0.75) |")
+    assert "| 1/2, median step 2 | inf (2-inf) | 0.25 (0.25-0.25) | 2.0e-04 |" in ppo
+    assert so_grpo.startswith("| so_grpo | 1 | 0.800 | 0.600 | 0.75 |") and "| 0/1 | 2 | 0.25 |" in so_grpo
+
+
 def test_interval_and_region() -> None:
     assert interval([0.5]) == (0.5, 0.5, 0.5)
+    assert interval([1.0, math.inf, math.inf]) == (math.inf, 1.0, math.inf)
     values = np.random.default_rng(1).normal(0.7, 0.1, size=25)
     middle, low, high = interval(values.tolist())
     assert low < middle < high and high - low < 0.2 and middle == pytest.approx(np.median(values))
