@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,7 @@ class ConfigField(NamedTuple):
 
 def fields(cls: Any = TrainConfig, prefix: str = "") -> Iterator[ConfigField]:
     """Every leaf field, in the order of the dataclasses."""
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
             yield from fields(hints[field.name], f"{prefix}{field.name}.")
@@ -43,9 +44,15 @@ def fields(cls: Any = TrainConfig, prefix: str = "") -> Iterator[ConfigField]:
             yield ConfigField(f"{prefix}{field.name}", hints[field.name], field.metadata["help"], paper)
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Types of the fields; kept, since a study asks for them thousands of times."""
+    return get_type_hints(cls)
+
+
 def sections() -> dict[str, str]:
     """The sections of ``TrainConfig`` and what each is about."""
-    hints = get_type_hints(TrainConfig)
+    hints = _hints(TrainConfig)
     return {name: str(hint.__doc__) for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
 
 
@@ -75,7 +82,7 @@ def _build(cls: Any, values: Any, source: str, prefix: str) -> Any:
         values = {}
     if not isinstance(values, Mapping):
         raise UserError(f"{source}{prefix.rstrip('.')} is a section of settings, it cannot be {values!r}")
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     arguments = {}
     for key, value in values.items():
         if key not in hints:

@@ -7,13 +7,15 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -22,8 +24,9 @@ from sorl_train import alarm_lab
 from sorl_train.config import AlarmConfig
 from sorl_train.config_io import to_yaml
 from sorl_train.report import write_report
+from sorl_train.report_groups import find_runs
 from sorl_train.run_dir import RunDir, atomic_write
-from sorl_train.study import Run, Study, load_study, results_of, table
+from sorl_train.study import Run, Study, load_study, packaged_studies, results_of, table
 
 POLL_S = 0.2
 
@@ -32,12 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 0 done, 1 a run failed, 2 wrong usage, 130 interrupted."""
     signal.signal(signal.SIGINT, _interrupt)  # a shell that starts it in the background has it ignored
     signal.signal(signal.SIGTERM, _interrupt)
-    parser = argparse.ArgumentParser(prog="sorl-lab", description=__doc__)
+    parser = argparse.ArgumentParser(prog="sorl-lab", description=(__doc__ or "").replace("``", ""))
     commands = parser.add_subparsers(dest="command", required=True)
     stability = commands.add_parser(
         "stability", help="compare algorithms over rates, reuse, staleness and seeds"
     )
-    stability.add_argument("--config", required=True, help="a packaged study's name, or a path to its .yaml")
+    stability.add_argument(
+        "--config", required=True, help=f"a study: {', '.join(packaged_studies())}, or a path to a .yaml"
+    )
     stability.add_argument("--out", type=Path, help="folder of the study (default: runs/studies/NAME)")
     stability.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: cores)"
@@ -67,12 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return _alarm(arguments) if arguments.command == "alarm" else _stability(arguments)
-    except UserError as error:
-        print(f"sorl-lab: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # sorl-lab .. --list | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (UserError, OSError) as error:
+        print(f"sorl-lab: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\nsorl-lab: interrupted; the same command goes on where this one stopped", file=sys.stderr)
         return 130
@@ -83,6 +88,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _stability(arguments: argparse.Namespace) -> int:
+    for name in ("jobs", "seeds"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} must be at least 1, it is {value}")
     study = load_study(arguments.config)
     folder = arguments.out or Path("runs/studies") / study.name
     seeds = sorted({run.seed for run in study.runs})[: arguments.seeds]
@@ -96,6 +105,10 @@ def _stability(arguments: argparse.Namespace) -> int:
             print(f"{'done' if _finished(run, folder) else 'open':<6}{run.cell}, seed {run.seed}  {run.id}")
         return 0
     failed: list[Run] = []
+    if arguments.table and not folder.is_dir():
+        raise UserError(
+            f"there is no folder {folder}: the study has not run there; --out names another folder"
+        )
     if not arguments.table:
         print(
             f"{study.name}: {len(chosen)} runs, {len(chosen) - len(open_runs)} done, {arguments.jobs} at a time"
@@ -103,9 +116,16 @@ def _stability(arguments: argparse.Namespace) -> int:
         failed = run_all(open_runs, folder, arguments.jobs)
     write_results(study, folder)
     results = results_of(study, folder)
-    print(table(results))
     if results:
+        print(table(results))
+        others = {run.path.name for run in find_runs([folder])} - {run.id for run in study.runs}
+        if others:
+            print(
+                f"\nnot of this study as it is now, so in the page but not in the table: {len(others)} runs"
+            )
         print(f"\nall runs in one page: {write_report([folder], folder / 'report.html')}")
+    else:
+        print("no run has finished yet")
     for run in failed:
         print(
             f"failed: {run.cell}, seed {run.seed}; its log is {folder / 'logs' / run.id}.log", file=sys.stderr
@@ -126,9 +146,31 @@ def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
     """Run them, ``jobs`` at a time, each in a process of its own; returns those that failed.
 
     A run that broke off before goes on from its last checkpoint. Ctrl-C lets every run save and end.
+
+    Raises:
+        UserError: other runs are at work in the folder.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "configs").mkdir(exist_ok=True)
+    with _alone_in(folder) as lock:
+        return _run_side_by_side(runs, folder, jobs, lock)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[int]:
+    """Hold a lock, whose descriptor the runs get as well: those that outlive a killed sorl-lab still hold it."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another sorl-lab, or a run that one left behind, is at work in {folder}; wait until it has ended, "
+                "or choose another --out"
+            ) from error
+        yield file.fileno()
+
+
+def _run_side_by_side(runs: Sequence[Run], folder: Path, jobs: int, lock: int) -> list[Run]:
     waiting, failed = list(runs), []
     running: dict[subprocess.Popen[bytes], tuple[Run, float]] = {}
     done = 0
@@ -136,7 +178,7 @@ def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
         while waiting or running:
             while waiting and len(running) < jobs:
                 run = waiting.pop(0)
-                running[_start(run, folder)] = (run, time.monotonic())
+                running[_start(run, folder, lock)] = (run, time.monotonic())
             for process in [process for process in running if process.poll() is not None]:
                 run, started = running.pop(process)
                 done += 1
@@ -146,15 +188,25 @@ def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
                 if process.returncode:
                     failed.append(run)
             time.sleep(POLL_S)
-    finally:
-        for process in running:
-            process.send_signal(signal.SIGINT)
-        for process in running:
-            process.wait()
+    except BaseException:
+        _end(running)
+        raise
     return failed
 
 
-def _start(run: Run, folder: Path) -> subprocess.Popen[bytes]:
+def _end(running: Collection[subprocess.Popen[bytes]]) -> None:
+    """Have them save and end; each further Ctrl-C is passed on, as they do not get the terminal's."""
+    while any(process.poll() is None for process in running):
+        for process in running:
+            process.send_signal(signal.SIGINT)  # none for one that has ended
+        try:
+            for process in running:
+                process.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def _start(run: Run, folder: Path, lock: int) -> subprocess.Popen[bytes]:
     run_dir = folder / "runs" / run.id
     if RunDir(run_dir).config.is_file() and RunDir(run_dir).has_checkpoint:
         words = ["--resume"]
@@ -164,7 +216,9 @@ def _start(run: Run, folder: Path) -> subprocess.Popen[bytes]:
         words = ["--config", str(config), "--overwrite"]
     command = [sys.executable, "-m", "sorl_train.cli", *words, "--run_dir", str(run_dir)]
     with (folder / "logs" / f"{run.id}.log").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,)
+        )
 
 
 def _finished(run: Run, folder: Path) -> bool:

@@ -14,6 +14,7 @@ A study is a YAML file::
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -58,7 +59,7 @@ class Run:
             ]
         )
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         """A folder's name, other for other settings."""
         return f"{self.arm}-s{self.seed}-{config_hash(self.config)[:10]}"
@@ -72,6 +73,11 @@ class Study:
     runs: tuple[Run, ...]
 
 
+def packaged_studies() -> list[str]:
+    """Names of the studies that the package brings along."""
+    return sorted(file.stem for file in (config_folder() / STUDIES).glob("*.yaml"))
+
+
 def load_study(name_or_path: str) -> Study:
     """Read a study and check every run's settings.
 
@@ -82,8 +88,7 @@ def load_study(name_or_path: str) -> Study:
     packaged = config_folder() / STUDIES / f"{name_or_path}.yaml"
     path = packaged if packaged.is_file() else Path(name_or_path)
     if not path.is_file():
-        known = [file.stem for file in (config_folder() / STUDIES).glob("*.yaml")]
-        raise UserError(f"no study {name_or_path!r}. {did_you_mean(name_or_path, known)}")
+        raise UserError(f"no study {name_or_path!r}. {did_you_mean(name_or_path, packaged_studies())}")
     content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(content, dict) or set(content) - set(KEYS):
         unknown = sorted(set(content) - set(KEYS)) if isinstance(content, dict) else content

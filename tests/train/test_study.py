@@ -62,7 +62,7 @@ def test_packaged_studies_are_valid() -> None:
     assert {run.config.algo for run in severe.runs} == set(ALGORITHMS)
     grouped = [run.config.rollout.group_size for run in severe.runs if run.config.algo in GROUP_ALGOS]
     assert set(grouped) == {8}
-    assert len(load_study("region").runs) == 4 * 10 * 5
+    assert len(load_study("region").runs) == 4 * 14 * 5
     assert load_study("alarm").runs[0].config.optim.warmup_ratio == 1.0
 
 

@@ -1,0 +1,114 @@
+"""``sorl-lab stability`` as a command: its options, its folder, and what becomes of its runs when it is interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_train import lab
+from sorl_train.lab import main, run_all
+from sorl_train.study import Run, load_study
+
+# In place of Python: a run that says so when it is asked to end, and ends when it is asked a second time.
+STUBBORN = """#!/bin/bash
+trap 'echo asked; asked=$((asked + 1)); [ $asked = 2 ] && exit 130' INT
+echo started
+while true; do sleep 0.02; done
+"""
+
+
+@pytest.fixture(name="run")
+def run_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run whose process is ``STUBBORN``."""
+    program = tmp_path / "stubborn"
+    program.write_text(STUBBORN)
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return load_study("severe").runs[0]
+
+
+@pytest.fixture(name="ctrl_c")
+def ctrl_c_fixture() -> Iterator[None]:
+    """Ctrl-C as ``main`` has it: pytest's own may be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def wait_for(log: Path, text: str) -> None:
+    deadline = time.monotonic() + 20
+    while not (log.is_file() and log.read_text() == text):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_each_ctrl_c_reaches_the_runs_and_none_is_left(run: Run, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / f"{run.id}.log"
+
+    def press() -> None:
+        wait_for(log, "started\n")
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(log, "started\nasked\n")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_all([run], tmp_path, 1)
+    presser.join()
+    assert log.read_text() == "started\nasked\nasked\n"
+    assert run_all([], tmp_path, 1) == []  # the lock is free: no run is left
+
+
+def test_a_folder_is_one_studys_at_a_time(run: Run, tmp_path: Path) -> None:
+    """Also while a run goes on whose sorl-lab was killed: two processes would write into one run folder."""
+    for name in ("logs", "configs"):
+        (tmp_path / name).mkdir()
+    with lab._alone_in(tmp_path) as lock:
+        with pytest.raises(UserError, match="another sorl-lab, or a run that one left behind"):
+            run_all([], tmp_path, 1)
+        process = lab._start(run, tmp_path, lock)
+    try:
+        with pytest.raises(UserError, match=f"is at work in {tmp_path}"):
+            run_all([], tmp_path, 1)
+    finally:
+        process.kill()
+        process.wait()
+    assert run_all([], tmp_path, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--jobs", "0"], "--jobs must be at least 1, it is 0"),
+        (["--seeds", "-1"], "--seeds must be at least 1, it is -1"),
+        (["--table"], "the study has not run there"),
+        (["--only", "so_pp,"], "--only 'so_pp,' matches no cell; the cells are\n  ppo\n  so_ppo\n"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    options: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["stability", "--config", "severe", "--out", str(out), *options]) == 2
+    assert complaint in capsys.readouterr().err and not out.exists()
+
+
+def test_a_file_in_place_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").write_text("")
+    assert main(["stability", "--config", "severe", "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("sorl-lab: [Errno")
+
+
+def test_a_study_of_which_no_run_has_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stability", "--config", "severe", "--out", str(tmp_path), "--table"]) == 0
+    assert capsys.readouterr().out == "no run has finished yet\n"
