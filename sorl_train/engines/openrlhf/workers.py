@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -70,11 +71,17 @@ class DeepSpeedStep:
     def apply(self, lr: float, grad_scale: float = 1.0, limit: float | None = None) -> float:
         """Scale the gradient, clip it to ``limit`` (None: DeepSpeed's), step with ``lr``; returns its norm before both.
 
+        Where it is not finite on some rank: NaN on all of them, and no step. DeepSpeed's own step would not tell in
+        bfloat16: ZeRO-3 takes the norm for 1 and goes ahead, ZeRO-2 does nothing and keeps the last step's norm.
+
         A gradient is scaled by the loss scale that DeepSpeed divides by before it clips: the official way to do so
         for every ZeRO stage, and the only one that never gathers a gradient.
         """
-        set_lr(self.engine.optimizer, lr)
         optimizer = self.engine.optimizer
+        optimizer.check_overflow()
+        if optimizer.overflow:
+            return math.nan
+        set_lr(optimizer, lr)
         usual_limit = optimizer.clip_grad
         optimizer.override_loss_scale(1.0 / grad_scale)
         optimizer.clip_grad = usual_limit if limit is None else limit
@@ -131,7 +138,7 @@ class DeepSpeedCriticUpdate(CriticUpdate):
 
 
 def _finite(grad_norm: float, what: str, mini: Batch) -> float:
-    if grad_norm != grad_norm or grad_norm in (float("inf"), -1.0):  # -1: DeepSpeed's mark of an overflow
+    if not math.isfinite(grad_norm):
         raise NonFiniteError(what, mini.ids)
     return grad_norm
 

@@ -2,8 +2,9 @@
 
     python deepspeed_step.py FOLDER
 
-reads FOLDER/case.pt (config, model folder, batch, ZeRO stage, dtype, gradient clipping), and rank 0 writes
-FOLDER/result.pt: the metrics and the parameters after a step of plain SGD, which show the gradient.
+reads FOLDER/case.pt (config, model folder, batch, ZeRO stage, dtype, gradient clipping, whether the last rank's
+gradient is to be NaN), and rank 0 writes FOLDER/result.pt: the metrics, the parameters after a step of plain SGD, which
+show the gradient, and what was not finite.
 """
 
 from __future__ import annotations
@@ -11,16 +12,27 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sorl_train.engines.openrlhf.workers import DeepSpeedPolicyUpdate
-from sorl_train.update import Means
+from sorl_train.update import Means, NonFiniteError
 
 LR = 1e3  # so large that the step shows the gradient to more digits than the weights have
+
+
+def poison(model: Any) -> None:
+    """From now on NaN in the gradients, and nothing else."""
+
+    def hook(_: Any, __: Any, logits: Tensor) -> None:
+        logits.register_hook(lambda gradient: gradient * torch.nan)
+
+    model.get_output_embeddings().register_forward_hook(hook)
 
 
 def main(folder: Path) -> None:
@@ -46,13 +58,19 @@ def main(folder: Path) -> None:
         },
     )
     order = torch.argsort(batch.lengths, descending=True, stable=True)
-    means = Means()
+    if case["poison"] and rank == ranks - 1:
+        poison(model)
+    means, not_finite = Means(), None
     update = DeepSpeedPolicyUpdate(engine, config)
-    update.step(batch.rows(order[rank::ranks]), LR, means)
+    try:
+        update.step(batch.rows(order[rank::ranks]), LR, means)
+    except NonFiniteError as error:
+        not_finite = error.what
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         parameters = torch.cat([p.detach().float().flatten() for p in model.parameters()])
     if rank == 0:
-        torch.save({"metrics": means.result(), "parameters": parameters}, folder / "result.pt")
+        result = {"metrics": means.result(), "parameters": parameters, "not_finite": not_finite}
+        torch.save(result, folder / "result.pt")
 
 
 if __name__ == "__main__":

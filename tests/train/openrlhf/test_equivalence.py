@@ -18,6 +18,7 @@ from sorl_train.config_io import load_config
 from sorl_train.losses import ALGORITHMS, get_algorithm
 from sorl_train.models import load_policy, load_tokenizer
 from sorl_train.tiny import build_tiny_policy
+from sorl_train.token_classes import TokenClassifier
 from sorl_train.update import Means, PolicyUpdate
 
 from ..engine.test_sampler import roll
@@ -27,16 +28,6 @@ from .conftest import WORLD, run_ranks
 pytestmark = pytest.mark.openrlhf
 SCRIPT = Path(__file__).with_name("deepspeed_step.py")
 LR = 1e3  # so large that the step shows the gradient to more digits than the weights have
-METRICS = (
-    "policy",
-    "clip_bias_norm",
-    "normalizer",
-    "clip_frac",
-    "approx_kl",
-    "entropy",
-    "grad_norm",
-    "effective_lr",
-)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +43,7 @@ def batch(folder: str) -> Batch:
     env = ToolUseEnv(load_task("minihop", **WORLD))
     trajectories, _ = roll(env, load_policy(folder, ModelConfig()), load_tokenizer(folder), 8)
     trajectories[3] = dataclasses.replace(trajectories[3], stop_reason=StopReason.ERROR)
-    drifted = off_policy(collate(trajectories))
+    drifted = off_policy(collate(trajectories, classify=TokenClassifier(load_tokenizer(folder))))
     return drifted.with_fields(ref_log_probs=drifted.rollout_log_probs * 0.9)
 
 
@@ -76,10 +67,18 @@ def local_step(
 
 
 def deepspeed_step(
-    path: Path, folder: str, batch: Batch, config: TrainConfig, ranks: int, stage: int, dtype: torch.dtype
+    path: Path,
+    folder: str,
+    batch: Batch,
+    config: TrainConfig,
+    ranks: int,
+    stage: int,
+    dtype: torch.dtype,
+    poison: bool = False,
 ) -> dict[str, Any]:
     case = {"config": config, "model": folder, "batch": batch, "stage": stage, "dtype": dtype}
-    torch.save(case | {"max_grad_norm": config.optim.max_grad_norm or 0.0}, path / "case.pt")
+    more = {"max_grad_norm": config.optim.max_grad_norm or 0.0, "poison": poison}
+    torch.save(case | more, path / "case.pt")
     run_ranks(SCRIPT, path, ranks)
     result: dict[str, Any] = torch.load(path / "result.pt", weights_only=False)
     return result
@@ -110,7 +109,10 @@ def test_the_step_equals_the_local_engines(
     config = settings(**overrides, **{"update.micro_batch_size": micro})
     found = deepspeed_step(tmp_path, folder, batch, config, ranks, stage, torch.float32)
     assert expected["loss/normalizer"] != 1.0 and expected["loss/clip_frac"] > 0.1
-    for name in METRICS:
+    assert {"loss/ess_turn", "loss/log_ratio_p99_sequence", "loss/clip_frac_turn1"} <= set(expected)
+    assert {"loss/clip_frac_tag", "loss/clip_bias_logit", "loss/ref_kl", "loss/entropy"} <= set(expected)
+    assert found["metrics"] == pytest.approx(expected, rel=1e-4)  # the same names, too
+    for name in ("policy", "clip_bias_norm", "normalizer", "clip_frac", "grad_norm", "effective_lr"):
         assert found["metrics"][f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], rel=1e-5), name
     scale = (after - before).abs().max()
     torch.testing.assert_close(found["parameters"], after, atol=1e-5 * float(scale), rtol=0)
@@ -125,3 +127,17 @@ def test_every_algorithm_in_bfloat16(algo: str, folder: str, batch: Batch, tmp_p
     found = deepspeed_step(tmp_path, folder, batch, config, 1, 2, torch.bfloat16)
     for name in ("clip_bias_norm", "normalizer", "clip_frac", "grad_norm"):
         assert found["metrics"][f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], rel=0.05), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(
+    stage: int, folder: str, batch: Batch, tmp_path: Path
+) -> None:
+    """On one rank of two; DeepSpeed by itself would leave the step out (2) or put NaN into the weights (3)."""
+    config = settings(**{"update.micro_batch_size": 2})
+    found = deepspeed_step(tmp_path, folder, batch, config, 2, stage, torch.bfloat16, poison=True)
+    assert found["not_finite"] == "the policy gradient"
+    before = [
+        p.detach().bfloat16().float().flatten() for p in load_policy(folder, config.hardware).parameters()
+    ]
+    assert torch.equal(found["parameters"], torch.cat(before))
