@@ -21,7 +21,7 @@ from sorl_train.advantages import gae, group_advantages, kl_in_reward, whiten
 from sorl_train.batch import Batch
 from sorl_train.clip_bias import ClipBias, Normalization, normalization
 from sorl_train.config import LossConfig, OptimConfig, TrainConfig
-from sorl_train.diagnostics import RatioDiagnostics, diagnose_ratios
+from sorl_train.diagnostics import RatioDiagnostics, diagnose_ratios, quantiles
 from sorl_train.log_probs import TokenStats
 from sorl_train.losses import (
     Algorithm,
@@ -121,7 +121,7 @@ def mismatch_metrics(log_probs: Tensor, batch: Batch) -> dict[str, float]:
     mask = batch.loss_mask
     gap = (log_probs - batch.rollout_log_probs)[mask].double()
     kl = gap.exp() - 1.0 - gap
-    low, high = torch.quantile(gap.exp(), torch.tensor([0.01, 0.99], dtype=torch.float64)).tolist()
+    low, high = quantiles(gap.exp(), (0.01, 0.99))
     metrics = {
         "rollout/mismatch_kl": float(kl.mean()),
         "rollout/mismatch_max": float(gap.abs().max()),

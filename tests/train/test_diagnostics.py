@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sorl_train.diagnostics import TURNS, diagnose_ratios
+from sorl_train.diagnostics import QUANTILES, TURNS, diagnose_ratios, quantiles
 from sorl_train.losses import policy_loss
 
 MASK = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 0]], dtype=torch.bool)
@@ -41,7 +41,32 @@ def test_effective_sample_sizes_by_hand() -> None:
     assert found["ess_turn"] == pytest.approx(sum(turn) ** 2 / (3 * sum(w * w for w in turn)))
     sequence = [1.5 ** (1 / 3), 2.0]
     assert found["ess_sequence"] == pytest.approx(sum(sequence) ** 2 / (2 * sum(w * w for w in sequence)))
+
+
+def test_quantiles_of_log_ratios_at_three_levels_by_hand() -> None:
+    found = diagnose()
     assert found["log_ratio_p50"] == pytest.approx(math.log(1.5))
+    assert found["log_ratio_p50_turn"] == pytest.approx(math.log(1.5))  # of log 1, log 1.5, log 2
+    low, high = math.log(1.5) / 3, math.log(2.0)  # the two sequences
+    assert found["log_ratio_p50_sequence"] == pytest.approx((low + high) / 2)
+    assert found["log_ratio_p01_sequence"] == pytest.approx(low + 0.01 * (high - low))
+    assert found["log_ratio_p99_sequence"] == pytest.approx(low + 0.99 * (high - low))
+
+
+@pytest.mark.parametrize("count", [1, 2, 99, 1000])
+def test_quantiles_are_those_of_torch(count: int) -> None:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count))
+    shares = torch.tensor(QUANTILES, dtype=torch.float64)
+    assert quantiles(values, QUANTILES) == torch.quantile(values.double(), shares).tolist()
+    assert quantiles(values[:0], QUANTILES) == []
+
+
+@pytest.mark.slow
+def test_quantiles_of_more_values_than_torch_takes() -> None:
+    values = torch.arange(2**24 + 1, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="too large"):
+        torch.quantile(values, 0.5)
+    assert quantiles(values, [0.5]) == [2.0**23]
 
 
 def test_clipped_tokens_by_turn_by_hand() -> None:
@@ -81,3 +106,4 @@ def test_on_policy_and_empty() -> None:
     assert on_policy["ess_token"] == on_policy["ess_turn"] == on_policy["ess_sequence"] == 1.0
     nothing = diagnose_ratios(zeros, zeros, zeros, ~MASK & False, TURN_IDS, ratio_level="turn", clip_eps=0.2)
     assert nothing.metrics()["ess_token"] == 1.0
+    assert not any(name.startswith("log_ratio") for name in nothing.metrics())  # there is none

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sorl_train.clip_bias import Normalization, normalization
+from sorl_train.diagnostics import RatioDiagnostics, diagnose_ratios
 from sorl_train.losses import LossOutput, loss_denominator, policy_loss, value_loss
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,6 +140,17 @@ def test_the_gradient_of_the_clipping_bias_adds_up(level: str) -> None:
     torch.testing.assert_close(torch.stack(parts).sum(0), expected, atol=1e-6, rtol=1e-6)
 
 
+# of two ranks; the last one has no loss token
+SHARES = ((slice(0, 3), slice(3, 9)), (slice(0, 7), slice(7, 9)))
+
+
+def diagnostics(data: dict[str, Tensor], rows: slice) -> RatioDiagnostics:
+    part = {name: tensor[rows] for name, tensor in data.items()}
+    log_probs, turns = part["features"][..., 0], part["turns"]
+    arguments = (log_probs, part["old"], part["advantages"], part["mask"], turns, (turns % 5).to(torch.int8))
+    return diagnose_ratios(*arguments, ratio_level="turn", clip_eps=0.2)
+
+
 def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -152,6 +164,8 @@ def rank_main(rank: int, folder: str) -> None:
     torch.save(
         [(r.gradient, asdict(r.normalization), r.loss, r.metrics) for r in results], f"{folder}/{rank}.pt"
     )
+    diagnosed = [diagnostics(data, shares[rank]).all_reduce().metrics() for shares in SHARES]
+    torch.save(diagnosed, f"{folder}/diagnostics_{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -166,6 +180,10 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(saved) == len(RANK_SETTINGS)
         for setting, (gradient, scales, loss, metrics) in zip(RANK_SETTINGS, saved, strict=True):
             same(Result(gradient, Normalization(**scales), loss, metrics), whole(data, setting))
+        expected = diagnostics(data, slice(0, 9)).metrics()
+        assert {"log_ratio_p01_turn", "ess_sequence", "clip_frac_turn3", "clip_frac_tag"} <= set(expected)
+        for found in torch.load(tmp_path / f"diagnostics_{rank}.pt", weights_only=True):
+            assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_all_reduce_is_the_identity_without_a_process_group() -> None:
