@@ -20,7 +20,7 @@ from sorl_train.report_data import chart_data, missing_figures, stage_seconds
 from sorl_train.report_dialogue import COUNT, question_of, segments, step_files
 from sorl_train.report_figures import SECTIONS
 from sorl_train.report_groups import find_runs, group_runs, name_runs
-from sorl_train.report_page import render_page
+from sorl_train.report_page import make_place_for, render_page
 from sorl_train.report_run import HEADLINE, STABILITY, ReportRun, read_run
 from sorl_train.report_table import COLUMNS, group_rows, run_rows
 from sorl_train.run_dir import RunDir, atomic_write
@@ -52,7 +52,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
         read_run(folder.path, label, dialogues, folder.cell)
         for folder, label in zip(folders, labels, strict=True)
     ]
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_place_for(out)
     title = f"{paths[0].resolve().name}: {len(runs)} runs" if len(paths) == 1 else f"{len(runs)} runs"
     atomic_write(out, render(runs, title, [_viewer_address(run.path, out) for run in runs]))
     return out
@@ -149,9 +149,9 @@ def _viewer_address(run: Path, out: Path) -> str | None:
 
 
 def _with_dialogues(event: Mapping[str, Any], run: ReportRun) -> dict[str, Any]:
-    """An event with the last step up to it of which dialogues were saved (None: there is none)."""
+    """An event with the last step up to it of which dialogues were saved, sampled or held out (None: there is none)."""
     files = step_files(RunDir(run.path).trajectories)
-    saved = [step for kind, step, _ in files if kind == "step" and step <= event["step"]]
+    saved = [step for _, step, _ in files if step <= event["step"]]
     return {**event, "saved": max(saved, default=None)}
 
 

@@ -28,7 +28,8 @@ class Figure:
         curves: metric names with what to call them; the first one is shown where several groups share a plot.
         axis: ``share`` runs from 0 to 1, ``log`` leaves values out that are not positive.
         section: of the page; ``more`` is the collection of all other metrics.
-        delta: draw the lower bound of the clipping-bias norm, from which on it scales the step down.
+        delta: draw the lower bound of the clipping-bias norm, from which on it scales the step down, if all runs
+            that normalize have the same.
         alarms: mark the steps at which a run raised an alarm.
         holds: a run that ended early counts on as it was last, where it is one of a group: a collapsed run that was
             stopped would otherwise lift the median by its absence.
@@ -88,7 +89,7 @@ FIGURES = (
     Figure(
         "clip-bias",
         "Clipping bias",
-        "In several norms. Above delta, the dashed line, the one in use scales the step down.",
+        "In several norms. Where the one in use is above delta, the dashed line, SO scales the step down.",
         {
             "loss/clip_bias_norm": "in use",
             "loss/clip_bias_scalar": "scalar",

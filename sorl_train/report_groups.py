@@ -19,6 +19,7 @@ _OF_ONE_RUN = ("run_dir", "seed")
 _LABEL_SETTINGS = 4
 _MOST_VALUES = 8  # of a setting that can be chosen from
 _RUN_ID = re.compile(r"-s\d+-[0-9a-f]+$")  # what a study's run folder has after the arm
+_MOVED_ASIDE = re.compile(r"-s\d+-[0-9a-f]{10}-\d+$")  # an earlier start of such a run: no seed of its own
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def find_runs(paths: Sequence[Path]) -> list[RunFolder]:
     """The runs themselves, and those of studies: a study's folder has them under ``runs/``.
 
     Raises:
-        UserError: a study without a run, or a run given twice.
+        UserError: a study without a run or with results that are none, or a run given twice.
     """
     found: list[RunFolder] = []
     for path in paths:
@@ -64,15 +65,27 @@ def _is_study(path: Path) -> bool:
 
 
 def _runs_of_study(path: Path) -> list[RunFolder]:
-    runs = sorted((config.parent for config in (path / RUNS).glob("*/config.yaml")), key=_natural)
+    folders = [config.parent for config in (path / RUNS).glob("*/config.yaml")]
+    runs = sorted((run for run in folders if not _MOVED_ASIDE.search(run.name)), key=_natural)
     if not runs:
         raise UserError(f"the study {path} has no run yet: there is no {path / RUNS}/*/config.yaml")
-    cells: dict[str, str] = {}
-    results = path / RESULTS
-    for line in results.read_text(encoding="utf-8").splitlines() if results.is_file() else ():
-        result = json.loads(line)
-        cells[result["id"]] = result["cell"]
+    cells = _cells(path / RESULTS) if (path / RESULTS).is_file() else {}
     return [RunFolder(run, cells.get(run.name) or _RUN_ID.sub("", run.name)) for run in runs]
+
+
+def _cells(results: Path) -> dict[str, str]:
+    """The cell of each run that is in the results."""
+    cells = {}
+    for number, line in enumerate(results.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            result = json.loads(line)
+            cells[str(result["id"])] = str(result["cell"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{results}, line {number}: no result of a study ({error!r}); sorl-lab stability .. --table writes "
+                "the file anew"
+            ) from error
+    return cells
 
 
 def _natural(path: Path) -> list[tuple[str, int]]:

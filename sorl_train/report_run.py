@@ -45,6 +45,11 @@ _KEY_SETTINGS = (
 ).split()
 EVENTS = "events.jsonl"
 ALARM = "collapse_alarm"  # the kind of event that the success figure marks
+NORMALIZING = (
+    "s_ppo",
+    "so_ppo",
+    "so_grpo",
+)  # as in sorl_train.losses, whose import would cost the seconds of torch
 
 
 @dataclass(frozen=True)
@@ -96,13 +101,23 @@ class ReportRun:
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     @property
+    def planned_steps(self) -> int | None:
+        """The steps of the run's stage; None where its settings do not say."""
+        planned = self.config.get("sft.steps" if self.config.get("stage") == "sft" else "update.steps")
+        return planned if isinstance(planned, int) else None
+
+    @property
+    def ended_early(self) -> bool:
+        """It finished before its last step: ``eval.patience`` or the alarm ended it."""
+        return self.finished and self.last_step < (self.planned_steps or 0)
+
+    @property
     def status(self) -> str:
         """How far the run got."""
-        planned = self.config.get("update.steps")
-        of = f" of {planned}" if planned else ""
-        return (
-            f"finished, {self.last_step} steps" if self.finished else f"unfinished: step {self.last_step}{of}"
-        )
+        at = f"step {self.last_step}" + (f" of {self.planned_steps}" if self.planned_steps else "")
+        if self.ended_early:
+            return f"ended early (eval.patience or alarm.action): {at}"
+        return f"finished, {self.last_step} steps" if self.finished else f"unfinished: {at}"
 
     @property
     def key_settings(self) -> Mapping[str, Any]:
@@ -116,6 +131,8 @@ def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = 
     Raises:
         UserError: no such folder, or nothing in it to show.
     """
+    if path.is_file():
+        raise UserError(f"{path} is a file; give the folder of a run or of a study")
     if not path.is_dir():
         siblings = [entry.name for entry in path.parent.glob("*/")] if path.parent.is_dir() else []
         raise UserError(f"no run folder {str(path)!r}. {did_you_mean(path.name, siblings)}")
@@ -195,6 +212,7 @@ def _events(file: Path, notes: list[str]) -> list[Row]:
                     "step": int(event["step"]),
                     "kind": str(event["kind"]),
                     "reason": str(event.get("reason", "")),
+                    "action": str(event.get("action", "")),
                 }
             )
         except (ValueError, KeyError, TypeError):

@@ -98,8 +98,8 @@ def _median(runs: Sequence[ReportRun], name: str, title: str, kind: str) -> Cell
 
 
 def _collapses(steps: Sequence[float], runs: Sequence[ReportRun]) -> Cell:
-    """How many of a group's runs collapsed, and from which step on; ordered by their share."""
+    """How many of a group's runs collapsed, and at which step; ordered by their share."""
     if not runs:
         return Cell(None, figure(None))
-    first = f"from step {min(steps):.0f}" if steps else ""
-    return Cell(len(steps) / len(runs), f"{len(steps)} of {len(runs)}", first)
+    middle = f"median step {statistics.median(steps):g}" if steps else ""
+    return Cell(len(steps) / len(runs), f"{len(steps)} of {len(runs)}", middle)

@@ -202,7 +202,8 @@ def _clipped_classes(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def success_curve(run_dir: Path) -> list[tuple[int, float]]:
     """Step and greedy success of each evaluation that has one."""
     lines = read_jsonl(RunDir(run_dir).metrics)
-    return [(line["step"], line["eval/success"]) for line in lines if line.get("eval/success") is not None]
+    evaluated = [line for line in lines if "eval/success" in line]
+    return [(line["step"], success) for line in evaluated if (success := line["eval/success"]) is not None]
 
 
 def _means(success: Sequence[float]) -> list[float]:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from sorl_env.errors import UserError
 from sorl_train.report_dialogue import step_files
-from sorl_train.report_page import render_page
+from sorl_train.report_groups import find_runs
+from sorl_train.report_page import make_place_for, render_page
 from sorl_train.report_run import ReportRun, read_run
 from sorl_train.run_dir import RunDir, atomic_write
 from sorl_train.viewer_data import CHUNK, MOST_BYTES, MOST_DIALOGUES, Packed, StepFile, pack, pack_files
@@ -48,8 +49,11 @@ def write_viewer(
         steps: only the dialogues of these, first and last.
 
     Raises:
-        UserError: no such folder, no dialogues in it, or none of these steps.
+        UserError: no such folder or that of a study, no dialogues in it, or none of these steps.
     """
+    first = find_runs([run_dir])[0].path
+    if first != run_dir:
+        raise UserError(f"{run_dir} is a study: give one of its runs, as {first}")
     run = read_run(run_dir, run_dir.resolve().name, dialogues=0)
     files = _files(run_dir, steps)
     notes: list[str] = []
@@ -57,7 +61,7 @@ def write_viewer(
     if not packed.rows:
         raise UserError(f"no dialogue in {run_dir} can be read: {'; '.join(notes) or 'its files are empty'}")
     out = out or run_dir / NAME
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_place_for(out)
     atomic_write(out, render(run, packed, notes))
     return out
 
@@ -92,10 +96,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help=f"default: RUN/{NAME}")
     parser.add_argument("--steps", metavar="FIRST-LAST", help="only dialogues of these steps, or of this one")
     parser.add_argument(
-        "--most", type=int, default=MOST_DIALOGUES, help="dialogues in the page (default: %(default)s)"
+        "--most",
+        type=int,
+        default=MOST_DIALOGUES,
+        help="dialogues in the page, but two of each step at least (default: %(default)s)",
     )
     arguments = parser.parse_args(argv)
     try:
+        if arguments.most < 1:
+            raise UserError(f"--most must be at least 1, it is {arguments.most}")
         steps = _parse_steps(arguments.steps) if arguments.steps else None
         print(write_viewer(arguments.run, arguments.out, steps=steps, most=arguments.most))
     except (UserError, OSError) as error:
@@ -127,8 +136,10 @@ def _parse_steps(text: str) -> tuple[int, int]:
     match = _STEPS.fullmatch(text)
     if not match:
         raise UserError(f"--steps {text!r} is neither a step nor FIRST-LAST, as 10 or 10-50")
-    first = int(match[1])
-    return first, int(match[2]) if match[2] else first
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise UserError(f"--steps {text} ends before it begins: did you mean {last}-{first}?")
+    return first, last
 
 
 if __name__ == "__main__":

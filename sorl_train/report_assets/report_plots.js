@@ -38,8 +38,8 @@ sorl.plots = (() => {
   };
 
   const deltaOf = (figure) => {
-    const deltas = new Set(data.runs.map((run) => run.delta));
-    return figure.delta && deltas.size === 1 && typeof data.runs[0].delta === "number" ? data.runs[0].delta : null;
+    const deltas = new Set(data.runs.map((run) => run.delta).filter((delta) => delta !== null));
+    return figure.delta && deltas.size === 1 ? [...deltas][0] : null;
   };
 
   // --- what uPlot is told --------------------------------------------------------------------------------------------

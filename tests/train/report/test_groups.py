@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from sorl_env.errors import UserError
+from sorl_train.losses import ALGORITHMS
 from sorl_train.report import main, write_report
 from sorl_train.report_data import chart_data
 from sorl_train.report_groups import Group, RunFolder, choices, find_runs, group_runs, name_runs
-from sorl_train.report_run import ReportRun, read_run
+from sorl_train.report_run import NORMALIZING, ReportRun, read_run
 from sorl_train.report_table import COLUMNS, TableRow, group_rows, run_rows
 
 MakeRun = Callable[..., Path]
@@ -47,6 +48,40 @@ def test_a_study_stands_for_its_runs(make_run: MakeRun, tmp_path: Path) -> None:
     ]
     with pytest.raises(UserError, match="the same run is given twice"):
         find_runs([study, study / "runs" / "ppo-s2-cc"])
+    with (study / "results.jsonl").open("a") as stream:
+        stream.write('{"arm": "ppo"}\n')
+    with pytest.raises(UserError, match=r"results\.jsonl, line 2: no result of a study"):
+        find_runs([study])
+
+
+def test_an_earlier_start_that_was_moved_aside_is_no_seed(make_run: MakeRun, tmp_path: Path) -> None:
+    """sorl-lab starts a run that never came to a checkpoint anew, and moves what there was aside."""
+    run = make_run(tmp_path / "runs" / "ppo-s0-0123456789", algo="ppo", steps=2, batch=3)
+    make_run(tmp_path / "runs" / "ppo-s0-0123456789-2", algo="ppo", steps=1, batch=3, finished=False)
+    assert find_runs([tmp_path]) == [RunFolder(run, "ppo")]
+
+
+def test_a_run_that_ended_early_says_so(make_run: MakeRun, tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / f"s{seed}", seed=seed, steps=8, batch=3, finished=seed < 2) for seed in range(3)
+    ]
+    for run in (runs[0], runs[2]):
+        metrics = run / "metrics.jsonl"
+        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:6]))  # steps 0 to 5
+    early, whole, broken = read(runs)
+    assert early.status == "ended early (eval.patience or alarm.action): step 5 of 8"
+    assert (whole.status, broken.status) == ("finished, 8 steps", "unfinished: step 5 of 8")
+    text = write_report(runs, tmp_path / "report.html").read_text()
+    assert all(f'<td class="muted">{state} ' in text for state in ("ended at step 5", "done", "at step 5"))
+    sft = dataclasses.replace(early, config=early.config | {"stage": "sft", "sft.steps": 5})
+    assert sft.status == "finished, 5 steps"
+
+
+def test_the_bound_is_that_of_runs_that_normalize(make_run: MakeRun, tmp_path: Path) -> None:
+    assert set(NORMALIZING) == {name for name, algorithm in ALGORITHMS.items() if algorithm.normalize}
+    runs = read([make_run(tmp_path / algo, algo=algo, steps=2, batch=3) for algo in ("ppo", "so_ppo")])
+    data = chart_data(runs, group_runs(runs), ["a", "b"])
+    assert [run["delta"] for run in data["runs"]] == [None, 0.003]
 
 
 def test_a_study_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +199,7 @@ def test_rows_by_hand(make_run: MakeRun, tmp_path: Path) -> None:
         "final_success": ("0.300", "0.000 to 0.600"),
         "kept": ("0.375", "0.000 to 0.750"),
         "worst_drop": ("0.350", "0.200 to 0.500"),
-        "collapse_step": ("1 of 2", "from step 1"),
+        "collapse_step": ("1 of 2", "median step 1"),
         "max_grad_norm": ("inf", "4 to inf"),
         "normalized": ("0.500", ""),
         "wall_s": None,
@@ -186,7 +221,7 @@ def test_a_run_that_cannot_be_measured(make_run: MakeRun, tmp_path: Path) -> Non
 def test_events(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=2, batch=3)
     lines = [
-        '{"step": 9, "kind": "collapse_alarm", "reason": "</td><script>"}',
+        '{"step": 9, "kind": "collapse_alarm", "reason": "</td><script>", "action": "roll_back"}',
         '{"step": 4, "kind": "paused"}',
         '{"step": 5}',
         "[]",
@@ -194,13 +229,28 @@ def test_events(make_run: MakeRun, tmp_path: Path) -> None:
     (run / "events.jsonl").write_text("\n".join(lines))
     read_back = read_run(run, "run", 0)
     assert read_back.events == [
-        {"step": 4, "kind": "paused", "reason": ""},
-        {"step": 9, "kind": "collapse_alarm", "reason": "</td><script>"},
+        {"step": 4, "kind": "paused", "reason": "", "action": ""},
+        {"step": 9, "kind": "collapse_alarm", "reason": "</td><script>", "action": "roll_back"},
     ]
     assert [note.partition(" ")[0] for note in read_back.notes] == ["events.jsonl:3", "events.jsonl:4"]
     assert chart_data([read_back], group_runs([read_back]), ["run"])["runs"][0]["alarms"] == [9]
     text = write_report([run], tmp_path / "report.html").read_text()
     assert "&lt;/td&gt;&lt;script&gt;" in text and "</td><script>" not in text
+    assert "collapse alarm (roll back)</td>" in text and ">paused</td>" in text
+
+
+def test_an_event_leads_to_the_dialogues_nearest_before_it(make_run: MakeRun, tmp_path: Path) -> None:
+    """Also to held-out ones: sampled ones are saved more seldom."""
+    run = make_run(
+        tmp_path / "run", algo="ppo", steps=20, batch=3
+    )  # an alarm in step 12; steps 1, 10 and 20 saved
+    page = tmp_path / "report.html"
+    assert main([str(run), "--out", str(page)]) == 0
+    assert 'viewer.html#step=10">dialogues of step 10<' in page.read_text()
+    saved = run / "trajectories"
+    (saved / "eval_000011.jsonl").write_bytes((saved / "step_000010.jsonl").read_bytes())
+    write_report([run], page)
+    assert 'viewer.html#step=11">dialogues of step 11<' in page.read_text()
 
 
 def test_too_many_values_are_thinned(make_run: MakeRun, tmp_path: Path) -> None:

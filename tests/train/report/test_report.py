@@ -167,8 +167,15 @@ def test_command_line(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     assert main([str(run), "--out", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").is_file()
-    assert main([str(tmp_path / "nothing")]) == 2
-    assert "sorl-report: no run folder" in capsys.readouterr().err
+    capsys.readouterr()
+    for wrong, complaint in (
+        ([str(tmp_path / "nothing")], "no run folder"),
+        ([str(run / "metrics.jsonl")], "metrics.jsonl is a file; give the folder"),
+        ([str(run), "--out", str(tmp_path)], f"--out {tmp_path} is a folder; name a file"),
+    ):
+        assert main(wrong) == 2
+        out, error = capsys.readouterr()
+        assert error.startswith("sorl-report: ") and complaint in error and not out
 
 
 # --- figures -------------------------------------------------------------------------------------

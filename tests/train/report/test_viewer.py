@@ -107,11 +107,17 @@ def test_command_line(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureF
     for arguments, message in (
         (["--steps", "ten"], "--steps 'ten' is neither a step nor FIRST-LAST"),
         (["--steps", "11-19"], "no dialogues of steps 11-19; saved are 1, 10, 20"),
+        (["--steps", "20-10"], "--steps 20-10 ends before it begins: did you mean 10-20?"),
+        (["--most", "0"], "--most must be at least 1, it is 0"),
+        (["--out", str(tmp_path)], f"--out {tmp_path} is a folder; name a file"),
     ):
         assert main([str(run), *arguments]) == 2
         assert f"sorl-view: {message}" in capsys.readouterr().err
     assert main([str(tmp_path / "rnu")]) == 2
     assert "Did you mean 'run'" in capsys.readouterr().err
+    in_study = make_run(tmp_path / "study" / "runs" / "ppo-s0-0123456789", steps=1)
+    assert main([str(tmp_path / "study")]) == 2
+    assert f"is a study: give one of its runs, as {in_study}" in capsys.readouterr().err
     for file in (run / "trajectories").iterdir():
         file.unlink()
     assert main([str(run)]) == 2
