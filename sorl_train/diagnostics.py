@@ -122,7 +122,7 @@ def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
     ordered = values.double().sort().values
     ranks = torch.tensor(shares, dtype=torch.float64) * (len(ordered) - 1)
     below = ranks.long()
-    return ordered[below].lerp(ordered[ranks.ceil().long()], ranks - below).tolist()  # type: ignore[no-any-return]
+    return ordered[below].lerp(ordered[ranks.ceil().long()], ranks - below).tolist()
 
 
 def segment_ratios(segments: Segments, log_ratio: Tensor) -> Tensor:

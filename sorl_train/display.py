@@ -108,7 +108,8 @@ class PlainDisplay:
         left = duration(self._eta.after(step))
         width = 2 * len(str(self._eta.steps)) + 3
         columns = SFT_COLUMNS if "sft/loss" in metrics else COLUMNS
-        if any(first_of(column, metrics) is not None for column in columns[:-1]):
+        figures = any(first_of(column, metrics) is not None for column in columns[:-1])
+        if figures or "rollout/excluded_rate" in metrics:  # a step, even one that lost all its trajectories
             if columns != self._columns:
                 self._columns = columns
                 self.message(f"{'step':>{width}}" + "".join(f"{c.short:>9}" for c in columns) + f"{'ETA':>9}")
@@ -237,6 +238,9 @@ def first_of(column: Column, metrics: Mapping[str, float]) -> float | None:
 
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
     """An evaluation in words, empty when the step had none."""
+    when = f"evaluation {f'after step {step}' if step else 'before training'}"
+    if metrics.get("eval/excluded_rate") == 1.0:
+        return f"{when}: every trajectory was excluded, it says nothing"
     if "eval/success" not in metrics:
         return ""
     words = {
@@ -245,7 +249,7 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
         "eval/search_off_success": "search off",
     }
     figures = ", ".join(f"{word} {metrics[name]:.3f}" for name, word in words.items() if name in metrics)
-    return f"evaluation {f'after step {step}' if step else 'before training'}: {figures}"
+    return f"{when}: {figures}"
 
 
 def figure(column: Column, metrics: Mapping[str, float]) -> str:

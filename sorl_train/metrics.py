@@ -36,26 +36,31 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """``rollout/``, ``reward/`` and ``tool/`` metrics of one step's trajectories.
 
+    Where all are excluded, what only the others can tell is left out: an outage is not a success rate of 0.
+
     Args:
         answers: by example, what is looked for in the passages it retrieved (``environments.answers_of``).
     """
     counted = [t for t in trajectories if not t.excluded]
     calls = [call for t in trajectories for call in _calls(t)]
     metrics = {
-        "rollout/success": success_rate(trajectories),
-        "rollout/valid_turn_rate": valid_turn_rate(trajectories),
         "rollout/excluded_rate": 1.0 - len(counted) / len(trajectories),
-        "rollout/num_turns": _mean([len(t.turns) for t in counted]),
-        "rollout/response_tokens": _mean([t.num_action_tokens for t in counted]),
-        "rollout/observation_tokens": _mean([_observation_tokens(t) for t in counted]),
-        "rollout/trajectory_tokens": _mean([len(t.token_ids) for t in counted]),
-        "rollout/reward_mean": _mean([t.reward for t in counted]),
-        "rollout/reward_std": float(np.std([t.reward for t in counted])) if counted else 0.0,
         "tool/calls": float(len(calls)),
         "tool/error_rate": _mean([not call.ok for call in calls]),
         "tool/retry_rate": _mean([call.attempts > 1 for call in calls]),
         "tool/no_hits_rate": _mean([call.hits == 0 for call in calls if call.hits is not None]),
     }
+    if counted:
+        metrics |= {
+            "rollout/success": success_rate(counted),
+            "rollout/valid_turn_rate": valid_turn_rate(counted),
+            "rollout/num_turns": _mean([len(t.turns) for t in counted]),
+            "rollout/response_tokens": _mean([t.num_action_tokens for t in counted]),
+            "rollout/observation_tokens": _mean([_observation_tokens(t) for t in counted]),
+            "rollout/trajectory_tokens": _mean([len(t.token_ids) for t in counted]),
+            "rollout/reward_mean": _mean([t.reward for t in counted]),
+            "rollout/reward_std": float(np.std([t.reward for t in counted])),
+        }
     for reason in StopReason:
         metrics[f"rollout/stop_{reason.value}"] = fmean(t.stop_reason is reason for t in trajectories)
     for name in sorted({name for t in counted for name in t.reward_items}):
@@ -84,6 +89,24 @@ def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, flo
     return {"rollout/staleness": fmean(lags), "rollout/staleness_max": float(max(lags))} if lags else {}
 
 
+def step_timings(
+    stages: Mapping[str, float], trajectories: Sequence[Trajectory], wall_s: float | None = None
+) -> dict[str, float]:
+    """``time/`` metrics of a step: its stages (``time/STAGE_s``), the whole, and the tokens sampled a second.
+
+    Args:
+        wall_s: of a step whose stages overlap; None: one follows the other, and the whole is their sum.
+    """
+    tokens = sum(t.num_action_tokens for t in trajectories)
+    step_s = sum(stages.values()) if wall_s is None else wall_s
+    figures = {
+        "time/step_s": step_s,
+        "time/tokens_per_s": tokens / max(step_s, 1e-9),
+        "time/rollout_tokens_per_s": tokens / max(stages.get("time/rollout_s", 0.0), 1e-9),
+    }
+    return dict(stages) | figures | tool_timings(trajectories)
+
+
 def tool_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Latencies, seconds, and the share of calls that a cache or a record answered.
 
@@ -101,14 +124,22 @@ def tool_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def eval_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """``eval/`` metrics."""
+    """``eval/`` metrics; of an evaluation whose trajectories are all excluded, only that they are."""
     counted = [t for t in trajectories if not t.excluded]
-    return {
-        "eval/success": success_rate(trajectories),
-        "eval/valid_turn_rate": valid_turn_rate(trajectories),
-        "eval/num_turns": _mean([len(t.turns) for t in counted]),
-        "eval/excluded_rate": 1.0 - len(counted) / len(trajectories),
-    }
+    metrics = {"eval/excluded_rate": 1.0 - len(counted) / len(trajectories)}
+    if counted:
+        metrics |= {
+            "eval/success": success_rate(counted),
+            "eval/valid_turn_rate": valid_turn_rate(counted),
+            "eval/num_turns": _mean([len(t.turns) for t in counted]),
+        }
+    return metrics
+
+
+def search_off_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Of an evaluation without tools; empty where all trajectories are excluded."""
+    counted = [t for t in trajectories if not t.excluded]
+    return {"eval/search_off_success": success_rate(counted)} if counted else {}
 
 
 def _calls(trajectory: Trajectory) -> list[ToolCall]:

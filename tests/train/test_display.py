@@ -76,6 +76,16 @@ def test_a_step_without_an_update_shows_dashes() -> None:
     assert stream.getvalue().splitlines()[-1].split() == ["1/3", "0.000", "-", "-", "-", "-", "-", "-", "0s"]
 
 
+def test_a_step_and_an_evaluation_that_lost_all_trajectories_are_shown() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    display.start("t", steps=3)
+    display.step(1, {"rollout/excluded_rate": 1.0, "eval/excluded_rate": 1.0})
+    row, evaluation = stream.getvalue().splitlines()[-2:]
+    assert row.split() == ["1/3", *["-"] * 7, "0s"]
+    assert evaluation == "evaluation after step 1: every trajectory was excluded, it says nothing"
+
+
 def test_supervised_steps_have_columns_of_their_own() -> None:
     stream = io.StringIO()
     display = PlainDisplay(stream)

@@ -11,7 +11,14 @@ from sorl_env.task import Example
 from sorl_env.tool import ToolCall
 from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_train.environments import answers_of
-from sorl_train.metrics import rollout_metrics, tool_timings
+from sorl_train.metrics import (
+    eval_metrics,
+    rollout_metrics,
+    search_off_metrics,
+    step_timings,
+    tool_timings,
+)
+from sorl_train.summary import Summary
 
 EXAMPLES = [
     Example("q0", "who?", ("Bizet",)),
@@ -82,6 +89,32 @@ def test_what_a_seed_does_not_reproduce_is_named_time() -> None:
     assert set(timings) == {"time/tool_p50_s", "time/tool_p99_s", "time/tool_cached_rate"}
     assert not any("cached" in name for name in rollout_metrics([trajectory("q0", *calls)], {}))
     assert tool_timings([trajectory("q0")]) == {}
+
+
+def test_an_outage_is_not_a_success_rate_of_zero() -> None:
+    call = search("town", ok=False, error="out")
+    lost = trajectory("q1", call, stop_reason=StopReason.ERROR, error="search is out")
+    metrics = rollout_metrics([lost, lost], {})
+    assert (
+        metrics["rollout/excluded_rate"] == metrics["rollout/stop_error"] == metrics["tool/error_rate"] == 1.0
+    )
+    assert not {"rollout/success", "rollout/valid_turn_rate", "rollout/reward_mean"} & set(metrics)
+    assert eval_metrics([lost]) == {"eval/excluded_rate": 1.0} and search_off_metrics([lost]) == {}
+    summary = Summary()
+    summary.observe(0, {"eval/success": 0.8})
+    assert not summary.observe(10, eval_metrics([lost]))
+    assert summary.final_success == 0.8 and summary.evaluations_below == 0  # no sign of a collapse
+
+
+def test_timings_of_a_step_by_hand() -> None:
+    stages = {"time/rollout_s": 2.0, "time/update_s": 6.0}
+    three_tokens = [trajectory("q0", search("a"), search("b", latency_s=0.5))]
+    timings = step_timings(stages, three_tokens)
+    assert timings["time/step_s"] == 8.0 and timings["time/update_s"] == 6.0
+    assert timings["time/tokens_per_s"] == 3 / 8 and timings["time/rollout_tokens_per_s"] == 3 / 2
+    assert timings["time/tool_p99_s"] > 0
+    overlapping = step_timings(stages, three_tokens, wall_s=6.0)
+    assert overlapping["time/step_s"] == 6.0 and overlapping["time/tokens_per_s"] == 3 / 6
 
 
 def test_answers_of_a_question_that_is_there_twice() -> None:

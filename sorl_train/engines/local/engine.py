@@ -25,7 +25,7 @@ from sorl_train.engines.local.collect import LocalSampler, evaluation_jobs, run_
 from sorl_train.engines.local.sampler import TransformersSampler
 from sorl_train.environments import answers_of, make_env, without_tools
 from sorl_train.losses import get_algorithm
-from sorl_train.metrics import eval_metrics, success_rate, tool_timings
+from sorl_train.metrics import eval_metrics, search_off_metrics, step_timings
 from sorl_train.models import (
     action_stats,
     autocast,
@@ -183,6 +183,9 @@ class LocalEngine:
     @torch.no_grad()
     def score(self, batch: Batch) -> Batch:
         """Fill in old (unless ``on_policy``) and reference log-probabilities and values."""
+        self.policy.eval()
+        if self.critic_update is not None:
+            self.critic_update.critic.eval()
         models = {} if self.on_policy else {"old_log_probs": self.policy}
         if self.reference is not None:
             models["ref_log_probs"] = self.reference
@@ -226,7 +229,9 @@ class LocalEngine:
         optim = config.optim
         train_policy = step > config.update.critic_warmup_steps
         seen: dict[str, tuple[Tensor, Tensor]] = {}  # log-probabilities and entropies at the last visit
-        self.policy.train()
+        self.policy.train()  # without it gradient checkpointing is off
+        if self.critic_update is not None:
+            self.critic_update.critic.train()
         with self._stage("update", len(batches)) as advance:
             for number, mini in enumerate(batches):
                 done = (step - 1) * per_step + number
@@ -260,7 +265,7 @@ class LocalEngine:
                 on_finish=lambda _: advance(1),
             )
         if search_off:
-            return {"eval/search_off_success": success_rate(trajectories)}
+            return search_off_metrics(trajectories)
         write_jsonl(self.run_dir.trajectories / f"eval_{step:06d}.jsonl", trajectories)
         return eval_metrics(trajectories)
 
@@ -276,12 +281,8 @@ class LocalEngine:
 
     def take_timings(self, trajectories: list[Trajectory]) -> dict[str, float]:
         """The step's wall-clock figures; starts the next step's."""
-        timings, self.timings = self.timings, {}
-        tokens = sum(t.num_action_tokens for t in trajectories)
-        timings["time/step_s"] = sum(timings.values())
-        timings["time/tokens_per_s"] = tokens / max(timings["time/step_s"], 1e-9)
-        timings["time/rollout_tokens_per_s"] = tokens / max(timings.get("time/rollout_s", 0.0), 1e-9)
-        return timings | tool_timings(trajectories)
+        stages, self.timings = self.timings, {}
+        return step_timings(stages, trajectories)
 
     def is_saved(self, step: int) -> bool:
         """Whether the step's trajectories are kept on disk."""

@@ -31,7 +31,13 @@ from sorl_train.engines.openrlhf.data import evaluation_loader, exclude_older
 from sorl_train.engines.openrlhf.placement import Placement
 from sorl_train.engines.openrlhf.workers import run_config, run_folder
 from sorl_train.environments import answers_of, make_env, training_examples
-from sorl_train.metrics import eval_metrics, rollout_metrics, staleness, success_rate, tool_timings
+from sorl_train.metrics import (
+    eval_metrics,
+    rollout_metrics,
+    search_off_metrics,
+    staleness,
+    step_timings,
+)
 from sorl_train.metrics_log import MetricsLog
 from sorl_train.plan import model_shape
 from sorl_train.policy_card import write_policy_card
@@ -86,6 +92,7 @@ class TrainStep:
         self.place = Placement.of(self.config)
         self.lost_steps = 0
         self.timings: dict[str, float] = {}
+        self.begun = time.perf_counter()  # the step that is under way
         self.metrics: dict[str, float] = {}
         self.summary = Summary.from_state(states["summary"]) if "summary" in states else Summary()
         self.log = MetricsLog(
@@ -257,7 +264,7 @@ class TrainStep:
                 temperature=self.config.eval.temperature, top_p=1.0, n_samples_per_prompt=1, max_len=None
             )
         if search_off:
-            return {"eval/search_off_success": success_rate(trajectories)}
+            return search_off_metrics(trajectories)
         trajectories = sorted(trajectories, key=lambda t: t.id)
         write_jsonl(self.run_dir.trajectories / f"eval_{self.version:06d}.jsonl", trajectories)
         return eval_metrics(trajectories)
@@ -343,11 +350,11 @@ class TrainStep:
         self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - started
 
     def take_timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        timings, self.timings = self.timings, {}
-        tokens = sum(t.num_action_tokens for t in trajectories)
-        timings["time/step_s"] = sum(timings.values())
-        timings["time/tokens_per_s"] = tokens / max(timings["time/step_s"], 1e-9)
-        return timings | tool_timings(trajectories)
+        """The step's wall-clock figures; starts the next step's."""
+        stages, self.timings = self.timings, {}
+        begun, self.begun = self.begun, time.perf_counter()
+        overlap = self.config.cluster.async_rollout  # the next batch is sampled meanwhile
+        return step_timings(stages, trajectories, self.begun - begun if overlap else None)
 
     def end(self) -> None:
         """Write the summary: its presence marks the run as finished."""

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,33 @@ def test_target_kl_ends_the_actors_steps_on_a_batch(tmp_path: Path) -> None:
     assert limited["loss/value"] == free["loss/value"]  # the critic goes on
 
 
+def test_gradient_checkpointing_recomputes_both_models_and_scoring_is_in_eval_mode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A first layer runs twice for each micro-batch that it learns from: in the forward and in the backward pass."""
+    with_gradient, modes, load = Counter[str](), set[tuple[bool, bool]](), LocalEngine.load
+
+    def load_and_watch(engine: LocalEngine, folder: Path | None) -> None:
+        load(engine, folder)
+        assert engine.critic_update is not None
+        critic: Any = engine.critic_update.critic
+        for name, layer in (
+            ("policy", engine.policy.base_model.layers[0]),
+            ("critic", critic.backbone.layers[0]),
+        ):
+
+            def watch(module: Any, *_: Any, name: str = name) -> None:
+                with_gradient[name] += torch.is_grad_enabled()
+                modes.add((torch.is_grad_enabled(), module.training))
+
+            layer.self_attn.register_forward_hook(watch)
+
+    monkeypatch.setattr(LocalEngine, "load", load_and_watch)
+    train_short(tmp_path / "run", hardware__gradient_checkpointing=True)
+    assert with_gradient == {"policy": 8, "critic": 8}  # 2 steps of 2 mini-batches
+    assert modes == {(True, True), (False, False)}
+
+
 def test_patience_ends_a_collapsed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     curve = iter([0.8, 0.3, 0.5, 0.39, 0.3, 0.9])
     monkeypatch.setattr(LocalEngine, "evaluate", lambda *_, **__: {"eval/success": next(curve)})
@@ -223,6 +251,10 @@ def test_a_tool_that_is_out_for_good_ends_the_run(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sorl_env.trajectory.StopReason.excluded", property(lambda self: True))
     with pytest.raises(UserError, match="2 steps in a row"):
         train_short(tmp_path / "run", update__steps=9)
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[0] == {"step": 0, "eval/excluded_rate": 1.0}
+    assert lines[1]["rollout/excluded_rate"] == 1.0 and "rollout/success" not in lines[1]
 
 
 def test_a_run_closes_its_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
