@@ -174,7 +174,7 @@ class ModelConfig:
     """How the policy is loaded."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = opt(
-        "auto", "weights and activations; auto: bfloat16 on a GPU"
+        "auto", "of forward passes, weights stay in float32; auto: bfloat16 on a GPU"
     )
     device: str = opt("auto", "auto, cpu, cuda, cuda:1")
     gradient_checkpointing: bool = opt(False, "trade time for memory", paper="on")

@@ -199,7 +199,8 @@ class Critic(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids (B, L) -> float32 values (B, T), T = L - 1."""
         hidden = self.backbone(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state
-        return self.head(hidden.float()).squeeze(-1)
+        with torch.autocast(hidden.device.type, enabled=False):  # values of 8 bits would be too coarse
+            return self.head(hidden.float()).squeeze(-1)
 
     def save(self, folder: Path) -> None:
         """A plain transformers folder and the head beside it."""

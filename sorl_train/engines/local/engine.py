@@ -176,6 +176,8 @@ class LocalEngine:
         """Every trajectory is trained on once, in one step, by the weights that sampled it: the old log-probabilities
         are those of the step itself, and need no pass before it."""
         update, loss = self.config.update, self.config.loss
+        if self.step < update.critic_warmup_steps:  # there is no such step
+            return False
         one_step = update.epochs == 1 and update.mini_batch_size >= self.config.rollout.batch_size
         in_reward = loss.kl_coef > 0 and loss.kl_in == "reward"  # takes old log-probabilities before the step
         return one_step and self.config.rollout.max_staleness == 0 and not in_reward
