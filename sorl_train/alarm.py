@@ -20,7 +20,7 @@ from typing import Any
 
 from sorl_train.config import AlarmConfig
 from sorl_train.metrics_log import append_line, read_jsonl
-from sorl_train.run_dir import RunDir
+from sorl_train.run_dir import RunDir, atomic_write
 
 WINDOW = 3  # steps that sudden signals are averaged over
 MEMORY = 50  # steps after which a step's part in the strain has fallen by a factor of e
@@ -45,14 +45,17 @@ class Alarm:
     signals: Mapping[str, float]
 
     def event(self, action: str) -> dict[str, Any]:
-        """A line of ``events.jsonl``."""
+        """A line of ``events.jsonl``; a signal that is not finite is null there, as in the metrics."""
         return {
             "step": self.step,
             "kind": "collapse_alarm",
             "reason": self.reason,
             "since": self.since,
             "action": action,
-            "signals": {name: round(value, 6) for name, value in self.signals.items()},
+            "signals": {
+                name: round(value, 6) if math.isfinite(value) else None
+                for name, value in self.signals.items()
+            },
         }
 
 
@@ -127,9 +130,9 @@ _DESCRIBED = {
 
 
 def _number(metrics: Mapping[str, Any], name: str) -> float:
-    """A metric, 0 where a run does not have it, infinite where it was not finite."""
+    """A metric, 0 where a run does not have it, infinite where it was not finite (null once it was written)."""
     value = metrics.get(name, 0.0)
-    return math.inf if value is None else float(value)
+    return float(value) if value is not None and math.isfinite(value) else math.inf
 
 
 def _relative(value: float, first: list[float], of: Callable[[list[float]], float]) -> float:
@@ -140,6 +143,17 @@ def _relative(value: float, first: list[float], of: Callable[[list[float]], floa
 def append_event(run_dir: RunDir, event: Mapping[str, Any]) -> None:
     """Append a line to ``events.jsonl``."""
     append_line(run_dir.events, json.dumps(event) + "\n")
+
+
+def drop_events_after(run_dir: RunDir, step: int) -> None:
+    """Take back the events of later steps, which a run that goes on after ``step`` comes to again, and the half line
+    that a killed run may have left. What came before a roll-back is history, and stays."""
+    if not run_dir.events.is_file():
+        return
+    events = read_jsonl(run_dir.events)
+    back = max((i for i, event in enumerate(events) if event["kind"] == "roll_back"), default=-1)
+    kept = [event for i, event in enumerate(events) if i <= back or event["step"] <= step]
+    atomic_write(run_dir.events, "".join(json.dumps(event) + "\n" for event in kept))
 
 
 def alarm_so_far(config: AlarmConfig, run_dir: RunDir, step: int) -> CollapseAlarm:

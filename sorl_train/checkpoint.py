@@ -74,6 +74,13 @@ def last_before(folder: Path, step: int) -> Path:
     return earlier[-1] if earlier else found[0]
 
 
+def drop_later(checkpoint: Path) -> None:
+    """Delete the checkpoints of later steps than this one's: of steps that are taken back."""
+    found = list_checkpoints(checkpoint.parent)
+    for path in found[found.index(checkpoint) + 1 :]:
+        shutil.rmtree(path)
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     steps = [(int(match[1]), path) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))]

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from sorl_train.alarm import BASELINE, MEMORY, SPIKE, CollapseAlarm, alarm_so_far, append_event
+from sorl_train.alarm import (
+    BASELINE,
+    MEMORY,
+    SPIKE,
+    CollapseAlarm,
+    alarm_so_far,
+    append_event,
+    drop_events_after,
+)
 from sorl_train.config import AlarmConfig
 from sorl_train.metrics_log import read_jsonl
 from sorl_train.run_dir import RunDir
@@ -70,8 +78,14 @@ def test_lone_steps_are_no_strain_and_many_small_ones_are() -> None:
     assert 30 < step < 50  # without forgetting, 9 * .03 + n * .08 = (9 + n) * .07 has n = 36
 
 
-def test_a_figure_that_is_not_finite_alarms_at_once() -> None:
-    assert observe(CollapseAlarm(LIMITS), [{}, {"loss/grad_norm_max": 0.2, "loss/approx_kl": None}]) == [2]
+@pytest.mark.parametrize("value", [None, math.nan, math.inf])  # as it is read back, and as the step has it
+def test_a_figure_that_is_not_finite_alarms_at_once(value: float | None) -> None:
+    alarm = CollapseAlarm(LIMITS)
+    assert observe(alarm, [{}]) == [] and alarm.strain == pytest.approx(0.2)
+    found = alarm.observe(2, CALM | {"loss/approx_kl": value})
+    assert found is not None and math.isfinite(alarm.strain)
+    event = json.loads(json.dumps(found.event("warn")), parse_constant=pytest.fail)
+    assert event["signals"] == {"ratio_tail": None} and "square of inf" in event["reason"]
 
 
 def test_an_alarm_says_why_and_since_when() -> None:
@@ -121,3 +135,17 @@ def test_events_are_lines_of_json(tmp_path: Path) -> None:
     append_event(run_dir, {"step": 2, "kind": "roll_back"})
     assert [line["step"] for line in read_jsonl(run_dir.events)] == [1, 2]
     assert json.loads(run_dir.events.read_text().splitlines()[1])["kind"] == "roll_back"
+
+
+def test_a_resumed_run_takes_back_the_events_that_it_comes_to_again(tmp_path: Path) -> None:
+    """An alarm in step 8 and its roll-back to step 5 stay; of the alarms after it, the one of step 7 does."""
+    run_dir = RunDir(tmp_path)
+    drop_events_after(run_dir, 7)
+    assert not run_dir.events.exists()
+    for step, kind in ((8, "collapse_alarm"), (5, "roll_back"), (7, "collapse_alarm"), (9, "collapse_alarm")):
+        append_event(run_dir, {"step": step, "kind": kind})
+    with run_dir.events.open("a") as stream:
+        stream.write('{"step": 10, "ki')
+    drop_events_after(run_dir, 7)
+    append_event(run_dir, {"step": 9, "kind": "collapse_alarm"})
+    assert [line["step"] for line in read_jsonl(run_dir.events)] == [8, 5, 7, 9]

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from sorl_env.errors import UserError
-from sorl_train.alarm import Alarm, alarm_so_far, append_event
-from sorl_train.checkpoint import last_before, newest_checkpoint
+from sorl_train.alarm import Alarm, append_event, drop_events_after
+from sorl_train.checkpoint import drop_later, last_before, newest_checkpoint
 from sorl_train.cold_start import resolve_model
 from sorl_train.config import TrainConfig
 from sorl_train.display import Display
@@ -80,6 +80,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     log = MetricsLog(run_dir, tensorboard=config.log.tensorboard, wandb=config.log.wandb)
     with closing(engine.env), closing(engine.eval_env), log:
         log.truncate_after(engine.step if resume else -1)
+        drop_events_after(run_dir, engine.step)
         title = (
             f"{config.algo} on {engine.env.task.name}, {engine.num_parameters:,} parameters, {engine.device}"
         )
@@ -113,17 +114,16 @@ def record(
 
 def watch(engine: LocalEngine, log: MetricsLog, metrics: dict[str, float]) -> None:
     """Look for a collapse, coming or come, and do about it what the config says."""
-    if 0 < engine.config.eval.patience <= engine.summary.evaluations_below:
-        engine.ended = out_of_patience(engine.summary)
     alarm, action = engine.alarm.observe(engine.step, metrics), engine.config.alarm.action
-    if alarm is None:
-        return
-    append_event(engine.run_dir, alarm.event(action))
-    engine.display.message(f"collapse alarm in step {alarm.step}: {alarm.reason}")
-    if action == "stop":
-        engine.ended = f"ended by the collapse alarm after step {alarm.step} (alarm.action)"
-    elif action == "roll_back":
-        roll_back(engine, log, alarm)
+    if alarm is not None:
+        append_event(engine.run_dir, alarm.event(action))
+        engine.display.message(f"collapse alarm in step {alarm.step}: {alarm.reason}")
+        if action == "stop":
+            engine.ended = f"ended by the collapse alarm after step {alarm.step} (alarm.action)"
+        elif action == "roll_back":
+            roll_back(engine, log, alarm)  # patience starts again, as the summary does
+    if not engine.ended and 0 < engine.config.eval.patience <= engine.summary.evaluations_below:
+        engine.ended = out_of_patience(engine.summary)
 
 
 def roll_back(engine: LocalEngine, log: MetricsLog, alarm: Alarm) -> None:
@@ -132,9 +132,10 @@ def roll_back(engine: LocalEngine, log: MetricsLog, alarm: Alarm) -> None:
     times = len(list(engine.run_dir.path.glob("rolled_back_*.jsonl"))) + 1
     kept = engine.run_dir.path / f"rolled_back_{times}.jsonl"
     atomic_write(kept, engine.run_dir.metrics.read_bytes())
-    engine.load(last_before(engine.run_dir.checkpoints, alarm.since))
+    checkpoint = last_before(engine.run_dir.checkpoints, alarm.since)
+    drop_later(checkpoint)  # a resumed run would go on from them, and pruning would keep them instead
+    engine.load(checkpoint)
     log.truncate_after(engine.step)
-    engine.alarm = alarm_so_far(engine.config.alarm, engine.run_dir, engine.step)
     engine.lr_scale *= engine.config.alarm.roll_back_lr
     engine.save()
     event = {"step": engine.step, "kind": "roll_back", "from_step": alarm.step, "lr_scale": engine.lr_scale}

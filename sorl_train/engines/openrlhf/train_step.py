@@ -23,7 +23,7 @@ from torch import Tensor
 from sorl_env.errors import UserError
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
-from sorl_train.alarm import alarm_so_far, append_event
+from sorl_train.alarm import alarm_so_far, append_event, drop_events_after
 from sorl_train.batch import Batch, collate
 from sorl_train.checkpoint import checkpoint_name
 from sorl_train.config_io import read_resolved
@@ -99,6 +99,7 @@ class TrainStep:
             self.run_dir, tensorboard=self.config.log.tensorboard, wandb=self.config.log.wandb
         )
         self.log.truncate_after(self.version if self.version else -1)
+        drop_events_after(self.run_dir, self.version)
         self.alarm = alarm_so_far(self.config.alarm, self.run_dir, self.version)
         self.classify = TokenClassifier(self.tokenizer)
         self.eval_env = make_env(self.config, evaluation=True)

@@ -23,11 +23,14 @@ from sorl_env.errors import UserError
 from sorl_env.tool import ToolReply, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory_io import read_jsonl
+from sorl_train.alarm import Alarm, CollapseAlarm
+from sorl_train.checkpoint import list_checkpoints
 from sorl_train.cold_start import resolve_model
 from sorl_train.engines.local import trainer
 from sorl_train.engines.local.engine import LocalEngine
 from sorl_train.losses import ALGORITHMS
 from sorl_train.metrics_log import read_jsonl as read_metrics
+from sorl_train.run_dir import RunDir
 from sorl_train.token_stats_io import iter_token_records, sidecar_of
 
 from .conftest import SHORT, QuietDisplay, short_config, train_short
@@ -448,3 +451,44 @@ def test_the_alarm_rolls_a_run_back_to_a_lower_rate(tmp_path: Path) -> None:
     assert kept[-1]["step"] == alarm["step"] and kept[-1]["loss/lr"] == pytest.approx(1e-3)
     state = json.loads((run_dir.checkpoints / "step_000004" / "state.json").read_text())
     assert state["lr_scale"] == events[-1]["lr_scale"]
+
+
+def test_a_run_that_was_rolled_back_resumes_from_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An alarm in step 4 over steps 2 to 4, ended right after its roll-back: of checkpoints 0 to 3, those of 2 and 3
+    are gone, and the resumed run goes on from step 1 at half the rate. Patience, out in the same step, begins anew."""
+    settings: dict[str, Any] = {
+        "update__steps": 6,
+        "checkpoint__every": 1,
+        "checkpoint__keep": 9,
+        "eval__every": 1,
+    }
+    settings |= {"alarm__action": "roll_back", "optim__warmup_ratio": 0.0, "optim__schedule": "constant"}
+    settings |= {"eval__patience": 2}
+    curve = iter([0.8, 0.8, 0.8, 0.1, 0.1])
+
+    def observe(self: CollapseAlarm, step: int, metrics: Any) -> Alarm | None:
+        return Alarm(4, 2, "as the test says", {}) if step == 4 else None
+
+    original = LocalEngine.collect
+
+    def collect(self: LocalEngine, step: int) -> Any:
+        if self.lr_scale < 1.0:
+            raise KeyboardInterrupt
+        return original(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CollapseAlarm, "observe", observe)
+        patch.setattr(LocalEngine, "evaluate", lambda *_, **__: {"eval/success": next(curve)})
+        patch.setattr(LocalEngine, "collect", collect)
+        with pytest.raises(KeyboardInterrupt):
+            train_short(tmp_path / "run", **settings)
+    run_dir = RunDir(tmp_path / "run")
+    names = [path.name for path in list_checkpoints(run_dir.checkpoints)]
+    assert names == ["step_000000", "step_000001"]
+    _, summary = train_short(run_dir.path, resume=True, **settings | {"eval__patience": 0})
+    lines = read_metrics(run_dir.metrics)
+    assert summary["steps"] == 6 and [line["step"] for line in lines] == list(range(7))
+    assert [line["loss/lr"] / lines[1]["loss/lr"] for line in lines[1:]] == pytest.approx([1.0] + [0.5] * 5)
+    assert [event["kind"] for event in read_metrics(run_dir.events)][:2] == ["collapse_alarm", "roll_back"]
