@@ -115,8 +115,9 @@ def _read_run(path: Path, cell: str) -> Recorded:
 
 def _read_records(path: Path) -> list[Recorded]:
     runs = []
-    for number, run in enumerate(read_jsonl(path), start=1):
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
+            run = json.loads(text)
             columns = {name: run[name] for name in ("step", SUCCESS, *SEEN)}
             rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
             lines = [

@@ -78,9 +78,11 @@ def test_the_command_on_a_run_and_on_its_record(tmp_path: Path, capsys: pytest.C
 
 def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.jsonl").write_text('{"study": "x"}\n')
+    (tmp_path / "page.html").write_text("<html></html>\n")
     for path, said in (
         ("nothing", "it has no metrics.jsonl"),
         ("notes.jsonl", "notes.jsonl, line 1: no recorded run"),
+        ("page.html", "page.html, line 1: no recorded run"),
     ):
         assert main(["alarm", str(tmp_path / path)]) == 2
         assert said in capsys.readouterr().err
