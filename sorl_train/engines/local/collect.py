@@ -17,8 +17,9 @@ from sorl_train.seeds import derive_seed, generator
 
 
 class LocalSampler(Sampler, Protocol):
-    """A sampler that shares a machine with the trainer."""
+    """A sampler that shares a machine with the trainer; ``model`` is the trainer's policy."""
 
+    model: Any
     policy_version: int
 
     def session(self) -> AbstractContextManager[Any]:
