@@ -95,10 +95,9 @@ class LocalEngine:
         self.policy = load_policy(self.model_folder if hardware.lora_rank else source, hardware)
         if folder and hardware.lora_rank:
             load_adapters(self.policy, folder / "policy")
-        if hasattr(self, "sampler"):  # after a roll-back; a second vLLM would want its share of the GPU once more
-            self.sampler.model = self.policy
-        else:
-            self.sampler = self._make_sampler()
+        if not hasattr(self, "sampler"):  # a second vLLM would want its share of the GPU once more
+            self.sampler: LocalSampler = self._make_sampler()
+        self.sampler.model = self.policy  # after a roll-back, another one
         optimizer = self._adamw([p for p in self.policy.parameters() if p.requires_grad], config.optim.lr)
         self.policy_update = PolicyUpdate(self.policy, optimizer, self.algorithm, config)
         self.optimizers = {"actor": optimizer}
