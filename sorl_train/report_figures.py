@@ -26,7 +26,7 @@ class Figure:
         id: of its element in the page.
         about: what to look for, in a sentence.
         curves: metric names with what to call them; the first one is shown where several groups share a plot.
-        axis: ``share`` runs from 0 to 1, ``log`` leaves values out that are not positive.
+        axis: ``share`` runs from 0 to 1, ``log`` breaks a line where a value is not positive.
         section: of the page; ``more`` is the collection of all other metrics.
         delta: draw the lower bound of the clipping-bias norm, from which on it scales the step down, if all runs
             that normalize have the same.
@@ -89,7 +89,7 @@ FIGURES = (
     Figure(
         "clip-bias",
         "Clipping bias",
-        "In several norms. Where the one in use is above delta, the dashed line, SO scales the step down.",
+        "In several norms; none where nothing was clipped. Above delta, the dashed line, SO scales the step down.",
         {
             "loss/clip_bias_norm": "in use",
             "loss/clip_bias_scalar": "scalar",

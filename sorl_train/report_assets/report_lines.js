@@ -73,23 +73,28 @@ sorl.lines = (() => {
   });
 
   // Median, lowest and highest over the line's runs at each step; null unless more than half of them have a value. On a
-  // log axis a value that is not positive counts as the lowest of all, and is not drawn.
+  // log axis a value that is not positive counts as the lowest of all, and is not drawn: there the line is broken.
   const values = (line, figure, name) => {
-    const drawn = (value) => (value === undefined || (figure.axis === "log" && value <= 0) ? null : value);
+    const drawn = (value) => (figure.axis === "log" && value <= 0 ? null : value);
     const columns = line.members.map((r) => ofRun(r, name));
-    if (columns.length === 1) return { middle: columns[0].map((value) => (value === null ? null : drawn(value))), low: null, high: null };
+    if (columns.length === 1) {
+      const [column] = columns;
+      const known = column.map((value) => (value === null ? null : drawn(value)));
+      return { middle: known, low: null, high: null, broken: column.map((value, i) => value !== known[i]) };
+    }
     columns.forEach((column) => { column.real = column.map((value) => value !== null); });
     if (figure.holds) hold(line, columns);
-    const middle = [], low = [], high = [];
+    const middle = [], low = [], high = [], broken = [];
     steps.forEach((_, i) => {
       const present = columns.map((column) => column[i]).filter((value) => value !== null).sort((a, b) => a - b);
       const enough = present.length > columns.length / 2;
       const most = enough ? drawn(present[present.length - 1]) : null;
       middle.push(enough ? drawn(median(present)) : null);
+      broken.push(enough && middle[i] === null);
       low.push(most === null ? null : present.find((value) => drawn(value) !== null));
       high.push(most);
     });
-    return { middle, low, high };
+    return { middle, low, high, broken };
   };
 
   return { steps, grouped, state, all, shown, isShown, isChosen, paint, family, ink, values };

@@ -149,7 +149,6 @@ sorl.plots = (() => {
         stroke: () => colour(curve.ink),
         width: many ? 1.1 : 1.75,
         dash: curve.dash,
-        spanGaps: true,
         points: { size: 5, fill: () => colour(curve.ink), show: !many && curve.middle.filter((v) => v !== null).length <= 25 },
       }))],
       hooks: {
@@ -206,15 +205,16 @@ sorl.plots = (() => {
       while (i >= 0 && curve.middle[i] === null) i -= 1;
       return i;
     };
+    const shown = (curve, i, last) => (curve.broken[last] ? "0" : i < 0 ? "–" : format(curve.middle[i]));
     const rangeAt = ({ low, high }, i) => (i < 0 || !low ? "" : `${format(low[i])} to ${format(high[i])}`);
     return (index, focused) => {
       const hovering = typeof index === "number";
       const last = hovering ? index : steps.length - 1;
       for (const { c, node, cell } of cells) {
         const i = known(curves[c], last);
-        node.textContent = i < 0 ? "–" : format(curves[c].middle[i]);
+        node.textContent = shown(curves[c], i, last);
         node.title = rangeAt(curves[c], i);
-        node.classList.toggle("earlier", hovering && i !== last);
+        node.classList.toggle("earlier", hovering && i !== last && !curves[c].broken[last]);
         cell.classList.toggle("focused", several && c === focused);
       }
       if (!nearest) return;
@@ -223,7 +223,7 @@ sorl.plots = (() => {
       if (!curve) return void element(nearest, "span", "point at a line to read it", "muted");
       const i = known(curve, last);
       swatch(nearest, curve);
-      element(nearest, "b", i < 0 ? "–" : format(curve.middle[i]));
+      element(nearest, "b", shown(curve, i, last));
       nearest.append(` ${curve.line.label}${curve.low ? ` (${rangeAt(curve, i)})` : ""}`);
     };
   };
@@ -267,7 +267,8 @@ sorl.plots = (() => {
         if (!off.delete(name)) off.add(name);
         build();
       });
-      const points = [steps, ...curves.map((curve) => curve.middle)];
+      // A line goes on over steps without a value (undefined), and is broken where the axis has no place for it (null).
+      const points = [steps, ...curves.map((curve) => curve.middle.map((value, i) => (value === null && !curve.broken[i] ? undefined : value)))];
       plot = new uPlot(options(figure, curves, delta, host.clientWidth, read, focus), points, host);
       if (zoom && zoom[0] !== null && (zoom[0] > steps[0] || zoom[1] < steps[steps.length - 1])) {
         plot.setScale("x", { min: zoom[0], max: zoom[1] });
