@@ -114,6 +114,12 @@ def _stability(arguments: argparse.Namespace) -> int:
             f"{study.name}: {len(chosen)} runs, {len(chosen) - len(open_runs)} done, {arguments.jobs} at a time"
         )
         failed = run_all(open_runs, folder, arguments.jobs)
+    _tell(study, folder, failed)
+    return 1 if failed else 0
+
+
+def _tell(study: Study, folder: Path, failed: Sequence[Run]) -> None:
+    """Write the results and the page, print the table, and name the runs that are not in it."""
     write_results(study, folder)
     results = results_of(study, folder)
     if results:
@@ -121,16 +127,19 @@ def _stability(arguments: argparse.Namespace) -> int:
         others = {run.path.name for run in find_runs([folder])} - {run.id for run in study.runs}
         if others:
             print(
-                f"\nnot of this study as it is now, so in the page but not in the table: {len(others)} runs"
+                f"\nruns not of this study as it is now, so in the page but not in the table: {len(others)}"
             )
         print(f"\nall runs in one page: {write_report([folder], folder / 'report.html')}")
     else:
         print("no run has finished yet")
-    for run in failed:
-        print(
-            f"failed: {run.cell}, seed {run.seed}; its log is {folder / 'logs' / run.id}.log", file=sys.stderr
-        )
-    return 1 if failed else 0
+    for run in study.runs:
+        if run in failed:
+            why = f"failed (its log is {folder / 'logs' / run.id}.log)"
+        elif (folder / "runs" / run.id).is_dir() and not _finished(run, folder):
+            why = "begun and not finished"
+        else:
+            continue
+        print(f"{why}, so not in the table: {run.cell}, seed {run.seed}", file=sys.stderr)
 
 
 def _alarm(arguments: argparse.Namespace) -> int:

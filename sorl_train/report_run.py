@@ -200,7 +200,7 @@ def _stability(path: Path) -> dict[str, float]:
 
 
 def _events(file: Path, notes: list[str]) -> list[Row]:
-    """The events by step; most runs have none, and then no file."""
+    """The events in the order in which they came about; most runs have none, and then no file."""
     if not file.is_file():
         return []
     found = []
@@ -217,7 +217,7 @@ def _events(file: Path, notes: list[str]) -> list[Row]:
             )
         except (ValueError, KeyError, TypeError):
             notes.append(f"{file.name}:{number} is left out: not a JSON object with a step and a kind")
-    return sorted(found, key=lambda event: event["step"])
+    return found
 
 
 def _headline_so_far(metrics: Sequence[Row]) -> dict[str, float]:

@@ -139,7 +139,10 @@ def roll_back(engine: LocalEngine, log: MetricsLog, alarm: Alarm) -> None:
     engine.lr_scale *= engine.config.alarm.roll_back_lr
     engine.save()
     event = {"step": engine.step, "kind": "roll_back", "from_step": alarm.step, "lr_scale": engine.lr_scale}
-    append_event(engine.run_dir, event | {"reason": f"the collapse alarm of step {alarm.step}"})
+    reason = (
+        f"the collapse alarm of step {alarm.step}; from here learning rates are times {engine.lr_scale:g}"
+    )
+    append_event(engine.run_dir, event | {"reason": reason})
     engine.display.message(
         f"back to step {engine.step}, with learning rates times {engine.lr_scale:g}; the metrics of the steps taken "
         f"back are in {kept}"
