@@ -1,4 +1,6 @@
-"""One collected batch into optimizer steps: mini-batches, micro-batches, normalization, clipping.
+"""One collected batch into optimizer steps: micro-batches, normalization, clipping.
+
+Its advantages come from ``scored_batch``, its mini-batches and their learning rates from ``schedule``.
 
 The classes here are the algorithm; by themselves they train a plain torch module on one device. An engine whose
 gradients live elsewhere overrides the three methods that touch them: ``_forward``, ``_backward`` and ``_apply``. What
@@ -10,31 +12,47 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sorl_train.advantages import gae, group_advantages, kl_in_reward, whiten
 from sorl_train.batch import Batch
 from sorl_train.clip_bias import ClipBias, Normalization, normalization
-from sorl_train.config import LossConfig, OptimConfig, TrainConfig
-from sorl_train.diagnostics import RatioDiagnostics, diagnose_ratios, quantiles
+from sorl_train.config import OptimConfig, TrainConfig
+from sorl_train.diagnostics import RatioDiagnostics, diagnose_ratios
 from sorl_train.log_probs import TokenStats
 from sorl_train.losses import (
     Algorithm,
     LossStats,
     aggregate,
-    get_algorithm,
     kl_penalty,
     loss_denominator,
     policy_loss,
     value_loss,
 )
 from sorl_train.models import action_stats, autocast
-from sorl_train.seeds import generator
+from sorl_train.schedule import learning_rate, mini_batches, steps_of_batch
+from sorl_train.scored_batch import batch_metrics, estimate_advantages, mismatch_metrics
+
+__all__ = [
+    "CriticUpdate",
+    "Means",
+    "NonFiniteError",
+    "PolicyUpdate",
+    "batch_metrics",
+    "clip_limit",
+    "estimate_advantages",
+    "learning_rate",
+    "mini_batches",
+    "mismatch_metrics",
+    "past_target_kl",
+    "set_lr",
+    "steps_of_batch",
+    "sum_over_ranks",
+]
 
 
 class NonFiniteError(RuntimeError):
@@ -73,92 +91,6 @@ class Means:
         peaks = {f"{prefix}{name}_max": max(self._values[name]) for name in PEAKS if name in self._values}
         steps = {prefix + "policy_updates": float(len(self._values["lr"]))} if "lr" in self._values else {}
         return means | peaks | steps
-
-
-def estimate_advantages(batch: Batch, algo: str, loss: LossConfig) -> Batch:
-    """Fill in advantages and returns, (B, T): GAE over the critic's values, or group advantages."""
-    rewards = batch.token_rewards
-    if batch.ref_log_probs is not None and loss.kl_in == "reward":
-        assert batch.old_log_probs is not None
-        kl = kl_penalty(batch.old_log_probs, batch.ref_log_probs, loss.kl_type)
-        rewards = kl_in_reward(rewards, kl, batch.action_mask, loss.kl_coef)
-    if get_algorithm(algo).advantage == "group":
-        totals = rewards.sum(dim=1)
-        per_row = group_advantages(totals, batch.group_ids, batch.included, std=loss.group_std)
-        advantages = per_row[:, None] * batch.action_mask
-        return batch.with_fields(advantages=advantages, returns=torch.zeros_like(advantages))
-    assert batch.values is not None
-    advantages, returns = gae(rewards, batch.values, batch.action_mask, gamma=loss.gamma, lam=loss.gae_lambda)
-    if loss.whiten_advantages:
-        advantages = whiten(advantages, batch.loss_mask)
-    return batch.with_fields(advantages=advantages, returns=returns)
-
-
-def batch_metrics(batch: Batch) -> dict[str, float]:
-    """``loss/`` metrics that depend on the batch alone, over its action tokens."""
-    assert batch.advantages is not None and batch.returns is not None
-    mask = batch.loss_mask
-    advantages = batch.advantages[mask].double()
-    metrics = {
-        "loss/advantage_mean": float(advantages.mean()),
-        "loss/advantage_std": float(advantages.std(correction=0)),
-    }
-    if batch.old_log_probs is not None:
-        metrics |= mismatch_metrics(batch.old_log_probs, batch)
-    if batch.values is not None:
-        returns, error = batch.returns[mask].double(), (batch.returns - batch.values)[mask].double()
-        variance = float(returns.var(correction=0))
-        explained = 1.0 - float(error.var(correction=0)) / variance if variance > 1e-12 else 0.0
-        metrics["loss/explained_variance"] = explained
-    return metrics
-
-
-def mismatch_metrics(log_probs: Tensor, batch: Batch) -> dict[str, float]:
-    """How far the trainer's ``log_probs`` (B, T) are from those that the sampler drew with, over action tokens.
-
-    KL is the k3 estimate of KL(sampler || trainer), of all tokens and by turn; the ratio is trainer over sampler.
-    """
-    mask = batch.loss_mask
-    gap = (log_probs - batch.rollout_log_probs)[mask].double()
-    kl = gap.exp() - 1.0 - gap
-    low, high = quantiles(gap.exp(), (0.01, 0.99))
-    metrics = {
-        "rollout/mismatch_kl": float(kl.mean()),
-        "rollout/mismatch_max": float(gap.abs().max()),
-        "rollout/mismatch_ratio_p01": low,
-        "rollout/mismatch_ratio_p99": high,
-    }
-    turns = batch.turn_ids[mask]
-    for turn in range(int(turns.max()) + 1):
-        metrics[f"rollout/mismatch_kl_turn{turn}"] = float(kl[turns == turn].mean())
-    return metrics
-
-
-def mini_batches(batch: Batch, config: TrainConfig, step: int) -> Iterator[Batch]:
-    """Each epoch visits every trajectory once, in an order given by the seed, the step and the epoch."""
-    size = config.update.mini_batch_size
-    for epoch in range(config.update.epochs):
-        order = generator(config.seed, "mini_batches", step, epoch).permutation(len(batch))
-        for start in range(0, len(order), size):
-            yield batch.rows(order[start : start + size].tolist())
-
-
-def steps_of_batch(config: TrainConfig) -> int:
-    """Optimizer steps for each rollout batch from which no trajectory was excluded."""
-    return config.update.epochs * -(-config.rollout.batch_size // config.update.mini_batch_size)
-
-
-def learning_rate(optim: OptimConfig, base: float, warmup_ratio: float, done: int, total: int) -> float:
-    """Rate of optimizer step ``done`` (0-based) of ``total``: a linear warm-up, then the schedule."""
-    warmup = round(warmup_ratio * total)
-    if done < warmup:
-        return base * (done + 1) / warmup
-    if optim.schedule == "constant":
-        return base
-    progress = (done - warmup) / max(1, total - warmup)
-    return base * (
-        1.0 - progress if optim.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
 
 
 def clip_limit(limit: float, scales: Normalization, optim: OptimConfig) -> float:

@@ -1,0 +1,37 @@
+"""Which trajectories an optimizer step is taken on, and at what learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from sorl_train.batch import Batch
+from sorl_train.config import OptimConfig, TrainConfig
+from sorl_train.seeds import generator
+
+
+def mini_batches(batch: Batch, config: TrainConfig, step: int) -> Iterator[Batch]:
+    """Each epoch visits every trajectory once, in an order given by the seed, the step and the epoch."""
+    size = config.update.mini_batch_size
+    for epoch in range(config.update.epochs):
+        order = generator(config.seed, "mini_batches", step, epoch).permutation(len(batch))
+        for start in range(0, len(order), size):
+            yield batch.rows(order[start : start + size].tolist())
+
+
+def steps_of_batch(config: TrainConfig) -> int:
+    """Optimizer steps for each rollout batch from which no trajectory was excluded."""
+    return config.update.epochs * -(-config.rollout.batch_size // config.update.mini_batch_size)
+
+
+def learning_rate(optim: OptimConfig, base: float, warmup_ratio: float, done: int, total: int) -> float:
+    """Rate of optimizer step ``done`` (0-based) of ``total``: a linear warm-up, then the schedule."""
+    warmup = round(warmup_ratio * total)
+    if done < warmup:
+        return base * (done + 1) / warmup
+    if optim.schedule == "constant":
+        return base
+    progress = (done - warmup) / max(1, total - warmup)
+    return base * (
+        1.0 - progress if optim.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
