@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
-from sorl_env import Example, Limits, ParsedTurn, Task, ToolReply
+from sorl_env import Example, Limits, ParsedTurn, Task, ToolReply, ToolUseEnv
 from sorl_env.rewards import exact_match
 
 EXAMPLES = tuple(Example(str(i), f"Question {i}?", (f"gold {i}",), metadata={"number": i}) for i in range(6))
+
+SEARCH = "<think>a</think><search>who</search>"
+ANSWER = "<think>b</think><answer>gold {}</answer>"
+INVALID = "no tags"
 
 
 class CannedSearch:
@@ -66,6 +70,11 @@ def make_task(canned: CannedSearch) -> Callable[..., Task]:
 @pytest.fixture
 def task(make_task: Callable[..., Task]) -> Task:
     return make_task()
+
+
+@pytest.fixture
+def env(task: Task) -> ToolUseEnv:
+    return ToolUseEnv(task)
 
 
 @pytest.fixture(scope="session")

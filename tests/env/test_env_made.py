@@ -1,0 +1,57 @@
+"""What an environment is made of, and what it closes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sorl_env import Limits, Task, ToolSettings, ToolUseEnv, ToolUseVectorEnv, UserError
+
+
+def test_shortcuts_reach_the_tools_settings(make_task: Callable[..., Task], canned: Any) -> None:
+    seen: list[ToolSettings] = []
+
+    def build(settings: ToolSettings) -> list[Any]:
+        seen.append(settings)
+        return [canned]
+
+    task = make_task(tools=build)
+    ToolUseEnv(task, corpus="c.jsonl", tool_settings=ToolSettings(top_k=5))
+    ToolUseEnv(task, search_url="http://retriever")
+    ToolUseEnv(task, tools=[])
+    assert seen == [ToolSettings(corpus="c.jsonl", top_k=5), ToolSettings(search_url="http://retriever")]
+
+
+def test_closing_closes_what_was_built_for_the_environment(
+    make_task: Callable[..., Task], canned: Any
+) -> None:
+    closed: list[str] = []
+    canned.close = lambda: closed.append("closed")
+    built = make_task(tools=lambda settings: [canned])
+    for env in (ToolUseEnv(make_task()), ToolUseEnv(built, tools=[canned]), ToolUseEnv(built).spawn()):
+        env.close()
+    assert closed == []
+    ToolUseEnv(built).close()
+    ToolUseVectorEnv(3, built).close()
+    assert closed == ["closed", "closed"]
+
+
+def test_limits_are_checked() -> None:
+    for field, value in (
+        ("max_turns", 0),
+        ("max_new_tokens", -1),
+        ("max_trajectory_tokens", 1),
+        ("max_seconds", 0.0),
+    ):
+        with pytest.raises(ValueError, match=f"limits.{field} must be .*, not {re.escape(str(value))}"):
+            Limits(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_task_by_reference_with_knobs() -> None:
+    env = ToolUseEnv("minihop", split="test")
+    assert env.task.name == "minihop" and env.examples.split == "test"
+    with pytest.raises(UserError, match="has no knob 'hopss'"):
+        ToolUseEnv("minihop", knobs={"hopss": 3})

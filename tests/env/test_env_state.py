@@ -1,0 +1,121 @@
+"""An environment's state, those spawned from it, and how it shows a dialogue."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gymnasium.error import ResetNeeded
+
+from sorl_env import Example, Task, ToolUseEnv, UserError
+
+from .conftest import ANSWER, INVALID, SEARCH
+
+
+@pytest.mark.parametrize("played", [[], [SEARCH], [SEARCH, INVALID], [ANSWER.format(0)]])
+def test_a_state_restores_the_episode_exactly(task: Task, played: list[str]) -> None:
+    def finish(env: ToolUseEnv) -> list[Any]:
+        """All there is to see from here on, the draws of later resets included; latencies aside."""
+        seen: list[Any] = [env.render()]
+        try:
+            for turn in (INVALID, SEARCH, ANSWER.format(0)):
+                result = env.step(turn)
+                calls = [call.reply for call in result.info.pop("tool_calls")]
+                seen += [*result, calls, env.render()]
+        except ResetNeeded as error:
+            seen.append(str(error))
+        return [*seen, *(env.reset() for _ in range(5))]
+
+    env = ToolUseEnv(task, render_mode="ansi")
+    env.reset(seed=11)
+    env.begin_episode(0)
+    for turn in played:
+        env.step(turn)
+    state = env.get_state()
+    expected = finish(env)
+    env.set_state(state)
+    assert finish(env) == expected
+    elsewhere = env.spawn()
+    elsewhere.set_state(pickle.loads(pickle.dumps(state)))
+    assert elsewhere.np_random_seed == 11
+    assert finish(elsewhere) == expected
+
+
+def test_states_are_checked(env: ToolUseEnv, make_task: Callable[..., Task]) -> None:
+    fresh = env.get_state()
+    env.reset(options={"index": 4})
+    state = env.get_state()
+    other = ToolUseEnv(make_task(embedded=lambda split: [Example("x", "?")]))
+    with pytest.raises(ValueError, match="the state is of example '4', which is not number 4 here"):
+        other.set_state(state)
+    env.begin_turn(SEARCH)
+    with pytest.raises(RuntimeError, match=r"call finish_turn\(\) first"):
+        env.get_state()
+    env.set_state(fresh)
+    with pytest.raises(ResetNeeded):
+        env.step(SEARCH)
+
+
+def test_spawned_environments_share_what_is_constant_and_nothing_else(env: ToolUseEnv) -> None:
+    env.reset(options={"index": 0})
+    env.step(SEARCH)
+    other = env.spawn()
+    assert (other.toolbox, other.examples, other.task) == (env.toolbox, env.examples, env.task)
+    with pytest.raises(ResetNeeded):
+        other.step(SEARCH)
+    other.reset(options={"index": 1})
+    other.step(INVALID)
+    other.action_space.seed(1)
+    assert env.example.id == "0"
+    assert env.step(ANSWER.format(0)).reward == 1.0
+    assert other.step(ANSWER.format(1)).info["turn"] == 1
+
+
+def test_the_dialogue_is_shown_as_in_the_papers_table(make_task: Callable[..., Task]) -> None:
+    example = Example("m", "Which one is not a treatment?", ("A",), {"A": "Radiation", "B": "Surgery"})
+    env = ToolUseEnv(make_task(embedded=lambda split: [example]), render_mode="ansi")
+    env.reset()
+    env.step("<think>Hmm.</think>\n<search>role of radiation</search>")
+    env.step("<think>Ah-ha!</think>\n<answer>A</answer>")
+    shown = env.render()
+    assert shown is not None
+    assert re.sub(r"\x1b\[\d+m", "", shown).splitlines() == [
+        "-" * 80,
+        "Question: Which one is not a treatment?",
+        "",
+        "Options:",
+        "A: Radiation",
+        "B: Surgery",
+        "-" * 80,
+        "<think>Hmm.</think>",
+        "<search>role of radiation</search>",
+        "",
+        "<information>",
+        "Doc 1 (Canned): about role of radiation",
+        "</information>",
+        "-" * 80,
+        "<think>Ah-ha!</think>",
+        "<answer>A</answer>",
+        "-" * 80,
+    ]
+    colours = dict(re.findall(r"\x1b\[(\d+)m</?(\w+)>\x1b\[0m", shown))
+    assert colours == {"34": "think", "36": "search", "90": "information", "31": "answer"}
+
+
+def test_no_text_talks_to_the_terminal(task: Task) -> None:
+    env = ToolUseEnv(task, render_mode="ansi")
+    env.reset()
+    env.step("<think>\033[2J</think><search>x</search>")
+    shown = env.render()
+    assert shown is not None and "\033[2J" not in shown and "\N{SYMBOL FOR ESCAPE}[2J" in shown
+
+
+def test_render_modes(task: Task) -> None:
+    env = ToolUseEnv(task)
+    env.reset()
+    assert env.render() is None
+    with pytest.raises(UserError, match="there is no render mode 'human'; use 'ansi' or None"):
+        ToolUseEnv(task, render_mode="human")
