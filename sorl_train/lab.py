@@ -205,12 +205,13 @@ def _run_side_by_side(runs: Sequence[Run], folder: Path, jobs: int, lock: int) -
 
 def _end(running: Collection[subprocess.Popen[bytes]]) -> None:
     """Have them save and end; each further Ctrl-C is passed on, as they do not get the terminal's."""
-    while any(process.poll() is None for process in running):
-        for process in running:
-            process.send_signal(signal.SIGINT)  # none for one that has ended
+    while True:
         try:
             for process in running:
+                process.send_signal(signal.SIGINT)  # none for one that has ended
+            for process in running:
                 process.wait()
+            return
         except KeyboardInterrupt:
             continue
 

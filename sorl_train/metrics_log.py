@@ -54,7 +54,13 @@ class MetricsLog:
             self._wandb.log(finite, step=step)
 
     def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps, and the half line that a killed run may have left."""
+        """Drop the lines of later steps, and the half line that a killed run may have left.
+
+        W&B takes no earlier step again: after a roll-back its curves go on where the steps are new.
+        """
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None  # the next one has TensorBoard hide the steps that come again
         for path in (self._run_dir.metrics, self._run_dir.timings):
             if path.is_file():
                 kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
@@ -76,7 +82,7 @@ class MetricsLog:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # Events of a killed run at this step or later are hidden by TensorBoard.
+            # Events of a killed or rolled-back run at this step or later are hidden by TensorBoard.
             self._writer = SummaryWriter(log_dir=str(self._run_dir.tensorboard), purge_step=step)
         return self._writer
 

@@ -231,6 +231,19 @@ def test_tensorboard_events(run: RunDir) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss/a")] == [(1, 0.5)]
 
 
+def test_tensorboard_shows_a_step_that_was_taken_back_once(run: RunDir) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLog(run) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"loss/a": float(step)})
+        log.truncate_after(1)
+        log.log(2, {"loss/a": 20.0})
+    events = EventAccumulator(str(run.tensorboard)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss/a")] == [(1, 1.0), (2, 20.0)]
+
+
 def test_a_missing_package_is_said_before_training(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"log\.wandb=mine needs the package 'wandb'"):
