@@ -203,7 +203,7 @@ def _events(file: Path, notes: list[str]) -> list[Row]:
     """The events in the order in which they came about; most runs have none, and then no file."""
     if not file.is_file():
         return []
-    found = []
+    found: list[Row] = []
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             event = _mapping(json.loads(line))
