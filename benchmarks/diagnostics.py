@@ -56,7 +56,7 @@ class BareUpdate(PolicyUpdate):
 
     def _diagnose(self, mini: Batch, log_probs: Tensor) -> RatioDiagnostics:
         nothing = torch.zeros(0)
-        return _NoDiagnostics(nothing, nothing, nothing, nothing)
+        return _NoDiagnostics(nothing, nothing, nothing, (nothing, nothing, nothing))
 
 
 def make_engine(algo: str, folder: Path, overrides: dict[str, Any]) -> LocalEngine:

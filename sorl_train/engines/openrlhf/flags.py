@@ -125,6 +125,10 @@ def _problems(config: TrainConfig) -> list[str]:
         )
     if config.hardware.lora_rank:
         problems.append("hardware.lora_rank is for engine=local")
+    if config.hardware.dtype == "float32":
+        problems.append(
+            "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto"
+        )
     if cluster.zero_stage not in (2, 3):
         problems.append(f"cluster.zero_stage is 2 or 3, not {cluster.zero_stage}")
     if cluster.partial_rollout and not cluster.async_rollout:

@@ -256,13 +256,17 @@ class TrainStep:
         return _spread(batch, indices, parts)
 
     def evaluate_policy(self, limit: int, *, search_off: bool = False) -> dict[str, float]:
-        """Greedy success on the evaluation split."""
+        """Success on the evaluation split, drawn as by the local engine: greedy unless ``eval.temperature`` says so."""
+        temperature = self.config.eval.temperature
         kind = "search_off" if search_off else "eval"
         examples = len(self.eval_env.examples.examples)
         self.evaluator.eval_dataloader = evaluation_loader(self.config, examples, limit, kind)
         with self.timed("eval"):
             trajectories = self.evaluator.generate_eval_samples(
-                temperature=self.config.eval.temperature, top_p=1.0, n_samples_per_prompt=1, max_len=None
+                temperature=temperature,
+                top_p=self.config.sampler.top_p if temperature else 1.0,
+                n_samples_per_prompt=1,
+                max_len=None,
             )
         if search_off:
             return search_off_metrics(trajectories)

@@ -15,6 +15,7 @@ from sorl_env.registry import load_task
 from sorl_train.config_io import load_config
 from sorl_train.engines.openrlhf.flags import as_arguments, openrlhf_flags
 from sorl_train.engines.openrlhf.launch import CPU_MODE, _environment
+from sorl_train.environments import make_env
 from sorl_train.run_dir import RunDir
 
 from .conftest import SHORT
@@ -103,6 +104,24 @@ def test_sampling() -> None:
     assert parameters(actor.generate)[:3] == ["self", "prompt_token_ids", "sampling_params"]
     assert "llm_engine=self" in inspect.getsource(actor.generate_responses)
     assert "RolloutRayActor.options(" in inspect.getsource(vllm_engine.create_vllm_engines)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 0.9)])
+def test_an_evaluation_draws_as_the_local_engines(temperature: float, top_p: float) -> None:
+    from sorl_train.engines.openrlhf.train_step import TrainStep
+
+    asked: list[dict[str, Any]] = []
+
+    class Evaluator:
+        def generate_eval_samples(self, **how: Any) -> list[Any]:
+            asked.append(how)
+            return []
+
+    step = TrainStep()
+    step.config = load_config("quickstart", SHORT | {"eval.temperature": temperature, "sampler.top_p": 0.9})
+    step.eval_env, step.timings, step.evaluator = make_env(step.config, evaluation=True), {}, Evaluator()
+    assert step.evaluate_policy(4, search_off=True) == {}
+    assert [(how["temperature"], how["top_p"]) for how in asked] == [(temperature, top_p)]
 
 
 def test_the_gradient_is_divided_by_the_loss_scale_before_it_is_clipped() -> None:
