@@ -134,7 +134,13 @@ def _tell(study: Study, folder: Path, failed: Sequence[Run]) -> None:
         print("no run has finished yet")
     for run in study.runs:
         if run in failed:
-            why = f"failed (its log is {folder / 'logs' / run.id}.log)"
+            log = folder / "logs" / f"{run.id}.log"
+            last = [
+                line
+                for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+                if line.strip()
+            ]
+            why = f"failed ({last[-1] if last else 'without a word'}; its log is {log})"
         elif (folder / "runs" / run.id).is_dir() and not _finished(run, folder):
             why = "begun and not finished"
         else:

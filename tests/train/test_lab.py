@@ -35,6 +35,16 @@ def run_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return load_study("severe").runs[0]
 
 
+def test_a_run_that_fails_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = tmp_path / "mine.yaml"
+    study.write_text("settings: {task: minhop}\n")
+    assert main(["stability", "--config", str(study), "--out", str(tmp_path / "out")]) == 1
+    out, error = capsys.readouterr()
+    assert "1/1 FAILED" in out and out.endswith("no run has finished yet\n")
+    assert error.startswith("failed (sorl-train: there is no task 'minhop'. Did you mean 'minihop'?")
+    assert error.rstrip().endswith(".log), so not in the table: default, seed 0")
+
+
 @pytest.fixture(name="ctrl_c")
 def ctrl_c_fixture() -> Iterator[None]:
     """Ctrl-C as ``main`` has it: pytest's own may be ignored."""
