@@ -32,7 +32,10 @@ from sorl_train.update import (
     learning_rate,
     past_target_kl,
     set_lr,
+    sum_over_ranks,
 )
+
+PIECE = 1 << 24  # numbers
 
 
 def run_folder() -> RunDir:
@@ -78,8 +81,8 @@ class DeepSpeedStep:
         for every ZeRO stage, and the only one that never gathers a gradient.
         """
         optimizer = self.engine.optimizer
-        optimizer.check_overflow()
-        if optimizer.overflow:
+        is_zero_3 = self.engine.zero_optimization_stage() == 3
+        if is_zero_3 and not _is_finite(optimizer.grad_partitions_flat_buffer):
             return math.nan
         set_lr(optimizer, lr)
         usual_limit = optimizer.clip_grad
@@ -90,7 +93,14 @@ class DeepSpeedStep:
         finally:
             optimizer.override_loss_scale(1.0)
             optimizer.clip_grad = usual_limit
-        return float(self.engine.get_global_grad_norm()) / grad_scale
+        return math.nan if optimizer.overflow else float(self.engine.get_global_grad_norm()) / grad_scale
+
+
+def _is_finite(gradients: Tensor) -> bool:
+    """Whether all ranks' are; piece by piece, as looking at a whole shard takes as much memory again."""
+    finite = torch.stack([piece.isfinite().all() for piece in gradients.split(PIECE)]).all()
+    (broken,) = sum_over_ranks(float(not finite))
+    return not broken
 
 
 class DeepSpeedPolicyUpdate(PolicyUpdate):

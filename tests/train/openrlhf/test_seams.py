@@ -135,6 +135,14 @@ def test_the_gradient_is_divided_by_the_loss_scale_before_it_is_clipped() -> Non
         )
 
 
+def test_what_tells_that_a_gradient_is_not_finite() -> None:
+    """ZeRO-2 looks for it and steps aside, ZeRO-3 does not but has all gradients of a rank in one buffer."""
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    assert "if self.overflow:" in inspect.getsource(stage_1_and_2.DeepSpeedZeroOptimizer.step)
+    assert "isnan(self.grad_partitions_flat_buffer)" in inspect.getsource(stage3)
+
+
 def test_every_flag_exists(tmp_path: Path) -> None:
     config = load_config("quickstart", SHORT)
     limits = load_task("minihop").limits
