@@ -1,0 +1,74 @@
+"""The runs behind docs/stability.md, and what the page says of the grid of learning rates and reuse."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+MAIN = ("ppo", "so_ppo", "grpo", "so_grpo")
+REUSE = ("4, of 8", "4, 2 steps stale", "3, of 32", "6, of 16", "12, of 8")  # optimizer steps on a batch
+RATES = (5e-5, 1.6e-4, 5e-4, 1.6e-3, 5e-3)  # those that all rows of the grid have
+
+Run = Mapping[str, Any]
+
+
+def read(name: str) -> list[Run]:
+    """The runs of a study that are committed.
+
+    Raises:
+        ValueError: one is there twice, and would count twice.
+    """
+    path = DOCS / "stability" / f"{name}.jsonl"
+    runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    which = Counter((run["cell"], run["seed"]) for run in runs)
+    twice = [key for key, times in which.items() if times > 1]
+    if twice:
+        raise ValueError(f"{path}: more than once: {twice}")
+    return runs
+
+
+def reuse_of(run: Run) -> str:
+    """The row of a run: which study it is from says what it varied."""
+    if "rollout.max_staleness" in run:
+        return f"4, {run['rollout.max_staleness']} steps stale"
+    if "update.mini_batch_size" in run:
+        return f"{96 // run['update.mini_batch_size']}, of {run['update.mini_batch_size']}"
+    return f"{4 * run['update.epochs']}, of 8"
+
+
+def cells_of(runs: Sequence[Run], arm: str, figure: str) -> dict[tuple[str, float], list[float]]:
+    """A figure's values, one a seed, by reuse and rate."""
+    cells: dict[tuple[str, float], list[float]] = defaultdict(list)
+    for run in runs:
+        if run["arm"] == arm:
+            cells[reuse_of(run), run["optim.lr"]].append(run[figure])
+    return cells
+
+
+Cells = Mapping[tuple[str, float], Sequence[float]]
+
+
+def gain(cells: Cells, without: Cells, bar: float, draws: int = 2000) -> tuple[float, float, float]:
+    """How much larger one share of a grid is than the other, with a 95% bootstrap interval.
+
+    Drawn again are the points of the grid, for both the same ones, and the seeds within each.
+    """
+    generator = np.random.default_rng(0)
+    points = sorted(cells)
+    above = [[np.median(arm[point]) > bar for point in points] for arm in (cells, without)]
+    drawn = np.zeros((2, len(points), draws))
+    for of, arm in enumerate((cells, without)):
+        for row, point in enumerate(points):
+            values = np.asarray(arm[point])
+            seeds = generator.integers(0, len(values), size=(draws, len(values)))
+            drawn[of, row] = np.median(values[seeds], axis=1) > bar
+    again = generator.integers(0, len(points), size=(draws, len(points)))
+    more = (drawn[0] - drawn[1])[again, np.arange(draws)[:, None]].mean(axis=1)
+    low, high = np.quantile(more, [0.025, 0.975])
+    return float(np.mean(above[0]) - np.mean(above[1])), float(low), float(high)

@@ -1,0 +1,280 @@
+"""The tables of docs/stability.md, from the results files that are committed beside it.
+
+python benchmarks/stability_tables.py           # says which tables of the page differ; exit status 1 if one does
+python benchmarks/stability_tables.py --write   # puts them into the page
+
+A table stands in the page below a line ``<!-- table NAME -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+from stability_runs import DOCS, MAIN, RATES, REUSE, Run, cells_of, gain, read, reuse_of
+
+from sorl_train.alarm_lab import Recorded, count, judge, read_runs
+from sorl_train.config import AlarmConfig
+from sorl_train.study import interval, region
+
+PAGE = DOCS / "stability.md"
+CLASSES = ("tag", "reasoning", "query", "answer")
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lines of a table; an empty cell is one space."""
+    body = "".join(
+        "|" + "".join(f" {cell} |" if cell else " |" for cell in row) + "\n" for row in [header, *rows]
+    )
+    first, rest = body.split("\n", 1)
+    return f"{first}\n|{'---|' * len(header)}\n{rest}"
+
+
+def arms(runs: Sequence[Run], chosen: Mapping[str, str] | Sequence[str]) -> str:
+    """A line an arm that has runs: medians over seeds, and intervals of final over peak."""
+    named = chosen if isinstance(chosen, Mapping) else {arm: arm for arm in chosen}
+    rows = []
+    for arm, label in named.items():
+        own = [run for run in runs if run["arm"] == arm]
+        if own:
+            rows.append([label, str(len(own)), *_measured(own)])
+    header = (
+        "arm | seeds | peak | final | final / peak | of means | worst drop | collapsed | highest gradient norm "
+        "| clip fraction | normalized | mean rate"
+    )
+    return markdown(header.split(" | "), rows)
+
+
+def _measured(runs: Sequence[Run]) -> list[str]:
+    steps = [run["collapse_step"] for run in runs if run["collapse_step"] is not None]
+    return [
+        f"{_median(runs, 'peak'):.2f}",
+        f"{_median(runs, 'final'):.2f}",
+        _interval([run["kept"] for run in runs]),
+        _interval([run["kept_mean"] for run in runs]),
+        f"{_median(runs, 'worst_drop'):.2f}",
+        f"{len(steps)} of {len(runs)}" + (f", from step {np.median(steps):g}" if steps else ""),
+        f"{_median(runs, 'max_grad_norm'):.1f}",
+        f"{_median(runs, 'clip_frac'):.3f}",
+        f"{_median(runs, 'normalized'):.2f}",
+        f"{_median(runs, 'mean_rate'):.1e}",
+    ]
+
+
+def _median(runs: Sequence[Run], name: str) -> float:
+    return float(np.median([run[name] for run in runs]))
+
+
+def _interval(values: Sequence[float]) -> str:
+    median, low, high = interval(values)
+    return f"{median:.2f} ({low:.2f} to {high:.2f})" if len(values) > 1 else f"{median:.2f}"
+
+
+def grid(runs: Sequence[Run], chosen: Sequence[str] = MAIN) -> str:
+    """Algorithms by rates: final success; in brackets final over peak, of means, and the number of seeds."""
+    rates = sorted({run["optim.lr"] for run in runs})
+    cells = {
+        (arm, rate): [run for run in runs if run["arm"] == arm and run["optim.lr"] == rate]
+        for arm in chosen
+        for rate in rates
+    }
+    rows = [[arm, *(_cell(cells[arm, rate]) for rate in rates)] for arm in chosen]
+    return markdown(["", *(f"{rate:.1e}".replace("e-0", "e-") for rate in rates)], rows)
+
+
+def _cell(runs: Sequence[Run]) -> str:
+    if not runs:
+        return "-"
+    return f"{_median(runs, 'final'):.2f} ({_median(runs, 'kept_mean'):.2f}, {len(runs)})"
+
+
+def held(runs: Sequence[Run], bars: Sequence[float] = (0.95, 0.8)) -> str:
+    """By reuse: the highest rate up to which the median of final over peak, of means, stays above a bar."""
+    rows = []
+    for reuse in REUSE:
+        row = [reuse]
+        for arm in MAIN:
+            cells = cells_of([run for run in runs if reuse_of(run) == reuse], arm, "kept_mean")
+            kept = {rate: float(np.median(values)) for (_, rate), values in sorted(cells.items())}
+            row.append(" / ".join(_highest(kept, bar) for bar in bars))
+        rows.append(row)
+    return markdown(["optimizer steps a batch", *MAIN], rows)
+
+
+def _highest(kept: Mapping[float, float], bar: float) -> str:
+    good = list(itertools.takewhile(lambda rate: kept[rate] > bar, kept))
+    return f"{good[-1]:.1e}".replace("e-0", "e-") if good else "none"
+
+
+def shares(runs: Sequence[Run], bar: float = 0.95) -> str:
+    """The share of the grid where an algorithm keeps what it had, and how much more that is than without SO."""
+    rows = []
+    for arm, base in (("ppo", None), ("so_ppo", "ppo"), ("grpo", None), ("so_grpo", "grpo")):
+        row = [arm]
+        for figure in ("kept_mean", "kept"):
+            cells = cells_of(runs, arm, figure)
+            row.append("{:.0%} ({:.0%} to {:.0%})".format(*region(cells, bar)))
+            without = cells_of(runs, base, figure) if base else None
+            row.append("{:+.0%} ({:+.0%} to {:+.0%})".format(*gain(cells, without, bar)) if without else "")
+        rows.append([*row, f"{len(cells)} cells, {sum(map(len, cells.values()))} runs"])
+    header = ["", f"share above {bar}, of means", "more", "by single evaluations", "more", "of"]
+    return markdown(header, rows)
+
+
+def by_seed(runs: Sequence[Run]) -> str:
+    """A line an arm with the values of its seeds, for arms of one or two."""
+    rows = []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        own = sorted((run for run in runs if run["arm"] == arm), key=lambda run: int(run["seed"]))
+        collapsed = ", ".join(_step(run["collapse_step"]) for run in own)
+        final, peak = (", ".join(f"{run[name]:.2f}" for run in own) for name in ("final", "peak"))
+        figures = (f"{max(run['max_grad_norm'] for run in own):.1f}", f"{_median(own, 'clip_frac'):.3f}")
+        rows.append([arm, final, peak, collapsed, *figures, f"{_median(own, 'normalized'):.2f}"])
+    header = (
+        "arm | final success, by seed | peak | collapsed from step | highest gradient norm | clip fraction "
+        "| normalized"
+    )
+    return markdown(header.split(" | "), rows)
+
+
+def _step(step: float | None) -> str:
+    return "-" if step is None else f"{step:g}"
+
+
+def token_classes(runs: Sequence[Run], chosen: Sequence[str] = MAIN) -> str:
+    """The classes' shares of all tokens and of the clipped ones."""
+    rows = []
+    for arm in chosen:
+        own = [run for run in runs if run["arm"] == arm]
+        names = [f"{kind}_{name}" for name in CLASSES for kind in ("tokens", "clipped")]
+        rows.append(
+            [arm, *(f"{_median([run for run in own if run[name] is not None], name):.2f}" for name in names)]
+        )
+    header = [f"{name}, {of}" for name in CLASSES for of in ("all tokens", "the clipped")]
+    return markdown(["", *header], rows)
+
+
+def alarm() -> str:
+    """What the alarm sees of recorded runs, and whether it was set on them."""
+    others, held_out = (
+        read_runs([DOCS / "stability" / f"alarm_{name}.jsonl"]) for name in ("other_runs", "held_out")
+    )
+    sets = {
+        "rising rates, seeds 0 to 6: set on these": read_runs([DOCS / "stability" / "alarm_runs.jsonl"]),
+        "quickstarts: set on these": [run for run in others if run.study == "quickstart"],
+        "constant rates, earlier runs: looked at": [run for run in others if run.study != "quickstart"],
+        "rising rates, later seeds: held out": [run for run in held_out if run.study == "alarm"],
+        "constant rates, later runs: held out": [run for run in held_out if run.study != "alarm"],
+    }
+    header = "runs | collapsed | alarm 5 steps ahead | of those with 5 steps | before | in time | healthy | alarmed"
+    return markdown(header.split(" | "), [[name, *_alarmed(runs)] for name, runs in sets.items()])
+
+
+def _alarmed(runs: Sequence[Recorded]) -> list[str]:
+    found = count([judge(run, AlarmConfig()) for run in runs])
+    lost = ["", "", "", ""]
+    if found.collapsed:
+        ahead = f"{found.ahead} ({found.ahead / found.collapsed:.0%})"
+        lost = [ahead, f"{found.ahead} of {found.possible}", str(found.before), str(found.in_time)]
+    alarmed = f"{found.alarmed} ({found.alarmed / found.healthy:.0%})" if found.alarmed else "0"
+    return [str(found.collapsed), *lost, str(found.healthy), alarmed]
+
+
+def tables() -> dict[str, Callable[[], str]]:
+    """Name in the page to what makes the table."""
+    severe, region_runs, mini_batch, staleness = map(read, ("severe", "region", "mini_batch", "staleness"))
+    everywhere = [*region_runs, *mini_batch, *staleness]
+    control = {
+        "ppo": "ppo",
+        "so_ppo": "so_ppo",
+        "ppo lr 2.9e-4": "ppo at 2.9e-4",
+        "ppo target KL .02": "ppo, target KL .02",
+        "ppo dual clip 3": "ppo, dual clip 3",
+        "ppo grad clip .1": "ppo, gradient clipped at .1",
+        "grpo": "grpo",
+        "so_grpo": "so_grpo",
+        "grpo lr 2.6e-4": "grpo at 2.6e-4",
+        "grpo target KL .02": "grpo, target KL .02",
+        "grpo skip without signal": "grpo, no step without a signal",
+    }
+    parts = (
+        "ppo, turn_ppo, gspo, s_ppo, so_ppo, so_ppo rms .003, so_ppo token 1, so_ppo trajectory scope, "
+        "so_ppo gradient target"
+    )
+    so_grpo = (
+        "grpo, so_grpo, so_grpo rms .003, so_grpo token 1, so_grpo turn ratio, so_grpo KL .01, so_grpo KL .01 k2, "
+        "so_grpo skip without signal"
+    )
+    orders = [f"so_ppo gradient target, clipped {order}" for order in ("last", "first")]
+    return {
+        "severe": lambda: arms(severe, MAIN),
+        "region_12": lambda: grid([run for run in region_runs if run["update.epochs"] == 3]),
+        "region_4": lambda: grid([run for run in region_runs if run["update.epochs"] == 1]),
+        "held": lambda: held(everywhere),
+        "shares": lambda: shares([run for run in everywhere if run["optim.lr"] in RATES]),
+        "mini_batch_32": lambda: grid([run for run in mini_batch if run["update.mini_batch_size"] == 32]),
+        "mini_batch_16": lambda: grid([run for run in mini_batch if run["update.mini_batch_size"] == 16]),
+        "staleness": lambda: grid(staleness),
+        "cost": lambda: arms(
+            [*one_epoch(region_runs), *read("cost")],
+            ("ppo", "turn_ppo", "s_ppo", "so_ppo", "so_ppo rms .003"),
+        ),
+        "control": lambda: arms(severe, control),
+        "parts": lambda: arms(severe, [*parts.split(", "), *orders]),
+        "harder": lambda: by_seed(read("harder")),
+        "long_turns": lambda: arms(read("long_turns"), ("ppo", "turn_ppo", "s_ppo", "so_ppo")),
+        "so_grpo": lambda: arms(severe, so_grpo.split(", ")),
+        "token_classes": lambda: token_classes(severe),
+        "alarm": alarm,
+    }
+
+
+def one_epoch(runs: Sequence[Run]) -> list[Run]:
+    """Those at the rate of the study ``cost``."""
+    return [run for run in runs if (run["update.epochs"], run["optim.lr"]) == (1, 5e-4)]
+
+
+def rewritten(page: str) -> str:
+    """The page with each table as the results have it.
+
+    Raises:
+        KeyError: a marker with a name that no table has, or a table without a marker.
+    """
+    made, seen = tables(), set()
+
+    def replace(match: re.Match[str]) -> str:
+        seen.add(match["name"])
+        return f"{match['marker']}{made[match['name']]()}"
+
+    page = re.sub(r"(?P<marker><!-- table (?P<name>\w+) -->\n)(\|.*\n)*", replace, page)
+    if set(made) - seen:
+        raise KeyError(f"{PAGE} has no marker for {', '.join(sorted(set(made) - seen))}")
+    return page
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="put the tables into the page")
+    page = PAGE.read_text(encoding="utf-8")
+    new = rewritten(page)
+    if parser.parse_args(argv).write:
+        PAGE.write_text(new, encoding="utf-8")
+        return 0
+    old_lines, new_lines = page.splitlines(), new.splitlines()
+    differing = [line for line in new_lines if line not in old_lines]
+    print(
+        "\n".join(["these lines are not in the page:", *differing])
+        if new != page
+        else "the page's tables are these"
+    )
+    return int(new != page)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
