@@ -72,29 +72,29 @@ sorl.lines = (() => {
     }
   });
 
+  const logged = runs.map((run) => new Set(run.steps));
+
   // Median, lowest and highest over the line's runs at each step; null unless more than half of them have a value. On a
-  // log axis a value that is not positive counts as the lowest of all, and is not drawn: there the line is broken.
+  // log axis a value that is not positive counts as the lowest of all, and is not drawn (``off``). The line is broken
+  // there, and at a step that has none of a figure of each step: of a turn that no trajectory came to, say.
   const values = (line, figure, name) => {
     const drawn = (value) => (figure.axis === "log" && value <= 0 ? null : value);
+    const now = /^(eval|time)\//.test(name) ? () => false : (r, i) => logged[r].has(steps[i]);
     const columns = line.members.map((r) => ofRun(r, name));
-    if (columns.length === 1) {
-      const [column] = columns;
-      const known = column.map((value) => (value === null ? null : drawn(value)));
-      return { middle: known, low: null, high: null, broken: column.map((value, i) => value !== known[i]) };
-    }
     columns.forEach((column) => { column.real = column.map((value) => value !== null); });
     if (figure.holds) hold(line, columns);
-    const middle = [], low = [], high = [], broken = [];
+    const middle = [], low = [], high = [], off = [], broken = [];
     steps.forEach((_, i) => {
       const present = columns.map((column) => column[i]).filter((value) => value !== null).sort((a, b) => a - b);
       const enough = present.length > columns.length / 2;
       const most = enough ? drawn(present[present.length - 1]) : null;
       middle.push(enough ? drawn(median(present)) : null);
-      broken.push(enough && middle[i] === null);
+      off.push(enough && middle[i] === null);
+      broken.push(off[i] || (!enough && line.members.filter((r) => now(r, i)).length > columns.length / 2));
       low.push(most === null ? null : present.find((value) => drawn(value) !== null));
       high.push(most);
     });
-    return { middle, low, high, broken };
+    return columns.length === 1 ? { middle, off, broken, low: null, high: null } : { middle, off, broken, low, high };
   };
 
   return { steps, grouped, state, all, shown, isShown, isChosen, paint, family, ink, values };

@@ -118,6 +118,16 @@ sorl.plots = (() => {
     }
   });
 
+  // Values that a broken line would not show, having none to go on to: points, whether or not the others are.
+  const alone = (curve) => {
+    const pieces = [[]];
+    curve.middle.forEach((value, i) => {
+      if (value !== null) pieces[pieces.length - 1].push(i);
+      else if (curve.broken[i]) pieces.push([]);
+    });
+    return pieces.filter((piece) => piece.length === 1).flat();
+  };
+
   const options = (figure, curves, delta, width, onCursor, onFocus) => {
     const axis = {
       stroke: () => colour("muted"),
@@ -149,7 +159,12 @@ sorl.plots = (() => {
         stroke: () => colour(curve.ink),
         width: many ? 1.1 : 1.75,
         dash: curve.dash,
-        points: { size: 5, fill: () => colour(curve.ink), show: !many && curve.middle.filter((v) => v !== null).length <= 25 },
+        points: {
+          size: 5,
+          fill: () => colour(curve.ink),
+          show: !many && curve.middle.filter((v) => v !== null).length <= 25,
+          filter: (_, s, show) => (show ? null : alone(curve)),
+        },
       }))],
       hooks: {
         setCursor: [onCursor],
@@ -205,7 +220,7 @@ sorl.plots = (() => {
       while (i >= 0 && curve.middle[i] === null) i -= 1;
       return i;
     };
-    const shown = (curve, i, last) => (curve.broken[last] ? "0" : i < 0 ? "–" : format(curve.middle[i]));
+    const shown = (curve, i, last) => (curve.off[last] ? "0" : i < 0 ? "–" : format(curve.middle[i]));
     const rangeAt = ({ low, high }, i) => (i < 0 || !low ? "" : `${format(low[i])} to ${format(high[i])}`);
     return (index, focused) => {
       const hovering = typeof index === "number";
@@ -214,7 +229,7 @@ sorl.plots = (() => {
         const i = known(curves[c], last);
         node.textContent = shown(curves[c], i, last);
         node.title = rangeAt(curves[c], i);
-        node.classList.toggle("earlier", hovering && i !== last && !curves[c].broken[last]);
+        node.classList.toggle("earlier", hovering && i !== last && !curves[c].off[last]);
         cell.classList.toggle("focused", several && c === focused);
       }
       if (!nearest) return;
@@ -267,7 +282,7 @@ sorl.plots = (() => {
         if (!off.delete(name)) off.add(name);
         build();
       });
-      // A line goes on over steps without a value (undefined), and is broken where the axis has no place for it (null).
+      // uPlot draws a line on over steps that are undefined, and breaks it where they are null.
       const points = [steps, ...curves.map((curve) => curve.middle.map((value, i) => (value === null && !curve.broken[i] ? undefined : value)))];
       plot = new uPlot(options(figure, curves, delta, host.clientWidth, read, focus), points, host);
       if (zoom && zoom[0] !== null && (zoom[0] > steps[0] || zoom[1] < steps[steps.length - 1])) {

@@ -224,38 +224,47 @@ def test_a_run_that_ended_early_does_not_lift_the_median(
         ],  # step 3: .1 held, and 1; what is going on is not made up
         "low": [0.6, 0.1, 0.1, 0.1],
         "high": [0.6, 0.8, 0.9, 1.0],
+        "off": [False] * 4,
         "broken": [False] * 4,
     }
     # a norm is not held: the line ends where only one of three is left; the zero is off the log axis, but counted
     assert line("grad-norm", "loss/grad_norm") == {
         "middle": [1.0, 4.0, 4.0, None], "low": [1.0, 4.0, 2.0, None], "high": [1.0, 8.0, 6.0, None],
-        "broken": [False] * 4,
+        "off": [False] * 4, "broken": [False] * 4,
     }  # fmt: skip
 
 
-def test_a_zero_breaks_a_line_on_a_log_axis(
+def test_a_line_is_broken_where_it_has_no_value(
     browser: Any, make_run: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Of 8, 0, 8, none, 8 and 0 the line goes on from step 3 to 5, and not from 1 to 3; the last value reads 0."""
-    run = make_run(tmp_path / "run", steps=6, batch=3)
-    norms = [8.0, 0.0, 8.0, None, 8.0, 0.0]
-    lines = [{"step": step, "loss/grad_norm": norm} for step, norm in enumerate(norms, start=1)]
+    """Norms of 8, 8, 0, 8, none, 8 and 0: a log axis has no zero, and step 5 has no norm. Evaluations of steps 1 and 7
+    are joined: there is none in between. A value between two breaks is a point, also of a line that shows no others."""
+    norms = [8.0, 8.0, 0.0, 8.0, None, 8.0, 0.0]
+    expect_breaks(browser, make_run(tmp_path / "short", steps=7, batch=3), norms)
+    expect_breaks(browser, make_run(tmp_path / "long", steps=47, batch=3), [*norms, *[8.0] * 39, 0.0])
+
+
+def expect_breaks(browser: Any, run: Path, norms: list[float | None]) -> None:
+    lines = [
+        {"step": step, "loss/grad_norm": norm} | ({"eval/success": 0.5} if step in (1, 7) else {})
+        for step, norm in enumerate(norms, start=1)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "timings.jsonl").unlink()
-    browser.open(write_report([run], tmp_path / "report.html"))
-    blue = """((step) => {
-      const canvas = document.querySelector('#figure-grad-norm canvas');
-      const over = document.querySelector('#figure-grad-norm .u-over');
-      const x = Math.round(parseFloat(over.style.left) + over.clientWidth * (step - 1) / 5);
+    browser.open(write_report([run], run / "report.html"))
+    blue = """((figure, step) => {
+      const canvas = document.querySelector(`#figure-${figure} canvas`);
+      const over = document.querySelector(`#figure-${figure} .u-over`);
+      const x = Math.round(parseFloat(over.style.left) + over.clientWidth * (step - 1) / (sorl.lines.steps.length - 1));
       const strip = canvas.getContext('2d').getImageData(x - 1, 0, 3, canvas.height).data;
       for (let i = 0; i < strip.length; i += 4) {
         if (Math.abs(strip[i] - 47) + Math.abs(strip[i + 1] - 111) + Math.abs(strip[i + 2] - 219) < 40) return true;
       }
       return false;
     })"""
-    assert [browser.run(f"{blue}({step})") for step in (1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5.5)] == [
-        False, False, False, True, True, True, True, False,
-    ]  # fmt: skip
+    painted = {step: browser.run(f"{blue}('grad-norm', {step})") for step in (1.5, 3, 4, 5, 6, 7)}
+    assert [step for step, is_blue in painted.items() if is_blue] == [1.5, 4, 6]
+    assert all(browser.run(f"{blue}('success', {step})") for step in (1.5, 4, 6))
     assert readout(browser, "grad-norm") == ["0"]
 
 
