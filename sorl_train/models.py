@@ -114,6 +114,17 @@ def _merged(model: Any) -> Any:
     return plain
 
 
+def disable_dropout(model: nn.Module) -> None:
+    """From now on the model computes in training what it computes in sampling: a ratio of the two is to tell how far
+    the weights have moved, and nothing else."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():  # rates of functional dropout
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
 def _loading_failed(what: str, folder: str, error: Exception) -> str:
     path = Path(folder)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

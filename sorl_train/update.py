@@ -33,7 +33,7 @@ from sorl_train.losses import (
     policy_loss,
     value_loss,
 )
-from sorl_train.models import action_stats, autocast
+from sorl_train.models import action_stats, autocast, disable_dropout
 from sorl_train.schedule import learning_rate, mini_batches, steps_of_batch
 from sorl_train.scored_batch import batch_metrics, estimate_advantages, mismatch_metrics
 
@@ -120,6 +120,8 @@ class PolicyUpdate:
     def __init__(
         self, model: Any, optimizer: torch.optim.Optimizer, algorithm: Algorithm, config: TrainConfig
     ) -> None:
+        if config.stage == "rl":
+            disable_dropout(model)
         self.model = model
         self.optimizer = optimizer
         self.algorithm = algorithm
@@ -289,6 +291,7 @@ class CriticUpdate:
     """Optimizer steps of the critic."""
 
     def __init__(self, critic: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
+        disable_dropout(critic)
         self.critic = critic
         self.optimizer = optimizer
         self.config = config
