@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-from stability_runs import DOCS, MAIN, RATES, REUSE, Run, cells_of, read
+from stability_runs import DOCS, MAIN, RATES, REUSE, Run, average, cells_of, larger_mini_batch, read
 
-from sorl_train.study import interval, region
+from sorl_train.study import interval
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -37,7 +37,7 @@ def heat_maps(runs: Sequence[Run], out: Path) -> None:
                 number = f"{np.median(final[reuse, rate]):.2f}"
                 axis.text(column, row, number, ha="center", va="center", color=colour, fontsize=9)
         image = axis.imshow(kept, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower")
-        share, low, high = region(cells)
+        share, low, high = average(cells, bar=0.95)
         axis.set_title(f"{arm}: {share:.0%} ({low:.0%} to {high:.0%})", fontsize=10)
         axis.set_xticks(range(len(RATES)), [f"{rate:.1e}".replace("e-0", "e-") for rate in RATES], fontsize=8)
         axis.set_yticks(range(len(REUSE)), REUSE, fontsize=9)
@@ -48,23 +48,28 @@ def heat_maps(runs: Sequence[Run], out: Path) -> None:
     plt.close(figure)
 
 
-def curves(runs: Sequence[Run], out: Path) -> None:
-    """Success over steps in the severe setting: the median over seeds, and each seed behind it."""
-    figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    for arm in MAIN:
-        own = [dict(map(tuple, run["curve"])) for run in runs if run["arm"] == arm]
-        last = max(step for curve in own for step in curve)
-        filled = np.array(
-            [[curve.get(step, list(curve.values())[-1]) for step in range(last + 1)] for curve in own]
-        )
-        for row in filled:
-            axis.plot(row, color=COLOURS[arm], alpha=0.25, linewidth=1)
-        axis.plot(
-            np.median(filled, axis=0), color=COLOURS[arm], linewidth=2.5, label=f"{arm} ({len(own)} seeds)"
-        )
-    axis.set(xlabel="training step", ylabel="greedy success, held out", ylim=(0, 1.02))
-    axis.legend(loc="lower left", fontsize=9)
-    axis.grid(alpha=0.3)
+def curves(settings: Mapping[str, Sequence[Run]], out: Path) -> None:
+    """Success over steps in severe settings, one panel each: the median over seeds, and each seed behind it.
+
+    A run that was ended early counts on as it was last.
+    """
+    figure, axes = plt.subplots(1, len(settings), figsize=(11, 3.6), sharey=True, layout="constrained")
+    for axis, (title, runs) in zip(axes, settings.items(), strict=True):
+        for arm in MAIN:
+            own = [dict(map(tuple, run["curve"])) for run in runs if run["arm"] == arm]
+            last = max(step for curve in own for step in curve)
+            filled = np.array(
+                [[curve.get(step, list(curve.values())[-1]) for step in range(last + 1)] for curve in own]
+            )
+            for row in filled:
+                axis.plot(row, color=COLOURS[arm], alpha=0.25, linewidth=1)
+            label = f"{arm} ({len(own)} seeds)"
+            axis.plot(np.median(filled, axis=0), color=COLOURS[arm], linewidth=2.5, label=label)
+        axis.set_title(title, fontsize=10)
+        axis.set(xlabel="training step", ylim=(0, 1.02))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("greedy success, held out")
+    axes[0].legend(loc="lower left", fontsize=9)
     figure.savefig(out, dpi=130)
     plt.close(figure)
 
@@ -97,7 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         [run for study in ("region", "mini_batch", "staleness") for run in read(study)],
         out / "stability_region.png",
     )
-    curves([run for run in severe if run["arm"] in MAIN], out / "stability_severe.png")
+    settings = {
+        "12 optimizer steps of 8 trajectories on each batch, rate 5e-4": severe,
+        "3 of 32, rate 1.6e-3": larger_mini_batch(),
+    }
+    curves(settings, out / "stability_severe.png")
     remedies(severe, out / "stability_remedies.png")
     return 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MAIN = ("ppo", "so_ppo", "grpo", "so_grpo")
@@ -33,6 +34,13 @@ def read(name: str) -> list[Run]:
     return runs
 
 
+def larger_mini_batch() -> list[Run]:
+    """The second severe setting: a whole batch in a mini-batch, three epochs, at three times the rate."""
+    return [
+        run for run in read("mini_batch") if (run["update.mini_batch_size"], run["optim.lr"]) == (32, 1.6e-3)
+    ]
+
+
 def reuse_of(run: Run) -> str:
     """The row of a run: which study it is from says what it varied."""
     if "rollout.max_staleness" in run:
@@ -54,21 +62,27 @@ def cells_of(runs: Sequence[Run], arm: str, figure: str) -> dict[tuple[str, floa
 Cells = Mapping[tuple[str, float], Sequence[float]]
 
 
-def gain(cells: Cells, without: Cells, bar: float, draws: int = 2000) -> tuple[float, float, float]:
-    """How much larger one share of a grid is than the other, with a 95% bootstrap interval.
+def average(
+    cells: Cells, without: Cells | None = None, bar: float | None = None, draws: int = 2000
+) -> tuple[float, float, float]:
+    """Over the grid, the mean of medians over seeds, or the share of them above ``bar``; with a 95% bootstrap interval.
 
-    Drawn again are the points of the grid, for both the same ones, and the seeds within each.
+    With ``without``, how much more that is than theirs. Drawn again are the points of the grid, for both the same
+    ones, and the seeds within each.
     """
     generator = np.random.default_rng(0)
     points = sorted(cells)
-    above = [[np.median(arm[point]) > bar for point in points] for arm in (cells, without)]
-    drawn = np.zeros((2, len(points), draws))
-    for of, arm in enumerate((cells, without)):
-        for row, point in enumerate(points):
+
+    def of(medians: NDArray[np.float64]) -> NDArray[np.float64]:
+        return medians if bar is None else (medians > bar).astype(np.float64)
+
+    value, drawn = 0.0, np.zeros((len(points), draws))
+    for sign, arm in ((1.0, cells), (-1.0, without)):
+        for row, point in enumerate(points if arm is not None else ()):
             values = np.asarray(arm[point])
             seeds = generator.integers(0, len(values), size=(draws, len(values)))
-            drawn[of, row] = np.median(values[seeds], axis=1) > bar
+            drawn[row] += sign * of(np.median(values[seeds], axis=1))
+            value += sign * float(of(np.median(values))) / len(points)
     again = generator.integers(0, len(points), size=(draws, len(points)))
-    more = (drawn[0] - drawn[1])[again, np.arange(draws)[:, None]].mean(axis=1)
-    low, high = np.quantile(more, [0.025, 0.975])
-    return float(np.mean(above[0]) - np.mean(above[1])), float(low), float(high)
+    low, high = np.quantile(drawn[again, np.arange(draws)[:, None]].mean(axis=1), [0.025, 0.975])
+    return value, float(low), float(high)

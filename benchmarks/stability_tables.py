@@ -15,13 +15,16 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
-from stability_runs import DOCS, MAIN, RATES, REUSE, Run, cells_of, gain, read, reuse_of
+from stability_runs import DOCS, MAIN, RATES, REUSE, Run, average, cells_of, larger_mini_batch, read, reuse_of
 
+from sorl_train.alarm import CollapseAlarm
 from sorl_train.alarm_lab import Recorded, count, judge, read_runs
 from sorl_train.config import AlarmConfig
-from sorl_train.study import interval, region
+from sorl_train.study import interval
 
 PAGE = DOCS / "stability.md"
+EARLY = 3  # steps after which strain says something
+STRAINS = (0.0, 0.07, 0.15, 0.2, 0.25, 1.0)
 CLASSES = ("tag", "reasoning", "query", "answer")
 
 
@@ -110,19 +113,21 @@ def _highest(kept: Mapping[float, float], bar: float) -> str:
     return f"{good[-1]:.1e}".replace("e-0", "e-") if good else "none"
 
 
-def shares(runs: Sequence[Run], bar: float = 0.95) -> str:
-    """The share of the grid where an algorithm keeps what it had, and how much more that is than without SO."""
+def shares(runs: Sequence[Run]) -> str:
+    """Over the grid, how much of what it had an algorithm keeps, and how much more that is than without SO."""
     rows = []
     for arm, base in (("ppo", None), ("so_ppo", "ppo"), ("grpo", None), ("so_grpo", "grpo")):
-        row = [arm]
-        for figure in ("kept_mean", "kept"):
-            cells = cells_of(runs, arm, figure)
-            row.append("{:.0%} ({:.0%} to {:.0%})".format(*region(cells, bar)))
-            without = cells_of(runs, base, figure) if base else None
-            row.append("{:+.0%} ({:+.0%} to {:+.0%})".format(*gain(cells, without, bar)) if without else "")
+        cells, row = cells_of(runs, arm, "kept_mean"), [arm]
+        without = cells_of(runs, base, "kept_mean") if base else None
+        for bar in (0.95, 0.8, None):
+            own, more = ("{:.0%} ({:.0%} to {:.0%})", "{:+.0%} ({:+.0%} to {:+.0%})")
+            if bar is None:
+                own, more = ("{:.2f} ({:.2f} to {:.2f})", "{:+.2f} ({:+.2f} to {:+.2f})")
+            row.append(own.format(*average(cells, bar=bar)))
+            row.append(more.format(*average(cells, without, bar)) if without else "")
         rows.append([*row, f"{len(cells)} cells, {sum(map(len, cells.values()))} runs"])
-    header = ["", f"share above {bar}, of means", "more", "by single evaluations", "more", "of"]
-    return markdown(header, rows)
+    header = "share above .95 | more | share above .80 | more | mean of final / peak | more | of"
+    return markdown(["", *header.split(" | ")], rows)
 
 
 def by_seed(runs: Sequence[Run]) -> str:
@@ -158,13 +163,16 @@ def token_classes(runs: Sequence[Run], chosen: Sequence[str] = MAIN) -> str:
     return markdown(["", *header], rows)
 
 
+def records(name: str) -> list[Recorded]:
+    """Recorded runs that the alarm is judged on."""
+    return read_runs([DOCS / "stability" / f"alarm_{name}.jsonl"])
+
+
 def alarm() -> str:
     """What the alarm sees of recorded runs, and whether it was set on them."""
-    others, held_out = (
-        read_runs([DOCS / "stability" / f"alarm_{name}.jsonl"]) for name in ("other_runs", "held_out")
-    )
+    others, held_out = records("other_runs"), records("held_out")
     sets = {
-        "rising rates, seeds 0 to 6: set on these": read_runs([DOCS / "stability" / "alarm_runs.jsonl"]),
+        "rising rates, seeds 0 to 6: set on these": records("runs"),
         "quickstarts: set on these": [run for run in others if run.study == "quickstart"],
         "constant rates, earlier runs: looked at": [run for run in others if run.study != "quickstart"],
         "rising rates, later seeds: held out": [run for run in held_out if run.study == "alarm"],
@@ -182,6 +190,34 @@ def _alarmed(runs: Sequence[Recorded]) -> list[str]:
         lost = [ahead, f"{found.ahead} of {found.possible}", str(found.before), str(found.in_time)]
     alarmed = f"{found.alarmed} ({found.alarmed / found.healthy:.0%})" if found.alarmed else "0"
     return [str(found.collapsed), *lost, str(found.healthy), alarmed]
+
+
+def strain() -> str:
+    """At constant rates: what became of runs, by their strain over the first steps."""
+    found: dict[tuple[float, float], list[bool]] = {limits: [] for limits in itertools.pairwise(STRAINS)}
+    for run in (run for name in ("other_runs", "held_out") for run in records(name)):
+        lost, early = judge(run, AlarmConfig()).lost, strain_of(run, EARLY)
+        if run.study not in ("alarm", "quickstart") and early is not None and (lost is None or lost > EARLY):
+            found[next(limits for limits in found if early < limits[1])].append(lost is not None)
+    rows = []
+    for (low, high), collapsed in found.items():
+        named = (
+            f"{low:.2f} to {high:.2f}"
+            if low and high < 1
+            else f"below {high:.2f}"
+            if high < 1
+            else f"{low:.2f} or more"
+        )
+        rows.append([named, str(len(collapsed)), f"{sum(collapsed)} ({np.mean(collapsed):.0%})"])
+    return markdown([f"strain of steps 1 to {EARLY}", "runs", "collapsed later"], rows)
+
+
+def strain_of(run: Recorded, steps: int) -> float | None:
+    """After so many training steps; None where there were fewer."""
+    watch, trained = CollapseAlarm(AlarmConfig()), [line for line in run.lines if "loss/grad_norm" in line]
+    for line in trained[:steps]:
+        watch.observe(line["step"], line)
+    return watch.strain if len(trained) >= steps else None
 
 
 def tables() -> dict[str, Callable[[], str]]:
@@ -212,6 +248,7 @@ def tables() -> dict[str, Callable[[], str]]:
     orders = [f"so_ppo gradient target, clipped {order}" for order in ("last", "first")]
     return {
         "severe": lambda: arms(severe, MAIN),
+        "larger": lambda: arms(larger_mini_batch(), [*MAIN, "so_ppo rms .003", "so_grpo rms .003"]),
         "region_12": lambda: grid([run for run in region_runs if run["update.epochs"] == 3]),
         "region_4": lambda: grid([run for run in region_runs if run["update.epochs"] == 1]),
         "held": lambda: held(everywhere),
@@ -230,6 +267,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "so_grpo": lambda: arms(severe, so_grpo.split(", ")),
         "token_classes": lambda: token_classes(severe),
         "alarm": alarm,
+        "strain": strain,
     }
 
 

@@ -123,7 +123,9 @@ class LossConfig:
     kl_coef: float = opt(
         0.001, "weight of the KL to the reference model; 0 loads no reference", paper="0.001"
     )
-    kl_type: Literal["k1", "k2", "k3"] = opt("k3", "KL estimator")
+    kl_type: Literal["k1", "k2", "k3"] = opt(
+        "k3", "KL estimator; in the loss k3 explodes on tokens that became unlikely, k2 does not"
+    )
     kl_in: Literal["loss", "reward"] = opt("loss", "where the KL enters")
     entropy_coef: float = opt(0.0, "weight of the entropy bonus")
     value_clip: float | None = opt(None, "clip range of the value loss; None: not clipped")

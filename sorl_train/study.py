@@ -234,30 +234,6 @@ def interval(
     return float(np.median(data)), float(low), float(high)
 
 
-def region(
-    cells: Mapping[str, Sequence[float]], bar: float = 0.95, draws: int = 2000
-) -> tuple[float, float, float]:
-    """Share of cells whose median over seeds is above ``bar``, with a 95% bootstrap interval.
-
-    Drawn again are the cells, as another grid over the same range might have them, and the seeds within each.
-    """
-    generator = np.random.default_rng(0)
-    above = [np.median(values) > bar for values in cells.values()]
-    drawn = np.stack(
-        [
-            np.median(
-                np.asarray(values)[generator.integers(0, len(values), size=(draws, len(values)))], axis=1
-            )
-            > bar
-            for values in cells.values()
-        ]
-    )
-    again = generator.integers(0, len(cells), size=(draws, len(cells)))
-    shares = drawn[again, np.arange(draws)[:, None]].mean(axis=1)
-    low, high = np.quantile(shares, [0.025, 0.975])
-    return float(np.mean(above)), float(low), float(high)
-
-
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table: a line a cell, medians over seeds and, of several, the 95% intervals of these."""
     cells: dict[str, list[Mapping[str, Any]]] = {}

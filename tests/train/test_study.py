@@ -15,7 +15,7 @@ from sorl_train.config import GROUP_ALGOS
 from sorl_train.lab import main, write_results
 from sorl_train.losses import ALGORITHMS
 from sorl_train.run_dir import RunDir
-from sorl_train.study import interval, load_study, measure, region, table
+from sorl_train.study import interval, load_study, measure, table
 
 WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
 SMALL = {
@@ -166,18 +166,12 @@ def test_results_are_json_and_a_table_of_medians(tmp_path: Path) -> None:
     assert so_grpo.startswith("| so_grpo | 1 | 0.800 | 0.600 | 0.75 |") and "| 0/1 | 2 | 0.25 |" in so_grpo
 
 
-def test_interval_and_region() -> None:
+def test_interval() -> None:
     assert interval([0.5]) == (0.5, 0.5, 0.5)
     assert interval([1.0, math.inf, math.inf]) == (math.inf, 1.0, math.inf)
     values = np.random.default_rng(1).normal(0.7, 0.1, size=25)
     middle, low, high = interval(values.tolist())
     assert low < middle < high and high - low < 0.2 and middle == pytest.approx(np.median(values))
-    share, low, high = region({"a": [1.0, 1.0, 1.0], "b": [0.2, 0.3, 0.1], "c": [1.0, 0.2, 1.0]})
-    assert (share, low, high) == (pytest.approx(2 / 3), 0.0, 1.0)  # three cells say little
-    share, low, high = region({str(i): [float(i % 2)] for i in range(40)})
-    spread = 1.96 * math.sqrt(0.25 / 40)
-    expected = pytest.approx((0.5 - spread, 0.5 + spread), abs=0.03)
-    assert share == 0.5 and (low, high) == expected
 
 
 @pytest.mark.slow
