@@ -120,17 +120,20 @@ def test_the_alarm_sees_strain_and_not_the_outcome() -> None:
 # Runs looked at only after the rule and its limits had been committed.
 def test_held_out_runs_at_rising_rates() -> None:
     found = figures("alarm_held_out", rising=True)
-    assert found == Figures(4, 4, 4, 4, possible=4, healthy=19, alarmed=0)
+    assert found == Figures(13, 13, 13, 13, possible=13, healthy=19, alarmed=0)
     assert meets_the_bar(found)
 
 
-def test_held_out_collapses_are_seen_five_steps_ahead() -> None:
-    found = figures("alarm_held_out")
-    assert (found.collapsed, found.ahead) == (10, 10)
+def test_held_out_runs_at_constant_rates() -> None:
+    """Collapses that have five steps are seen, and so is most of what comes through."""
+    assert figures("alarm_held_out", rising=False) == Figures(
+        71, 31, 59, 70, possible=34, healthy=152, alarmed=126
+    )
 
 
 @pytest.mark.xfail(
-    strict=True, reason="all 10 collapses are seen, but 29 of 48 healthy runs alarm, see docs/stability.md"
+    strict=True,
+    reason="44 of 84 collapses are seen early (47 could be), 126 of 171 healthy runs alarm: docs/stability.md",
 )
 def test_held_out_runs_in_all_settings() -> None:
     assert meets_the_bar(figures("alarm_held_out"))
