@@ -159,9 +159,10 @@ def judge(run: Recorded, limits: AlarmConfig) -> Judged:
     for line in run.lines:
         found = watch.observe(line["step"], line) or found
         strains.append((line["step"], watch.strain))
-        if SUCCESS in line:
-            best = max(best, line[SUCCESS])
-            lost = (lost or line["step"]) if line[SUCCESS] < COLLAPSED * best else None
+        success = line.get(SUCCESS)
+        if success is not None:
+            best = max(best, success)
+            lost = (lost or line["step"]) if success < COLLAPSED * best else None
     early = [strain for step, strain in strains if lost is None or step <= lost - AHEAD]
     return Judged(lost, found, max(early, default=None))
 
@@ -189,7 +190,7 @@ def table(runs: Sequence[Recorded], judged: Sequence[Judged]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run, one in zip(runs, judged, strict=True):
-        success = [line[SUCCESS] for line in run.lines if SUCCESS in line]
+        success = [line[SUCCESS] for line in run.lines if line.get(SUCCESS) is not None]
         columns = (
             run.cell,
             run.seed,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sorl_train.alarm_lab import Figures, Recorded, count, judge, read_runs, write_records
+from sorl_train.alarm_lab import Figures, Recorded, count, judge, read_runs, table, write_records
 from sorl_train.config import AlarmConfig
 from sorl_train.lab import main
 from sorl_train.run_dir import RunDir
@@ -39,6 +39,13 @@ def test_half_the_peak_is_lost_when_success_stays_below_it() -> None:
         pytest.approx(0.01),
     )  # five steps ahead of step 3 there is none
     assert count([lost, back]) == Figures(1, 0, 1, 1, possible=0, healthy=1, alarmed=0)
+
+
+def test_an_evaluation_without_a_figure_says_nothing() -> None:
+    silent = run((0.8, 0.7, 0.6))
+    silent = Recorded("a study", "an arm", 3, [*silent.lines, CALM | {"step": 4, "eval/success": None}])
+    assert judge(silent, AlarmConfig()).lost is None
+    assert "| 0.800 | 0.600 |" in table([silent], [judge(silent, AlarmConfig())])
 
 
 def test_strain_is_that_of_the_steps_with_time_left() -> None:
