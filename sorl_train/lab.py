@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train import alarm_lab
@@ -120,8 +121,7 @@ def _stability(arguments: argparse.Namespace) -> int:
 
 def _tell(study: Study, folder: Path, failed: Sequence[Run]) -> None:
     """Write the results and the page, print the table, and name the runs that are not in it."""
-    write_results(study, folder)
-    results = results_of(study, folder)
+    results = write_results(study, folder)
     if results:
         print(table(results))
         others = {run.path.name for run in find_runs([folder])} - {run.id for run in study.runs}
@@ -241,12 +241,12 @@ def _finished(run: Run, folder: Path) -> bool:
     return RunDir(folder / "runs" / run.id).summary.is_file()
 
 
-def write_results(study: Study, folder: Path) -> Path:
-    """``results.jsonl``: a line for each finished run."""
+def write_results(study: Study, folder: Path) -> list[dict[str, Any]]:
+    """``results.jsonl``: a line for each finished run; returns what is in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "results.jsonl"
-    atomic_write(path, "".join(f"{json.dumps(line)}\n" for line in results_of(study, folder)))
-    return path
+    results = results_of(study, folder)
+    atomic_write(folder / "results.jsonl", "".join(f"{json.dumps(line)}\n" for line in results))
+    return results
 
 
 if __name__ == "__main__":
