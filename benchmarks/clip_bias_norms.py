@@ -31,8 +31,9 @@ from sorl_train.engines.local.engine import LocalEngine
 from sorl_train.losses import get_algorithm, loss_denominator, policy_loss
 from sorl_train.manifest import environment_facts
 from sorl_train.run_dir import RunDir
+from sorl_train.scored_batch import estimate_advantages
 from sorl_train.seeds import generator
-from sorl_train.update import Means, PolicyUpdate, estimate_advantages
+from sorl_train.update import Means, PolicyUpdate
 
 BATCH = 256
 SIZES = (16, 64, 256)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sorl_train import update
+from sorl_train import scored_batch
 from sorl_train.alarm import CollapseAlarm
 from sorl_train.batch import Batch, collate
 from sorl_train.cold_start import resolve_model
@@ -36,7 +36,8 @@ from sorl_train.manifest import environment_facts
 from sorl_train.metrics import rollout_metrics, staleness
 from sorl_train.models import action_stats
 from sorl_train.run_dir import RunDir
-from sorl_train.update import PolicyUpdate, estimate_advantages
+from sorl_train.scored_batch import estimate_advantages
+from sorl_train.update import PolicyUpdate
 
 BAR = 0.05  # of a step
 
@@ -108,7 +109,7 @@ def measure(algo: str, rounds: int, overrides: dict[str, Any]) -> dict[str, Any]
             "off": without_diagnostics(make_engine(algo, Path(folder) / "off", overrides)),
         }
         seconds: dict[str, list[float]] = {name: [] for name in steps}
-        batch_metrics = update.batch_metrics
+        batch_metrics = scored_batch.batch_metrics
         for number in range(rounds + 1):
             for name in ("on", "off") if number % 2 else ("off", "on"):
                 _replace_batch_metrics(batch_metrics if name == "on" else lambda batch: {})

@@ -45,7 +45,7 @@ from sorl_train.environments import make_env
 from sorl_train.metrics import rollout_metrics
 from sorl_train.models import load_policy, load_tokenizer
 from sorl_train.run_dir import RunDir
-from sorl_train.update import estimate_advantages
+from sorl_train.scored_batch import estimate_advantages
 
 INSTALL = "pip install trl==1.16.0 (or: pip install 'sorl[bench]')"
 STEP_RATIO, ROLLOUT_RATIO = 0.7, 1.5  # at most, at least

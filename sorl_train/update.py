@@ -34,25 +34,6 @@ from sorl_train.losses import (
     value_loss,
 )
 from sorl_train.models import action_stats, autocast, disable_dropout
-from sorl_train.schedule import learning_rate, mini_batches, steps_of_batch
-from sorl_train.scored_batch import batch_metrics, estimate_advantages, mismatch_metrics
-
-__all__ = [
-    "CriticUpdate",
-    "Means",
-    "NonFiniteError",
-    "PolicyUpdate",
-    "batch_metrics",
-    "clip_limit",
-    "estimate_advantages",
-    "learning_rate",
-    "mini_batches",
-    "mismatch_metrics",
-    "past_target_kl",
-    "set_lr",
-    "steps_of_batch",
-    "sum_over_ranks",
-]
 
 
 class NonFiniteError(RuntimeError):

@@ -38,21 +38,13 @@ from sorl_train.models import (
 )
 from sorl_train.policy_card import write_policy_card
 from sorl_train.run_dir import RunDir
+from sorl_train.schedule import learning_rate, mini_batches, steps_of_batch
+from sorl_train.scored_batch import batch_metrics
 from sorl_train.summary import Summary
 from sorl_train.token_classes import TokenClassifier
 from sorl_train.token_records import token_records
 from sorl_train.token_stats_io import write_token_records
-from sorl_train.update import (
-    CriticUpdate,
-    Means,
-    NonFiniteError,
-    PolicyUpdate,
-    batch_metrics,
-    learning_rate,
-    mini_batches,
-    past_target_kl,
-    steps_of_batch,
-)
+from sorl_train.update import CriticUpdate, Means, NonFiniteError, PolicyUpdate, past_target_kl
 
 
 @dataclasses.dataclass(frozen=True)

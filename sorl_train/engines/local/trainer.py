@@ -27,9 +27,10 @@ from sorl_train.environments import env_facts
 from sorl_train.metrics import rollout_metrics, staleness
 from sorl_train.metrics_log import MetricsLog
 from sorl_train.run_dir import RunDir, atomic_write
+from sorl_train.scored_batch import estimate_advantages
 from sorl_train.summary import out_of_patience
 from sorl_train.trajectory_card import write_trajectory_card
-from sorl_train.update import NonFiniteError, estimate_advantages
+from sorl_train.update import NonFiniteError
 
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
 

@@ -41,17 +41,12 @@ from sorl_train.metrics import (
 from sorl_train.metrics_log import MetricsLog
 from sorl_train.plan import model_shape
 from sorl_train.policy_card import write_policy_card
+from sorl_train.schedule import mini_batches, steps_of_batch
+from sorl_train.scored_batch import batch_metrics, estimate_advantages, mismatch_metrics
 from sorl_train.summary import Summary
 from sorl_train.token_classes import TokenClassifier
 from sorl_train.trajectory_card import write_trajectory_card
-from sorl_train.update import (
-    NonFiniteError,
-    batch_metrics,
-    estimate_advantages,
-    mini_batches,
-    mismatch_metrics,
-    steps_of_batch,
-)
+from sorl_train.update import NonFiniteError
 
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
 

@@ -13,7 +13,7 @@ from sorl_train.engines.openrlhf.train_step import Ended, TrainStep, TrajectoryG
 from sorl_train.engines.openrlhf.watch import watched
 from sorl_train.engines.openrlhf.workers import run_config
 from sorl_train.environments import training_examples
-from sorl_train.update import steps_of_batch
+from sorl_train.schedule import steps_of_batch
 
 _PPOTrainer = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 _TrainingActor = ppo_trainer_async.TrainingActor.__ray_metadata__.modified_class

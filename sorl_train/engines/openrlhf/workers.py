@@ -23,13 +23,13 @@ from sorl_train.log_probs import TokenStats
 from sorl_train.losses import get_algorithm
 from sorl_train.models import logit_stats
 from sorl_train.run_dir import RunDir
+from sorl_train.schedule import learning_rate
 from sorl_train.update import (
     CriticUpdate,
     Means,
     NonFiniteError,
     PolicyUpdate,
     clip_limit,
-    learning_rate,
     past_target_kl,
     set_lr,
     sum_over_ranks,

@@ -14,7 +14,8 @@ from sorl_train.batch import Batch, collate
 from sorl_train.config import ModelConfig, TrainConfig
 from sorl_train.losses import get_algorithm
 from sorl_train.models import load_policy, load_tokenizer
-from sorl_train.update import Means, NonFiniteError, PolicyUpdate, learning_rate, past_target_kl
+from sorl_train.schedule import learning_rate
+from sorl_train.update import Means, NonFiniteError, PolicyUpdate, past_target_kl
 
 from .conftest import short_config
 from .test_sampler import roll
