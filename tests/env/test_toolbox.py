@@ -122,9 +122,11 @@ def test_an_outage_that_stays_is_an_error_with_a_record(call: Call, kind: type[S
 def test_retries_end_at_the_deadline(call: Call, kind: type[Scripted]) -> None:
     tool = kind(*[ConnectionError("refused")] * 50)
     started = time.monotonic()
-    outcome = call(Toolbox([tool], timeout_s=0.2, retries=40, backoff_s=0.05), REQUEST)
+    outcome = call(Toolbox([tool], timeout_s=1.0, retries=40, backoff_s=0.05), REQUEST)
     assert isinstance(outcome, ToolUnavailableError)
-    assert time.monotonic() - started < 2
+    assert (
+        time.monotonic() - started < 60
+    )  # all 40 retries, each twice as far away as the last, would take centuries
     assert 2 <= len(tool.asked) < 10
 
 
@@ -203,27 +205,29 @@ def test_a_call_that_hangs_is_abandoned_at_the_deadline(call: Call, hanging: Cal
     outcome = call(Toolbox([hanging], timeout_s=0.1), REQUEST)
     assert isinstance(outcome, ToolUnavailableError)
     assert "no reply within 0.1 s" in str(outcome)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 45  # it hangs for a minute
 
 
 def test_a_coroutine_that_ignores_its_cancellation_is_abandoned_too() -> None:
     class Stubborn(Scripted):
+        abandoned = False
+
         async def acall(self, query: str) -> ToolReply:
-            for _ in range(20):
+            while not self.abandoned:
                 try:
                     await asyncio.sleep(0.05)
                 except asyncio.CancelledError:
                     self.asked.append("cancelled")
             return ToolReply("late")
 
-    async def timed(tool: Stubborn) -> tuple[object, float]:
-        started = time.monotonic()
+    async def call_and_abandon(tool: Stubborn) -> object:
         outcome = await Toolbox([tool], timeout_s=0.1).acall(REQUEST)
-        return outcome, time.monotonic() - started
+        tool.abandoned = True  # before that, only the deadline can have ended the call
+        return outcome
 
-    outcome, elapsed = asyncio.run(timed(Stubborn()))
-    assert isinstance(outcome, ToolUnavailableError)
-    assert elapsed < 0.8
+    tool = Stubborn()
+    assert isinstance(asyncio.run(call_and_abandon(tool)), ToolUnavailableError)
+    assert tool.asked == ["cancelled"]
 
 
 def test_a_dead_call_stalls_no_other(hanging: Callable[[str], str]) -> None:
@@ -232,18 +236,17 @@ def test_a_dead_call_stalls_no_other(hanging: Callable[[str], str]) -> None:
 
     quick.__name__ = "quick"
 
-    async def both() -> tuple[list[object], float]:
-        box = Toolbox([hanging, quick], timeout_s=1.0)
+    async def both() -> tuple[list[object], bool, list[object]]:
+        box = Toolbox([hanging, quick], timeout_s=5.0)
         dead = [asyncio.ensure_future(box.acall(REQUEST)) for _ in range(8)]
-        started = time.monotonic()
         alive = [await box.acall(ToolRequest("quick", str(i))) for i in range(20)]
-        elapsed = time.monotonic() - started
-        return [*alive, *await asyncio.gather(*dead)], elapsed
+        stalled = any(task.done() for task in dead)  # at their deadline, and the quick calls waited for that
+        return alive, stalled, list(await asyncio.gather(*dead))
 
-    outcomes, elapsed = asyncio.run(both())
-    assert [getattr(outcome, "reply", None) for outcome in outcomes[:20]] == [str(i) for i in range(20)]
-    assert all(isinstance(outcome, ToolUnavailableError) for outcome in outcomes[20:])
-    assert elapsed < 0.9
+    alive, stalled, dead = asyncio.run(both())
+    assert [getattr(outcome, "reply", None) for outcome in alive] == [str(i) for i in range(20)]
+    assert all(isinstance(outcome, ToolUnavailableError) for outcome in dead)
+    assert not stalled
 
 
 def test_a_batch_goes_out_as_one_call_a_tool() -> None:

@@ -72,9 +72,9 @@ def test_the_world_is_a_function_of_its_spec(world: World) -> None:
 
 
 def test_the_world_is_made_quickly() -> None:
-    started = time.perf_counter()
+    started = time.thread_time()  # this thread's own work, whatever else the machine does
     generate_world(SPEC)
-    assert time.perf_counter() - started < 2.0
+    assert time.thread_time() - started < 2.0
 
 
 def test_splits_are_closed_and_share_no_name(world: World) -> None:
@@ -219,9 +219,9 @@ def test_search_is_fast_and_deterministic() -> None:
     search: Any = ToolUseEnv(TASK, split="test").toolbox.tools[0]
     names = [example.metadata["names"][0] for example in examples(TASK, "test")]
     replies = search.call_batch(names)
-    started = time.perf_counter()
+    started = time.thread_time()
     assert search.call_batch(names) == replies
-    assert (time.perf_counter() - started) / len(names) < 3e-3  # 0.05 ms on a quiet core
+    assert (time.thread_time() - started) / len(names) < 3e-3  # 0.05 ms on a quiet core
 
 
 # -- the expert ---

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -130,8 +129,10 @@ def test_connections_are_pooled(server: Server, search: HttpSearch) -> None:
 
 
 def test_many_at_a_time_on_an_event_loop(server: Server, search: HttpSearch) -> None:
+    all_here = threading.Barrier(20, timeout=60)
+
     def slowly(request: dict[str, Any]) -> tuple[int, bytes]:
-        time.sleep(0.1)
+        all_here.wait()  # passes only when 20 requests are under way
         return passages(request)
 
     server.respond = slowly
@@ -141,9 +142,7 @@ def test_many_at_a_time_on_an_event_loop(server: Server, search: HttpSearch) -> 
         return await asyncio.gather(*(box.acall(ToolRequest("search", str(i))) for i in range(count)))
 
     for _ in range(2):  # one client serves one event loop after another
-        started = time.monotonic()
         outcomes = asyncio.run(ask(20))
-        assert time.monotonic() - started < 1.5  # 2 s one after another
         assert [outcome.reply.split("\n")[0] for outcome in outcomes] == [
             f"Doc 1 ({i}): passage 0" for i in range(20)
         ]
@@ -166,18 +165,21 @@ def test_a_server_that_stays_down_is_an_outage(server: Server, search: HttpSearc
 
 
 def test_timeout(server: Server) -> None:
+    over = threading.Event()
+
     def hang(request: dict[str, Any]) -> tuple[int, bytes]:
-        time.sleep(1.0)
+        over.wait(60)
         return passages(request)
 
     server.respond = hang
     search = HttpSearch(server.url, timeout_s=0.1)
     with pytest.raises(ToolUnavailableError, match="ReadTimeout"):
         search("x")
-    started = time.monotonic()
     outcome = Toolbox([search], timeout_s=0.35, backoff_s=0.01).call(ToolRequest("search", "x"))
-    assert isinstance(outcome, ToolUnavailableError)
-    assert time.monotonic() - started < 0.8
+    assert isinstance(
+        outcome, ToolUnavailableError
+    )  # the server still hangs: only the deadline can have ended this
+    over.set()
     search.close()
 
 

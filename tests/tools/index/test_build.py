@@ -23,6 +23,7 @@ from sorl_tools.index.manifest import hash_file, read_manifest
 from sorl_tools.index.postings import DATA
 from sorl_tools.index.progress import Progress, duration
 
+from ...waiting import wait_until
 from .conftest import made_up, write_jsonl
 
 # A build with small chunks, in which each of them takes a while.
@@ -57,10 +58,12 @@ def test_a_killed_build_goes_on_and_ends_the_same(tmp_path: Path, stage: str) ->
     out = tmp_path / "index"
     journal = out / "building" / "journal.jsonl"
     child = subprocess.Popen([sys.executable, "-c", SLOW_BUILD, str(corpus), str(out)])
-    deadline = time.monotonic() + 60
-    while not journal.is_file() or journal.read_text().count(f'"stage": "{stage}"') < 3:
-        assert child.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+
+    def has_begun() -> bool:
+        assert child.poll() is None
+        return journal.is_file() and journal.read_text().count(f'"stage": "{stage}"') >= 3
+
+    wait_until(has_begun)
     os.kill(child.pid, signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
     with pytest.raises(UserError, match="the build was not finished"):

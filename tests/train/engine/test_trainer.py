@@ -31,6 +31,7 @@ from sorl_train.metrics_log import read_jsonl as read_metrics
 from sorl_train.run_dir import RunDir
 from sorl_train.token_stats_io import iter_token_records, sidecar_of
 
+from ...waiting import wait_until
 from .conftest import SHORT, QuietDisplay, short_config, train_short
 
 
@@ -172,10 +173,11 @@ def test_resume_after_kill_9_repeats_the_uninterrupted_run(settings: dict[str, A
 
 
 def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > step):
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
+    def has_come() -> bool:
+        assert process.poll() is None, log.read_text()
+        return metrics.exists() and len(metrics.read_text().splitlines()) > step
+
+    wait_until(has_come, log.read_text)
 
 
 def test_ctrl_c_saves_and_says_how_to_resume(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -37,6 +36,7 @@ from sorl_train.serve_agent.app import App
 from sorl_train.serve_agent.chat import ChatRequest, RequestError, parse_request
 from sorl_train.serve_agent.cli import main
 
+from ...waiting import wait_until
 from .completions_server import serving
 from .conftest import make_run
 
@@ -382,7 +382,7 @@ def test_who_leaves_gives_the_place_free_and_who_comes_too_late_is_told(
             message = next(messages, None)
             if message is not None:
                 return message
-            await asyncio.to_thread(script.waiting.wait, 10)
+            await asyncio.to_thread(script.waiting.wait, 60)
             with pytest.raises(RequestError, match="come back later"):
                 await agent.answer(await agent.prepare(ChatRequest("and I?")))
             return {"type": "http.disconnect"}
@@ -394,9 +394,7 @@ def test_who_leaves_gives_the_place_free_and_who_comes_too_late_is_told(
 
     with agent.running():
         asyncio.run(leave_when_it_waits())
-        deadline = time.monotonic() + 10
-        while not script.released and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: script.released)
     assert sent == [] and script.released == ["question 0"] and agent.open == 0
 
 

@@ -9,9 +9,10 @@ import os
 import select
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
+
+from ...waiting import wait_until
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -88,10 +89,7 @@ class Browser:
         return answer["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        deadline = time.monotonic() + 20
-        while not self.run(condition):
-            assert time.monotonic() < deadline, f"never true: {condition}"
-            time.sleep(0.02)
+        wait_until(lambda: self.run(condition), lambda: condition)
 
     def seen(self, *methods: str) -> list[dict[str, Any]]:
         """Parameters of the events so far."""
