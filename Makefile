@@ -7,6 +7,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 ARGS ?=
+# Processes that share the tests. A file's tests stay together, so that its fixtures are made once.
+JOBS ?= 2
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
@@ -24,10 +26,10 @@ quickstart: $(VENV)/.train ## train an agent that learns to search (minutes on a
 	$(bin)/sorl-train --algo so_ppo --run_dir runs/quickstart $(ARGS)
 
 test: $(VENV)/.dev ## the tests that take minutes
-	$(bin)/python -m pytest $(ARGS)
+	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 test-all: $(VENV)/.dev $(VENV)/.smollm2 ## all tests that need no GPU
-	$(bin)/python -m pytest -m "not gpu and not openrlhf" $(ARGS)
+	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not gpu and not openrlhf" $(ARGS)
 
 lint: $(VENV)/.dev ## ruff and mypy
 	$(bin)/ruff check

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+# One thread a process, set before anything imports torch: two test processes share the cores, and threads of OpenMP
+# that wait for each other on a busy machine cost many times what they save.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 

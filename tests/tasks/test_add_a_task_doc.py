@@ -69,6 +69,7 @@ def test_vector_episodes(path: str) -> None:
     env.close()
 
 
+@pytest.mark.slow
 def test_two_steps_of_training_by_path(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
     settings = {

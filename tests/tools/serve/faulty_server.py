@@ -108,6 +108,8 @@ def send(data: bytes) -> Behaviour:
     return lambda client: client.sendall(data)
 
 
+# These end only with the client's patience. For all others a client may wait as long as a busy machine needs.
+HANGING = ("no reply", "a dripping reply")
 FAULTS: dict[str, Behaviour] = {
     "closed without a word": lambda client: None,
     "reset": reset,

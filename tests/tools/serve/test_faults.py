@@ -22,7 +22,7 @@ from sorl_tools.http_search import HttpSearch
 from sorl_tools.http_search_cache import ReplyCache
 
 from ...waiting import wait_until
-from .faulty_server import FAULTS, FaultyServer, answer, hang, send
+from .faulty_server import FAULTS, HANGING, FaultyServer, answer, hang, send
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def faulty() -> Iterator[FaultyServer]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_one_more_attempt(faulty: FaultyServer, name: str, way: str) -> None:
     faulty.behaviours = [FAULTS[name]]
-    search = HttpSearch(faulty.url, timeout_s=0.6)
-    box = Toolbox([search], timeout_s=5.0, backoff_s=0.01)
+    search = HttpSearch(faulty.url, timeout_s=1.0 if name in HANGING else 30.0)
+    box = Toolbox([search], timeout_s=60.0, backoff_s=0.01)
     request = ToolRequest("search", "Mozart")
     outcome = box.call(request) if way == "threads" else asyncio.run(box.acall(request))
     assert isinstance(outcome, ToolCall), outcome
