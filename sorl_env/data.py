@@ -15,6 +15,7 @@ from typing import Any
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.task import Example, Task
+from sorl_env.text import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ def _read_rows(path: Path, content: bytes) -> Iterator[tuple[int, Mapping[str, A
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = read_json(line)
         except ValueError as error:
             raise UserError(f"{path}:{number}: not valid JSON ({error})") from error
         if not isinstance(row, dict):
@@ -163,7 +164,12 @@ def _read_parquet(path: Path, content: bytes) -> Iterator[Mapping[str, Any]]:
         table = pyarrow.parquet.read_table(io.BytesIO(content))
     except (ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file ({error})") from error
-    yield from table.to_pylist()
+    try:
+        yield from table.to_pylist()
+    except (
+        UnicodeDecodeError
+    ) as error:  # Arrow does not look at the bytes of a text before it makes one of them
+        raise UserError(f"{path}: a text is not UTF-8 ({error})") from error
 
 
 def _load_hub(task: Task, reference: str, split: str) -> ExampleSet:

@@ -31,6 +31,7 @@ from sorl_env.step import (
     TurnRow,
 )
 from sorl_env.task import Example, Limits, Task, ToolSettings
+from sorl_env.text import valid_text
 from sorl_env.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, ToolUnavailableError, as_tool
 from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory import StopReason
@@ -96,7 +97,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             tool_settings = replace(tool_settings, corpus=corpus)
         if search_url is not None:
             tool_settings = replace(tool_settings, search_url=search_url)
-        self.toolbox = _make_toolbox(self.task, tools, tool_settings)
+        self.toolbox = _make_toolbox(self.task, tools, tool_settings, self.limits.reply_chars)
         self._owns_tools = tools is None and callable(self.task.tools)
         _warn_of_sample(self.toolbox, self.task, self.examples)
         self.action_space = UnicodeText()
@@ -156,7 +157,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._items = {}
         self._started = time.monotonic()
         return (
-            self.task.prompt(example),
+            valid_text(self.task.prompt(example)),
             example.id,
             index,
             example.question,
@@ -178,6 +179,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         """
         if self._phase != _BEGIN_TURN:
             raise ResetNeeded(f"call {self._phase} first")
+        action = valid_text(action)
         parsed = parse_turn(action, self.toolbox.names, self.task.require_think)
         self._turns.append(parsed)
         self._action = action
@@ -328,12 +330,18 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             self.toolbox.close()
 
 
-def _make_toolbox(task: Task, tools: Sequence[ToolLike] | None, settings: ToolSettings) -> Toolbox:
+def _make_toolbox(
+    task: Task, tools: Sequence[ToolLike] | None, settings: ToolSettings, reply_chars: int
+) -> Toolbox:
     if tools is None:
         tools = task.tools(settings) if callable(task.tools) else task.tools
-    if settings.record is not None or settings.replay is not None:
-        tools = [ReplayTool(as_tool(tool), record=settings.record, replay=settings.replay) for tool in tools]
-    return Toolbox(tools, timeout_s=settings.timeout_s, retries=settings.retries)
+    record, replay = settings.record, settings.replay
+    if record is not None or replay is not None:
+        tools = [
+            ReplayTool(as_tool(tool), record=record, replay=replay, max_reply_chars=reply_chars)
+            for tool in tools
+        ]
+    return Toolbox(tools, timeout_s=settings.timeout_s, retries=settings.retries, max_reply_chars=reply_chars)
 
 
 def _warn_of_sample(toolbox: Toolbox, task: Task, examples: ExampleSet) -> None:

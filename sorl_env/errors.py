@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST_NAME = 200
+
 
 class UserError(ValueError):
     """A mistake in what the user gave: a flag, a config, a file, a data row.
@@ -20,6 +22,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("so_pppo", ["ppo", "so_ppo"])
     "Did you mean 'so_ppo'?"
     """
+    name = name[:_LONGEST_NAME]  # the comparison takes quadratic time, and the name may come from outside
     names = sorted(known)
     by_lower = {candidate.lower(): candidate for candidate in names}
     close = difflib.get_close_matches(name.lower(), list(by_lower), n=3, cutoff=0.6)

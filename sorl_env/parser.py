@@ -12,6 +12,8 @@ from enum import Enum
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from sorl_env.text import quoted
+
 
 class FormatError(str, Enum):
     """Why a turn is malformed."""
@@ -97,7 +99,7 @@ def _parse_slowly(text: str, tag: re.Pattern[str], require_think: bool) -> Parse
             stray = text[end : match.start()].strip()
             if stray:
                 error = FormatError.TRAILING_TEXT if action else FormatError.STRAY_TEXT
-                return _invalid(error, f"{_quote(stray)} outside the blocks")
+                return _invalid(error, f"{quoted(stray, 40)} outside the blocks")
             if closing:
                 return _invalid(FormatError.UNOPENED, f"</{name}> closes nothing")
             if name in blocks or (action and name != "think"):
@@ -124,7 +126,7 @@ def _parse_slowly(text: str, tag: re.Pattern[str], require_think: bool) -> Parse
     if action is None:
         return _invalid(FormatError.MISSING_ACTION, "neither a tool block nor an answer")
     if rest:
-        return _invalid(FormatError.TRAILING_TEXT, f"{_quote(rest)} after </{action}>")
+        return _invalid(FormatError.TRAILING_TEXT, f"{quoted(rest, 40)} after </{action}>")
     if not blocks[action]:
         return _invalid(FormatError.EMPTY, f"<{action}> is empty")
     if action == "answer":
@@ -141,10 +143,6 @@ def _judge_missing_think(name: str, tags: list[re.Match[str]]) -> ParsedTurn:
 
 def _invalid(error: FormatError, detail: str) -> ParsedTurn:
     return ParsedTurn("invalid", "", None, "", error, detail)
-
-
-def _quote(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
 _MARKUP = re.compile(r"<(?=/?(?:[|\uff5c]|[^\W\d]))")  # the full-width bar is in DeepSeek's special tokens

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from sorl_env.errors import UserError
-from sorl_env.tool import Tool, ToolInputError, ToolReply, ToolResult
+from sorl_env.text import quoted, read_json
+from sorl_env.tool import MAX_REPLY_CHARS, Tool, ToolInputError, ToolReply, ToolResult
 from sorl_env.tool_schema import takes_raw_text
 
 
@@ -45,13 +47,19 @@ class ReplayTool:
         record: file to which replies of the tool are appended; may be the one that is replayed.
         replay: file whose replies are served first. A request that is not in it goes to the tool if ``record`` is
             given, and raises LookupError otherwise.
+        max_reply_chars: what is longer is cut before it is written.
 
     Raises:
         UserError: the file to replay is missing, or a row of it cannot be read.
     """
 
     def __init__(
-        self, tool: Tool, *, record: str | Path | None = None, replay: str | Path | None = None
+        self,
+        tool: Tool,
+        *,
+        record: str | Path | None = None,
+        replay: str | Path | None = None,
+        max_reply_chars: int = MAX_REPLY_CHARS,
     ) -> None:
         self.tool = tool
         self.name = tool.name
@@ -59,6 +67,8 @@ class ReplayTool:
         self.schema: Mapping[str, Any] = tool.schema
         self.inline = record is None or getattr(tool, "inline", False)
         self.is_sample = getattr(tool, "is_sample", False)
+        self.max_reply_chars = max_reply_chars
+        self.__signature__ = inspect.signature(tool)  # a toolbox checks arguments against it
         self._raw_text = takes_raw_text(tool.schema)
         self._record = None if record is None else Path(record)
         self._replay = None if replay is None else Path(replay)
@@ -81,10 +91,8 @@ class ReplayTool:
         try:
             result = self.tool(*args, **kwargs)
         except ToolInputError as error:
-            self._append(argument, error)
-            raise
-        self._append(argument, result)
-        return result
+            raise self._keep(argument, error) from error
+        return self._keep(argument, result)
 
     async def _acall(self, *args: Any, **kwargs: Any) -> ToolResult:
         argument = args[0] if self._raw_text else kwargs
@@ -92,12 +100,10 @@ class ReplayTool:
         if row is not None:
             return row.replay()
         try:
-            result: ToolResult = await self.tool.acall(*args, **kwargs)  # type: ignore[attr-defined]
+            result = await self.tool.acall(*args, **kwargs)  # type: ignore[attr-defined]
         except ToolInputError as error:
-            self._append(argument, error)
-            raise
-        self._append(argument, result)
-        return result
+            raise self._keep(argument, error) from error
+        return self._keep(argument, result)
 
     def _call_batch(self, arguments: Sequence[Any]) -> list[ToolResult | Exception]:
         results: dict[int, ToolResult | Exception] = {}
@@ -114,8 +120,7 @@ class ReplayTool:
         if missing:
             fresh = self.tool.call_batch([arguments[index] for index in missing])  # type: ignore[attr-defined]
             for index, result in zip(missing, fresh, strict=True):
-                results[index] = result
-                self._append(arguments[index], result)
+                results[index] = self._keep(arguments[index], result)
         return [results[index] for index in range(len(arguments))]
 
     def close(self) -> None:
@@ -126,27 +131,34 @@ class ReplayTool:
     def _find(self, argument: Any) -> _Row | None:
         row = self._rows.get(_Row(self.name, argument, "").key) if self._rows else None
         if row is None and self._record is None:
-            raise LookupError(
-                f"{self._replay} holds no reply of {self.name} to {argument!r}; record it first"
-            )
+            asked = quoted(argument) if isinstance(argument, str) else repr(argument)[:200]
+            raise LookupError(f"{self._replay} holds no reply of {self.name} to {asked}; record it first")
         return row
 
-    def _append(self, argument: Any, result: ToolResult | Exception) -> None:
+    @overload
+    def _keep(self, argument: Any, result: ToolInputError) -> ToolInputError: ...
+    @overload
+    def _keep(self, argument: Any, result: Any) -> Any: ...
+    def _keep(self, argument: Any, result: Any) -> Any:
+        """Write what a tool said, and return it as it was written: a replay gives the same."""
         if isinstance(result, ToolInputError):
-            row = _Row(self.name, argument, str(result), refused=True)
-        elif isinstance(result, str):
-            row = _Row(self.name, argument, result)
-        elif isinstance(result, ToolReply):
-            row = _Row(self.name, argument, result.text, result.hits, dict(result.metadata))
-        else:
-            return  # an outage in a batch
+            text = ToolReply.received(str(result), self.max_reply_chars).text
+            self._append(_Row(self.name, argument, text, refused=True))
+            return ToolInputError(text)
+        if isinstance(result, Exception):
+            return result  # an outage in a batch
+        reply = ToolReply.received(result, self.max_reply_chars)
+        self._append(_Row(self.name, argument, reply.text, reply.hits, dict(reply.metadata)))
+        return reply
+
+    def _append(self, row: _Row) -> None:
         assert self._record is not None
         with self._lock:
             if row.key in self._known:
                 return
             self._known.add(row.key)
             with self._record.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
+                file.write(json.dumps(asdict(row)) + "\n")
 
 
 def _read(path: Path) -> dict[tuple[str, str], _Row]:
@@ -159,7 +171,7 @@ def _read(path: Path) -> dict[tuple[str, str], _Row]:
         if not line.strip():
             continue
         try:
-            row = _Row(**json.loads(line))
+            row = _Row(**read_json(line))
         except (ValueError, TypeError) as error:
             raise UserError(f"{path}:{number}: not a recorded tool reply ({error})") from error
         rows.setdefault(row.key, row)

@@ -18,10 +18,13 @@ import numpy as np
 from sorl_env.env import StepResult, ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Limits
+from sorl_env.text import valid_text
 from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
 from sorl_env.trajectory import StopReason, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
+
+_MAX_ERROR_CHARS = 1000  # of an exception's text in a trajectory
 
 
 @dataclass(frozen=True)
@@ -274,7 +277,8 @@ def _truncate(env: ToolUseEnv, reason: StopReason) -> StepResult:
 def _contain(env: ToolUseEnv, error: Exception) -> StepResult:
     """End the episode on an exception of the task, which is logged with its traceback."""
     logger.exception("task %s raised on example %s", env.task.name, env.example.id)
-    return env.truncate(StopReason.ERROR, error=f"{type(error).__name__}: {error}")
+    said = str(error)[:_MAX_ERROR_CHARS]
+    return env.truncate(StopReason.ERROR, error=valid_text(f"{type(error).__name__}: {said}"))
 
 
 def turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> str:
@@ -282,7 +286,7 @@ def turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> 
 
     A token that completes a stop string can carry more characters (``>\\n``, ``>.``); they are not held against it.
     """
-    text = tokenizer.decode(ids, skip_special_tokens=True)
+    text = valid_text(tokenizer.decode(ids, skip_special_tokens=True))
     ends = [text.find(word) + len(word) for word in stop if word in text]
     return text[: min(ends)] if ends else text
 

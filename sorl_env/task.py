@@ -7,12 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sorl_env.parser import ParsedTurn
+from sorl_env.text import valid_text
 from sorl_env.tool import ToolLike
+
+CHARS_A_TOKEN = (
+    16  # several times what a token of running text has, so that the cap on replies cuts no observation
+)
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question.
+    """One question. Its texts are made valid Unicode here, wherever it comes from (see ``sorl_env.text``).
 
     Attributes:
         golden_answers: any of these is right.
@@ -25,6 +30,17 @@ class Example:
     golden_answers: tuple[str, ...] = ()
     options: Mapping[str, str] | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        texts = {
+            "id": valid_text(self.id),
+            "question": valid_text(self.question),
+            "golden_answers": tuple(map(valid_text, self.golden_answers)),
+        }
+        if self.options is not None:
+            texts["options"] = {letter: valid_text(text) for letter, text in self.options.items()}
+        for name, value in texts.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,8 @@ class Limits:
         max_observation_tokens: one reply of the environment.
         max_trajectory_tokens: everything together.
         max_seconds: wall-clock time of an episode, None for no limit.
+        max_reply_chars: characters of one tool's reply; what is longer is cut before it is tokenized or stored, and its
+            record says so (``ToolCall.cut_from``). None: 16 a token of ``max_observation_tokens``.
 
     The environment counts turns and seconds; the rollout, which knows tokens, enforces the rest.
     """
@@ -49,6 +67,12 @@ class Limits:
     max_observation_tokens: int = 500
     max_trajectory_tokens: int = 4096
     max_seconds: float | None = None
+    max_reply_chars: int | None = None
+
+    @property
+    def reply_chars(self) -> int:
+        """``max_reply_chars``, or what follows from the tokens where it is None."""
+        return self.max_reply_chars or CHARS_A_TOKEN * self.max_observation_tokens
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_prompt_tokens", "max_new_tokens", "max_observation_tokens"):
@@ -58,6 +82,8 @@ class Limits:
             raise ValueError(
                 f"limits.max_trajectory_tokens must be above 1, not {self.max_trajectory_tokens}"
             )
+        if self.max_reply_chars is not None and self.max_reply_chars < 1:
+            raise ValueError(f"limits.max_reply_chars must be at least 1 or None, not {self.max_reply_chars}")
         if self.max_seconds is not None and self.max_seconds <= 0:
             raise ValueError(f"limits.max_seconds must be positive or None, not {self.max_seconds}")
 

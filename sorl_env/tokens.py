@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from sorl_env.text import valid_text
+
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that rollouts use."""
@@ -33,11 +35,10 @@ def encode_prompt(
         if system_prompt:
             messages.insert(0, {"role": "system", "content": system_prompt})
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tokenizer.encode(
-            text, add_special_tokens=False
-        )  # the template wrote the special tokens itself
+        # the template wrote the special tokens itself
+        return tokenizer.encode(valid_text(text), add_special_tokens=False)
     text = f"{system_prompt}\n\n{prompt}" if system_prompt else prompt
-    return tokenizer.encode(text, add_special_tokens=True)
+    return tokenizer.encode(valid_text(text), add_special_tokens=True)
 
 
 def encode_observation(tokenizer: Tokenizer, text: str, max_tokens: int | None = None) -> list[int]:

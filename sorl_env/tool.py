@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from sorl_env.text import valid_text
 from sorl_env.tool_schema import check_schema, schema_of
 
 logger = logging.getLogger(__name__)
 
+MAX_REPLY_CHARS = 8000  # of a reply, where nobody says otherwise
 RESERVED_NAMES = frozenset({"think", "answer", "information"})
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
@@ -44,12 +46,31 @@ class ToolReply(NamedTuple):
     Attributes:
         text: shown to the policy.
         hits: number of results, where that means something.
-        metadata: JSON values; ``cached: True`` marks a reply that cost no call.
+        metadata: JSON values; ``cached: True`` marks a reply that cost no call, ``cut_from: N`` one that had N
+            characters before it was cut.
     """
 
     text: str
     hits: int | None = None
     metadata: Mapping[str, Any] = MappingProxyType({})
+
+    @classmethod
+    def received(cls, result: Any, max_chars: int) -> ToolReply:
+        """The border where a tool's reply enters: what a tool returned, as valid text of at most ``max_chars``.
+
+        Raises:
+            TypeError: it is neither a text nor a reply, which is a bug of the tool.
+        """
+        reply = cls(result) if isinstance(result, str) else result
+        if not isinstance(reply, cls) or not isinstance(reply.text, str):
+            kind = type(result).__name__ + (
+                f" with {type(reply.text).__name__}" if isinstance(reply, cls) else ""
+            )
+            raise TypeError(f"it returned {kind}, expected str or ToolReply")
+        if len(reply.text) <= max_chars:
+            return reply._replace(text=valid_text(reply.text))
+        metadata = {"cut_from": len(reply.text), **reply.metadata}  # a record that is replayed was cut before
+        return reply._replace(text=valid_text(reply.text[:max_chars]), metadata=metadata)
 
 
 class ToolRequest(NamedTuple):
@@ -70,6 +91,8 @@ class ToolCall:
         latency_s: seconds, retries and waits included.
         attempts: how often the tool was tried.
         cached: the reply was replayed from a record.
+        cut_from: characters that the tool's reply had before it was cut to ``Limits.max_reply_chars``; None: it is
+            whole.
     """
 
     tool: str
@@ -81,6 +104,7 @@ class ToolCall:
     hits: int | None = None
     attempts: int = 1
     cached: bool = False
+    cut_from: int | None = None
 
 
 ToolResult = str | ToolReply

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
+
+from sorl_env.text import quoted, read_json
+
+_MAX_WORDS = 200  # characters of a message that quotes the policy
+MAX_INTEGER = 2**63 - 1  # larger ones are what nobody asks for and what arithmetic with floats raises on
 
 _SCALARS: dict[type, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
@@ -92,18 +98,45 @@ def takes_raw_text(schema: Mapping[str, Any]) -> bool:
     return len(properties) == 1 and properties[0].get("type") == "string" and "enum" not in properties[0]
 
 
+def read_arguments(body: str, schema: Mapping[str, Any], signature: inspect.Signature) -> tuple[Any, str]:
+    """The arguments in the body of a policy's block, and what is wrong with them, in words for the policy.
+
+    A tool is called only with arguments that its schema and its signature allow. So an exception that it raises all the
+    same is a bug of its own, and not something that a policy can bring about at will: it would end the trajectory and
+    keep it out of the loss and of an evaluation.
+    """
+    known = schema["properties"]
+    try:
+        arguments = read_json(body)
+    except ValueError as error:
+        said = str(error).removeprefix("it is not JSON: ")
+        return None, f"The request is not a JSON object: {said}. Parameters: {', '.join(known)}."
+    problem = find_problem(arguments, schema) or _find_extreme(arguments)
+    if problem is None and not schema.get("additionalProperties"):
+        unknown = [name for name in arguments if name not in known]
+        if unknown:
+            problem = f"there is no parameter {quoted(unknown[0])}; there are {', '.join(map(repr, known))}"
+    if problem is None:
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            problem = str(error)[:_MAX_WORDS]
+    return arguments, f"The request does not fit the tool: {problem}." if problem else ""
+
+
 def find_problem(value: Any, schema: Mapping[str, Any], path: str = "arguments") -> str | None:
     """What is wrong with ``value``, in words for the policy, or None.
 
     Checks ``type, enum, anyOf, properties, required, additionalProperties, items, minimum, maximum``; other keywords
-    of a hand-written schema are for the reader.
+    of a hand-written schema are for the reader. The words are few, however long the value is.
     """
     if "anyOf" in schema:
         if any(find_problem(value, option, path) is None for option in schema["anyOf"]):
             return None
         wanted = " or ".join(str(option.get("type", option.get("enum"))) for option in schema["anyOf"])
         return f"{path} must be {wanted}"
-    if "enum" in schema and value not in schema["enum"]:
+    # by type too: in Python True equals 1, in JSON it does not
+    if "enum" in schema and not any(type(value) is type(one) and value == one for one in schema["enum"]):
         return f"{path} must be one of {', '.join(map(repr, schema['enum']))}"
     expected = schema.get("type")
     if expected is not None and not _has_type(value, expected):
@@ -121,6 +154,21 @@ def find_problem(value: Any, schema: Mapping[str, Any], path: str = "arguments")
     return None
 
 
+def _find_extreme(value: Any) -> str | None:
+    """The number in a JSON value that no tool should have to expect, in words for the policy, or None.
+
+    Python reads ``NaN``, ``Infinity`` and ``1e999``, which are no JSON numbers, and integers of thousands of digits.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a number is not finite"
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        return f"an integer is beyond {MAX_INTEGER}"
+    if isinstance(value, (list, dict)):
+        inner = value.values() if isinstance(value, dict) else value
+        return next((problem for problem in map(_find_extreme, inner) if problem), None)
+    return None
+
+
 def _has_type(value: Any, expected: str) -> bool:
     if isinstance(value, bool):  # bool is an int in Python, not in JSON
         return expected == "boolean"
@@ -134,7 +182,7 @@ def _find_object_problem(value: Mapping[str, Any], schema: Mapping[str, Any], pa
         return f"{path} lack {', '.join(map(repr, missing))}"
     unknown = [name for name in value if name not in properties]
     if unknown and schema.get("additionalProperties", True) is False:
-        return f"{path} have no parameter {unknown[0]!r}; there are {', '.join(map(repr, properties))}"
+        return f"{path} have no parameter {quoted(unknown[0])}; there are {', '.join(map(repr, properties))}"
     problems = (
         find_problem(value[name], properties[name], f"{path}.{name}") for name in value if name in properties
     )

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import json
+import inspect
 import logging
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from sorl_env.errors import did_you_mean
+from sorl_env.text import quoted, valid_text
 from sorl_env.tool import (
+    MAX_REPLY_CHARS,
     Tool,
     ToolCall,
     ToolInputError,
@@ -27,10 +29,11 @@ from sorl_env.tool import (
     ToolUnavailableError,
     as_tool,
 )
-from sorl_env.tool_schema import find_problem, takes_raw_text
+from sorl_env.tool_schema import read_arguments, takes_raw_text
 
 logger = logging.getLogger(__name__)
 
+_MAX_REASON_CHARS = 1000  # of why a tool is out: an exception can hold a whole reply
 _jitter = random.Random()  # its own generator: retries must not disturb anyone's seeds
 
 
@@ -46,6 +49,7 @@ class Toolbox:
         retries: tries after the first one.
         backoff_s: wait before the first retry; it doubles from one to the next, with jitter.
         max_threads: calls of one batch that run at a time, for tools without ``call_batch``.
+        max_reply_chars: characters of one reply; what is longer is cut at once, and the record says so.
 
     Raises:
         ValueError: two tools share a name.
@@ -58,6 +62,7 @@ class Toolbox:
         retries: int = 3,
         backoff_s: float = 0.25,
         max_threads: int = 32,
+        max_reply_chars: int = MAX_REPLY_CHARS,
     ) -> None:
         self.tools: tuple[Tool, ...] = tuple(as_tool(tool) for tool in tools)
         self.names: tuple[str, ...] = tuple(tool.name for tool in self.tools)
@@ -67,6 +72,7 @@ class Toolbox:
         self.retries = retries
         self.backoff_s = backoff_s
         self.max_threads = max_threads
+        self.max_reply_chars = max_reply_chars
         self._bound = {tool.name: _bind(tool) for tool in self.tools}
         self._logged_bugs: set[tuple[str, type[BaseException]]] = set()
 
@@ -88,8 +94,6 @@ class Toolbox:
                     result = _start_thread(bound.run, argument).result(self._remaining_s(started))
             except Exception as error:  # noqa: BLE001  whatever a tool raises becomes the outcome of its own call
                 result = error
-            if isinstance(result, ToolReply):
-                return _record(request, result, time.perf_counter() - started, attempts)
             verdict = self._settle(request, result, time.perf_counter() - started, attempts)
             if not isinstance(verdict, float):
                 return verdict
@@ -157,10 +161,7 @@ class Toolbox:
             results = self._run_batch(bound, [arguments[index] for index in waiting], started)
             latency_s = time.perf_counter() - started
             for index, result in zip(waiting, results, strict=True):
-                if isinstance(result, ToolReply):
-                    outcomes[index] = _record(requests[index], result, latency_s, attempts)
-                else:
-                    outcomes[index] = self._settle(requests[index], result, latency_s, attempts)
+                outcomes[index] = self._settle(requests[index], result, latency_s, attempts)
             waiting = [index for index in waiting if isinstance(outcomes[index], float)]
             if waiting:
                 time.sleep(max(outcomes[index] for index in waiting))
@@ -196,34 +197,33 @@ class Toolbox:
         if bound is not None and bound.raw_text:
             return bound, request.argument
         if bound is None:
-            problem = f"There is no tool {request.tool!r}. {did_you_mean(request.tool, self.names)}"
+            problem = f"There is no tool {quoted(request.tool)}. {did_you_mean(request.tool, self.names)}"
         else:
-            argument, problem = _decode(request.argument, bound.tool.schema)
+            arguments, problem = read_arguments(request.argument, bound.tool.schema, bound.signature)
             if not problem:
-                return bound, argument
+                return bound, arguments
         return ToolCall(request.tool, request.argument, problem, ok=False, error=problem, attempts=0)
 
     def _settle(
         self, request: ToolRequest, result: Any, latency_s: float, attempts: int
     ) -> ToolOutcome | float:
         """What one attempt's result or exception means: an outcome, or the seconds to wait before another try."""
-        if isinstance(result, ToolReply):
-            return _record(request, result, latency_s, attempts)
-        if isinstance(result, str):
-            return _record(request, ToolReply(result), latency_s, attempts)
-        if isinstance(result, ToolInputError):
-            return _record(request, ToolReply(str(result)), latency_s, attempts, error=str(result))
-        if not isinstance(result, Exception):
-            result = TypeError(f"it returned {type(result).__name__}, expected str or ToolReply")
+        refused = isinstance(result, ToolInputError)
+        if refused or not isinstance(result, Exception):
+            try:
+                reply = ToolReply.received(str(result) if refused else result, self.max_reply_chars)
+                return _record(request, reply, latency_s, attempts, error=reply.text if refused else None)
+            except TypeError as error:
+                result = error
         if _is_outage(result):
             wait_s = self.backoff_s * 2 ** (attempts - 1) * _jitter.uniform(0.5, 1.0)
             if attempts <= self.retries and latency_s + wait_s < self.timeout_s:
                 return wait_s
-            reason = f"{type(result).__name__}: {result}".rstrip(": ")
+            reason = _say(result)
             if latency_s >= self.timeout_s:
                 reason = f"no reply within {self.timeout_s:g} s ({reason})"
         else:
-            reason = f"bug in the tool: {type(result).__name__}: {result}"
+            reason = f"bug in the tool: {_say(result)}"
             self._log_bug(request, result)
         message = f"tool {request.tool} is unavailable after {attempts} tries: {reason}"
         call = _record(request, ToolReply(""), latency_s, attempts, error=message)
@@ -235,7 +235,8 @@ class Toolbox:
         key = (request.tool, type(error))
         if key not in self._logged_bugs:
             self._logged_bugs.add(key)
-            logger.error("tool %s raised on %r (logged once)", request.tool, request.argument, exc_info=error)
+            argument = quoted(request.argument, _MAX_REASON_CHARS)
+            logger.error("tool %s raised on %s (logged once)", request.tool, argument, exc_info=error)
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,7 @@ class _BoundTool:
     """A tool with its calling convention resolved: each ``run`` takes one decoded argument."""
 
     tool: Tool
+    signature: inspect.Signature
     raw_text: bool
     inline: bool
     run: Callable[[Any], Any]
@@ -255,6 +257,7 @@ def _bind(tool: Tool) -> _BoundTool:
     acall = getattr(tool, "acall", None)
     return _BoundTool(
         tool=tool,
+        signature=inspect.signature(tool),
         raw_text=raw_text,
         inline=getattr(tool, "inline", False),
         run=tool.__call__ if raw_text else lambda arguments: tool(**arguments),
@@ -266,20 +269,17 @@ def _bind(tool: Tool) -> _BoundTool:
 def _record(
     request: ToolRequest, reply: ToolReply, latency_s: float, attempts: int, error: str | None = None
 ) -> ToolCall:
-    cached = bool(reply.metadata) and reply.metadata.get("cached") is True
+    cached, cut_from = False, None
+    if reply.metadata:
+        cached = reply.metadata.get("cached") is True
+        cut_from = reply.metadata.get("cut_from")
     tool, argument = request
-    return ToolCall(tool, argument, reply.text, error is None, error, latency_s, reply.hits, attempts, cached)
+    ok = error is None
+    return ToolCall(tool, argument, reply.text, ok, error, latency_s, reply.hits, attempts, cached, cut_from)
 
 
-def _decode(body: str, schema: Mapping[str, Any]) -> tuple[Any, str]:
-    """The arguments in a block's body, and what is wrong with them."""
-    try:
-        arguments = json.loads(body)
-    except (json.JSONDecodeError, RecursionError) as error:
-        parameters = ", ".join(schema["properties"])
-        return None, f"The request is not a JSON object: {error}. Parameters: {parameters}."
-    problem = find_problem(arguments, schema)
-    return arguments, f"The request does not fit the tool: {problem}." if problem else ""
+def _say(error: Exception) -> str:
+    return valid_text(f"{type(error).__name__}: {str(error)[:_MAX_REASON_CHARS]}".rstrip(": "))
 
 
 def _is_outage(error: Exception) -> bool:

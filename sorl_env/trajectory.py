@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from sorl_env.tool import ToolCall
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: tool calls have ``cut_from``
 
 
 class StopReason(str, Enum):

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sorl_env.errors import UserError, did_you_mean
+from sorl_env.text import read_json
 from sorl_env.tool import ToolCall
 from sorl_env.trajectory import SCHEMA_VERSION, StopReason, Trajectory, Turn
 
@@ -77,6 +78,9 @@ _COLUMNS = {
     "schema_version": "int64",
 }
 _CALL_FIELDS = tuple(field.name for field in dataclasses.fields(ToolCall))
+# Fields of a tool call that older files lack, by the version they came with; such files are read with the defaults.
+_CALL_FIELDS_SINCE = {"cut_from": 2}
+_OLDEST_READ = 1
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -210,7 +214,7 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
         "" if line.endswith(b"\n") else "; it has no end, as if its writer was stopped: delete this line"
     )
     try:
-        record = json.loads(line)
+        record = read_json(line)
     except ValueError as error:
         raise UserError(f"{where}: not valid JSON ({error}){cut_off}") from error
     if not isinstance(record, dict):
@@ -220,9 +224,9 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
 
 def _decode(record: Mapping[str, Any], where: str) -> Trajectory:
     version = record.get("schema_version")
-    if version != SCHEMA_VERSION:
+    if type(version) is not int or not _OLDEST_READ <= version <= SCHEMA_VERSION:
         raise UserError(
-            f"{where}: schema_version is {version!r}, this version of sorl reads {SCHEMA_VERSION}: "
+            f"{where}: schema_version is {version!r}, this version of sorl reads {_OLDEST_READ} to {SCHEMA_VERSION}: "
             "read the file with the version of sorl that wrote it"
         )
     _check_names(record, _COLUMNS, where)
@@ -230,13 +234,16 @@ def _decode(record: Mapping[str, Any], where: str) -> Trajectory:
         arrays: dict[str, Any] = {
             name: np.array(record[name], dtype=dtype) for name, dtype in _DTYPES.items()
         }
-        turns = tuple(_decode_turn(turn, f"{where}: turn {i}") for i, turn in enumerate(record["turns"]))
+        turns = tuple(
+            _decode_turn(turn, version, f"{where}: turn {i}") for i, turn in enumerate(record["turns"])
+        )
         converted: dict[str, Any] = {
             "turns": turns,
-            "reward_items": json.loads(record["reward_items"]),
+            "schema_version": SCHEMA_VERSION,
+            "reward_items": read_json(record["reward_items"]),
             "stop_reason": StopReason(record["stop_reason"]),
             "error": record["error"] or None,
-            "metadata": json.loads(record["metadata"]),
+            "metadata": read_json(record["metadata"]),
         }
         return Trajectory(**(dict(record) | arrays | converted))
     except UserError:
@@ -245,14 +252,15 @@ def _decode(record: Mapping[str, Any], where: str) -> Trajectory:
         raise UserError(f"{where}: {error}") from error
 
 
-def _decode_turn(record: Mapping[str, Any], where: str) -> Turn:
+def _decode_turn(record: Mapping[str, Any], version: int, where: str) -> Turn:
     _check_names(record, _TURN_COLUMNS, where)
-    calls = json.loads(record["tool_calls"])
+    calls = read_json(record["tool_calls"])
+    fields = [name for name in _CALL_FIELDS if _CALL_FIELDS_SINCE.get(name, 1) <= version]
     for i, call in enumerate(calls):
-        _check_names(call, _CALL_FIELDS, f"{where}: tool call {i}")
+        _check_names(call, fields, f"{where}: tool call {i}")
     converted: dict[str, Any] = {
         "format_error": record["format_error"] or None,
-        "reward_items": json.loads(record["reward_items"]),
+        "reward_items": read_json(record["reward_items"]),
         "tool_calls": tuple(ToolCall(**call) for call in calls),
     }
     return Turn(**(dict(record) | converted))

@@ -36,6 +36,11 @@ class LimitsConfig:
     max_observation_tokens: int | None = opt(None, "tokens of one environment reply", paper="500")
     max_trajectory_tokens: int | None = opt(None, "prompt, turns and observations together", paper="4096")
     max_seconds: float | None = opt(None, "wall-clock seconds a trajectory")
+    max_reply_chars: int | None = opt(
+        None,
+        "characters of one tool's reply; a longer one is cut before it is tokenized or stored, and its record says so; "
+        "None: 16 for each token of max_observation_tokens",
+    )
 
 
 @dataclass(frozen=True)

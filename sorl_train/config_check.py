@@ -13,7 +13,7 @@ _AT_LEAST_ONE = """
     update.log_prob_micro_batch_size update.epochs sft.num_demos sft.steps sft.batch_size sft.micro_batch_size
     eval.num_examples eval.num_examples_final checkpoint.keep
     limits.max_turns limits.max_prompt_tokens limits.max_new_tokens limits.max_observation_tokens
-    limits.max_trajectory_tokens
+    limits.max_trajectory_tokens limits.max_reply_chars
 """.split()
 _POSITIVE = """
     search.timeout_s sampler.temperature loss.clip_eps loss.clip_eps_high loss.dual_clip loss.clip_bias_delta

@@ -13,6 +13,7 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_env.task import Example, Limits, Task, ToolSettings
+from sorl_env.text import valid_text
 from sorl_env.tool import ToolReply
 from sorl_env.toolbox import Toolbox
 from sorl_tools.search_stats import findable_answers
@@ -110,7 +111,7 @@ def env_facts(env: ToolUseEnv) -> dict[str, Any]:
     """What identifies an environment's data, for the run's manifest."""
     prompts = hashlib.sha256()
     for example in env.examples.examples:
-        prompts.update(env.task.prompt(example).encode() + b"\0")
+        prompts.update(valid_text(env.task.prompt(example)).encode() + b"\0")
     return {
         "task": env.task.name,
         "source": env.examples.source,

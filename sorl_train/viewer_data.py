@@ -222,6 +222,7 @@ def _encode_turn(turn: Turn, tokens: Mapping[str, Any] | None) -> dict[str, Any]
             "hits": call.hits,
             "attempts": call.attempts,
             "cached": call.cached,
+            "cut_from": call.cut_from,
         }
         for call in turn.tool_calls
     ]

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeVar, cast, overload
 import numpy as np
 
 from sorl_env.errors import UserError, did_you_mean
+from sorl_env.text import read_json, valid_text
 from sorl_env.tool import ToolReply
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -79,7 +80,7 @@ def read_jsonl(path: Path, skip: int = 0) -> Iterator[Passage]:
 
 
 def _from_json(line: bytes) -> Passage:
-    return Passage.from_row(json.loads(line))
+    return Passage.from_row(read_json(line))
 
 
 def check_corpus(path: Path) -> None:
@@ -109,21 +110,16 @@ def name_damage(path: Path) -> Iterator[None]:
 
 
 def parse_passage(read: Callable[[Row], Passage], row: Row, where: str) -> Passage:
-    """``read(row)``; where that fails, a ``UserError`` that says where in the corpus the row is."""
+    """``read(row)`` as valid text; where that fails, a ``UserError`` that says where in the corpus the row is."""
     try:
         passage = read(row)
-        PassageFile.line(passage)
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{where}: half a surrogate pair (\\ud800 to \\udfff), which no text contains"
-        ) from error
     except ValueError as error:
         raise UserError(f"{where}: not valid JSON ({error})") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{where}: no passage: it must be an object with 'id' and 'contents', or 'text' and perhaps 'title'"
         ) from error
-    return passage
+    return Passage(valid_text(passage.id), valid_text(passage.title), valid_text(passage.text))
 
 
 class PassageFile(Sequence[Passage]):
@@ -147,11 +143,7 @@ class PassageFile(Sequence[Passage]):
 
     @staticmethod
     def line(passage: Passage) -> bytes:
-        """How a passage is stored.
-
-        Raises:
-            UnicodeEncodeError: it holds half a surrogate pair.
-        """
+        """How a passage is stored."""
         fields = [passage.id, passage.title, passage.text]
         return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 

@@ -12,18 +12,23 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from sorl_env.errors import UserError
+from sorl_env.text import read_json
 from sorl_env.tool import ToolReply, ToolUnavailableError
 from sorl_tools.corpus import Passage, format_passages
 from sorl_tools.http_search_cache import Key, ReplyCache
 from sorl_tools.http_search_protocol import (
+    MAX_HEALTH_BYTES,
     TOKEN_VARIABLE,
     Answer,
+    Body,
     addresses,
+    check_query,
     check_status,
-    clean,
-    grow,
+    checked,
+    max_reply_bytes,
     parse,
     retry_after_s,
+    split_queries,
 )
 from sorl_tools.http_search_servers import ServerPool, Turn
 
@@ -39,7 +44,6 @@ SCHEMA: Mapping[str, Any] = {
     "required": ["query"],
 }
 FINGERPRINT_HEADER = "x-sorl-fingerprint"
-MAX_QUERIES = 256  # of one request; servers have a limit
 
 
 class HttpSearch:
@@ -59,6 +63,7 @@ class HttpSearch:
 
     Raises:
         UserError: ``url`` is not an http or https address.
+        ToolInputError: when called: the query is longer than servers take.
         ToolUnavailableError: when called: no connection, time-out, 5xx, 408, 429, or a reply that breaks the protocol.
         ValueError: when called: another 4xx, so the request, the token or the address is wrong.
     """
@@ -92,7 +97,8 @@ class HttpSearch:
         self._options: dict[str, Any] = {
             "timeout": httpx.Timeout(request_s, connect=min(5.0, request_s)),
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            "headers": {"Authorization": f"Bearer {token}"} if token else {},
+            "headers": {"Accept-Encoding": "identity"}
+            | ({"Authorization": f"Bearer {token}"} if token else {}),
         }
         self._request_s = request_s
         self._client = httpx.Client(**self._options)
@@ -122,18 +128,22 @@ class HttpSearch:
 
     def __call__(self, query: str) -> ToolReply:
         """Search once."""
-        return self.call_batch([query])[0]
+        (reply,) = self.call_batch([query])
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     def call_batch(self, arguments: Sequence[str]) -> list[Any]:
-        """Search for several queries, in one request or, beyond 256, in several at a time.
+        """Search for several queries, in one request or, beyond 256 or half a megabyte, in several at a time.
 
-        Of several requests each may fail alone: its slots then hold the exception.
+        A query that no server would take holds the exception in its slot. Of several requests each may fail alone: its
+        slots then hold the exception.
         """
-        queries = [clean(query) for query in arguments]
+        queries = [checked(query) for query in arguments]
         if self.cache is not None:
             self._ask_fingerprint()
-        replies, missing = self._look_up(queries)
-        parts = [missing[i : i + MAX_QUERIES] for i in range(0, len(missing), MAX_QUERIES)]
+        replies, missing = self._look_up([query for query in queries if isinstance(query, str)])
+        parts = split_queries(missing)
         if len(parts) == 1:
             replies.update(self._keep(parts[0], self._retrieve(parts[0])))
         elif parts:
@@ -141,11 +151,11 @@ class HttpSearch:
                 for part, future in [(part, threads.submit(self._retrieve, part)) for part in parts]:
                     error = future.exception()
                     replies.update(dict.fromkeys(part, error) if error else self._keep(part, future.result()))
-        return [replies[query] for query in queries]
+        return [replies[query] if isinstance(query, str) else query for query in queries]
 
     async def acall(self, query: str) -> ToolReply:
         """Search once, on the event loop."""
-        query = clean(query)
+        query = check_query(query)
         if self.cache is not None and not self._has_asked:
             await asyncio.get_running_loop().run_in_executor(None, self._ask_fingerprint)
         replies, missing = self._look_up([query])
@@ -222,19 +232,22 @@ class HttpSearch:
 
     def _ask(self, url: str, payload: Mapping[str, Any]) -> Answer:
         ends_at = time.monotonic() + self._request_s
-        body = bytearray()
         with self._client.stream("POST", url, json=payload) as response:
-            for chunk in response.iter_bytes():
-                grow(body, chunk, url, ends_at)
+            body = Body(url, response.headers, self._most_bytes(payload), ends_at)
+            for chunk in response.iter_raw():
+                body.add(chunk)
         return Answer(url, response.status_code, response.headers, bytes(body))
 
     async def _aask(self, url: str, payload: Mapping[str, Any]) -> Answer:
         ends_at = time.monotonic() + self._request_s
-        body = bytearray()
         async with self._async_client().stream("POST", url, json=payload) as response:
-            async for chunk in response.aiter_bytes():
-                grow(body, chunk, url, ends_at)
+            body = Body(url, response.headers, self._most_bytes(payload), ends_at)
+            async for chunk in response.aiter_raw():
+                body.add(chunk)
         return Answer(url, response.status_code, response.headers, bytes(body))
+
+    def _most_bytes(self, payload: Mapping[str, Any]) -> int:
+        return max_reply_bytes(len(payload["queries"]), self.top_k)
 
     def _async_client(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
@@ -273,16 +286,25 @@ class HttpSearch:
         for url in () if self._has_asked else map(httpx.URL, self.urls):
             health = url.copy_with(path=url.path.rpartition("/")[0] + "/health")
             try:
-                said = self._client.get(health, timeout=min(5.0, self._request_s)).json()
+                said = self._ask_health(health)
                 self._has_asked = said.get("ready") is not False  # while it opens its index it cannot know
-                self._fingerprint = said.get("fingerprint") or self._fingerprint
-            except (httpx.RemoteProtocolError, ValueError, AttributeError):
+                told = said.get("fingerprint")
+                self._fingerprint = told if told and isinstance(told, str) else self._fingerprint
+            except (httpx.RemoteProtocolError, ToolUnavailableError, ValueError, AttributeError):
                 self._has_asked = True  # there is a server, of another make
             except httpx.RequestError:
                 continue
             if self._has_asked:
                 break
         return self._has_asked
+
+    def _ask_health(self, url: httpx.URL) -> Any:
+        timeout_s = min(5.0, self._request_s)
+        with self._client.stream("GET", url, timeout=timeout_s) as response:
+            body = Body(str(url), response.headers, MAX_HEALTH_BYTES, time.monotonic() + timeout_s)
+            for chunk in response.iter_raw():
+                body.add(chunk)
+        return read_json(bytes(body))
 
 
 class _Call:

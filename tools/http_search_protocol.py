@@ -9,11 +9,19 @@ from email.utils import parsedate_to_datetime
 from typing import NamedTuple
 
 from sorl_env.errors import UserError
-from sorl_env.tool import ToolUnavailableError
+from sorl_env.text import read_json, valid_text
+from sorl_env.tool import ToolInputError, ToolUnavailableError
 from sorl_tools.corpus import Passage
 
 TOKEN_VARIABLE = "SORL_SEARCH_TOKEN"
+# What servers take. They refuse a longer query, and a request that holds one, as they refuse a wrong address.
+MAX_QUERIES = 256
+MAX_QUERY_CHARS = 4096
+MAX_REQUEST_BYTES = 1 << 19
+# Of a reply's body. A policy reads some kilobytes of a reply, and passages beyond a quarter of a megabyte are books.
 MAX_REPLY_BYTES = 64 << 20
+MAX_PASSAGE_BYTES = 1 << 18
+MAX_HEALTH_BYTES = 1 << 16
 
 
 class Answer(NamedTuple):
@@ -50,26 +58,95 @@ def addresses(url: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def clean(query: str) -> str:
-    """Half a character, which a sampler can draw, is no UTF-8."""
-    return query.encode("utf-8", "replace").decode("utf-8")
+def check_query(query: str) -> str:
+    """The query as valid text.
+
+    Raises:
+        ToolInputError: it is longer than servers take. That is the policy's fault and must not look like the server's.
+    """
+    if len(query) > MAX_QUERY_CHARS:
+        raise ToolInputError(f"The query has {len(query)} characters, at most {MAX_QUERY_CHARS} are allowed.")
+    return valid_text(query)
 
 
-def grow(body: bytearray, chunk: bytes, url: str, ends_at: float) -> None:
-    """Add to a reply that must end: a server that drips or pours for ever is out."""
-    body += chunk
-    if len(body) > MAX_REPLY_BYTES:
-        raise ToolUnavailableError(f"{url} breaks the protocol: a reply above {MAX_REPLY_BYTES} bytes")
-    if time.monotonic() > ends_at:
-        raise ToolUnavailableError(f"{url}: ReadTimeout: the reply takes too long")
+def checked(query: str) -> str | ToolInputError:
+    """``check_query`` with its error as a value, for one slot of a batch."""
+    try:
+        return check_query(query)
+    except ToolInputError as error:
+        return error
+
+
+def split_queries(queries: Sequence[str]) -> list[list[str]]:
+    """The queries in parts that fit into one request each."""
+    parts: list[list[str]] = []
+    size = 0
+    for query in queries:
+        more = len(json.dumps(query))
+        if not parts or len(parts[-1]) == MAX_QUERIES or size + more > MAX_REQUEST_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(query)
+        size += more
+    return parts
+
+
+def max_reply_bytes(queries: int, top_k: int) -> int:
+    """The longest body that is read of a reply to so many queries with ``top_k`` passages each."""
+    return min(MAX_REPLY_BYTES, MAX_PASSAGE_BYTES * (1 + queries * top_k))
+
+
+class Body:
+    """A reply's body as it comes in. It must end: a server that drips or pours for ever is out.
+
+    Args:
+        headers: of the reply. A compressed body is refused, for a small one can unpack to any size; requests ask for
+            plain ones.
+        most: bytes that are read.
+        ends_at: on ``time.monotonic()``.
+
+    Raises:
+        ToolUnavailableError: here or in ``add``: the body is compressed or too long, or takes too long.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str], most: int, ends_at: float) -> None:
+        self._url = url
+        self._most = most
+        self._ends_at = ends_at
+        self._read = bytearray()
+        encoding = headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise ToolUnavailableError(
+                f"{url} breaks the protocol: a reply in {encoding!r}, identity was asked for"
+            )
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > most:
+            self._refuse_length()
+
+    def add(self, chunk: bytes) -> None:
+        """The next part."""
+        if len(self._read) + len(chunk) > self._most:
+            self._refuse_length()
+        if time.monotonic() > self._ends_at:
+            raise ToolUnavailableError(f"{self._url}: ReadTimeout: the reply takes too long")
+        self._read += chunk
+
+    def __bytes__(self) -> bytes:
+        return bytes(self._read)
+
+    def _refuse_length(self) -> None:
+        raise ToolUnavailableError(
+            f"{self._url} breaks the protocol: a reply above {self._most} bytes, which is {MAX_PASSAGE_BYTES} for each "
+            "passage asked for; index shorter passages"
+        )
 
 
 def parse(answer: Answer, count: int) -> list[list[Passage]]:
     """The passages of each of ``count`` queries; ToolUnavailableError for a reply that breaks the protocol."""
     try:
-        results = json.loads(answer.body)["result"]
+        results = read_json(answer.body)["result"]
         found = [[Passage.from_row(hit["document"]) for hit in hits] for hits in results]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ToolUnavailableError(f"{answer.url} breaks the protocol: {_quote(answer)}") from error
     if len(found) != count:
         raise ToolUnavailableError(f"{answer.url} sent {len(found)} results for {count} queries")

@@ -12,11 +12,12 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
-from sorl_env.tool import ToolReply
+from sorl_env.tool import ToolInputError, ToolReply
 from sorl_tools.bm25_index import build_index, hash_passages, open_index, tokenize
 from sorl_tools.corpus import Passage, format_passages, read_corpus
 from sorl_tools.http_search import DESCRIPTION, SCHEMA, HttpSearch
 from sorl_tools.http_search_cache import ReplyCache
+from sorl_tools.http_search_protocol import check_query
 
 
 def search_tool(settings: ToolSettings, sample: Path) -> BM25Search | HttpSearch:
@@ -107,9 +108,15 @@ class BM25Search:
         return found
 
     def __call__(self, query: str) -> ToolReply:
-        """Search once."""
-        return format_passages([passage for passage, _ in self.retrieve(query)])
+        """Search once. Raises ``ToolInputError`` for a query that is longer than a server would take."""
+        return format_passages([passage for passage, _ in self.retrieve(check_query(query))])
 
-    def call_batch(self, arguments: Sequence[str]) -> list[ToolReply]:
-        """Search for several queries."""
-        return [self(query) for query in arguments]
+    def call_batch(self, arguments: Sequence[str]) -> list[ToolReply | Exception]:
+        """Search for several queries; a query that is too long fails alone."""
+        replies: list[ToolReply | Exception] = []
+        for query in arguments:
+            try:
+                replies.append(self(query))
+            except ToolInputError as error:
+                replies.append(error)
+        return replies

@@ -21,6 +21,7 @@ import httpx
 
 from sorl_env.errors import UserError
 from sorl_env.rollout import SampledTurn, SamplingParams
+from sorl_env.text import read_json
 from sorl_env.tokens import Tokenizer
 
 _SEED_BITS = 0x7FFFFFFF  # servers take 32-bit seeds
@@ -199,7 +200,7 @@ def _choice(reply: Any, url: str) -> Mapping[str, Any]:
 
 def _json(reply: httpx.Response, url: str) -> Any:
     try:
-        return reply.json()
+        return read_json(reply.content)
     except ValueError as error:
         raise UserError(f"{url}: the reply is no JSON: {reply.text[:300].strip()!r}") from error
 

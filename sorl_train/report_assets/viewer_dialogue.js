@@ -25,6 +25,7 @@ sorl.makeDialogue = (host) => {
       call.latency_s === null ? "" : sorl.seconds(call.latency_s),
       call.attempts > 1 ? `${call.attempts} attempts` : "",
       call.cached ? "replayed" : "",
+      call.cut_from ? `reply cut, it had ${sorl.count(call.cut_from, "character")}` : "",
     ];
     element(line, "span", ` ${facts.filter(Boolean).join(" · ")}`, "muted");
     if (call.error) element(line, "span", ` ${call.error}`, "fault");

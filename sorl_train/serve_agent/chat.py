@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sorl_env.errors import did_you_mean
+from sorl_env.text import read_json
 from sorl_env.trajectory import StopReason, Trajectory
 
 # Taken and of no effect: they tell a provider who asks and what to keep.
@@ -92,8 +93,8 @@ def parse_request(body: bytes, model: str) -> ChatRequest:
         RequestError: it is malformed, or asks for what cannot be had.
     """
     try:
-        fields = json.loads(body)
-    except (ValueError, UnicodeDecodeError) as error:
+        fields = read_json(body)
+    except ValueError as error:
         raise RequestError(400, f"the body is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise RequestError(400, "the body must be a JSON object")

@@ -198,7 +198,7 @@ def edit_line(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"schema_version": 99}, r"t\.jsonl:2: schema_version is 99, this version of sorl reads 1"),
+        ({"schema_version": 99}, r"t\.jsonl:2: schema_version is 99, this version of sorl reads 1 to 2"),
         ({"schema_version": ...}, r"t\.jsonl:2: schema_version is None"),
         ({"turns": ...}, r"t\.jsonl:2: the field 'turns' is missing; there are: id, "),
         ({"rewards": 1.0}, r"t\.jsonl:2: unknown field 'rewards'. Did you mean 'reward'"),
@@ -243,7 +243,7 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"t\.parquet is no Parquet file"):
         read_parquet(tmp_path / "t.parquet")
     write_parquet(tmp_path / "t.parquet", [searched(), searched(schema_version=SCHEMA_VERSION + 1)])
-    with pytest.raises(UserError, match=r"t\.parquet: row 2: schema_version is 2"):
+    with pytest.raises(UserError, match=r"t\.parquet: row 2: schema_version is 3"):
         read_parquet(tmp_path / "t.parquet")
 
 

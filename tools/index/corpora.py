@@ -128,7 +128,7 @@ def _read_parquet(path: Path, name: str, skip: int) -> Iterator[Passage]:
             if not {"text", "contents"} & set(columns):
                 raise UserError(f"{path}: no column 'text' or 'contents'; it has {', '.join(names)}")
             yield from _parquet_rows(file, columns, path, skip)
-        except pa.ArrowException as error:
+        except (pa.ArrowException, UnicodeDecodeError) as error:  # a text that is not UTF-8
             raise UserError(f"{path}: not a readable Parquet file ({error})") from error
 
 
