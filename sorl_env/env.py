@@ -19,7 +19,7 @@ from sorl_env.errors import UserError
 from sorl_env.parser import ParsedTurn, neutralise, parse_turn
 from sorl_env.registry import load_task
 from sorl_env.render import render_dialogue
-from sorl_env.replay import ReplayTool
+from sorl_env.replay import recorded
 from sorl_env.rewards import check_reward_items
 from sorl_env.spaces import UnicodeText
 from sorl_env.step import (
@@ -32,7 +32,7 @@ from sorl_env.step import (
 )
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.text import valid_text
-from sorl_env.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, ToolUnavailableError, as_tool
+from sorl_env.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory import StopReason
 
@@ -335,13 +335,12 @@ def _make_toolbox(
 ) -> Toolbox:
     if tools is None:
         tools = task.tools(settings) if callable(task.tools) else task.tools
-    record, replay = settings.record, settings.replay
-    if record is not None or replay is not None:
-        tools = [
-            ReplayTool(as_tool(tool), record=record, replay=replay, max_reply_chars=reply_chars)
-            for tool in tools
-        ]
-    return Toolbox(tools, timeout_s=settings.timeout_s, retries=settings.retries, max_reply_chars=reply_chars)
+    return Toolbox(
+        recorded(tools, settings, reply_chars),
+        timeout_s=settings.timeout_s,
+        retries=settings.retries,
+        max_reply_chars=reply_chars,
+    )
 
 
 def _warn_of_sample(toolbox: Toolbox, task: Task, examples: ExampleSet) -> None:

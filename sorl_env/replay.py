@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, overload
 
 from sorl_env.errors import UserError
+from sorl_env.task import ToolSettings
 from sorl_env.text import quoted, read_json
-from sorl_env.tool import MAX_REPLY_CHARS, Tool, ToolInputError, ToolReply, ToolResult
+from sorl_env.tool import MAX_REPLY_CHARS, Tool, ToolInputError, ToolLike, ToolReply, ToolResult, as_tool
 from sorl_env.tool_schema import takes_raw_text
 
 
@@ -159,6 +160,17 @@ class ReplayTool:
             self._known.add(row.key)
             with self._record.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
+
+
+def recorded(tools: Sequence[ToolLike], settings: ToolSettings, max_reply_chars: int) -> Sequence[ToolLike]:
+    """The tools, recorded or replayed where the settings ask for it."""
+    record, replay = settings.record, settings.replay
+    if record is None and replay is None:
+        return tools
+    return [
+        ReplayTool(as_tool(tool), record=record, replay=replay, max_reply_chars=max_reply_chars)
+        for tool in tools
+    ]
 
 
 def _read(path: Path) -> dict[tuple[str, str], _Row]:

@@ -51,7 +51,8 @@ def _f1(prediction: Counter[str], gold: Counter[str]) -> float:
     return 2 * sum((prediction & gold).values()) / (sum(prediction.values()) + sum(gold.values()))
 
 
-_CHOICE = re.compile(r"(?:([A-Z])\.?|\(([A-Z])\)|([A-Z]):(.+))", re.IGNORECASE | re.DOTALL)
+# ASCII: without it, the dotless i (U+0131) is read as the letter I
+_CHOICE = re.compile(r"(?:([A-Z])\.?|\(([A-Z])\)|([A-Z]):(.+))", re.IGNORECASE | re.DOTALL | re.ASCII)
 
 
 def multiple_choice(prediction: str, answer_letter: str, options: Mapping[str, str] | None = None) -> float:

@@ -49,20 +49,23 @@ def calculator(expression: str) -> str:
             f"The expression has {len(expression)} characters, at most {MAX_CHARACTERS} are allowed."
         )
     try:
-        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
+        expression = expression.strip()
+        value = _evaluate(ast.parse(expression, mode="eval").body, expression)
     except ToolInputError:
         raise
     except SyntaxError as error:
         raise ToolInputError(f"Not an arithmetic expression: {error.msg}.") from error
     except (ArithmeticError, TypeError, ValueError) as error:  # 1/0, abs(1, 2), sqrt(-1), a null character
         raise ToolInputError(f"No value: {error}.") from error
+    except (RecursionError, MemoryError) as error:  # of Python's parser, or of a caller that is deep down already
+        raise ToolInputError("Not an arithmetic expression: nested too deeply.") from error
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 calculator.inline = True  # type: ignore[attr-defined]  # microseconds: no thread needed
 
 
-def _evaluate(node: ast.expr) -> Number:
+def _evaluate(node: ast.expr, source: str) -> Number:
     if (
         isinstance(node, ast.Constant)
         and isinstance(node.value, (int, float))
@@ -72,17 +75,18 @@ def _evaluate(node: ast.expr) -> Number:
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
         return _CONSTANTS[node.id]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_evaluate(node.operand))
+        return _UNARY[type(node.op)](_evaluate(node.operand, source))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _evaluate(node.left), _evaluate(node.right)
+        left, right = _evaluate(node.left, source), _evaluate(node.right, source)
         if isinstance(node.op, ast.Pow):
             _check_power(left, right)
         return _bounded(_BINARY[type(node.op)](left, right))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         function = _FUNCTIONS.get(node.func.id)
         if function is not None:
-            return _bounded(function(*(_evaluate(argument) for argument in node.args)))
-    raise ToolInputError(f"Not arithmetic: {ast.unparse(node)}.")
+            return _bounded(function(*(_evaluate(argument, source) for argument in node.args)))
+    # its place in the source: `ast.unparse` recurses, several calls a level
+    raise ToolInputError(f"Not arithmetic: {ast.get_source_segment(source, node)}.")
 
 
 def _check_power(base: Number, exponent: Number) -> None:
