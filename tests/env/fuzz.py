@@ -237,11 +237,8 @@ def _find_observation_problem(observation: str, ended: bool, reply_chars: int) -
     if not observation.startswith(opening) or not observation.endswith(closing):
         return f"no information block: {observation[:200]!r}"
     inner = observation[len(opening) : -len(closing)]
-    if (
-        "</" in inner
-        or "<|" in inner
-        or any(f"<{tag}>" in inner for tag in ("answer", "think", "information"))
-    ):
+    tags = ("answer>", "think>", "information>")
+    if "<|" in inner or any(f"<{tag}" in inner or f"</{tag}" in inner for tag in tags):
         return f"a tag in an observation: {inner[:200]!r}"
     if len(inner) > 4 * max(reply_chars, 200):  # "<" becomes "&lt;"
         return f"an observation of {len(inner)} characters"
