@@ -1,0 +1,218 @@
+"""Where text enters: it is valid behind the border, and no longer than the limit, whoever brought it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_env import (
+    Example,
+    Limits,
+    Task,
+    Toolbox,
+    ToolCall,
+    ToolInputError,
+    ToolReply,
+    ToolRequest,
+    ToolSettings,
+    ToolUnavailableError,
+    ToolUseEnv,
+    UserError,
+)
+from sorl_env.data import load_examples
+from sorl_env.replay import ReplayTool
+
+LONE = "a\ud800b \ude00\ud83d c\ud83d\ude00"
+VALID = "a\ufffdb \ufffd\ufffd c\U0001f600"
+BIG = 5_000_000
+
+Call = Callable[[Toolbox, ToolRequest], Any]
+CALLS: tuple[Call, ...] = (
+    lambda box, request: box.call(request),
+    lambda box, request: box.call_batch([request])[0],
+    lambda box, request: asyncio.run(box.acall(request)),
+)
+
+
+class Saying:
+    """A tool that returns or raises what it is made with, in each of its ways of being called."""
+
+    name = "say"
+    description = ""
+    schema: Mapping[str, Any] = {"type": "object", "properties": {"text": {"type": "string"}}}
+    inline = True
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def __call__(self, text: str) -> Any:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+class SayingInBatches(Saying):
+    def call_batch(self, texts: Sequence[str]) -> list[Any]:
+        return [self.result for _ in texts]
+
+
+class SayingOnLoops(Saying):
+    inline = False
+
+    async def acall(self, text: str) -> Any:
+        return self(text)
+
+
+KINDS = (Saying, SayingInBatches, SayingOnLoops)
+REQUEST = ToolRequest("say", "x")
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("result", [LONE, ToolReply(LONE, hits=1), ToolInputError(LONE)], ids=repr)
+def test_what_a_tool_says_is_valid_text(call: Call, kind: type[Saying], result: Any) -> None:
+    outcome = call(Toolbox([kind(result)]), REQUEST)
+    assert isinstance(outcome, ToolCall)
+    assert outcome.reply == VALID and outcome.error in (None, VALID) and outcome.cut_from is None
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("error", [ConnectionError, KeyError, ToolUnavailableError])
+def test_why_a_tool_is_out_is_valid_and_short(
+    call: Call, kind: type[Saying], error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome = call(Toolbox([kind(error(LONE + "x" * BIG))], retries=0), REQUEST)
+    assert isinstance(outcome, ToolUnavailableError) and outcome.call is not None
+    for text in (str(outcome), outcome.call.error or ""):
+        assert len(text) < 2000
+        text.encode()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [str, ToolReply, ToolInputError])
+def test_a_long_reply_is_cut_and_its_record_says_so(call: Call, kind: type[Saying], make: Any) -> None:
+    outcome = call(Toolbox([kind(make("x" * BIG))], max_reply_chars=100), REQUEST)
+    assert outcome.reply == "x" * 100 and outcome.cut_from == BIG
+    assert outcome.error in (None, outcome.reply)
+    whole = call(Toolbox([kind(make("x" * 100))], max_reply_chars=100), REQUEST)
+    assert whole.reply == "x" * 100 and whole.cut_from is None
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("result", "named"), [(ToolReply(None), "ToolReply with NoneType"), (7, "int"), (b"x", "bytes")]
+)
+def test_a_reply_that_is_no_text_is_the_tools_bug(
+    call: Call, kind: type[Saying], result: Any, named: str
+) -> None:
+    outcome = call(Toolbox([kind(result)]), REQUEST)
+    assert isinstance(outcome, ToolUnavailableError) and f"it returned {named}, expected" in str(outcome)
+
+
+# --- the environment ---
+
+
+def halves(**changes: Any) -> Task:
+    """A task whose every text has half a surrogate pair."""
+    example = Example(LONE, LONE, (LONE,), options={"A": LONE}, metadata={"a": LONE})
+    return Task(**{
+        "name": "halves", "prompt": lambda example: LONE + example.question, "embedded": lambda split: [example],
+        "reward": lambda example, turns: {"x": float(turns[-1].content in example.golden_answers)},
+        "parse_row": lambda row: Example(row["id"], row["question"], tuple(row["golden_answers"]), row.get("options")),
+        "tools": [Saying(LONE)], **changes,
+    })  # fmt: skip
+
+
+def test_an_example_is_valid_text_whoever_makes_it() -> None:
+    example = Example(LONE, LONE, (LONE, "x"), options={"A": LONE})
+    assert (example.id, example.question, example.golden_answers) == (VALID, VALID, (VALID, "x"))
+    assert example.options == {"A": VALID}
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_rows_of_files_are_valid_text(tmp_path: Path, ascii_only: bool) -> None:
+    row = {"id": LONE, "question": LONE, "golden_answers": [LONE], "options": {"A": LONE}}
+    line = json.dumps(row, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    (tmp_path / "rows.jsonl").write_bytes(line + b"\n")
+    (example,) = load_examples(halves(), str(tmp_path / "rows.jsonl")).examples
+    assert example == Example(VALID, VALID, (VALID,), options={"A": VALID})
+
+
+def test_a_parquet_file_with_what_is_no_text_is_named(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    text = pa.array([b"\xff\xfe"], pa.binary()).cast(pa.string(), safe=False)
+    parquet.write_table(pa.table({"question": text}), tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"rows\.parquet: a text is not UTF-8"):
+        load_examples(halves(), str(tmp_path / "rows.parquet"))
+
+
+def test_an_episode_in_half_pairs() -> None:
+    env = ToolUseEnv(halves())
+    prompt, info = env.reset()
+    assert prompt == VALID + VALID and info["question"] == info["example_id"] == VALID
+    result = env.step(f"<think>{LONE}</think><say>{LONE}</say>")
+    assert result.observation == f"\n\n<information>\n{VALID}\n</information>\n\n"
+    (call,) = result.info["tool_calls"]
+    assert (call.argument, call.reply) == (VALID, VALID)
+    result = env.step(f"<think>{LONE}</think><answer>{LONE}</answer>")
+    assert result.reward == 1.0 and result.info["parsed"].content == result.info["parsed"].think == VALID
+
+
+def test_the_limit_on_replies_follows_the_tokens_or_is_set() -> None:
+    assert Limits().reply_chars == 8000
+    assert Limits(max_observation_tokens=10).reply_chars == 160
+    assert Limits(max_reply_chars=7).reply_chars == 7
+    with pytest.raises(ValueError, match="max_reply_chars must be at least 1 or None, not 0"):
+        Limits(max_reply_chars=0)
+    env = ToolUseEnv(halves(tools=[Saying("x" * BIG)]), limits=Limits(max_observation_tokens=10))
+    env.reset()
+    result = env.step("<think>a</think><say>b</say>")
+    assert result.observation == f"\n\n<information>\n{'x' * 160}\n</information>\n\n"
+    assert result.info["tool_calls"][0].cut_from == BIG
+
+
+# --- records ---
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "result", [LONE + "x" * BIG, ToolReply(LONE * 1000, 3), ToolInputError(LONE * 9999)], ids=type
+)
+def test_a_replay_is_what_was_said_live_and_as_short(
+    tmp_path: Path, call: Call, kind: type[Saying], result: Any
+) -> None:
+    file = tmp_path / "replies.jsonl"
+    live = call(Toolbox([ReplayTool(kind(result), record=file, max_reply_chars=50)]), REQUEST)
+    assert file.stat().st_size < 1000
+    again = call(Toolbox([ReplayTool(kind("other"), replay=file)]), REQUEST)
+    assert 40 <= len(live.reply) <= 50 and live.reply.startswith(VALID[:40])
+    assert (again.reply, again.ok, again.error, again.hits) == (live.reply, live.ok, live.error, live.hits)
+    if live.ok:
+        assert live.cut_from == again.cut_from == len(result if isinstance(result, str) else result.text)
+
+
+def test_a_record_from_elsewhere_is_valid_text_and_cut(tmp_path: Path) -> None:
+    file = tmp_path / "replies.jsonl"
+    rows = [{"tool": "say", "argument": name, "text": LONE * 9999, "refused": name == "b"} for name in "ab"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ToolSettings(replay=str(file))
+    env = ToolUseEnv(halves(), tool_settings=settings, limits=Limits(max_reply_chars=len(LONE)))
+    env.reset()
+    for name in "ab":
+        (call,) = env.step(f"<think>a</think><say>{name}</say>").info["tool_calls"]
+        assert call.reply.startswith(VALID[:8]) and len(call.reply) <= len(LONE) and call.ok is (name == "a")
+    file.write_text("[" * 100_000 + "\n")
+    with pytest.raises(
+        UserError, match=r"replies\.jsonl:1: not a recorded tool reply \(it is nested too deeply\)"
+    ):
+        ReplayTool(Saying("x"), replay=file)
