@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sorl_env.text import read_json, valid_text
+from sorl_env.text import MAX_DEPTH, quoted, read_json, valid_text
 
 SURROGATES = st.text(st.characters(min_codepoint=0xD7F0, max_codepoint=0xE010) | st.characters())
 
@@ -54,3 +54,18 @@ def test_read_json_raises_one_kind_of_error(text, message):
 def test_read_json_reads_bytes_as_json_loads_does():
     assert read_json('{"ä": [1, null]}'.encode()) == {"ä": [1, None]}
     assert read_json('"ä"'.encode("utf-16")) == "ä"
+
+
+@pytest.mark.parametrize("opening,closing", [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
+def test_the_limit_on_depth_is_a_number_and_not_the_stack(opening, closing):
+    levels = MAX_DEPTH // (opening.count("[") + opening.count("{"))
+    read_json(opening * levels + "1" + closing * levels)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        read_json(opening * (levels + 1) + "1" + closing * (levels + 1))
+    wide = "[" + ",".join(['{"text": "[[[{{{"}'] * 500) + "]"
+    assert len(read_json(wide)) == 500
+
+
+def test_quoted_is_short():
+    assert quoted("who") == "'who'"
+    assert quoted("w" * 1_000_000, most=5) == "'ww...'"

@@ -29,7 +29,9 @@ from sorl_env.trajectory_io import (
 )
 
 CALL = ToolCall("search", "capital of Norway", "Doc 1: Oslo", ok=True, latency_s=0.0123, hits=3, attempts=2)
-FAILED = ToolCall("search", "", "empty query", ok=False, error="empty query", hits=None, cached=True)
+FAILED = ToolCall(
+    "search", "", "empty query", ok=False, error="empty query", hits=None, cached=True, cut_from=5_000_000
+)
 
 
 def searched(**changes: Any) -> Trajectory:
@@ -185,6 +187,68 @@ def test_jsonl_gz_loads_with_datasets(tmp_path: Path) -> None:
         "json", data_files=str(tmp_path / "t.jsonl.gz"), split="train", cache_dir=str(tmp_path / "cache")
     )
     assert loaded["id"] == ["g2/0", "g1/0"]
+
+
+def as_version_1(record: dict[str, Any]) -> dict[str, Any]:
+    """A record as the first version wrote it: its tool calls have no ``cut_from``."""
+    turns = []
+    for turn in record["turns"]:
+        calls = [
+            {k: v for k, v in call.items() if k != "cut_from"} for call in json.loads(turn["tool_calls"])
+        ]
+        turns.append(turn | {"tool_calls": json.dumps(calls)})
+    return record | {"turns": turns, "schema_version": 1}
+
+
+def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    write_jsonl(path, [searched()])
+    path.write_text(json.dumps(as_version_1(json.loads(path.read_text()))) + "\n")
+    (found,) = read_jsonl(path)
+    calls = [dataclasses.replace(call, cut_from=None) for call in searched().turns[0].tool_calls]
+    assert_same(
+        found,
+        searched(
+            turns=(dataclasses.replace(searched().turns[0], tool_calls=tuple(calls)), searched().turns[1])
+        ),
+    )
+    write_parquet(tmp_path / "t.parquet", [found])
+    assert_same(read_parquet(tmp_path / "t.parquet")[0], found)
+
+
+def test_a_field_of_another_version_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    write_jsonl(path, [searched()])
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"schema_version": 1}) + "\n")
+    with pytest.raises(UserError, match=r"t\.jsonl:1: turn 0: tool call 0: unknown field 'cut_from'"):
+        read_jsonl(path)
+    path.write_text(json.dumps(as_version_1(record) | {"schema_version": 2}) + "\n")
+    with pytest.raises(UserError, match=r"t\.jsonl:1: turn 0: tool call 0: the field 'cut_from' is missing"):
+        read_jsonl(path)
+
+
+@pytest.mark.parametrize("name", ["prompt", "example_id", "error", "metadata", "turns"])
+def test_half_surrogate_pairs_in_a_file_are_replaced(tmp_path: Path, name: str) -> None:
+    half = "\ud800 x \ude00\ud83d"
+    call = dataclasses.replace(CALL, argument=half, reply=half, error=half)
+    turn = dataclasses.replace(searched().turns[0], text=half, observation=half, tool_calls=(call,))
+    value: Any = {"metadata": {half: [half]}, "turns": (turn,)}.get(name, half)
+    write_jsonl(tmp_path / "t.jsonl", [searched(**{name: value})])
+    (found,) = read_jsonl(tmp_path / "t.jsonl")
+    assert "\ufffd x \ufffd\ufffd" in repr(getattr(found, name))
+    write_parquet(tmp_path / "t.parquet", [found])  # Arrow takes valid text only
+    assert_same(read_parquet(tmp_path / "t.parquet")[0], found)
+
+
+@pytest.mark.parametrize("name", ["reward_items", "metadata"])
+def test_deep_json_in_a_file_is_named(tmp_path: Path, name: str) -> None:
+    edit_line(tmp_path / "t.jsonl", **{name: "[" * 100_000})
+    with pytest.raises(UserError, match=r"t\.jsonl:2: it is nested too deeply"):
+        read_jsonl(tmp_path / "t.jsonl")
+    (tmp_path / "t.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(UserError, match=r"t\.jsonl:1: not valid JSON \(it is nested too deeply\)"):
+        read_jsonl(tmp_path / "t.jsonl")
 
 
 # --- errors ---------------------------------------------------------------------------------------

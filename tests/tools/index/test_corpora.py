@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_tools.corpus import Passage
+from sorl_tools.corpus import Passage, PassageFile, read_corpus
 from sorl_tools.index.corpora import Corpus
 
 from .conftest import made_up, write_jsonl
@@ -141,3 +142,22 @@ def test_fingerprint_follows_the_files(tmp_path: Path) -> None:
     assert Corpus([path]).fingerprint() == before
     write_jsonl(path, made_up(4))
     assert Corpus([path]).fingerprint() != before
+
+
+def test_half_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
+    """As they are in questions and in the replies of servers; a corpus of millions must not fail at one passage."""
+    row = {"id": "\ud800", "contents": '"T\ud800"\ntext \ude00\ud83d \ud83d\ude00'}
+    raw = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    (tmp_path / "a.jsonl").write_bytes(json.dumps(row).encode() + b"\n" + raw + b"\n")
+    passage = Passage("\ufffd", "T\ufffd", "text \ufffd\ufffd \U0001f600")
+    assert read(tmp_path / "a.jsonl") == [passage, passage]
+    assert list(read_corpus(tmp_path / "a.jsonl")) == [passage, passage]
+    assert PassageFile.write([passage], tmp_path) == 1 and list(PassageFile(tmp_path)) == [passage]
+
+
+def test_parquet_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    text = pa.array([b"\xff\xfe"], pa.binary()).cast(pa.string(), safe=False)
+    parquet(tmp_path / "a.parquet", {"text": text})
+    with pytest.raises(UserError, match=r"a\.parquet: not a readable Parquet file \(.*utf-8"):
+        read(tmp_path / "a.parquet")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from sorl_env.errors import UserError
+from sorl_env.rollout import SamplingParams
 from sorl_train.evaluate.cli import main
-from sorl_train.evaluate.endpoint import TextTokenizer, with_stop_string
+from sorl_train.evaluate.endpoint import EndpointSampler, TextTokenizer, with_stop_string
 
 from .completions_server import Served, serving
 from .conftest import LARGER, WORLD
@@ -189,3 +193,30 @@ def test_an_endpoint_needs_a_name_and_no_model_beside_it(capsys: pytest.CaptureF
     assert "--endpoint needs --model_name" in capsys.readouterr().err
     assert main(["models/x", "--endpoint", "http://127.0.0.1:9/v1", "--task", "minihop"]) == 2
     assert "give one of them" in capsys.readouterr().err
+
+
+def reply_of(body: bytes) -> str:
+    """The text of a turn that a server sends so."""
+    tokenizer = TextTokenizer()
+    sampler = EndpointSampler("http://127.0.0.1:9/v1", "m", tokenizer)
+
+    async def draw() -> str:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, content=body))
+        async with httpx.AsyncClient(transport=transport) as sampler._client:
+            sampled = await sampler.generate("s", tokenizer.encode("who?"), SamplingParams(8, stop=STOP))
+        return tokenizer.decode(sampled.token_ids)
+
+    return asyncio.run(draw())
+
+
+def test_half_surrogate_pairs_of_a_served_model_are_replaced() -> None:
+    body = json.dumps(
+        {"choices": [{"text": "\ud800 x \ud83d\ude00</answer>", "finish_reason": "stop"}]}
+    ).encode()
+    assert reply_of(body) == "\ufffd x \U0001f600</answer>"
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"1" * 5000, b"\xff", b"<html>", b'{"choices": []}', b"[]"])
+def test_what_is_no_reply_is_a_clear_error(body: bytes) -> None:
+    with pytest.raises(UserError, match=r"the reply is no JSON|not a reply of /v1/completions"):
+        reply_of(body)
