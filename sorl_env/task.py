@@ -32,7 +32,7 @@ class Example:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        texts = {
+        texts: dict[str, Any] = {
             "id": valid_text(self.id),
             "question": valid_text(self.question),
             "golden_answers": tuple(map(valid_text, self.golden_answers)),
