@@ -32,7 +32,7 @@ class EngineSampler:
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
         from vllm import SamplingParams as VllmParams
 
-        version = self._engine.policy_version  # of the turn's first token: an update may come in between
+        version = await self._engine.version_of_a_new_turn()
         output = await self._engine.generate(
             list(token_ids),
             VllmParams(

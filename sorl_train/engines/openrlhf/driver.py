@@ -6,11 +6,6 @@ import os
 import runpy
 import sys
 
-FORWARDED = (
-    "SORL_RUN_DIR SORL_CACHE PYTHONPATH TOKENIZERS_PARALLELISM HF_HUB_OFFLINE OMP_NUM_THREADS DS_ACCELERATOR "
-    "TORCH_COMPILE_DISABLE VLLM_CPU_KVCACHE_SPACE VLLM_ENABLE_V1_MULTIPROCESSING GLOO_SOCKET_IFNAME VLLM_LOGGING_LEVEL"
-).split()
-
 
 def main() -> None:
     """Connect to the cluster (or start one here), put our classes in, run ``openrlhf.cli.train_ppo_ray``."""
@@ -19,18 +14,19 @@ def main() -> None:
     from openrlhf.trainer.ray import ppo_actor, ppo_critic, vllm_engine
 
     from sorl_train.engines.openrlhf import trainers, workers
+    from sorl_train.engines.openrlhf.variables import runtime_env, secrets_of
 
-    variables = {name: os.environ[name] for name in FORWARDED if name in os.environ}
     gpus = os.environ.get("SORL_LOGICAL_GPUS")  # a CPU run: Ray counts them, nobody has them
     resources = {"num_gpus": int(gpus), "num_cpus": 2 * int(gpus) + 6} if gpus else {}
-    ray.init(runtime_env={"env_vars": variables}, include_dashboard=False, **resources)
+    ray.init(runtime_env=runtime_env(os.environ), include_dashboard=False, **resources)
     ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(workers.PolicyWorker)
     ppo_critic.CriticModelActor = ray.remote(num_gpus=1)(workers.CriticWorker)
     vllm_engine.RolloutRayActor = ray.remote(workers.RolloutWorker)
     ppo_trainer.PPOTrainer = ray.remote(trainers.Trainer)
     ppo_trainer_async.PPOTrainerAsync = ray.remote(trainers.AsyncTrainer)
     sys.argv[0] = "openrlhf.cli.train_ppo_ray"
-    runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
+    with secrets_of(os.environ):
+        runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
     ray.shutdown()
 
 

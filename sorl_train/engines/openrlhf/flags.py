@@ -13,6 +13,8 @@ from typing import Any
 from sorl_env.errors import UserError
 from sorl_env.task import Limits
 from sorl_train.config import CRITIC_ALGOS, TrainConfig
+from sorl_train.config_schema import flatten
+from sorl_train.engines.openrlhf.flag_table import problems_of
 from sorl_train.engines.openrlhf.placement import Placement
 from sorl_train.run_dir import RunDir
 
@@ -20,9 +22,13 @@ AGENT = Path(__file__).with_name("agent.py")
 
 
 def openrlhf_flags(
-    config: TrainConfig, run_dir: RunDir, model: str, limits: Limits, *, resume: bool
+    config: TrainConfig, run_dir: RunDir, model: str, limits: Limits, *, resume: Path | None
 ) -> dict[str, Any]:
-    """Flags by name, without the dashes. True stands alone on the command line, a list gives several words."""
+    """Flags by name, without the dashes. True stands alone on the command line, a list gives several words.
+
+    Args:
+        resume: the folder of the checkpoint to go on from; None begins anew.
+    """
     cluster, update, rollout, optim = config.cluster, config.update, config.rollout, config.optim
     place = Placement.of(config)
     on_cpu = config.hardware.device == "cpu"
@@ -46,12 +52,14 @@ def openrlhf_flags(
         "eval.temperature": config.eval.temperature,
         "eval.n_samples_per_prompt": 1,
         "eval.steps": config.eval.every or -1,
-        "ckpt.path": str(run_dir.checkpoints.absolute()),
+        "ckpt.path": str(
+            (resume or run_dir.checkpoints).absolute()
+        ),  # OpenRLHF loads from there, and we save
         "ckpt.output_dir": str((run_dir.checkpoints / "final").absolute()),
         "ckpt.save_steps": config.checkpoint.every or -1,
         "ckpt.max_num": config.checkpoint.keep,
         "ckpt.best_metric_key": "none",  # ours is kept by the trainer, as a plain folder
-        "ckpt.load_enable": resume,
+        "ckpt.load_enable": resume is not None,
         # makes vLLM report the log-probabilities it drew with; the correction itself belongs to a loss we replace
         "algo.advantage.is_correction_level": "token",
         "algo.advantage.estimator": "gae" if has_critic else "group_norm",
@@ -106,6 +114,38 @@ def as_arguments(flags: dict[str, Any]) -> list[str]:
     return words
 
 
+# Settings that the local engine reads and this one does not, and what counts here.
+UNREAD = {
+    "sampler.backend": "vLLM samples",
+    "sampler.max_concurrency": "all trajectories of a step are in flight at once",
+    "sampler.gpu_memory": "cluster.vllm_memory",
+    "update.critic_micro_batch_size": "update.micro_batch_size, for policy and critic",
+    "hardware.threads": "the environment variable OMP_NUM_THREADS",
+}
+
+
+def unread(config: TrainConfig) -> list[str]:
+    """A line for each setting that was changed and has no effect with this engine."""
+    here, default = flatten(config), flatten(TrainConfig())
+    return [
+        f"{name}={here[name]} has no effect with engine=openrlhf; here counts: {instead}"
+        for name, instead in UNREAD.items()
+        if here[name] != default[name]
+    ]
+
+
+def critic_start(config: TrainConfig, model: str) -> str:
+    """A line that says where the critic's weights and its value head come from."""
+    from sorl_train.models import (
+        VALUE_HEAD_FILE,  # with torch, which a command line can do without until here
+    )
+
+    start = config.hardware.critic or model
+    if (Path(start) / VALUE_HEAD_FILE).is_file():
+        return f"critic: starts from {start} and the value head that is kept there ({VALUE_HEAD_FILE})"
+    return f"critic: starts from {start} with a value head of zeros, as there is no {VALUE_HEAD_FILE}: all values are 0"
+
+
 def check(config: TrainConfig) -> None:
     """Raise ``UserError`` for what this engine cannot do with a config that is valid in itself."""
     problems = list(_problems(config))
@@ -115,7 +155,7 @@ def check(config: TrainConfig) -> None:
 
 def _problems(config: TrainConfig) -> list[str]:
     cluster, update, loss = config.cluster, config.update, config.loss
-    problems = []
+    problems = problems_of(cluster.flags)
     if config.stage != "rl":
         problems.append("stage: sft runs on engine=local")
     if loss.clip_bias_norm == "gradient":
@@ -129,6 +169,11 @@ def _problems(config: TrainConfig) -> list[str]:
         problems.append(
             "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto"
         )
+    if config.hardware.device not in ("auto", "cpu", "cuda"):
+        problems.append(
+            f"hardware.device={config.hardware.device} names one GPU: Ray places the processes, choose the GPUs with "
+            "CUDA_VISIBLE_DEVICES and cluster.gpus_per_node"
+        )
     if cluster.zero_stage not in (2, 3):
         problems.append(f"cluster.zero_stage is 2 or 3, not {cluster.zero_stage}")
     if cluster.partial_rollout and not cluster.async_rollout:
@@ -139,6 +184,12 @@ def _problems(config: TrainConfig) -> list[str]:
         )
     if cluster.async_rollout and (config.eval.patience or config.alarm.action == "stop"):
         problems.append("eval.patience and alarm.action=stop end synchronous runs only: use 0 and warn")
+    if cluster.async_rollout and config.sampler.top_p < 1:
+        problems.append(
+            f"sampler.top_p={config.sampler.top_p:g} does not go with cluster.async_rollout, which takes ratios to the "
+            "log-probabilities that vLLM drew with: top_p makes those larger than the policy's own, and every ratio "
+            "too small by the same factor. Use sampler.top_p=1"
+        )
     if cluster.async_rollout and config.rollout.max_staleness < 1:
         problems.append(
             "cluster.async_rollout trains on older samples: set rollout.max_staleness to 1 or more"

@@ -22,10 +22,11 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.cold_start import resolve_model
-from sorl_train.config import TrainConfig
+from sorl_train.config import CRITIC_ALGOS, TrainConfig
 from sorl_train.display import Display
-from sorl_train.engines.openrlhf.flags import as_arguments, check, openrlhf_flags
+from sorl_train.engines.openrlhf.flags import as_arguments, check, critic_start, openrlhf_flags, unread
 from sorl_train.engines.openrlhf.placement import Placement
+from sorl_train.engines.openrlhf.saves import ACTOR, CRITIC, POLICY, ResumePoint, resume_point
 from sorl_train.engines.openrlhf.versions import check_versions
 from sorl_train.environments import env_facts, make_env
 from sorl_train.metrics_log import read_jsonl
@@ -71,11 +72,16 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     env = make_env(config)
     facts = {"train": env_facts(env), "eval": env_facts(make_env(config, evaluation=True))}
     run_dir.record("data", facts)
+    start = _resume_point(config, run_dir, display) if resume else None
     model = resolve_model(config, display)
-    flags = openrlhf_flags(config, run_dir, model, env.limits, resume=resume)
+    flags = openrlhf_flags(config, run_dir, model, env.limits, resume=start.folder if start else None)
+    if config.algo in CRITIC_ALGOS and start is None:
+        display.message(critic_start(config, model))
+    for line in unread(config):
+        display.message(line)
     place = Placement.of(config)
     where = "CPU" if config.hardware.device == "cpu" else f"{place.gpus} GPUs"
-    done = _last_step(run_dir) if resume else -1  # step 0 is the evaluation before the first one
+    done = start.step if start else -1  # step 0 is the evaluation before the first one
     display.start(
         f"{config.algo} on {env.task.name} with OpenRLHF, {where}", config.update.steps, max(done, 0)
     )
@@ -125,6 +131,15 @@ def follow(
             time.sleep(POLL_S)
         if stopping and process.returncode:
             raise KeyboardInterrupt
+
+
+def _resume_point(config: TrainConfig, run_dir: RunDir, display: Display) -> ResumePoint:
+    """The checkpoint to go on from; tells the user of newer ones that are damaged."""
+    parts = [POLICY, ACTOR, *([CRITIC] if config.algo in CRITIC_ALGOS else [])]
+    found = resume_point(run_dir.checkpoints, parts)
+    for line in found.passed_over:
+        display.message(f"passed over {line}")
+    return found
 
 
 def _environment(config: TrainConfig, run_dir: RunDir) -> dict[str, str]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sorl_env.task import Limits
-from sorl_train.config import TrainConfig
-from sorl_train.engines.openrlhf.flags import as_arguments, openrlhf_flags
+from sorl_train.config import CRITIC_ALGOS, TrainConfig
+from sorl_train.engines.openrlhf.flags import as_arguments, critic_start, openrlhf_flags, unread
 from sorl_train.engines.openrlhf.memory import H100, ClusterMemory, estimate_cluster_memory
 from sorl_train.engines.openrlhf.placement import Placement
 from sorl_train.memory import ModelShape, gigabytes
@@ -37,7 +37,7 @@ def openrlhf_parts(
     memory = estimate_cluster_memory(config, shape, limits, gpu=gpu)
     where = "of each process, all in host memory" if config.hardware.device == "cpu" else "per GPU"
     return [
-        ("Placement", _placement(config)),
+        ("Placement", _placement(config, model)),
         ("OpenRLHF flags", _command(config, limits, model)),
         (f"Memory {where}, upper bound", _memory(config, memory, limits, gpu)),
         ("Memory of the host, per node", _host(memory)),
@@ -45,7 +45,7 @@ def openrlhf_parts(
 
 
 # --- placement ------------------------------------------------------------------------------------------------
-def _placement(config: TrainConfig) -> list[str]:
+def _placement(config: TrainConfig, model: str) -> list[str]:
     cluster, update, place = config.cluster, config.update, Placement.of(config)
     batch, mini = config.rollout.batch_size, update.mini_batch_size
     rows = place.micro_batch(update.micro_batch_size, mini)
@@ -75,9 +75,11 @@ def _placement(config: TrainConfig) -> list[str]:
     if not place.shared:
         partial = ", sampling goes on through weight updates" if cluster.partial_rollout else ""
         lines.append(f"staleness: at most {_count(config.rollout.max_staleness, 'training step')}{partial}")
+    if config.algo in CRITIC_ALGOS:
+        lines.append(critic_start(config, model))
     if config.hardware.device == "cpu":
         lines.append("on a CPU: Ray counts these GPUs, nobody has them")
-    return lines
+    return lines + unread(config)
 
 
 def _offloading(config: TrainConfig) -> str:
@@ -96,7 +98,7 @@ def _offloading(config: TrainConfig) -> str:
 def _command(config: TrainConfig, limits: Limits, model: str) -> list[str]:
     """The command that ``launch`` runs, a flag a line."""
     run_dir = RunDir(Path(config.run_dir or "RUN_DIR"))
-    flags = openrlhf_flags(config, run_dir, model, limits, resume=False)
+    flags = openrlhf_flags(config, run_dir, model, limits, resume=None)
     variable = f"SORL_RUN_DIR={shlex.quote(str(run_dir.path.absolute()))}"
     lines = [f"{variable} python -m sorl_train.engines.openrlhf.driver"]
     off = []

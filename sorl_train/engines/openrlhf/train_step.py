@@ -6,10 +6,8 @@ and its asynchronous trainer (``trainers``) share, and follows ``engines.local.t
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,10 @@ from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.alarm import alarm_so_far, append_event, drop_events_after
 from sorl_train.batch import Batch, collate
-from sorl_train.checkpoint import checkpoint_name
-from sorl_train.config_io import read_resolved
+from sorl_train.engines.openrlhf.bookkeeping import MAX_LOST_STEPS, Bookkeeping
 from sorl_train.engines.openrlhf.data import evaluation_loader, exclude_older
 from sorl_train.engines.openrlhf.placement import Placement
+from sorl_train.engines.openrlhf.saves import step_of
 from sorl_train.engines.openrlhf.workers import run_config, run_folder
 from sorl_train.environments import answers_of, make_env, training_examples
 from sorl_train.metrics import (
@@ -36,19 +34,13 @@ from sorl_train.metrics import (
     rollout_metrics,
     search_off_metrics,
     staleness,
-    step_timings,
 )
 from sorl_train.metrics_log import MetricsLog
-from sorl_train.plan import model_shape
-from sorl_train.policy_card import write_policy_card
 from sorl_train.schedule import mini_batches, steps_of_batch
 from sorl_train.scored_batch import batch_metrics, estimate_advantages, mismatch_metrics
 from sorl_train.summary import Summary
 from sorl_train.token_classes import TokenClassifier
-from sorl_train.trajectory_card import write_trajectory_card
 from sorl_train.update import NonFiniteError
-
-MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
 
 
 class Ended(Exception):
@@ -67,7 +59,7 @@ class TrajectoryGenerator(SamplesGenerator):
         return trajectory
 
 
-class TrainStep:
+class TrainStep(Bookkeeping):
     """A training step for a subclass of OpenRLHF's ``BasePPOTrainer``."""
 
     # of BasePPOTrainer
@@ -277,107 +269,25 @@ class TrainStep:
         out_of_patience = 0 < self.config.eval.patience <= self.summary.evaluations_below
         return out_of_patience or (alarm is not None and action == "stop")
 
-    # -- bookkeeping ----------------------------------------------------------------------------------------------
-
-    def record(self, step: int, metrics: dict[str, float]) -> None:
-        best = self.summary.observe(step, metrics)
-        self.log.log(step, metrics)
-        if best:
-            self.save_policy(self.run_dir.checkpoints / "best")
-        if "eval/success" in metrics or self.is_saved(step):
-            write_trajectory_card(self.run_dir, read_resolved(self.run_dir.config), self.eval_env.task)
-
-    def save(self, step: int, states: dict[str, Any]) -> None:
-        """DeepSpeed's state, for a resume, and the policy as a plain folder."""
-        states |= {"global_step": step, "summary": self.summary.state()}
-        groups = [self.actor_model_group, self.critic_model_group]
-        for group in groups:
-            if group is not None:
-                extra = {"client_states": states} if group is self.actor_model_group else {}
-                ray.get(group.async_run_method("save_checkpoint", tag=f"global_step{step}", **extra))
-        self.save_policy(self.run_dir.checkpoints / checkpoint_name(step))
-        plain = sorted(self.run_dir.checkpoints.glob("step_*"))
-        for old in plain[: -self.config.checkpoint.keep]:
-            shutil.rmtree(old)
-
-    def save_policy(self, folder: Path) -> None:
-        """Under its name only when complete."""
-        partial = folder.with_name(f".{folder.name}")
-        shutil.rmtree(partial, ignore_errors=True)
-        policy = partial / "policy"
-        ray.get(self.actor_model_group.async_run_method("save_policy", folder=str(policy)))
-        config = read_resolved(self.run_dir.config)
-        is_best = folder.name == "best"
-        write_policy_card(policy, self.run_dir, config, self.eval_env.task, self.version, best=is_best)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-
-    def is_saved(self, step: int) -> bool:
-        """Whether the step's trajectories are kept on disk."""
-        every = self.config.rollout.save_every
-        return step in (1, self.config.update.steps) or bool(every and step % every == 0)
-
-    def save_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        if self.is_saved(step):
-            write_jsonl(self.run_dir.trajectories / f"step_{step:06d}.jsonl", trajectories)
-
-    def dump_if_non_finite(self, error: Exception, trajectories: Sequence[Trajectory], step: int) -> None:
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        if not isinstance(cause, NonFiniteError):
-            return
-        bad = set(cause.trajectory_ids)
-        path = self.run_dir.path / f"non_finite_{step:06d}.jsonl"
-        write_jsonl(path, sorted(trajectories, key=lambda t: t.id not in bad))
-        raise UserError(
-            f"step {step}: {cause}. The trajectories are in {path}; the last checkpoint is as it was. Lower "
-            "optim.lr, or look at these trajectories."
-        ) from error
-
-    def why_lost(self) -> str:
-        """As the local engine: a run whose tools are out for good would only burn time."""
-        cause = next((t.error for t in self.trajectories if t.error), "unknown")
-        return (
-            f"every trajectory of {MAX_LOST_STEPS} steps in a row was excluded; the last error was: {cause}. "
-            "Mend the tool or the task, then go on with --resume."
-        )
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Adds the seconds of a ``with`` block to a figure."""
-        started = time.perf_counter()
-        yield
-        name = f"time/{name}_s"
-        self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - started
-
-    def take_timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """The step's wall-clock figures; starts the next step's."""
-        stages, self.timings = self.timings, {}
-        begun, self.begun = self.begun, time.perf_counter()
-        overlap = self.config.cluster.async_rollout  # the next batch is sampled meanwhile
-        return step_timings(stages, trajectories, self.begun - begun if overlap else None)
-
-    def end(self) -> None:
-        """Write the summary: its presence marks the run as finished."""
-        config = self.config
-        env = make_env(config)
-        what = {"algo": config.algo, "task": env.task.name, "seed": config.seed, "steps": self.version}
-        what["parameters"] = model_shape(self.args.actor.model_name_or_path).parameters
-        sample = {"is_sample": env.examples.is_sample or self.eval_env.examples.is_sample}
-        self.run_dir.write_summary(what | sample | self.summary.figures())
-        self.log.close()
-
     def init_checkpoint_states(self) -> dict[str, Any]:
-        """OpenRLHF's, which it asks for before anything is sampled."""
+        """OpenRLHF's, which it asks for before anything is sampled.
+
+        Raises:
+            UserError: the policy's workers did not load the checkpoint that the run was to go on from.
+        """
         states: dict[str, Any] = super().init_checkpoint_states()  # type: ignore[misc]
-        self.version = int(states["global_step"])
+        self.version = int(states.get("global_step", 0))
+        if self.args.ckpt.load_enable and self.version != step_of(Path(self.args.ckpt.path)):
+            raise UserError(
+                f"{self.args.ckpt.path} was to be loaded, and the state loaded is of step {self.version}"
+            )
         return states
 
-    def broadcast_to_vllm(self) -> None:
-        """The weights, and how many training steps they have behind them."""
-        super().broadcast_to_vllm()  # type: ignore[misc]
-        self.announce_version()
-
     def announce_version(self) -> None:
+        """Tell the vLLM engines how many training steps their weights have behind them.
+
+        It is called while nobody samples (``trainers.Announcing``), or when the weights did not change.
+        """
         batch_vllm_engine_call(self.vllm_engines, "set_policy_version", self.version)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -28,7 +29,23 @@ def prepare_loaders(strategy: Any, tokenizer: Any) -> tuple[JobLoader, None, int
     return training_loader(config, len(examples)), None, config.update.steps * steps_of_batch(config)
 
 
-class Trainer(TrainStep, _PPOTrainer):  # type: ignore[misc, valid-type]
+class Announcing(ppo_trainer.BasePPOTrainer):  # type: ignore[misc]
+    """New weights and their number, in one piece.
+
+    OpenRLHF's asynchronous trainer calls this between taking a lock (or pausing the vLLM engines) and giving it back.
+    As a base class that comes after that trainer this one is what it calls there. Told any later, the number would
+    miss the turns that begin as soon as the lock is free: they would be drawn with new weights under the old number.
+    """
+
+    announce_version: Callable[[], None]
+
+    def broadcast_to_vllm(self) -> None:
+        """The weights to the vLLM engines, and then how many training steps they have behind them."""
+        super().broadcast_to_vllm()
+        self.announce_version()
+
+
+class Trainer(TrainStep, _PPOTrainer, Announcing):  # type: ignore[misc, valid-type]
     """Sample, train, sample: the GPUs are shared."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,7 +62,7 @@ class Trainer(TrainStep, _PPOTrainer):  # type: ignore[misc, valid-type]
             self.end()
 
 
-class AsyncTrainingActor(TrainStep, _TrainingActor):  # type: ignore[misc, valid-type]
+class AsyncTrainingActor(TrainStep, _TrainingActor, Announcing):  # type: ignore[misc, valid-type]
     """Trains on what ``AsyncGenerator`` put into the queue."""
 
     def fit(self, global_step: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import os
@@ -19,9 +20,11 @@ from sorl_train.clip_bias import Normalization
 from sorl_train.config import OptimConfig, TrainConfig
 from sorl_train.config_io import read_resolved
 from sorl_train.engines.openrlhf.placement import Placement
+from sorl_train.engines.openrlhf.saves import CRITIC
+from sorl_train.engines.openrlhf.value_head import ValueHead
 from sorl_train.log_probs import TokenStats
 from sorl_train.losses import get_algorithm
-from sorl_train.models import logit_stats
+from sorl_train.models import VALUE_HEAD_FILE, logit_stats
 from sorl_train.run_dir import RunDir
 from sorl_train.schedule import learning_rate
 from sorl_train.update import (
@@ -36,6 +39,7 @@ from sorl_train.update import (
 )
 
 PIECE = 1 << 24  # numbers
+SHARDS = "shards"  # the name under which DeepSpeed keeps a checkpoint in a folder
 
 
 def run_folder() -> RunDir:
@@ -136,33 +140,37 @@ class DeepSpeedCriticUpdate(CriticUpdate):
     def __init__(self, engine: Any, config: TrainConfig) -> None:
         super().__init__(engine.module, engine.optimizer, config)
         self._deepspeed = DeepSpeedStep(engine)
+        self.head = ValueHead(engine, config.optim)
 
     def _forward(self, micro: Batch) -> Tensor:
-        return critic_values(self._deepspeed.engine, micro)
+        return self.values(micro)
+
+    def values(self, micro: Batch) -> Tensor:
+        """Values (B, T), float32, 0 off the policy's tokens."""
+        columns = torch.arange(micro.token_ids.shape[1], device=micro.token_ids.device)
+        lengths = micro.lengths.to(micro.token_ids.device)
+        # without an action mask OpenRLHF's critic gives what its backbone does, and leaves its own bfloat16 head out
+        outputs = self._deepspeed.engine(
+            micro.token_ids, attention_mask=(columns < lengths[:, None]).long(), return_output=True
+        )
+        mask = micro.action_mask
+        values = self.head(outputs.last_hidden_state[:, :-1][mask])
+        return torch.zeros(mask.shape, device=values.device).masked_scatter(mask, values)
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         self._deepspeed.backward(loss, last)
 
     def _apply(self, lr: float, mini: Batch) -> float:
-        return _finite(self._deepspeed.apply(lr), "the critic's gradient", mini)
+        finite = self.head.average_gradient()
+        norm = _finite(self._deepspeed.apply(lr) if finite else math.nan, "the critic's gradient", mini)
+        self.head.step(lr, norm)
+        return norm
 
 
 def _finite(grad_norm: float, what: str, mini: Batch) -> float:
     if not math.isfinite(grad_norm):
         raise NonFiniteError(what, mini.ids)
     return grad_norm
-
-
-def critic_values(engine: Any, micro: Batch) -> Tensor:
-    """Values (B, T), float32, 0 off the policy's tokens."""
-    columns = torch.arange(micro.token_ids.shape[1], device=micro.token_ids.device)
-    lengths = micro.lengths.to(micro.token_ids.device)
-    values: Tensor = engine(
-        micro.token_ids,
-        action_mask=micro.action_mask,
-        attention_mask=(columns < lengths[:, None]).long(),
-    )
-    return values.float()
 
 
 def _train(
@@ -188,6 +196,7 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
         ppo_actor.NaiveReplayBuffer = _no_buffer  # batches come with the call
         super().init_model_from_pretrained(*args, **kwargs)
         self.config = run_config()
+        _check_loaded(self.actor.model, self.strategy.args)
         self.update = DeepSpeedPolicyUpdate(self.actor.model, self.config)
 
     @torch.no_grad()
@@ -210,6 +219,10 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
         torch.cuda.empty_cache()
         return means.result()
 
+    def save_state(self, folder: str, states: dict[str, Any]) -> None:
+        """This rank's shards, for a resume, with what the trainer wants to find there again."""
+        self.actor.model.save_checkpoint(folder, tag=SHARDS, client_state=states)
+
     def save_policy(self, folder: str) -> None:
         """A plain transformers folder."""
         self.strategy.save_model(self.actor, self.tokenizer, folder)
@@ -224,8 +237,20 @@ class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
     def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
         ppo_critic.NaiveReplayBuffer = _no_buffer
         super().init_model_from_pretrained(*args, **kwargs)
-        self.config = run_config()
+        self.config, arguments = run_config(), self.strategy.args
+        _check_loaded(self.critic, arguments)
         self.update = DeepSpeedCriticUpdate(self.critic, self.config)
+        start = Path(arguments.critic.model_name_or_path)
+        if arguments.ckpt.load_enable:
+            self.update.head.load(Path(arguments.ckpt.path) / CRITIC)
+        elif (start / VALUE_HEAD_FILE).is_file():
+            self.update.head.load(start)
+
+    def save_state(self, folder: str, states: dict[str, Any]) -> None:
+        """This rank's shards, and from the first one the value head."""
+        self.critic.save_checkpoint(folder, tag=SHARDS, client_state=states)
+        if dist.get_rank() == 0:
+            self.update.head.save(Path(folder))
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:
@@ -233,7 +258,7 @@ class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
         self.critic.eval()
         values = torch.zeros(batch.action_mask.shape)
         for index, micro in batch.micro_batches(self.config.update.critic_micro_batch_size):
-            part = critic_values(self.critic, micro.to(device()))
+            part = self.update.values(micro.to(device()))
             values[index, : part.shape[1]] = part.cpu()
         torch.cuda.empty_cache()
         return values
@@ -252,9 +277,39 @@ class RolloutWorker(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class)
     """A vLLM engine that knows how many training steps its weights have behind them."""
 
     policy_version = 0
+    _resumed: asyncio.Event | None = None  # set when a pause ends; None while there is none
 
     async def set_policy_version(self, version: int) -> None:
+        """Called when the weights of this version have arrived, and before a pause for them ends."""
         self.policy_version = version
+
+    async def version_of_a_new_turn(self) -> int:
+        """The version of the weights that draw a turn which is submitted now; waits until a pause has ended.
+
+        The weights that are there cannot be older than that: a version is set once its weights are. They can be newer
+        for the turn's later tokens, when partial rollouts go on through an update.
+        """
+        while self._resumed is not None:
+            await self._resumed.wait()
+        return self.policy_version
+
+    async def pause_generation(self) -> None:
+        """Stop drawing, in the middle of turns, for new weights."""
+        self._resumed = asyncio.Event()
+        await super().pause_generation()
+
+    async def resume_generation(self) -> None:
+        """Go on with the turns that were stopped, and let those begin that have waited."""
+        await super().resume_generation()
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            resumed.set()
+
+
+def _check_loaded(engine: Any, arguments: Any) -> None:
+    """DeepSpeed says in its log that it found no checkpoint, and goes on with the weights it began with."""
+    if arguments.ckpt.load_enable and engine.loaded_checkpoint_dp_world_size is None:
+        raise RuntimeError(f"DeepSpeed loaded nothing from {arguments.ckpt.path}")
 
 
 def _no_buffer(*_: Any, **__: Any) -> None:

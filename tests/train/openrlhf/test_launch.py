@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -19,10 +20,11 @@ from sorl_env.task import Limits
 from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_train.config import TrainConfig
 from sorl_train.config_io import load_config
+from sorl_train.config_schema import flatten
 from sorl_train.engines.local.collect import training_jobs
-from sorl_train.engines.openrlhf import versions
+from sorl_train.engines.openrlhf import flag_table, versions
 from sorl_train.engines.openrlhf.data import exclude_older, training_loader
-from sorl_train.engines.openrlhf.flags import as_arguments, check, openrlhf_flags
+from sorl_train.engines.openrlhf.flags import as_arguments, check, critic_start, openrlhf_flags, unread
 from sorl_train.engines.openrlhf.launch import cause_of_death, follow
 from sorl_train.engines.openrlhf.placement import Placement
 from sorl_train.metrics_log import MetricsLog
@@ -38,7 +40,7 @@ def settings(**overrides: Any) -> TrainConfig:
     return load_config("quickstart", CLUSTER | dotted)
 
 
-def flags(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
+def flags(config: TrainConfig, resume: Path | None = None) -> dict[str, Any]:
     return openrlhf_flags(config, RunDir(Path("runs/x")), "m", Limits(), resume=resume)
 
 
@@ -52,7 +54,9 @@ def test_the_papers_placement() -> None:
     assert made["train.batch_size"] == 256 and made["train.micro_batch_size"] == 8
     assert made["vllm.enable_sleep"] and made["ds.enable_sleep"] and made["ds.adam_offload"]
     assert made["ds.attn_implementation"] == "flash_attention_2" and made["vllm.sync_backend"] == "nccl"
-    assert not made["ckpt.load_enable"] and flags(config, resume=True)["ckpt.load_enable"]
+    assert not made["ckpt.load_enable"] and made["ckpt.path"].endswith("runs/x/checkpoints")
+    resumed = flags(config, resume=Path("/runs/x/checkpoints/step_000040"))
+    assert resumed["ckpt.load_enable"] and resumed["ckpt.path"] == "/runs/x/checkpoints/step_000040"
 
 
 def test_asynchronous_sampling_has_gpus_of_its_own() -> None:
@@ -75,8 +79,11 @@ def test_micro_batches_divide_a_ranks_share() -> None:
 
 
 def test_the_users_own_flags_come_last_and_win() -> None:
-    made = flags(settings(cluster__flags={"ds.overlap_comm": True, "vllm.gpu_memory_utilization": 0.5}))
-    assert made["ds.overlap_comm"] is True and made["vllm.gpu_memory_utilization"] == 0.5
+    mine = {"ds.overlap_comm": True, "ds.attn_implementation": "flash_attention_3"}
+    config = settings(cluster__flags=mine)
+    check(config)
+    made = flags(config)
+    assert made["ds.overlap_comm"] is True and made["ds.attn_implementation"] == "flash_attention_3"
     words = as_arguments({"a": True, "b": False, "c": None, "d": [0.9, 0.999], "e": 1e-6, "f": "x"})
     assert words == ["--a", "--d", "0.9", "0.999", "--e", "1e-06", "--f", "x"]
 
@@ -98,12 +105,69 @@ def test_the_users_own_flags_come_last_and_win() -> None:
             "mini_batch_size 4 does not divide over 8 GPUs",
         ),
         ({"stage": "sft"}, "runs on engine=local"),
+        ({"hardware__device": "cuda:1"}, "hardware.device=cuda:1 names one GPU"),
+        (
+            {
+                "cluster__async_rollout": True,
+                "cluster__vllm_engines": 1,
+                "rollout__max_staleness": 1,
+                "sampler__top_p": 0.9,
+            },
+            "sampler.top_p=0.9 does not go with cluster.async_rollout",
+        ),
+        (
+            {"cluster__flags": {"ds.ring_attn_size": 2}},
+            "cluster.flags: ds.ring_attn_size is not for this engine",
+        ),
+        ({"cluster__flags": {"ds.tensor_parallel_size": 2}}, "rows of its own"),
+        ({"cluster__flags": {"actor.eps_clip": 0.3}}, "the loss is sorl's; use loss.clip_eps"),
+        ({"cluster__flags": {"vllm.gpu_memory_utilization": 0.5}}, "use cluster.vllm_memory"),
+        (
+            {"cluster__flags": {"ds.overlap_com": True}},
+            "no flag ds.overlap_com. Did you mean 'ds.overlap_comm'?",
+        ),
+        ({"cluster__flags": {"--ds.overlap_comm": True}}, "no flag --ds.overlap_comm. Did you mean"),
     ],
 )
 def test_what_it_cannot_do_is_refused(overrides: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError) as caught:
         check(settings(**overrides))
     assert complaint in str(caught.value)
+
+
+def test_truncated_sampling_is_fine_where_ratios_are_to_the_trainers_own_log_probabilities() -> None:
+    check(settings(sampler__top_p=0.9))
+
+
+def test_every_flag_that_is_set_here_is_in_the_table_once() -> None:
+    tables = (flag_table.ALLOWED, flag_table.OURS, flag_table.REFUSED)
+    names = [name for table in tables for name in table]
+    assert len(names) == len(set(names)) > 150
+    for overrides in ({}, {"algo": "so_grpo", "rollout.group_size": 4}):
+        made = flags(load_config("quickstart", CLUSTER | overrides))
+        assert set(made) <= set(names)
+    # what follows from a setting names one that exists
+    known = {*flatten(TrainConfig()), "--resume"}
+    for name, setting in flag_table.OURS.items():
+        assert set(re.sub(r"\(.*\)", "", setting).split()) - {"and"} <= known, name
+    for name, reason in flag_table.REFUSED.items():
+        for word in re.findall(r"use ((?:\w+\.\w+)|algo)", reason):
+            assert word in known, (name, word)
+
+
+def test_settings_without_effect_are_named() -> None:
+    assert unread(TrainConfig(engine="openrlhf")) == []
+    lines = unread(settings(sampler__backend="vllm", update__critic_micro_batch_size=3))
+    assert any(line.startswith("sampler.backend=vllm has no effect") for line in lines)
+    assert any("here counts: update.micro_batch_size" in line for line in lines)
+
+
+def test_where_the_critic_starts_is_said(tmp_path: Path) -> None:
+    config = settings(hardware__critic=str(tmp_path))
+    assert f"starts from {tmp_path} with a value head of zeros" in critic_start(config, "m")
+    (tmp_path / "value_head.safetensors").write_bytes(b"")
+    assert f"starts from {tmp_path} and the value head that is kept there" in critic_start(config, "m")
+    assert "starts from m with a value head of zeros" in critic_start(settings(), "m")
 
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

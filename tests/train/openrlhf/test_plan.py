@@ -151,7 +151,7 @@ def test_the_plan_shows_the_command_that_is_run(tiny: Path) -> None:
     )
     words = subprocess.run(["bash", "-c", echo], capture_output=True, text=True, check=True).stdout
     task_limits = limits(load_task("nq"), config.limits)
-    flags = openrlhf_flags(config, RunDir(Path("runs/with space")), str(tiny), task_limits, resume=False)
+    flags = openrlhf_flags(config, RunDir(Path("runs/with space")), str(tiny), task_limits, resume=None)
     assert words.splitlines() == as_arguments(flags)
     assert f"SORL_RUN_DIR='{Path('runs/with space').absolute()}'" in command[0]
     off = {name for name, value in flags.items() if value is False}

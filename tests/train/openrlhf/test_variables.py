@@ -1,0 +1,108 @@
+"""Environment variables on a Ray cluster that was started without them; tokens stay out of every file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sorl_tools.http_search_protocol import TOKEN_VARIABLE
+from sorl_train.engines.openrlhf.variables import FORWARDED, SECRET, runtime_env
+
+TOKEN = "s3cret-t0ken-of-this-test"
+ASKED = [TOKEN_VARIABLE, "https_proxy", "HF_HOME", "SORL_RUN_DIR", "EDITOR"]
+
+DRIVER = textwrap.dedent(
+    """\
+    import json, os, sys
+    import ray
+    from ray.experimental import internal_kv
+    from sorl_train.engines.openrlhf.variables import runtime_env, secrets_of
+
+    class Worker:
+        def look(self, names):
+            return {name: os.environ.get(name) for name in names}
+
+    ray.init(address=sys.argv[1], runtime_env=runtime_env(os.environ), log_to_driver=True)
+    with secrets_of(os.environ):
+        worker = ray.remote(Worker).remote()
+        print("FOUND", json.dumps(ray.get(worker.look.remote(sys.argv[2:]))))
+    print("LEFT", len(internal_kv._internal_kv_list(b"secrets", namespace=b"sorl")))
+    ray.shutdown()
+    """
+)
+
+
+def test_what_ray_logs_has_no_secret_in_it() -> None:
+    everything = dict.fromkeys(SECRET, TOKEN) | dict.fromkeys(FORWARDED, "plain")
+    shown = json.dumps(runtime_env(everything))
+    assert TOKEN not in shown and set(FORWARDED).isdisjoint(SECRET)
+    assert {TOKEN_VARIABLE, "HF_TOKEN", "https_proxy"} <= set(SECRET)
+    assert all(f'"{name}": "plain"' in shown for name in ("SORL_RUN_DIR", "HF_HOME"))
+
+
+@pytest.fixture
+def cluster() -> Iterator[tuple[str, Path, dict[str, str]]]:
+    """A Ray cluster of its own: its address, the folder of its logs, and an environment without our variables."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # sockets want a short path
+    bare = {name: value for name, value in os.environ.items() if name not in (*FORWARDED, *SECRET)}
+    start = ["start", "--head", f"--port={port}", "--num-cpus=2", "--include-dashboard=false", "--block"]
+    with (folder / "start.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", *start, f"--temp-dir={folder}"],
+            env=bare | {"RAY_process_group_cleanup_enabled": "true"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while "Ray runtime started" not in (folder / "start.log").read_text():
+            assert process.poll() is None and time.monotonic() < deadline, (folder / "start.log").read_text()
+            time.sleep(0.2)
+        yield f"127.0.0.1:{port}", folder, bare
+    finally:
+        process.terminate()
+        process.wait(60)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.openrlhf
+def test_a_worker_of_a_cluster_gets_them_and_no_file_does(cluster: tuple[str, Path, dict[str, str]]) -> None:
+    address, folder, bare = cluster
+    proxy = f"http://me:{TOKEN}@proxy:3128"
+    mine = {
+        TOKEN_VARIABLE: TOKEN,
+        "https_proxy": proxy,
+        "HF_HOME": "/shared/hf",
+        "SORL_RUN_DIR": "/shared/run",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, address, *ASKED],
+        env=bare | mine | {"EDITOR": "ed"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.partition("FOUND ")[2].splitlines()[0])
+    assert {name: found[name] for name in mine} == mine
+    assert found["EDITOR"] != "ed"  # what is on no list is not passed on
+    assert "LEFT 0" in done.stdout
+    assert TOKEN not in done.stderr
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert any("runtime_env_agent" in path.name for path in files)
+    holding = [path.name for path in files if TOKEN.encode() in path.read_bytes()]
+    assert holding == []
