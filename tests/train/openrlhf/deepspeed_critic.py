@@ -56,9 +56,16 @@ def came_back(head: ValueHead, engine: Any, config: TrainConfig) -> bool:
         head.save(Path(folder))
         other = ValueHead(engine, config.optim)
         other.load(Path(folder))
-    pairs = zip(head.linear.state_dict().values(), other.linear.state_dict().values(), strict=True)
-    states = str(head.optimizer.state_dict()["state"]) == str(other.optimizer.state_dict()["state"])
-    return states and all(torch.equal(a, b) for a, b in pairs)
+    return _same(head.linear.state_dict(), other.linear.state_dict()) and _same(
+        head.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"]
+    )
+
+
+def _same(ours: dict[Any, Any], theirs: dict[Any, Any]) -> bool:
+    if ours.keys() != theirs.keys():
+        return False
+    pairs = [(ours[key], theirs[key]) for key in ours]
+    return all(_same(a, b) if isinstance(a, dict) else torch.equal(a, b) for a, b in pairs)
 
 
 def run(folder: str, batch: Batch, case: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrai
 
 from sorl_train.batch import Batch
 from sorl_train.config import ModelConfig, TrainConfig, UpdateConfig
-from sorl_train.engines.openrlhf.workers import DeepSpeedCriticUpdate, DeepSpeedPolicyUpdate, critic_values
+from sorl_train.engines.openrlhf.workers import DeepSpeedCriticUpdate, DeepSpeedPolicyUpdate
 from sorl_train.update import Means
 
 STEPS = 2  # Adam's moments are there from the second one on
@@ -161,7 +161,7 @@ def measure(held: Held, role: str, case: dict[str, Any], batch: Batch) -> dict[s
             if role == "policy":
                 update.stats(micro, micro.action_mask)
             else:
-                critic_values(engine, micro)
+                update.values(micro)
     found[f"scoring, {role}"] = held.restart() - before
     found[f"{role} parameters"] = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     return found

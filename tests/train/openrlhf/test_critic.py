@@ -123,7 +123,7 @@ def test_two_steps_equal_the_local_engines(ranks: int, folder: str, batch: Batch
         start = load_critic(folder, ModelConfig(device="cpu"))
         for part, parameters in (("parameters", critic.backbone), ("head", critic.head)):
             moved = max(
-                float((a - b).abs().max())
+                float((a.detach() - b.detach()).abs().max())
                 for a, b in zip(
                     parameters.parameters(),
                     (start.backbone if part == "parameters" else start.head).parameters(),

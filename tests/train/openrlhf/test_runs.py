@@ -12,11 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sorl_env.registry import load_task
 from sorl_env.trajectory_io import read_jsonl
+from sorl_train.config import ModelConfig
+from sorl_train.models import load_critic
+from sorl_train.tiny import build_tiny_policy
 
-from .conftest import command, metrics, train
+from .conftest import SHORT, WORLD, command, metrics, train
 
 pytestmark = pytest.mark.openrlhf
 TASKS = Path(__file__).with_name("tasks")
@@ -147,6 +153,66 @@ def test_a_killed_worker_ends_the_run_and_it_resumes(victim: str, tmp_path: Path
     done = train(run_dir, "--resume", update__steps=saved + 1, checkpoint__every=1)
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(run_dir)] == list(range(saved + 2))
+
+
+def test_a_kill_in_the_middle_of_a_save_and_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """The resume takes neither the half-written checkpoint nor the damaged one before it, and says so.
+
+    The critic starts from a folder of its own, with a value head that has learned something.
+    """
+    run_dir, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    settings = {
+        "hardware__critic": trained_critic(tmp_path / "critic"),
+        "sft__steps": 10,
+        "sft__num_demos": 16,
+    }
+    settings |= {"checkpoint__every": 1, "checkpoint__keep": 2, "eval__num_examples_final": 4}
+    process = subprocess.Popen(
+        command(run_dir, update__steps=400, **settings), stdout=subprocess.PIPE, text=True
+    )
+    wait_for_a_save(process, run_dir, after=2)
+    for process_id, _ in processes_of(run_dir):
+        os.kill(process_id, signal.SIGKILL)
+    said, _ = process.communicate(timeout=120)
+    assert "and the value head that is kept there" in said
+    assert list(checkpoints.glob(".step_*.new")), "the kill came too late"
+    whole = [path.name for path in sorted(checkpoints.glob("step_*"))]
+    assert len(whole) == 2  # neither went before its successor was whole
+    head = load_file(checkpoints / whole[0] / "_critic" / "value_head.safetensors")
+    assert head["bias"].dtype == torch.float32 and float(head["bias"]) == pytest.approx(0.5, abs=0.01)
+    cut = next((checkpoints / whole[1] / "_critic").rglob("*optim_states.pt"))
+    cut.write_bytes(cut.read_bytes()[:-100])
+
+    step = int(whole[0][5:])
+    done = train(run_dir, "--resume", update__steps=step + 1, **settings)
+    assert done.returncode == 0, done.stderr
+    assert f"passed over {whole[1]}: _critic/" in done.stdout
+    assert [line["step"] for line in metrics(run_dir)] == list(range(step + 2))
+    assert not list(checkpoints.glob(".*"))
+    for part in ("_actor", "_critic"):
+        (state,) = (checkpoints / f"step_{step + 1:06d}" / part).rglob("mp_rank_00_model_states.pt")
+        assert torch.load(state, weights_only=False)["global_step"] == step + 1
+
+
+def trained_critic(folder: Path) -> str:
+    """A critic as the local engine saves it."""
+    build_tiny_policy(load_task("minihop", **WORLD), folder / "start", **SHORT["hardware.tiny"])
+    critic = load_critic(str(folder / "start"), ModelConfig(device="cpu"))
+    torch.nn.init.constant_(critic.head.bias, 0.5)
+    critic.save(folder / "critic")
+    return str(folder / "critic")
+
+
+def wait_for_a_save(process: subprocess.Popen[str], run_dir: Path, after: int) -> None:
+    """Until the policy's shards of a step later than ``after`` are being written."""
+    deadline = time.monotonic() + 900
+    while True:
+        writing = [int(path.parent.name[6:12]) for path in run_dir.glob("checkpoints/.step_*.new/_actor")]
+        if any(step > after for step in writing):
+            return
+        log = run_dir / "openrlhf.log"
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.005)
 
 
 def processes_of(run_dir: Path) -> list[tuple[int, str]]:
