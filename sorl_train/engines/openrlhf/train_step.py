@@ -7,7 +7,7 @@ and its asynchronous trainer (``trainers``) share, and follows ``engines.local.t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class TrainStep(Bookkeeping):
     critic_model_group: Any
     reference_model_group: Any
     strategy: Any
+    broadcast_to_vllm: Callable[[], None]  # with ``trainers.Announcing``, the number of the weights, too
     version: int  # training steps done
 
     def begin(self, states: dict[str, Any]) -> None:

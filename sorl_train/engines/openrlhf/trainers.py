@@ -29,7 +29,7 @@ def prepare_loaders(strategy: Any, tokenizer: Any) -> tuple[JobLoader, None, int
     return training_loader(config, len(examples)), None, config.update.steps * steps_of_batch(config)
 
 
-class Announcing(ppo_trainer.BasePPOTrainer):  # type: ignore[misc]
+class Announcing(ppo_trainer.BasePPOTrainer):
     """New weights and their number, in one piece.
 
     OpenRLHF's asynchronous trainer calls this between taking a lock (or pausing the vLLM engines) and giving it back.

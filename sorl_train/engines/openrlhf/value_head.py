@@ -56,9 +56,8 @@ class ValueHead:
 
     def average_gradient(self) -> bool:
         """Average the gradient over the ranks, before DeepSpeed's step; False when it is not finite."""
-        gradients = [parameter.grad for parameter in self.linear.parameters()]
+        gradients = [parameter.grad for parameter in self.linear.parameters() if parameter.grad is not None]
         for gradient in gradients:
-            assert gradient is not None
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
         self._norm = nn.utils.get_total_norm(gradients)

@@ -13,7 +13,7 @@ import pytest
 
 from sorl_env.registry import load_task
 from sorl_train.config_io import load_config
-from sorl_train.engines.openrlhf import flag_table
+from sorl_train.engines.openrlhf import flag_table, saves
 from sorl_train.engines.openrlhf.flags import as_arguments, openrlhf_flags
 from sorl_train.engines.openrlhf.launch import CPU_MODE
 from sorl_train.environments import make_env
@@ -79,6 +79,54 @@ def test_trainers() -> None:
     assert "vllm_lock" in parameters(plain(ppo_trainer_async.TrainingActor).__init__)
     started = inspect.getsource(plain(ppo_trainer_async.PPOTrainerAsync).__init__)
     assert "GenerateSamplesActor.remote(" in started and "TrainingActor.remote(" in started
+
+
+def test_new_weights_are_announced_inside_the_lock() -> None:
+    """``Announcing`` comes after OpenRLHF's trainers and before their base, whose method they call there."""
+    from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+    from openrlhf.trainer.ray import vllm_engine
+
+    from sorl_train.engines.openrlhf import trainers
+
+    for ours, theirs in (
+        (trainers.Trainer, plain(ppo_trainer.PPOTrainer)),
+        (trainers.AsyncTrainingActor, plain(ppo_trainer_async.TrainingActor)),
+    ):
+        order = list(ours.__mro__)
+        base = order.index(ppo_trainer.BasePPOTrainer)
+        assert order.index(theirs) < order.index(trainers.Announcing) == base - 1
+    source = inspect.getsource(plain(ppo_trainer_async.TrainingActor).broadcast_to_vllm)
+    inside = source.partition("try:")[2].partition("finally:")[0]
+    assert "vllm_lock.acquire" in source.partition("try:")[0] and "super().broadcast_to_vllm()" in inside
+    actor = inspect.getsource(plain(vllm_engine.RolloutRayActor))
+    assert "async def pause_generation(self)" in actor and "async def resume_generation(self)" in actor
+
+
+def test_a_checkpoint_is_loaded_from_the_folder_it_is_given() -> None:
+    from openrlhf.trainer import ppo_trainer
+    from openrlhf.trainer.ray import ppo_actor, ppo_critic
+
+    policy = inspect.getsource(plain(ppo_actor.PolicyModelActor).init_model_from_pretrained)
+    critic = inspect.getsource(plain(ppo_critic.CriticModelActor).init_model_from_pretrained)
+    assert f'os.path.join(args.ckpt.path, "{saves.ACTOR}")' in policy
+    assert f'os.path.join(args.ckpt.path, "{saves.CRITIC}")' in critic
+    states = inspect.getsource(ppo_trainer.BasePPOTrainer.init_checkpoint_states)
+    assert f'os.path.join(self.args.ckpt.path, "{saves.ACTOR}")' in states
+
+
+def test_where_the_value_head_takes_hold() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+    from openrlhf.models import model
+
+    zero_2 = inspect.getsource(DeepSpeedZeroOptimizer.step)
+    assert "scaled_global_grad_norm = self.scaled_global_norm()" in zero_2
+    zero_3 = inspect.getsource(DeepSpeedZeroOptimizer_Stage3.step)
+    assert "norm_groups = self._get_norm_groups()" in zero_3
+    assert "loaded_checkpoint_dp_world_size = None" in inspect.getsource(DeepSpeedEngine.__init__)
+    critic = inspect.getsource(model._get_critic_model)
+    assert "if action_mask is None:" in critic and "return outputs" in critic
 
 
 def test_sampling() -> None:
