@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,7 @@ def test_a_kill_in_the_middle_of_a_save_and_a_damaged_checkpoint(tmp_path: Path)
     process = subprocess.Popen(
         command(run_dir, update__steps=400, **settings), stdout=subprocess.PIPE, text=True
     )
-    wait_for_a_save(process, run_dir, after=2)
-    for process_id, _ in processes_of(run_dir):
-        os.kill(process_id, signal.SIGKILL)
+    kill_in_a_save(process, run_dir, after=2)
     said, _ = process.communicate(timeout=120)
     assert "and the value head that is kept there" in said
     assert list(checkpoints.glob(".step_*.new")), "the kill came too late"
@@ -203,16 +202,23 @@ def trained_critic(folder: Path) -> str:
     return str(folder / "critic")
 
 
-def wait_for_a_save(process: subprocess.Popen[str], run_dir: Path, after: int) -> None:
-    """Until the policy's shards of a step later than ``after`` are being written."""
+def kill_in_a_save(process: subprocess.Popen[str], run_dir: Path, after: int) -> None:
+    """Kill -9 all processes of the run while the shards of a step later than ``after`` are being written."""
     deadline = time.monotonic() + 900
+    started: list[tuple[int, str]] = []
     while True:
         writing = [int(path.parent.name[6:12]) for path in run_dir.glob("checkpoints/.step_*.new/_actor")]
         if any(step > after for step in writing):
-            return
+            break
         log = run_dir / "openrlhf.log"
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-        time.sleep(0.005)
+        if not started and (run_dir / "checkpoints" / "step_000001").is_dir():
+            # looking for them takes longer than a save; the trainer, which drives a save, goes first
+            started = sorted(processes_of(run_dir), key=lambda found: not found[1].startswith("ray::Trainer"))
+        time.sleep(0.002)
+    for process_id, _ in [*started, *processes_of(run_dir)]:
+        with suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
 
 
 def processes_of(run_dir: Path) -> list[tuple[int, str]]:

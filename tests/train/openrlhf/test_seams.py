@@ -98,8 +98,10 @@ def test_new_weights_are_announced_inside_the_lock() -> None:
     source = inspect.getsource(plain(ppo_trainer_async.TrainingActor).broadcast_to_vllm)
     inside = source.partition("try:")[2].partition("finally:")[0]
     assert "vllm_lock.acquire" in source.partition("try:")[0] and "super().broadcast_to_vllm()" in inside
-    actor = inspect.getsource(plain(vllm_engine.RolloutRayActor))
-    assert "async def pause_generation(self)" in actor and "async def resume_generation(self)" in actor
+    actor = plain(vllm_engine.RolloutRayActor)
+    assert all(
+        inspect.iscoroutinefunction(method) for method in (actor.pause_generation, actor.resume_generation)
+    )
 
 
 def test_a_checkpoint_is_loaded_from_the_folder_it_is_given() -> None:
@@ -122,7 +124,7 @@ def test_where_the_value_head_takes_hold() -> None:
 
     zero_2 = inspect.getsource(DeepSpeedZeroOptimizer.step)
     assert "scaled_global_grad_norm = self.scaled_global_norm()" in zero_2
-    zero_3 = inspect.getsource(DeepSpeedZeroOptimizer_Stage3.step)
+    zero_3 = inspect.getsource(sys.modules[DeepSpeedZeroOptimizer_Stage3.__module__])  # the method is wrapped
     assert "norm_groups = self._get_norm_groups()" in zero_3
     assert "loaded_checkpoint_dp_world_size = None" in inspect.getsource(DeepSpeedEngine.__init__)
     critic = inspect.getsource(model._get_critic_model)
