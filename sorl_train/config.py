@@ -215,7 +215,8 @@ class ClusterConfig:
         "without any step, checkpoint or start-up progress for this long the run is ended with an error",
     )
     flags: dict[str, Any] = opt(
-        {}, "more flags for OpenRLHF, as {ds.overlap_comm: true}; they come last and win"
+        {},
+        "more flags for OpenRLHF, as {ds.overlap_comm: true}; docs/scaling_out.md names those that are allowed",
     )
 
 
