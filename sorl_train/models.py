@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from sorl_env.errors import UserError
+from sorl_train.attention import text_config
 from sorl_train.config import ModelConfig
 from sorl_train.log_probs import TokenStats, token_log_probs
 
@@ -60,16 +62,24 @@ def load_tokenizer(folder: str) -> Any:
 def load_policy(folder: str, config: ModelConfig) -> Any:
     """A causal language model with float32 weights on the device asked for, with LoRA adapters if asked for."""
     device = pick_device(config.device)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(_loading_failed("model", folder, error)) from error
+    model = _load_weights(AutoModelForCausalLM, "model", folder)
     if config.lora_rank:
         model = _add_lora(model, config)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     return model.to(device)
+
+
+def _load_weights(auto_class: Any, what: str, folder: str) -> Any:
+    """A float32 model with torch's fast attention, or with plain attention where it has no other (Gemma 2, GPT-OSS)."""
+    try:
+        try:
+            return auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        except ValueError:  # raised before any weight is read
+            return auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(_loading_failed(what, folder, error)) from error
 
 
 def _add_lora(model: Any, config: ModelConfig) -> Any:
@@ -120,8 +130,8 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in vars(module).items():  # rates of functional dropout
-            if "drop" in name and isinstance(value, float):
+        for name, value in vars(module).items():  # rates of functional dropout, noise at a router's input
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 
@@ -157,15 +167,33 @@ def action_stats(
     Args:
         token_ids: (B, L). mask: bool (B, T), T = L - 1.
     """
-    hidden = model.base_model(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state[mask]  # (N, H)
-    return logit_stats(
-        model.get_output_embeddings()(hidden),
-        token_ids,
-        mask,
-        temperature=temperature,
-        entropy=entropy,
-        logit_scale=logit_scale,
+    logits = picked_logits(  # (N, V)
+        model, lambda hidden: hidden[mask], {"input_ids": token_ids[:, :-1], "use_cache": False}
     )
+    return logit_stats(
+        logits, token_ids, mask, temperature=temperature, entropy=entropy, logit_scale=logit_scale
+    )
+
+
+def picked_logits(model: Any, pick: Callable[[Tensor], Tensor], inputs: dict[str, Any]) -> Tensor:
+    """Logits (N, V) of the positions that ``pick`` takes out of the last hidden states: (B, L, H) -> (N, H).
+
+    It is the model's own forward pass, with the hidden states of the other positions dropped before its output layer:
+    whatever a model does to its logits (Granite divides them, Gemma 2 caps them) is done, and no others are computed.
+
+    Args:
+        inputs: the arguments of the model's forward pass.
+    """
+
+    def narrow(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return pick(args[0])[None], *args[1:]
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(narrow)
+    try:
+        logits: Tensor = model(**inputs, return_dict=True).logits[0]
+    finally:
+        hook.remove()
+    return logits
 
 
 def logit_stats(
@@ -203,7 +231,7 @@ class Critic(nn.Module):
     def __init__(self, backbone: Any) -> None:
         super().__init__()
         self.backbone = backbone
-        self.head = nn.Linear(backbone.config.hidden_size, 1, dtype=torch.float32)
+        self.head = nn.Linear(text_config(backbone).hidden_size, 1, dtype=torch.float32)
         nn.init.zeros_(self.head.weight)  # starts at V = 0: the first advantages are the rewards themselves
         nn.init.zeros_(self.head.bias)
 
@@ -225,11 +253,7 @@ class Critic(nn.Module):
 def load_critic(folder: str, config: ModelConfig) -> Critic:
     """A critic from a folder written by ``Critic.save``, or a fresh head on any language model's backbone."""
     device = pick_device(config.device)
-    try:
-        backbone = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(_loading_failed("critic", folder, error)) from error
-    critic = Critic(backbone)
+    critic = Critic(_load_weights(AutoModel, "critic", folder))
     head = Path(folder) / VALUE_HEAD_FILE
     if head.is_file():
         critic.head.load_state_dict(load_file(head))

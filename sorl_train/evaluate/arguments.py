@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sorl_env.env import ToolUseEnv
@@ -125,8 +125,14 @@ def rollout_settings(args: argparse.Namespace, source: PolicySource | None) -> R
     )
 
 
-def make_policy(args: argparse.Namespace, source: PolicySource | None) -> Policy:
-    """Load the model, or connect to the server. Imports torch and transformers for a model or a tokenizer."""
+def make_policy(args: argparse.Namespace, source: PolicySource | None, envs: Iterable[ToolUseEnv]) -> Policy:
+    """Load the model for the trajectories of ``envs`` and check it (see ``model_check``), or connect to the server.
+
+    Imports torch and transformers for a model or a tokenizer.
+
+    Raises:
+        UserError: the model cannot be loaded, or our sampler would not compute it as it computes itself.
+    """
     settings = rollout_settings(args, source)
     if source is None:
         tokenizer: Any = TextTokenizer()
@@ -146,6 +152,7 @@ def make_policy(args: argparse.Namespace, source: PolicySource | None) -> Policy
     import torch
     from transformers.utils import logging as transformers_logging
 
+    from sorl_train.engines.local.model_check import check_policy
     from sorl_train.engines.local.sampler import TransformersSampler
     from sorl_train.models import load_policy, load_tokenizer
 
@@ -154,9 +161,10 @@ def make_policy(args: argparse.Namespace, source: PolicySource | None) -> Policy
         torch.set_num_threads(args.threads)
     hardware = ModelConfig(device=args.device, dtype=args.dtype)
     tokenizer = load_tokenizer(source.folder)
-    local = TransformersSampler(
-        load_policy(source.folder, hardware), tokenizer, settings.max_concurrency, hardware
-    )
+    model = load_policy(source.folder, hardware)
+    longest = max(env.limits.max_trajectory_tokens for env in envs)
+    check_policy(model, longest, sampled=True, trained=False)
+    local = TransformersSampler(model, tokenizer, settings.max_concurrency, hardware)
     return Policy(local, tokenizer, local.session, settings)
 
 

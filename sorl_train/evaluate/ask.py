@@ -72,7 +72,7 @@ def _ask(args: argparse.Namespace) -> int:
     (env,) = make_envs(args, [args.task] if args.task else [], source.config if source else None).values()
     try:
         example = _example(args, env)
-        policy = make_policy(args, source)
+        policy = make_policy(args, source, [env])
         if strange := unknown_words(policy.tokenizer, example.question):
             print(
                 f"sorl-ask: this policy has no word for {', '.join(strange)}; --index N asks it a question of its task",

@@ -122,7 +122,7 @@ def evaluate(args: argparse.Namespace) -> int:
     jobs = plan_jobs(envs, modes, args.limit, args.samples, args.seed)
     open_jobs = [job for job in jobs if job.key not in journal.rows]
     if open_jobs:
-        policy = make_policy(args, source)
+        policy = make_policy(args, source, envs.values())
         progress = Progress(args.quiet)
         progress.start("evaluate", len(jobs), len(jobs) - len(open_jobs))
 

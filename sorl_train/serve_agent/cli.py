@@ -93,7 +93,7 @@ def _serve(args: argparse.Namespace) -> int:
     name = args.served_name or (source.label if source else args.model_name)
     try:
         with bind(args.host, args.port) as bound:  # a port in use is found before the model is loaded
-            policy = make_policy(args, source)
+            policy = make_policy(args, source, [env])
             agent = Agent(policy, env, seed=args.seed, max_waiting=args.max_waiting)
             with agent.running():
                 bound.listen()

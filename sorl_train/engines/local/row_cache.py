@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from sorl_train.attention import AttentionMasks, text_config
+from sorl_train.models import picked_logits
 
 COLUMNS = 64  # capacity comes in multiples of this
 
@@ -17,11 +20,15 @@ class RowCache:
 
     It stands in for a transformers ``Cache``: the model calls ``update`` once a layer. ``select`` says beforehand which
     rows a forward pass covers and where their new tokens go; its mask hides what lies behind a row's length (which has
-    to be finite: NaN gets past a weight of 0).
+    to be finite: NaN gets past a weight of 0), and before the window of a layer that has one.
+
+    Raises:
+        UserError: the model keeps more than keys and values (see ``AttentionMasks.of``).
     """
 
-    def __init__(self, model: nn.Module, rows: int, dtype: torch.dtype, capacity: int) -> None:
-        config: Any = model.config
+    def __init__(self, model: Any, rows: int, dtype: torch.dtype, capacity: int) -> None:
+        self._masks = AttentionMasks.of(model)
+        config = text_config(model)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (config.num_hidden_layers, 2, rows, heads, capacity, head_dim)
@@ -36,11 +43,11 @@ class RowCache:
     def capacity(self) -> int:
         return self.data.shape[4]
 
-    def select(self, rows: slice, new_tokens: int) -> tuple[Tensor, Tensor]:
+    def select(self, rows: slice, new_tokens: int) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
         """Prepare a pass of ``new_tokens`` columns over ``rows``.
 
-        Returns position ids (b, n) and the mask (b, 1, n, w) to add to the attention scores; a boolean mask would be
-        turned into this one again in every layer.
+        Returns position ids (b, n) and the mask (b, 1, n, w) to add to the attention scores, or one mask for each kind
+        of layer; a boolean mask would be turned into this one again in every layer.
         """
         lengths = self.lengths[rows]
         self._width = int(lengths.max()) + new_tokens
@@ -49,9 +56,7 @@ class RowCache:
         columns = torch.as_tensor(lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
         self._rows, self._column_index = rows, columns
         self._row_index = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        behind = torch.arange(self._width, device=device) > columns[:, None, :, None]
-        mask = torch.zeros(behind.shape, dtype=self.data.dtype, device=device)
-        return columns, mask.masked_fill_(behind, -torch.inf)
+        return columns, self._masks.make(columns, self._width, self.data.dtype)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store (b, heads, n, dim) at the selected places and return all keys and values up to the widest row."""
@@ -60,6 +65,10 @@ class RowCache:
             self.data[layer, kind, self._row_index, :, self._column_index] = stored
         view = self.data[layer, :, self._rows, :, : self._width]
         return view[0], view[1]
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """What some models ask of a transformers ``Cache``; rows differ, and positions and masks come with the call."""
+        return int(self.lengths[self._rows].max())
 
     @torch.inference_mode()
     def swap(self, a: int, b: int) -> None:
@@ -86,3 +95,28 @@ class RowCache:
         data = self.data.new_zeros((layers, two, rows, heads, wanted, dim))
         data[..., :capacity, :] = self.data
         self.data = data
+
+
+@torch.inference_mode()
+def feed(model: Any, cache: RowCache, rows: slice, tokens: Sequence[Sequence[int]]) -> Tensor:
+    """Read ``tokens``, a list for each of ``rows``, into the cache; returns the logits after their last ones (b, V)."""
+    device = cache.data.device
+    counts = np.fromiter((len(new) for new in tokens), dtype=np.int64)
+    columns = np.zeros((len(tokens), counts.max()), dtype=np.int64)
+    for i, new in enumerate(tokens):
+        columns[i, : len(new)] = new
+    last = torch.as_tensor(counts - 1, device=device)
+    positions, mask = cache.select(rows, columns.shape[1])
+    inputs = {
+        "input_ids": torch.from_numpy(columns).to(device),
+        "attention_mask": mask,
+        # padding takes the position of its row's last token: further positions may not exist
+        "position_ids": torch.minimum(positions, positions.gather(1, last[:, None])),
+        "past_key_values": cache,
+        "use_cache": True,
+    }
+    logits = picked_logits(
+        model, lambda hidden: hidden[torch.arange(len(tokens), device=device), last], inputs
+    )
+    cache.lengths[rows] += counts
+    return logits

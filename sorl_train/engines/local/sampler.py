@@ -21,7 +21,7 @@ from torch import Tensor
 from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_env.tokens import Tokenizer
 from sorl_train.config import ModelConfig
-from sorl_train.engines.local.row_cache import COLUMNS, RowCache
+from sorl_train.engines.local.row_cache import COLUMNS, RowCache, feed
 from sorl_train.models import autocast, compute_dtype
 
 # Rows x columns of one prefill pass: on a CPU what its cache holds, on a GPU enough to fill it.
@@ -227,29 +227,13 @@ class TransformersSampler:
             rows += copies
         self._accept(rows, logits)
 
-    @torch.inference_mode()
     def _forward(self, slots: slice) -> Tensor:
         """Feed the pending tokens of the rows in ``slots``; returns the logits after their last ones, (b, V)."""
         rows = self._in(slots)
-        counts = np.fromiter((len(row.pending) for row in rows), dtype=np.int64)
-        inputs = np.zeros((len(rows), counts.max()), dtype=np.int64)
-        for i, row in enumerate(rows):
-            inputs[i, : counts[i]] = row.pending
+        for row in rows:
             row.cached.extend(row.pending)
-        positions, mask = self._cache.select(slots, inputs.shape[1])
         with autocast(self._config, self._device):
-            output = self.model.base_model(
-                input_ids=torch.from_numpy(inputs).to(self._device),
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=self._cache,
-                use_cache=True,
-            )
-            last = torch.as_tensor(counts - 1, device=self._device)
-            hidden = output.last_hidden_state[torch.arange(len(rows), device=self._device), last]
-            logits: Tensor = self.model.get_output_embeddings()(hidden)
-        self._cache.lengths[slots] += counts
-        return logits
+            return feed(self.model, self._cache, slots, [row.pending for row in rows])
 
     def _accept(self, rows: Sequence[_Row], logits: Tensor) -> None:
         """Draw the next token of each of ``rows`` and answer those whose turn it ends."""

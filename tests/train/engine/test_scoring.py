@@ -34,6 +34,7 @@ def test_dropout_does_not_move_the_ratios(tiny_folder: str, tmp_path: Path) -> N
     GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
     settings = {"optim__lr": 1e-9, "loss__kl_coef": 0.0, "limits__max_new_tokens": 40}
+    settings["limits__max_trajectory_tokens"] = 1024  # GPT-2 has no more positions
     run_dir, _ = train_short(tmp_path / "run", model=str(tmp_path / "gpt2"), **settings)
     for line in read_metrics(run_dir.metrics)[1:]:
         assert abs(line["loss/log_ratio_p01"]) < 1e-4 and line["loss/log_ratio_p99"] < 1e-4

@@ -102,7 +102,7 @@ def test_questions_in_flight_together_are_answered_as_sorl_ask_answers_them(
     source = find_source(args, args.model)
     assert source is not None
     (env,) = make_envs(args, [], source.config).values()
-    policy, examples = make_policy(args, source), env.examples.examples[:8]
+    policy, examples = make_policy(args, source, [env]), env.examples.examples[:8]
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda e: server.client.post(CHAT, json=asking(e.question)), examples))
     kinds = set()
