@@ -72,14 +72,19 @@ def load_policy(folder: str, config: ModelConfig) -> Any:
 
 
 def _load_weights(auto_class: Any, what: str, folder: str) -> Any:
-    """A float32 model with torch's fast attention, or with plain attention where it has no other (Gemma 2, GPT-OSS)."""
+    """A float32 model with torch's fast attention, or with plain attention where only that one is right."""
     try:
         try:
-            return auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        except ValueError:  # raised before any weight is read
-            return auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        except ValueError:  # it has no other (GPT-OSS); this is raised before any weight is read
+            model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     except (OSError, ValueError, KeyError) as error:
         raise UserError(_loading_failed(what, folder, error)) from error
+    if getattr(text_config(model), "attn_logit_softcapping", None):
+        model.set_attn_implementation(
+            "eager"
+        )  # torch's has no cap on scores, and transformers 5.15 would take it
+    return model
 
 
 def _add_lora(model: Any, config: ModelConfig) -> Any:

@@ -122,8 +122,16 @@ def _padded(rows: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _own_log_probs(model: Any, row: Tensor) -> Tensor:
-    """What the model says of one sequence without padding, cache or masks from outside, (L, V)."""
-    logits: Tensor = model(input_ids=row[None], use_cache=False).logits[0]
+    """What the model says of one sequence without padding, cache or masks from outside, (L, V).
+
+    With plain attention, the one that each model spells out: faster ones may leave out what they do not know.
+    """
+    faster = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        logits: Tensor = model(input_ids=row[None], use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation(faster)
     return torch.log_softmax(logits.float(), dim=-1)
 
 
