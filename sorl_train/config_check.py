@@ -22,7 +22,7 @@ _POSITIVE = """
     alarm.entropy alarm.roll_back_lr
 """.split()
 _NOT_NEGATIVE = """
-    seed search.retries rollout.max_staleness loss.kl_coef loss.entropy_coef optim.weight_decay
+    seed search.retries sampler.max_mismatch rollout.max_staleness loss.kl_coef loss.entropy_coef optim.weight_decay
     update.critic_warmup_steps hardware.lora_rank hardware.threads eval.every eval.patience eval.temperature
     checkpoint.every
 """.split()

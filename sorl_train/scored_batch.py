@@ -10,6 +10,7 @@ from sorl_train.batch import Batch
 from sorl_train.config import LossConfig
 from sorl_train.diagnostics import quantiles
 from sorl_train.losses import get_algorithm, kl_penalty
+from sorl_train.mismatch import turn_mismatch
 
 
 def estimate_advantages(batch: Batch, algo: str, loss: LossConfig) -> Batch:
@@ -53,7 +54,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 def mismatch_metrics(log_probs: Tensor, batch: Batch) -> dict[str, float]:
     """How far the trainer's ``log_probs`` (B, T) are from those that the sampler drew with, over action tokens.
 
-    KL is the k3 estimate of KL(sampler || trainer), of all tokens and by turn; the ratio is trainer over sampler.
+    KL is the k3 estimate of KL(sampler || trainer), of all tokens and by turn; the ratio is trainer over sampler. The
+    absolute difference, of all tokens and in the worst turn, is what ``sampler.max_mismatch`` limits.
     """
     mask = batch.loss_mask
     gap = (log_probs - batch.rollout_log_probs)[mask].double()
@@ -61,6 +63,8 @@ def mismatch_metrics(log_probs: Tensor, batch: Batch) -> dict[str, float]:
     low, high = quantiles(gap.exp(), (0.01, 0.99))
     metrics = {
         "rollout/mismatch_kl": float(kl.mean()),
+        "rollout/mismatch_mean": float(gap.abs().mean()),
+        "rollout/mismatch_worst_turn": float(turn_mismatch(log_probs, batch, mask).max()),
         "rollout/mismatch_max": float(gap.abs().max()),
         "rollout/mismatch_ratio_p01": low,
         "rollout/mismatch_ratio_p99": high,

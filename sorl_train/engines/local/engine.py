@@ -22,13 +22,15 @@ from sorl_train.batch import Batch, collate
 from sorl_train.config import TrainConfig
 from sorl_train.display import Display
 from sorl_train.engines.local.collect import LocalSampler, evaluation_jobs, run_jobs, training_jobs
+from sorl_train.engines.local.model_check import check_critic, check_policy
 from sorl_train.engines.local.sampler import TransformersSampler
+from sorl_train.engines.local.scoring import score
 from sorl_train.environments import answers_of, make_env, without_tools
 from sorl_train.losses import get_algorithm
 from sorl_train.metrics import eval_metrics, search_off_metrics, step_timings
+from sorl_train.mismatch import check_mismatch, mismatch_limit
 from sorl_train.models import (
-    action_stats,
-    autocast,
+    compute_dtype,
     load_adapters,
     load_critic,
     load_policy,
@@ -102,6 +104,7 @@ class LocalEngine:
         if config.loss.kl_coef > 0:
             self.reference = load_policy(self.model_folder, dataclasses.replace(hardware, lora_rank=0))
             self.reference.requires_grad_(False).eval()
+        self._check_models()
         self.waiting.clear()
         if folder:
             self._load_state(folder)
@@ -112,11 +115,24 @@ class LocalEngine:
         if config.sampler.backend == "vllm":
             from sorl_train.engines.local.vllm_sampler import VllmSampler
 
-            longest = max(env.limits.max_trajectory_tokens for env in (self.env, self.eval_env))
-            return VllmSampler(self.policy, self.model_folder, longest, config)
+            return VllmSampler(self.policy, self.model_folder, self.longest, config)
         return TransformersSampler(
             self.policy, self.tokenizer, config.sampler.max_concurrency, config.hardware
         )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest trajectory there may be."""
+        return max(env.limits.max_trajectory_tokens for env in (self.env, self.eval_env))
+
+    def _check_models(self) -> None:
+        """Refuse models that would be sampled or trained otherwise than they compute themselves."""
+        sampled = self.config.sampler.backend == "transformers"
+        check_policy(self.policy, self.longest, sampled=sampled, trained=self.config.stage == "rl")
+        if self.reference is not None:
+            check_policy(self.reference, self.longest, sampled=False, trained=False)
+        if self.critic_update is not None:
+            check_critic(self.critic_update.critic, self.longest)
 
     def _adamw(self, parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
         optim = self.config.optim
@@ -146,7 +162,10 @@ class LocalEngine:
                 on_finish=lambda _: advance(1),
             )
         with self._stage("log_probs", 1):
-            return Collected(trajectories, self._batch(trajectories))
+            batch = self._batch(trajectories)
+        if batch is not None and batch.old_log_probs is not None:  # otherwise ``update`` sees them first
+            self.check_mismatch(batch, step)
+        return Collected(trajectories, batch)
 
     def _batch(self, trajectories: list[Trajectory]) -> Batch | None:
         usable = [
@@ -176,45 +195,29 @@ class LocalEngine:
         in_reward = loss.kl_coef > 0 and loss.kl_in == "reward"  # takes old log-probabilities before the step
         return one_step and self.config.rollout.max_staleness == 0 and not in_reward
 
-    @torch.no_grad()
     def score(self, batch: Batch) -> Batch:
         """Fill in old (unless ``on_policy``) and reference log-probabilities and values."""
         self.policy.eval()
-        if self.critic_update is not None:
-            self.critic_update.critic.eval()
+        critic = None if self.critic_update is None else self.critic_update.critic
+        if critic is not None:
+            critic.eval()
         models = {} if self.on_policy else {"old_log_probs": self.policy}
         if self.reference is not None:
             models["ref_log_probs"] = self.reference
-        fields = {name: torch.zeros(batch.action_mask.shape) for name in models}
-        if self.critic_update is not None:
-            fields["values"] = torch.zeros(batch.action_mask.shape)
-        for index, micro in batch.micro_batches(self.config.update.log_prob_micro_batch_size):
-            micro = micro.to(self.device)
-            columns = slice(0, micro.action_mask.shape[1])
-            with autocast(self.config.hardware, self.device):
-                for name, model in models.items():
-                    fields[name][index, columns] = self._log_probs(model, micro)
-                if self.critic_update is not None:
-                    fields["values"][index, columns] = (
-                        self.critic_update.critic(micro.token_ids).float().cpu()
-                    )
-        checked = {"a sampled": batch.rollout_log_probs, "a recomputed": fields.get("old_log_probs")}
-        for name, figures in checked.items():
-            if figures is None:
-                continue
-            broken = (~torch.isfinite(figures)).any(dim=1)
-            if broken.any():
-                ids = tuple(batch.ids[i] for i in broken.nonzero()[:, 0].tolist())
-                raise NonFiniteError(f"{name} log-probability", ids)
-        if "values" in fields:  # of the weights that are about to be updated
-            fields["values"].masked_fill_(~batch.action_mask, 0.0)
-        return batch.with_fields(**fields)
+        return score(batch, models, critic, self.config, self.device)
 
-    def _log_probs(self, model: Any, micro: Batch) -> Tensor:
-        stats = action_stats(
-            model, micro.token_ids, micro.action_mask, temperature=self.config.sampler.temperature
+    def check_mismatch(self, batch: Batch, step: int) -> None:
+        """End the run if the weights that sampled ``batch`` now say something else of it than the sampler did."""
+        assert batch.old_log_probs is not None
+        check_mismatch(
+            batch.old_log_probs,
+            batch,
+            batch.loss_mask,
+            limit=mismatch_limit(self.config, compute_dtype(self.config.hardware, self.device)),
+            decode=self.tokenizer.decode,
+            path=self.run_dir.path / f"mismatch_{step:06d}.jsonl",
+            step=step,
         )
-        return stats.log_probs.float().cpu()
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimizer steps of one rollout batch."""
@@ -241,6 +244,7 @@ class LocalEngine:
                         seen |= zip(mini.ids, zip(log_probs, entropies, strict=True), strict=True)
                     if self.on_policy:
                         batch = mini.with_fields(old_log_probs=log_probs)
+                        self.check_mismatch(batch, step)
                     train_policy = not past_target_kl(config, means)
                 advance(1)
         self.visited = (batch, seen) if seen else None

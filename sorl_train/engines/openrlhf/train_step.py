@@ -36,6 +36,7 @@ from sorl_train.metrics import (
     staleness,
 )
 from sorl_train.metrics_log import MetricsLog
+from sorl_train.mismatch import check_mismatch, mismatch_limit, sampled_by
 from sorl_train.schedule import mini_batches, steps_of_batch
 from sorl_train.scored_batch import batch_metrics, estimate_advantages, mismatch_metrics
 from sorl_train.summary import Summary
@@ -110,6 +111,7 @@ class TrainStep(Bookkeeping):
             try:
                 with self.timed("log_probs"):
                     batch, recomputed = self.score(self.collate(trajectories))
+                self.check_mismatch(recomputed, batch, trajectories, step)
                 batch = estimate_advantages(batch, self.config.algo, self.config.loss)
                 with self.timed("update"):
                     metrics |= self.update(batch, step) | batch_metrics(batch)
@@ -187,6 +189,20 @@ class TrainStep(Bookkeeping):
             if broken:
                 raise NonFiniteError(f"one of the {name}", tuple(batch.ids[i] for i in broken))
         return batch.with_fields(**fields), recomputed
+
+    def check_mismatch(
+        self, log_probs: Tensor, batch: Batch, trajectories: Sequence[Trajectory], step: int
+    ) -> None:
+        """End the run where the newest weights sampled a turn and now say something else of it than vLLM did."""
+        check_mismatch(
+            log_probs,
+            batch,
+            sampled_by(self.version, trajectories, batch),
+            limit=mismatch_limit(self.config, torch.bfloat16),
+            decode=self.tokenizer.decode,
+            path=self.run_dir.path / f"mismatch_{step:06d}.jsonl",
+            step=step,
+        )
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
         """From OpenRLHF's reference workers, which take micro-batches."""
