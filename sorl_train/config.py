@@ -78,8 +78,8 @@ class SamplerConfig:
     max_mismatch: float | None = opt(
         None,
         "end the run when the log-probabilities of sampler and trainer differ by more than this many nats on average, "
-        "or by ten times as much in one turn; 0: never; None: 0.001 with transformers in float32, 0.05 in bfloat16, "
-        "0.01 and 0.1 with vllm",
+        "or by ten times as much in one turn; 0: never; None: 0.001 with transformers in float32, 0.1 in bfloat16, "
+        "0.01 and 0.15 with vllm",
     )
     gpu_memory: float = opt(0.4, "share of the GPU that vllm takes for weights and cache", paper="0.6")
 

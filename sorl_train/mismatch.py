@@ -32,13 +32,13 @@ from sorl_train.run_dir import atomic_write
 TURN_FACTOR = 10.0
 SHORT_TURN = 8  # tokens
 MAX_SAVED = 64  # trajectories
-# Limits by who samples and by precision, in nats. Rounding stays 30 times below each of them and more, so that an
-# update of the libraries does not stop a run; faults start at .01 (see docs/decisions.md).
+# Limits by who samples and by precision, in nats. Rounding is far below them, so that it does not stop a run: 7e-6 in
+# float32 and .04 in bfloat16 for SmolLM2 on random tokens, which is harder than text (see docs/decisions.md).
 _LIMITS = {
     ("transformers", torch.float32): 0.001,
-    ("transformers", torch.bfloat16): 0.05,
+    ("transformers", torch.bfloat16): 0.1,
     ("vllm", torch.float32): 0.01,
-    ("vllm", torch.bfloat16): 0.1,
+    ("vllm", torch.bfloat16): 0.15,
 }
 _CAUSES = """Likely causes:
   - some turns are wrong, the others exact: the sampler reads another context (cache, positions, attention masks);

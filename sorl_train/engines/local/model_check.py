@@ -31,9 +31,9 @@ from sorl_train.models import action_stats
 
 LENGTH = 72  # tokens of the longer sequence
 SPAN = 16  # tokens that a layer sees while it is checked, if it has a span
-# Nats. Two exact ways differ by 1e-5 in float32 (measured over the models of tests/train/engine/test_model_check.py
-# and SmolLM2), while the smallest fault that is known, a soft cap left out, differs by .06 on random weights.
-TOLERANCE = 1e-3
+# Nats. In float32 two exact ways differ by 1e-6 on the random weights of tests/train/engine/architectures.py and by 6e-5
+# for SmolLM2; the smallest fault that is known, a soft cap left out, made .06 on random weights.
+TOLERANCE = 5e-3
 OTHER_MODEL = (
     "Choose another model: one that attends to earlier tokens only, and gives logits by an output layer"
 )

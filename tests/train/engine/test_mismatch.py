@@ -46,14 +46,19 @@ def leak(patch: pytest.MonkeyPatch) -> None:
 
 
 def positions(patch: pytest.MonkeyPatch) -> None:
-    """Positions jump by three after the prompt."""
-    select = RowCache.select
+    """Positions jump by three after the prompt. The check at load would see it in ``RowCache`` itself."""
+    feed, select = sampler.feed, RowCache.select
 
-    def jumping(self: RowCache, rows: slice, new_tokens: int) -> Any:
-        places, mask = select(self, rows, new_tokens)
-        return places + 3 * torch.as_tensor(self.lengths[rows, None] > 0, device=places.device), mask
+    def jumping(model: Any, cache: RowCache, rows: slice, tokens: Any) -> Any:
+        def jump(rows: slice, new_tokens: int) -> Any:
+            places, mask = select(cache, rows, new_tokens)
+            return places + 3 * torch.as_tensor(cache.lengths[rows, None] > 0, device=places.device), mask
 
-    patch.setattr(RowCache, "select", jumping)
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(cache, "select", jump)
+            return feed(model, cache, rows, tokens)
+
+    patch.setattr(sampler, "feed", jumping)
 
 
 def temperature(patch: pytest.MonkeyPatch) -> None:
@@ -172,7 +177,7 @@ def test_one_rare_token_does_not_decide_in_bfloat16(trajectories: list[Trajector
     log_probs = batch.rollout_log_probs.clone()
     row, column = batch.loss_mask.nonzero()[0].tolist()
     log_probs[row, column] += 1.5
-    check(batch, log_probs, tmp_path, limit=0.05)
+    check(batch, log_probs, tmp_path, limit=0.1)
     with pytest.raises(UserError, match="in the worst turn"):
         check(batch, log_probs, tmp_path, limit=0.001)
 
@@ -197,10 +202,10 @@ def test_only_turns_that_these_weights_sampled_are_compared(trajectories: list[T
     ("overrides", "dtype", "limit"),
     [
         ({}, torch.float32, 0.001),
-        ({}, torch.bfloat16, 0.05),
+        ({}, torch.bfloat16, 0.1),
         ({"sampler.backend": "vllm"}, torch.float32, 0.01),
-        ({"engine": "openrlhf"}, torch.bfloat16, 0.1),
-        ({"engine": "openrlhf", "sampler.top_p": 0.9}, torch.bfloat16, 0.1 - math.log(0.9)),
+        ({"engine": "openrlhf"}, torch.bfloat16, 0.15),
+        ({"engine": "openrlhf", "sampler.top_p": 0.9}, torch.bfloat16, 0.15 - math.log(0.9)),
         ({"sampler.top_p": 0.9}, torch.float32, 0.001),
         ({"sampler.max_mismatch": 0.3}, torch.float32, 0.3),
         ({"sampler.max_mismatch": 0, "sampler.backend": "vllm", "sampler.top_p": 0.9}, torch.float32, 0.0),
