@@ -94,5 +94,5 @@ def run_ranks(script: Path, folder: Path, ranks: int) -> None:
         for rank in range(ranks)
     ]
     for process in processes:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=900)
         assert process.returncode == 0, output[-4000:]
