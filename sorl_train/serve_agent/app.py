@@ -6,6 +6,7 @@ Plain ASGI on uvicorn, as ``sorl_tools.serve.app`` and for its reason: there are
 from __future__ import annotations
 
 import asyncio
+import collections
 import hmac
 import json
 import logging
@@ -24,7 +25,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 MAX_BODY_BYTES = 1 << 20
-BODY_TIMEOUT_S = 10.0
 _METHODS = {"/v1/chat/completions": "POST", "/v1/models": "GET", "/health": "GET"}
 _BUG = "the server has a bug; its log says more"
 _DONE = b"data: [DONE]\n\n"
@@ -40,13 +40,22 @@ class App:
     Args:
         model: the name that requests and replies bear.
         token: when given, all but ``/health`` wants ``Authorization: Bearer TOKEN``.
+        body_timeout_s: for the whole body of a request to arrive; then 408.
     """
 
-    def __init__(self, agent: Agent, model: str, *, token: str | None = None) -> None:
+    def __init__(
+        self, agent: Agent, model: str, *, token: str | None = None, body_timeout_s: float = 10.0
+    ) -> None:
         self._agent = agent
         self._model = model
         self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._body_timeout_s = body_timeout_s
+        self._refused: collections.Counter[str] = collections.Counter()
         self._started = int(time.time())
+
+    def refused(self, reason: str) -> None:
+        """Count a connection that was ended for one of `sorl_tools.serve.connections.REFUSALS`."""
+        self._refused[reason] += 1
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,7 +85,8 @@ class App:
             model = {"id": self._model, "object": "model", "created": self._started, "owned_by": "sorl"}
             await _send_json(send, {"object": "list", "data": [model]})
             return
-        request = parse_request(await _read_body(headers, receive), self._model)
+        body = await _read_body(headers, receive, self._body_timeout_s)
+        request = parse_request(body, self._model)
         head = Head(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), self._model)
         answering = self._stream if request.stream else self._reply
         await _while_connected(answering(head, request, send), receive)
@@ -90,6 +100,7 @@ class App:
             "task": agent.task,
             "in_flight": agent.in_flight,
             "waiting": waiting,
+            "refused_connections": dict(self._refused),
         }
 
     def _check_token(self, headers: dict[bytes, bytes]) -> None:
@@ -170,24 +181,28 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes:
+async def _read_body(headers: dict[bytes, bytes], receive: Receive, timeout_s: float) -> bytes:
     length = headers.get(b"content-length", b"")
     too_large = RequestError(413, f"the body is above {MAX_BODY_BYTES} bytes")
     if length.isdigit() and int(length[:20]) > MAX_BODY_BYTES:
         raise too_large
-    body = b""
+    chunks: list[bytes] = []
+    size = 0
+    deadline = time.monotonic() + timeout_s  # for all of it: bytes that trickle in do not extend it
     try:
         while True:
-            message = await asyncio.wait_for(receive(), BODY_TIMEOUT_S)
+            message = await asyncio.wait_for(receive(), max(deadline - time.monotonic(), 0.0))
             if message["type"] == "http.disconnect":
                 raise _GoneError
-            body += message.get("body", b"")
-            if len(body) > MAX_BODY_BYTES:
+            chunk: bytes = message.get("body", b"")
+            size += len(chunk)
+            if size > MAX_BODY_BYTES:
                 raise too_large
+            chunks.append(chunk)
             if not message.get("more_body"):
-                return body
+                return b"".join(chunks)
     except asyncio.TimeoutError:
-        raise RequestError(408, f"nothing of the body came for {BODY_TIMEOUT_S:g} s") from None
+        raise RequestError(408, f"no whole body within {timeout_s:g} s") from None
 
 
 async def _start(send: Send, status: int, content_type: bytes, length: int | None = None) -> None:
@@ -196,6 +211,8 @@ async def _start(send: Send, status: int, content_type: bytes, length: int | Non
         headers.append((b"content-length", b"%d" % length))
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if status == 408:
+        headers.append((b"connection", b"close"))  # what comes next on this connection is no request
     if status in (502, 503):
         headers.append((b"retry-after", b"5"))
     await send({"type": "http.response.start", "status": status, "headers": headers})

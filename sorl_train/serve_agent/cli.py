@@ -10,8 +10,10 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sorl_env.errors import UserError
+from sorl_tools.serve.cli import add_connection_options, connection_limits
 
 try:
     from sorl_train.evaluate.arguments import (
@@ -31,9 +33,11 @@ from sorl_train.evaluate.ask import read_search_option
 from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.app import App
 
+if TYPE_CHECKING:
+    from sorl_tools.serve.connections import ConnectionLimits
+
 _NEEDED = ("msgspec", "prometheus_client", "uvicorn")  # sorl_tools.serve's
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_KEEP_ALIVE_S = 75
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--drain_s", type=int, default=30, help="for what is in flight at the end (default: 30)"
     )
+    add_connection_options(server)
     add_task_options(parser)
     add_policy_options(parser)
     return parser
@@ -98,25 +103,21 @@ def _serve(args: argparse.Namespace) -> int:
             with agent.running():
                 bound.listen()
                 _say(args.host, bound.getsockname()[1], f"{name} on {env.task.name}", token)
-                _run(App(agent, name, token=token), bound, args.drain_s)
+                limits = connection_limits(args)
+                app = App(agent, name, token=token, body_timeout_s=limits.body_timeout_s)
+                _run(app, bound, limits, args.drain_s)
     finally:
         env.close()
     return 0
 
 
-def _run(app: App, bound: socket.socket, drain_s: int) -> None:
+def _run(app: App, bound: socket.socket, limits: ConnectionLimits, drain_s: int) -> None:
     """Serve until SIGTERM or SIGINT, then answer what is in flight."""
     import uvicorn
 
-    config = uvicorn.Config(
-        app,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=drain_s,
-    )
+    from sorl_tools.serve.connections import limited_config
+
+    config = limited_config(app, limits, app.refused, drain_s=drain_s)
     # uvicorn ends in order, and then raises the signal again under the handler that it found
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:

@@ -9,10 +9,13 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sorl_env.errors import UserError
 from sorl_tools.serve.logs import set_up_logging
+
+if TYPE_CHECKING:
+    from sorl_tools.serve.connections import ConnectionLimits
 
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C
 _NEEDED = ("msgspec", "numba", "prometheus_client", "uvicorn")
@@ -98,13 +101,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=30.0,
         help="longest wait in the queue (default: 30)",
     )
-    add(
-        "--body-timeout-s",
-        "--body_timeout_s",
-        type=_seconds,
-        default=10.0,
-        help="for a request's body to arrive (default: 10)",
-    )
+    add_connection_options(parser)
     add(
         "--drain-s",
         "--drain_s",
@@ -113,6 +110,59 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="time to answer what is in flight at the end (default: 30)",
     )
     return parser.parse_args(argv)
+
+
+def add_connection_options(parser: argparse._ActionsContainer) -> None:
+    """The limits on a client that has not sent a whole request yet; `connection_limits` reads them."""
+    add = parser.add_argument
+    add(
+        "--max-head-kb",
+        "--max_head_kb",
+        type=_positive,
+        default=16,
+        help="of a request's first line and headers; larger ones are answered with 431 (default: 16)",
+    )
+    add(
+        "--head-timeout-s",
+        "--head_timeout_s",
+        type=_seconds,
+        default=10.0,
+        help="for a request's first line and headers to arrive, then 408 (default: 10)",
+    )
+    add(
+        "--body-timeout-s",
+        "--body_timeout_s",
+        type=_seconds,
+        default=10.0,
+        help="for a request's body to arrive, then 408 (default: 10)",
+    )
+    add(
+        "--reply-timeout-s",
+        "--reply_timeout_s",
+        type=_seconds,
+        default=30.0,
+        help="a client that takes nothing of its reply for so long is disconnected (default: 30)",
+    )
+    add(
+        "--idle-timeout-s",
+        "--idle_timeout_s",
+        type=_positive,
+        default=20,
+        help="a connection without a request is closed after so many whole seconds (default: 20)",
+    )
+
+
+def connection_limits(args: argparse.Namespace) -> ConnectionLimits:
+    """The limits that `add_connection_options` has read."""
+    from sorl_tools.serve.connections import ConnectionLimits
+
+    return ConnectionLimits(
+        max_head_bytes=args.max_head_kb << 10,
+        head_timeout_s=args.head_timeout_s,
+        body_timeout_s=args.body_timeout_s,
+        reply_timeout_s=args.reply_timeout_s,
+        idle_timeout_s=args.idle_timeout_s,
+    )
 
 
 def _whole(text: str) -> int:
@@ -189,7 +239,7 @@ def _serve(args: argparse.Namespace) -> int:
         max_waiting=args.max_waiting,
         max_connections=args.max_connections,
         timeout_s=args.timeout_s,
-        body_timeout_s=args.body_timeout_s,
+        connection=connection_limits(args),
         drain_s=args.drain_s,
     )
     if settings.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):

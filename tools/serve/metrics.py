@@ -28,6 +28,12 @@ class Metrics:
         self.requests = prometheus.Counter(
             "sorl_serve_requests", "Answers of /retrieve by status", ["status"], registry=registry
         )
+        self.refusals = prometheus.Counter(
+            "sorl_serve_refused_connections",
+            "Connections ended because a client was too slow or sent too large a head",
+            ["reason"],
+            registry=registry,
+        )
         self.queries = prometheus.Counter("sorl_serve_queries", "Queries answered", registry=registry)
         self.latency_s = prometheus.Histogram(
             "sorl_serve_request_seconds", "Time to answer a request", buckets=_SECONDS, registry=registry
@@ -70,6 +76,10 @@ class Metrics:
         self.latency_s.observe(seconds)
         if status == 200:
             self.queries.inc(num_queries)
+
+    def refused(self, reason: str) -> None:
+        """Count a connection that was ended for one of `connections.REFUSALS`."""
+        self.refusals.labels(reason).inc()
 
     def searched(self, num_queries: int, seconds: float) -> None:
         """Count one batch."""

@@ -15,6 +15,7 @@ from sorl_env.errors import UserError
 from sorl_tools.serve.app import App
 from sorl_tools.serve.backend import open_backend
 from sorl_tools.serve.batcher import Batcher
+from sorl_tools.serve.connections import ConnectionLimits, limited_config
 from sorl_tools.serve.metrics import Metrics
 from sorl_tools.serve.protocol import RequestLimits
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     import uvicorn
 
 BACKLOG = 2048
-KEEP_ALIVE_S = 75  # longer than the 60 s for which clients and proxies keep a connection
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ServeSettings:
         model, device: where the embedding model of an index of vectors is, if it has moved, and where it runs.
         max_batch, max_waiting: queries of one search, and in the queue.
         timeout_s: a request that has waited longer for its search is turned away.
-        body_timeout_s: for the whole body of a request to arrive.
+        connection: what a client may hold before it has sent a whole request.
         drain_s: time for requests in flight once the server is told to end.
     """
 
@@ -51,7 +51,7 @@ class ServeSettings:
     max_waiting: int = 16384
     max_connections: int = 4096
     timeout_s: float = 30.0
-    body_timeout_s: float = 10.0
+    connection: ConnectionLimits = field(default_factory=ConnectionLimits)
     drain_s: float = 30.0
 
 
@@ -123,17 +123,15 @@ def serve(
         timeout_s=settings.timeout_s,
         on_ready=backend_opened,
     )
-    app = App(batcher, metrics, settings.limits, token=settings.token, body_timeout_s=settings.body_timeout_s)
-    config = uvicorn.Config(
+    body_timeout_s = settings.connection.body_timeout_s
+    app = App(batcher, metrics, settings.limits, token=settings.token, body_timeout_s=body_timeout_s)
+    config = limited_config(
         app,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
+        settings.connection,
+        metrics.refused,
+        drain_s=settings.drain_s,
         backlog=BACKLOG,
-        limit_concurrency=settings.max_connections,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(settings.drain_s),
+        max_connections=settings.max_connections,
     )
     server = uvicorn.Server(config)
     with _sigterm_is_no_error(server):

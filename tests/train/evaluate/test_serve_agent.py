@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -90,7 +91,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(run: Path) -> Iterator[Server]:
-    with served("--model", str(run), "--threads", "1", "--concurrency", "4") as started:
+    limits = ("--head_timeout_s", "2", "--body_timeout_s", "2")
+    with served("--model", str(run), "--threads", "1", "--concurrency", "4", *limits) as started:
         yield started
 
 
@@ -128,7 +130,7 @@ def test_questions_in_flight_together_are_answered_as_sorl_ask_answers_them(
         )
     assert True in kinds
     assert server.client.get("/health").json() == {
-        "status": "ok", "model": "agent", "task": "minihop", "in_flight": 0, "waiting": 0,
+        "status": "ok", "model": "agent", "task": "minihop", "in_flight": 0, "waiting": 0, "refused_connections": {},
     }  # fmt: skip
 
 
@@ -440,3 +442,21 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(
     port = str(server.client.base_url.port)
     assert main(["--model", str(run_folder), "--port", port]) == 2
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+# --- before there is a request --------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_heads_that_are_too_large_or_never_end(server: Server) -> None:
+    """The limits are sorl-serve's, and tested there; this is that they hold here, too."""
+    address = (server.client.base_url.host, server.client.base_url.port)
+    with socket.create_connection(address, timeout=20) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nX: " + b"a" * 20_000)
+        assert client.recv(65536).startswith(b"HTTP/1.1 431 ")
+    with socket.create_connection(address, timeout=20) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nX: ")
+        assert client.recv(65536).startswith(b"HTTP/1.1 408 ")
+    with socket.create_connection(address, timeout=20) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+        assert client.recv(65536).startswith(b"HTTP/1.1 408 ")
+    refused = server.client.get("/health").json()["refused_connections"]
+    assert refused["head_too_large"] == 1 and refused["head_timeout"] == 1
