@@ -7,7 +7,8 @@ from sorl_env.data import ExampleSet, load_examples
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.parser import FormatError, ParsedTurn, neutralise, parse_turn
-from sorl_env.registry import load_task, register_envs, register_task, task_names
+from sorl_env.registry import load_task, make, register_envs, register_task, task_names
+from sorl_env.shared_text import SharedTexts
 from sorl_env.spaces import UnicodeText
 from sorl_env.step import EnvState, StepResult
 from sorl_env.task import Example, HubSource, Limits, Task, ToolSettings
@@ -32,6 +33,7 @@ __all__ = [
     "HubSource",
     "Limits",
     "ParsedTurn",
+    "SharedTexts",
     "StepResult",
     "StopReason",
     "Task",
@@ -52,6 +54,7 @@ __all__ = [
     "as_tool",
     "load_examples",
     "load_task",
+    "make",
     "neutralise",
     "parse_turn",
     "register_envs",

@@ -35,6 +35,8 @@ _ENV_IDS = {
     "sorl/MedXpertQA-v0": "medxpertqa",
     "sorl/BioASQ-v0": "bioasq",
 }
+# Takes any task: gymnasium.make("sorl/Task-v0", task="path/to/task.py").
+ANY_TASK_ID = "sorl/Task-v0"
 _registered: dict[str, Task] = {}  # by environment id
 
 
@@ -86,16 +88,32 @@ def register_envs() -> None:
     for env_id in _ENV_IDS:
         if env_id not in gymnasium.registry:
             _register(env_id)
+    if ANY_TASK_ID not in gymnasium.registry:
+        _register(ANY_TASK_ID, {})
 
 
-def _register(env_id: str) -> None:
+def make(task: str, **settings: Any) -> gymnasium.Env[str, str]:
+    """``gymnasium.make`` for a task of any kind: a name, ``package.module:TASK`` or the path of a ``.py`` file.
+
+    The same as ``gymnasium.make("sorl/Task-v0", task=task, **settings)``; the id serves ``gymnasium.make_vec``, too.
+
+    Args:
+        task: see `load_task`.
+        settings: those of `ToolUseEnv` and of ``gymnasium.make``.
+
+    Raises:
+        UserError: there is no such task.
+    """
+    return gymnasium.make(ANY_TASK_ID, task=task, **settings)
+
+
+def _register(env_id: str, settings: Mapping[str, Any] | None = None) -> None:
     gymnasium.register(
         env_id,
         entry_point="sorl_env.env:ToolUseEnv",
         vector_entry_point="sorl_env.vector:ToolUseVectorEnv",
-        kwargs={
-            "task": env_id
-        },  # not the task itself: Gymnasium copies what stands here, tools with their locks too
+        # not the task itself: Gymnasium copies what stands here, tools with their locks too
+        kwargs={"task": env_id} if settings is None else dict(settings),
         order_enforce=False,  # the environment itself says so when step precedes reset
         disable_env_checker=True,  # a passive check of each step costs a good part of the step
     )
