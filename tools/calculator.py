@@ -13,7 +13,18 @@ from sorl_env.tool import ToolInputError
 Number: TypeAlias = int | float
 
 MAX_CHARACTERS = 200
-MAX_BITS = 10_000  # an integer result of about 3,000 digits
+# Every operand is at most this long, and so no operation is slow: the calculator runs `inline`, without a deadline.
+MAX_BITS = 10_000  # an integer of about 3,000 digits
+
+MAX_DIGITS = 400  # that `round` may be asked for, before or behind the point: beyond any float's
+
+
+def _round(value: Number, digits: int | None = None) -> Number:
+    """``round``, whose work grows with the digits before the point: of an integer it makes 10 to that power."""
+    if digits is not None and not -MAX_DIGITS <= digits <= MAX_DIGITS:
+        raise ToolInputError(f"round takes at most {MAX_DIGITS} digits, before or behind the point.")
+    return round(value, digits)
+
 
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -30,7 +41,7 @@ _FUNCTIONS: dict[str, Callable[..., Number]] = {
     "log": math.log,
     "max": max,
     "min": min,
-    "round": round,
+    "round": _round,
     "sqrt": math.sqrt,
 }
 _CONSTANTS: dict[str, Number] = {"pi": math.pi, "e": math.e}
@@ -90,8 +101,10 @@ def _evaluate(node: ast.expr, source: str) -> Number:
 
 
 def _check_power(base: Number, exponent: Number) -> None:
-    """Refuse a huge power before the work is done."""
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > MAX_BITS:
+    """Refuse a huge power before the work is done; those of 0, 1 and -1 are none."""
+    if not isinstance(base, int) or not isinstance(exponent, int) or abs(base) <= 1:
+        return
+    if base.bit_length() * exponent > MAX_BITS:
         raise ToolInputError("The result is too large.")
 
 

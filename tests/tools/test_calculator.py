@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import random
 import re
+from typing import Any
 
 import pytest
 
@@ -75,3 +79,143 @@ def test_is_a_tool_of_one_text() -> None:
     refused = Toolbox([calculator]).call(ToolRequest("calculator", "six"))
     assert isinstance(refused, ToolCall)
     assert (refused.ok, refused.reply) == (False, "Not arithmetic: six.")
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1 ** 10 ** 300", "1"),
+        ("(-1) ** (10 ** 300 + 1)", "-1"),
+        ("0 ** 10 ** 300", "0"),
+        ("round(1234, -2)", "1200"),
+    ],
+)
+def test_large_operands_that_cost_nothing(expression: str, value: str) -> None:
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "round(5, -10**8)",
+        "round(5, -(10**300))",
+        "round(10**3000, -3001)",
+        "round(5, 10**300)",
+        "round(5.5, -10**9)",
+        "2 ** 10 ** 9",
+        "(-2) ** 10 ** 9",
+        "10 ** 3000 ** 2",
+        "7 ** 7 ** 7 ** 7",
+        "9" * 190 + " ** 9999",
+    ],
+)
+def test_costly_operations_are_refused_before_they_run(
+    expression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, not timed: Python's own operations never see operands above the limits."""
+    guard_operations(monkeypatch)
+    with pytest.raises(ToolInputError):
+        calculator(expression)
+
+
+def guard_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each operation check the size of what it is asked for, and a power the size of what it would make."""
+    from sorl_tools import calculator as module
+
+    def guard(operation: Any, makes_power: bool = False) -> Any:
+        def guarded(*operands: Any) -> Any:
+            for operand in operands:
+                assert not isinstance(operand, int) or operand.bit_length() <= module.MAX_BITS
+            if makes_power and all(isinstance(operand, int) for operand in operands) and abs(operands[0]) > 1:
+                assert operands[0].bit_length() * max(operands[1], 0) <= module.MAX_BITS
+            return operation(*operands)
+
+        return guarded
+
+    binary = {kind: guard(op, kind is ast.Pow) for kind, op in module._BINARY.items()}
+    monkeypatch.setattr(module, "_BINARY", binary)
+    monkeypatch.setattr(module, "_FUNCTIONS", {name: guard(op) for name, op in module._FUNCTIONS.items()})
+
+    def guarded_round(value: Any, digits: Any = None) -> Any:
+        assert digits is None or not isinstance(digits, int) or abs(digits) <= module.MAX_DIGITS
+        return round(value, digits)
+
+    monkeypatch.setattr(module, "round", guarded_round, raising=False)
+
+
+def random_expression(draw: random.Random, depth: int) -> str:
+    atoms = [
+        "0",
+        "1",
+        "-1",
+        "7",
+        "0.5",
+        "1e308",
+        "5e-324",
+        "pi",
+        "10**8",
+        "-10**8",
+        "10**300",
+        "2**9999",
+        "9" * 40,
+    ]
+    if depth == 0 or draw.random() < 0.2:
+        return draw.choice(atoms)
+    inner = [random_expression(draw, depth - 1) for _ in range(3)]
+    forms = [
+        "({0}+{1})",
+        "({0}-{1})",
+        "({0}*{1})",
+        "({0}/{1})",
+        "({0}//{1})",
+        "({0}%{1})",
+        "({0}**{1})",
+        "{0}**{1}**{2}",
+    ]
+    forms += [
+        "round({0},{1})",
+        "round({0})",
+        "log({0},{1})",
+        "log({0})",
+        "sqrt({0})",
+        "abs({0})",
+        "-{0}",
+        "({0})",
+    ]
+    forms += [
+        "max({0},{1},{2})",
+        "min({0})",
+        "{0}({1})",
+        "[{0}]*{1}",
+        "'a'*{0}",
+        "{0}<<{1}",
+        "{0}!",
+        "~{0}",
+        "(" * 60 + "{0}",
+    ]
+    return draw.choice(forms).format(*inner)
+
+
+@pytest.mark.parametrize("count", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_no_expression_is_costly_or_raises_something_else(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard_operations(monkeypatch)
+    draw = random.Random(11)
+    values = 0
+    for _ in range(count):
+        expression = random_expression(draw, draw.randint(1, 4))
+        try:
+            assert len(calculator(expression)) <= 3100
+            values += 1
+        except ToolInputError as error:
+            assert len(str(error)) < 400, expression
+    assert values > count / 20
+
+
+@pytest.mark.parametrize(
+    "text", ["(" * 200, "-" * 199 + "1", "((" * 49 + "1" + "))" * 49, "~" * 199, "1if 1else 2", "0x", "1_0"]
+)
+def test_deep_and_odd_texts(text: str) -> None:
+    with contextlib.suppress(ToolInputError):
+        assert calculator(text)
