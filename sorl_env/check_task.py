@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from sorl_env.check_episodes import Check, check_episodes, requests
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Example, Task, ToolSettings
 from sorl_env.tokens import Tokenizer, encode_prompt
-from sorl_env.tool import Tool, ToolRequest, ToolUnavailableError
-from sorl_env.tool_schema import takes_raw_text
+from sorl_env.tool import Tool, ToolUnavailableError
+
+__all__ = ["WRONG_ANSWER", "Check", "check_task", "main"]
 
 WRONG_ANSWER = "surely not the answer"
 _SEEDS = (0, 1, 2)
-
-
-@dataclass(frozen=True)
-class Check:
-    """One clause of the contract: whether it holds, and what was seen."""
-
-    name: str
-    passed: bool
-    detail: str
 
 
 def check_task(env: ToolUseEnv, *, limit: int = 200, tokenizer: Tokenizer | None = None) -> list[Check]:
@@ -43,6 +34,7 @@ def check_task(env: ToolUseEnv, *, limit: int = 200, tokenizer: Tokenizer | None
         _check_prompts(task, examples, tokenizer),
         *(_check_tool(env, tool, examples[0]) for tool in env.toolbox.tools),
         _check_seeds(env),
+        *([check_episodes(env)] if env.toolbox.tools else []),
     ]
     if task.expert is not None:
         checks.append(_check_expert(env.spawn(), task.expert, len(examples)))
@@ -127,8 +119,11 @@ def _check_prompts(task: Task, examples: Sequence[Example], tokenizer: Tokenizer
 def _check_tool(env: ToolUseEnv, tool: Tool, example: Example) -> Check:
     """The tool answers within its deadline, alone and in a batch; a refusal is an answer too."""
     name = f"tool {tool.name}"
-    request = _request(tool, example)
-    outcomes = [env.toolbox.call(request), *env.toolbox.call_batch([request, request])]
+    request = next(requests(tool, example.question))
+    fresh = env.spawn()
+    fresh.begin_episode(0)
+    outcomes = [fresh.toolbox.call(request), *fresh.toolbox.call_batch([request, request])]
+    fresh.end_tools()
     for outcome in outcomes:
         if isinstance(outcome, ToolUnavailableError):
             return Check(name, False, str(outcome))
@@ -142,31 +137,11 @@ def _check_tool(env: ToolUseEnv, tool: Tool, example: Example) -> Check:
     return Check(name, True, f"{first.latency_s * 1000:.1f} ms{hits}: {' '.join(first.reply.split())[:60]!r}")
 
 
-def _request(tool: Tool, example: Example) -> ToolRequest:
-    """A request that fits the schema, with the question for every text."""
-    if takes_raw_text(tool.schema):
-        return ToolRequest(tool.name, example.question)
-    properties: Mapping[str, Any] = tool.schema.get("properties", {})
-    required = tool.schema.get("required", ())
-    return ToolRequest(
-        tool.name, json.dumps({name: _sample_value(properties[name], example.question) for name in required})
-    )
-
-
-def _sample_value(schema: Mapping[str, Any], text: str) -> Any:
-    if "enum" in schema:
-        return schema["enum"][0]
-    if "anyOf" in schema:
-        return _sample_value(schema["anyOf"][0], text)
-    number = schema.get("minimum", 1)
-    values = {"string": text, "integer": number, "number": number, "boolean": True, "array": [], "object": {}}
-    return values.get(schema["type"])
-
-
 def _check_seeds(env: ToolUseEnv) -> Check:
     """The same seed and the same turns give the same episode, observation by observation."""
     turns = [
-        f"<{tool.name}>{_request(tool, env.example).argument}</{tool.name}>" for tool in env.toolbox.tools
+        f"<{tool.name}>{next(requests(tool, env.example.question)).argument}</{tool.name}>"
+        for tool in env.toolbox.tools
     ]
     turns.append(f"<answer>{WRONG_ANSWER}</answer>")
     for seed in _SEEDS:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import copy
-import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import gymnasium
-import numpy as np
 from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 
 from sorl_env.data import ExampleSet, load_examples
+from sorl_env.env_parts import make_toolbox, read_index_option, warn_of_sample
+from sorl_env.episode_clock import EpisodeClock
+from sorl_env.episode_tools import EpisodeTools, draw_tool_seeds
 from sorl_env.errors import UserError
 from sorl_env.parser import ParsedTurn, neutralise, parse_turn
 from sorl_env.registry import load_task
 from sorl_env.render import render_dialogue
-from sorl_env.replay import recorded
 from sorl_env.rewards import check_reward_items
 from sorl_env.spaces import UnicodeText
 from sorl_env.step import (
@@ -37,8 +36,6 @@ from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory import StopReason
 
 __all__ = ["StepResult", "ToolUseEnv", "read_index_option"]
-
-logger = logging.getLogger(__name__)
 
 _ANSWER, _ERROR, _ABORTED = StopReason.ANSWER, StopReason.ERROR, StopReason.ABORTED
 
@@ -97,9 +94,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             tool_settings = replace(tool_settings, corpus=corpus)
         if search_url is not None:
             tool_settings = replace(tool_settings, search_url=search_url)
-        self.toolbox = _make_toolbox(self.task, tools, tool_settings, self.limits.reply_chars)
+        toolbox = make_toolbox(self.task, tools, tool_settings, self.limits.reply_chars)
+        self._tools = EpisodeTools(toolbox)
         self._owns_tools = tools is None and callable(self.task.tools)
-        _warn_of_sample(self.toolbox, self.task, self.examples)
+        warn_of_sample(self.toolbox, self.task, self.examples)
         self.action_space = UnicodeText()
         self.observation_space = UnicodeText()
         self._start()
@@ -109,12 +107,22 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._phase = _RESET
         self.example: Example = self.examples.examples[0]  # of the running episode, or of the last one
         self._index = 0
-        self._started = 0.0
+        self._clock = EpisodeClock()
         self._turns: list[ParsedTurn] = []
         self._dialogue: list[tuple[str, str]] = []
         self._action = ""
         self._calls: list[ToolCall] = []
         self._items: dict[str, float] = {}
+
+    @property
+    def toolbox(self) -> Toolbox:
+        """The tools of the running episode; between episodes those that all environments of the task share."""
+        return self._tools.box
+
+    @toolbox.setter
+    def toolbox(self, shared: Toolbox) -> None:
+        self._tools.end()
+        self._tools = EpisodeTools(shared)
 
     def spawn(self) -> ToolUseEnv:
         """Another environment of the same task, examples, tools and spaces, with no episode; cheap."""
@@ -123,7 +131,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         env.limits = self.limits
         env.render_mode = self.render_mode
         env.examples = self.examples
-        env.toolbox = self.toolbox
+        env._tools = EpisodeTools(self._tools.shared)
         env.action_space = self.action_space
         env.observation_space = self.observation_space
         env._owns_tools = False
@@ -138,15 +146,19 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         super().reset(seed=seed)
         size = len(self.examples.examples)
         index = read_index_option(options, size) if options else None
-        return self.begin_episode(int(self.np_random.random() * size) if index is None else index)
+        if index is None:
+            index = int(self.np_random.random() * size)
+        (tool_seed,) = draw_tool_seeds(self._tools.shared, self.np_random, 1)
+        return self.begin_episode(index, tool_seed)
 
-    def begin_episode(self, index: int) -> tuple[str, dict[str, Any]]:
-        """``reset`` on the example of that number, without a random draw."""
-        row = self.begin_episode_row(index)
+    def begin_episode(self, index: int, tool_seed: int = 0) -> tuple[str, dict[str, Any]]:
+        """``reset`` on the example of that number, without a random draw; stateful tools get ``tool_seed``."""
+        row = self.begin_episode_row(index, tool_seed)
         return row[0], dict(zip(EPISODE_INFO, row[1:]))  # noqa: B905  strict costs more than the rest
 
-    def begin_episode_row(self, index: int) -> EpisodeRow:
+    def begin_episode_row(self, index: int, tool_seed: int = 0) -> EpisodeRow:
         """``begin_episode`` as a plain row, for those who make columns of many."""
+        self._tools.begin(tool_seed)
         examples = self.examples
         self.example = example = examples.examples[index]
         self._index = index
@@ -155,7 +167,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._dialogue = []
         self._calls = []
         self._items = {}
-        self._started = time.monotonic()
+        self._clock = EpisodeClock()
         return (
             valid_text(self.task.prompt(example)),
             example.id,
@@ -184,6 +196,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._turns.append(parsed)
         self._action = action
         self._phase = _FINISH_TURN
+        self._clock.ask()
         if parsed.tool is None or len(self._turns) >= self.limits.max_turns:
             return []
         return [ToolRequest(parsed.tool, parsed.content)]
@@ -196,6 +209,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         """``finish_turn`` as a plain row, for those who make columns of many."""
         if self._phase != _FINISH_TURN:
             raise ResetNeeded(f"call {self._phase} first")
+        self._clock.answered()
         parsed = self._turns[-1]
         self._calls = []
         self._items = {}
@@ -212,11 +226,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             return self._end(_ANSWER)
         if len(self._turns) >= self.limits.max_turns:
             return self._end(StopReason.INVALID if parsed.kind == "invalid" else StopReason.MAX_TURNS)
-        if (
-            self.limits.max_seconds is not None
-            and time.monotonic() - self._started >= self.limits.max_seconds
-        ):
-            return self._end(StopReason.MAX_SECONDS)
+        max_seconds = self.limits.max_seconds
+        if max_seconds is not None and self._clock.elapsed_s >= max_seconds:
+            outage = self._clock.outage(max_seconds)
+            return self._end(StopReason.MAX_SECONDS if outage is None else _ERROR, outage)
         self._dialogue.append((self._action, observation))
         self._phase = _BEGIN_TURN
         return self._row(observation, self._items)
@@ -247,6 +260,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         if self._turns:
             self._dialogue.append((self._action, ""))
         self._phase = _RESET
+        self._tools.end()
         return self._row("", items, reason, error)
 
     def _row(
@@ -280,6 +294,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         """
         if self._phase == _FINISH_TURN:
             raise RuntimeError(f"call {self._phase} first")
+        tool_seed, tools = self._tools.get_state()
         return EnvState(
             example_id=self.example.id,
             index=self._index,
@@ -288,7 +303,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             dialogue=tuple(self._dialogue),
             calls=tuple(self._calls),
             items=dict(self._items),
-            elapsed_s=time.monotonic() - self._started,
+            elapsed_s=self._clock.elapsed_s,
+            tool_s=self._clock.tool_s,
+            tool_seed=tool_seed,
+            tools=tools,
             seed=self._np_random_seed,
             rng_state=None if self._np_random is None else copy.deepcopy(self._np_random.bit_generator.state),
         )
@@ -311,7 +329,8 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._dialogue = list(state.dialogue)
         self._calls = list(state.calls)
         self._items = dict(state.items)
-        self._started = time.monotonic() - state.elapsed_s
+        self._clock = EpisodeClock(state.elapsed_s, state.tool_s)
+        self._tools.set_state(state.tool_seed, state.tools)
         self._np_random_seed = state.seed
         self._np_random = None
         if state.rng_state is not None:
@@ -324,45 +343,12 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             return None
         return render_dialogue(self.example, self._dialogue, self.toolbox.names)
 
+    def end_tools(self) -> None:
+        """Close the tools that the running episode has of its own: for an episode that is given up."""
+        self._tools.end()
+
     def close(self) -> None:
         """Close the tools that were built for this environment; those it was given may have other users."""
+        self._tools.end()
         if self._owns_tools:
             self.toolbox.close()
-
-
-def _make_toolbox(
-    task: Task, tools: Sequence[ToolLike] | None, settings: ToolSettings, reply_chars: int
-) -> Toolbox:
-    if tools is None:
-        tools = task.tools(settings) if callable(task.tools) else task.tools
-    return Toolbox(
-        recorded(tools, settings, reply_chars),
-        timeout_s=settings.timeout_s,
-        retries=settings.retries,
-        max_reply_chars=reply_chars,
-    )
-
-
-def _warn_of_sample(toolbox: Toolbox, task: Task, examples: ExampleSet) -> None:
-    if not examples.is_sample and any(getattr(tool, "is_sample", False) for tool in toolbox.tools):
-        logger.warning(
-            "task %s asks questions of %s, but searches only its embedded sample of passages: give corpus= or "
-            "search_url=",
-            task.name,
-            examples.source,
-        )
-
-
-def read_index_option(options: Mapping[str, Any], size: int) -> int:
-    """The example that ``reset(options={"index": i})`` asks for.
-
-    Raises:
-        UserError: there is another option, or no such example.
-    """
-    for name in options:
-        if name != "index":
-            raise UserError(f"reset has no option {name!r}; there is 'index'")
-    index = options["index"]
-    if not isinstance(index, (int, np.integer)) or not 0 <= index < size:
-        raise UserError(f"reset: index {index!r} is outside the {size} examples, 0 to {size - 1}")
-    return int(index)

@@ -13,7 +13,16 @@ from typing import Any, overload
 from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
 from sorl_env.text import quoted, read_json
-from sorl_env.tool import MAX_REPLY_CHARS, Tool, ToolInputError, ToolLike, ToolReply, ToolResult, as_tool
+from sorl_env.tool import (
+    MAX_REPLY_CHARS,
+    Tool,
+    ToolInputError,
+    ToolLike,
+    ToolReply,
+    ToolResult,
+    as_tool,
+    keeps_state,
+)
 from sorl_env.tool_schema import takes_raw_text
 
 
@@ -51,7 +60,8 @@ class ReplayTool:
         max_reply_chars: what is longer is cut before it is written.
 
     Raises:
-        UserError: the file to replay is missing, or a row of it cannot be read.
+        UserError: the file to replay is missing, or a row of it cannot be read; or the tool keeps state, so that equal
+            requests get different replies.
     """
 
     def __init__(
@@ -62,6 +72,11 @@ class ReplayTool:
         replay: str | Path | None = None,
         max_reply_chars: int = MAX_REPLY_CHARS,
     ) -> None:
+        if keeps_state(tool):
+            raise UserError(
+                f"tool {tool.name} keeps state from call to call, so its replies cannot be recorded or replayed by "
+                "request: leave record and replay out"
+            )
         self.tool = tool
         self.name = tool.name
         self.description = tool.description

@@ -106,7 +106,6 @@ class TrajectoryBuilder:
         self._tokenizer = tokenizer
         self._turn_ids = [-1] * len(self.token_ids)
         self._log_probs = [0.0] * len(self.token_ids)
-        self._started = time.monotonic()
 
     def _append(self, ids: Sequence[int], turn_id: int, log_probs: Sequence[float]) -> None:
         self.token_ids.extend(ids)
@@ -123,7 +122,8 @@ class TrajectoryBuilder:
     ) -> StepResult:
         """Add a sampled turn and the environment's reply to it.
 
-        Returns ``result``, or a truncation in its place when no token (or no time) is left for another turn.
+        Returns ``result``, or a truncation in its place when no token is left for another turn. The environment itself
+        looks at the time.
         """
         start = len(self.token_ids)
         self._append(sampled.token_ids, len(self.turns), sampled.log_probs)
@@ -132,8 +132,6 @@ class TrajectoryBuilder:
             observation = _observation_ids(self._tokenizer, result.observation, limits)
             if len(self.token_ids) + len(observation) >= limits.max_trajectory_tokens:
                 result = _truncate(self.env, StopReason.MAX_TOKENS)
-            elif limits.max_seconds is not None and time.monotonic() - self._started >= limits.max_seconds:
-                result = _truncate(self.env, StopReason.MAX_SECONDS)
             else:
                 self._append(observation, -1, [0.0] * len(observation))
         info = result.info
@@ -254,6 +252,7 @@ async def run_trajectory(
                 return growing.build(result)
     finally:
         sampler.release(job.id)
+        env.end_tools()  # of a trajectory that was given up; an episode that ended has done it
 
 
 async def _reply(env: ToolUseEnv, text: str) -> StepResult:

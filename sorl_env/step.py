@@ -95,5 +95,8 @@ class EnvState:
     calls: tuple[ToolCall, ...]
     items: Mapping[str, float]
     elapsed_s: float
+    tool_s: float
+    tool_seed: int
+    tools: Mapping[str, Any]  # by name, the states of those that keep one
     seed: int | None
     rng_state: Mapping[str, Any] | None

@@ -124,6 +124,9 @@ class Tool(Protocol):
       instance in a slot fails that request alone.
     - ``is_sample = True``: it stands in for the real thing, as a search in a task's embedded sample does.
     - ``close()``: frees what the tool holds.
+    - ``new_episode(seed)``, ``get_state()`` and ``set_state(state)``, all three: the tool keeps state. The environment
+      calls ``new_episode`` at each reset and uses the tool that it returns for that episode alone; see
+      docs/add_a_tool.md. A tool without them is shared by all episodes, also by those that run at the same time.
     """
 
     @property
@@ -156,13 +159,35 @@ class _FunctionTool:
         return self.function(*args, **kwargs)
 
 
+_STATE_MEMBERS = ("new_episode", "get_state", "set_state")
+
+
+def keeps_state(tool: object) -> bool:
+    """Whether each episode needs an object of its own of this tool."""
+    return hasattr(tool, "new_episode")
+
+
+def begin_episode(tool: Tool, seed: int) -> Tool:
+    """The object of a tool that keeps state for one episode.
+
+    Raises:
+        TypeError: ``new_episode`` returned the tool itself, or something else than a tool of its name.
+    """
+    made: Any = tool.new_episode(seed)  # type: ignore[attr-defined]
+    if made is tool or getattr(made, "name", None) != tool.name or not keeps_state(made):
+        raise TypeError(f"tool {tool.name}: new_episode must return another tool of that name, not {made!r}")
+    episode_tool: Tool = made
+    return episode_tool
+
+
 def as_tool(tool: ToolLike) -> Tool:
     """A tool from a plain function (its name, docstring and type hints), or the tool itself.
 
     A function attribute ``inline = True`` is kept.
 
     Raises:
-        TypeError: neither a function nor a tool, or a parameter without a usable type hint.
+        TypeError: neither a function nor a tool, a parameter without a usable type hint, or one of the three members of
+            a tool that keeps state without the others.
         ValueError: a name that cannot be a tag, or one that the turn format reserves; a schema that is none.
     """
     if inspect.iscoroutinefunction(tool):
@@ -184,6 +209,9 @@ def as_tool(tool: ToolLike) -> Tool:
         raise TypeError(
             f"{tool!r} is no tool: give a function, or an object with name, description and schema"
         )
+    missing = [name for name in _STATE_MEMBERS if not hasattr(made, name)]
+    if keeps_state(made) and missing:
+        raise TypeError(f"tool {made.name} has new_episode, so it needs {' and '.join(missing)} as well")
     check_schema(made.schema, f"tool {made.name}")
     if not _NAME.fullmatch(made.name) or made.name in RESERVED_NAMES:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import inspect
 import logging
 import random
@@ -28,6 +29,8 @@ from sorl_env.tool import (
     ToolRequest,
     ToolUnavailableError,
     as_tool,
+    begin_episode,
+    keeps_state,
 )
 from sorl_env.tool_schema import read_arguments, takes_raw_text
 
@@ -73,8 +76,25 @@ class Toolbox:
         self.backoff_s = backoff_s
         self.max_threads = max_threads
         self.max_reply_chars = max_reply_chars
+        self.stateful: frozenset[str] = frozenset(tool.name for tool in self.tools if keeps_state(tool))
         self._bound = {tool.name: _bind(tool) for tool in self.tools}
         self._logged_bugs: set[tuple[str, type[BaseException]]] = set()
+
+    def for_episode(self, seed: int) -> Toolbox:
+        """A toolbox with an object of its own for each tool that keeps state; the others are the same objects.
+
+        Raises:
+            TypeError: ``new_episode`` of a tool returned something else than a tool of that name.
+        """
+        box = copy.copy(self)
+        box.tools = tuple(begin_episode(tool, seed) if keeps_state(tool) else tool for tool in self.tools)
+        box._bound = self._bound | {tool.name: _bind(tool) for tool in box.tools if keeps_state(tool)}
+        return box
+
+    def is_inline(self, name: str) -> bool:
+        """Whether calls of that tool run where they are made, and not on a thread."""
+        bound = self._bound.get(name)
+        return bound is None or bound.inline
 
     def call(self, request: ToolRequest) -> ToolOutcome:
         """Call one tool and wait for it, at most ``timeout_s``."""
@@ -181,11 +201,11 @@ class Toolbox:
             return [error] * len(arguments)
         return results
 
-    def close(self) -> None:
-        """Close the tools that hold something open."""
+    def close(self, only: frozenset[str] | None = None) -> None:
+        """Close the tools that hold something open; with ``only``, those of these names."""
         for tool in self.tools:
             close = getattr(tool, "close", None)
-            if close is not None:
+            if close is not None and (only is None or tool.name in only):
                 close()
 
     def _remaining_s(self, started: float) -> float:

@@ -11,6 +11,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from sorl_env.env import ToolUseEnv, read_index_option
+from sorl_env.episode_tools import call_each, draw_tool_seeds
 from sorl_env.errors import UserError
 from sorl_env.step import EPISODE_INFO, TURN_INFO, TurnRow
 from sorl_env.task import Limits, Task, ToolSettings
@@ -125,7 +126,13 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         """The turns of the running episodes, as rows."""
         envs = [self.envs[index] for index in running]
         requests = [env.begin_turn(actions[index]) for env, index in zip(envs, running, strict=True)]
-        calls = iter(self._toolbox.call_batch([request for each in requests for request in each]))
+        if self._toolbox.stateful:
+            pairs = [
+                (env.toolbox, request) for env, each in zip(envs, requests, strict=True) for request in each
+            ]
+            calls = iter(call_each(pairs))
+        else:
+            calls = iter(self._toolbox.call_batch([request for each in requests for request in each]))
         return [
             env.finish_turn_row((next(calls),) if each else ())
             for env, each in zip(envs, requests, strict=True)
@@ -151,7 +158,9 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         self, which: Sequence[int], examples: Sequence[int], observations: list[str], infos: dict[str, Any]
     ) -> None:
         """Begin episodes in some environments, on the examples of these numbers."""
-        rows = [self.envs[i].begin_episode_row(example) for i, example in zip(which, examples, strict=True)]
+        seeds = draw_tool_seeds(self._toolbox, self.np_random, len(which))
+        begun = zip(which, examples, seeds, strict=True)
+        rows = [self.envs[i].begin_episode_row(example, seed) for i, example, seed in begun]
         prompts, *columns = zip(*rows, strict=True)
         _place(prompts, which, observations)
         _stack(infos, EPISODE_INFO, columns, which, self.num_envs)

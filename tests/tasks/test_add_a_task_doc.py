@@ -32,7 +32,7 @@ def test_keeps_the_contract(path: str, capsys: pytest.CaptureFixture[str]) -> No
         assert check([path, "--split", split]) == 0
         out = capsys.readouterr().out
         assert f"expert        solves {count} of {count}" in out
-    assert out.endswith("all 8 checks passed\n")
+    assert out.endswith("all 9 checks passed\n")
 
 
 def test_the_expert_can_be_watched(path: str, capsys: pytest.CaptureFixture[str]) -> None:

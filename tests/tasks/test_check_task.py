@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,9 @@ def test_a_good_task_passes() -> None:
         "tool echo",
         "tool add",
         "seeds",
+        "episodes",
     ]
-    assert len(checks) == 8
+    assert len(checks) == 9
     assert "3 score 1" in checks[1].detail
 
 
@@ -145,7 +147,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "task nq: 7 examples, split test, embedded, a sample and not the benchmark"
     assert lines[1].startswith("  ok    rows")
-    assert lines[-1] == "all 7 checks passed"
+    assert lines[-1] == "all 8 checks passed"
 
 
 def test_command_line_with_data_and_corpus(
@@ -159,7 +161,7 @@ def test_command_line_with_data_and_corpus(
     out = capsys.readouterr().out
     assert "FAIL  gold answer" in out
     assert "1 hits: 'Doc 1 (Who): The band.'" in out
-    assert out.endswith("1 of 7 checks failed\n")
+    assert out.endswith("1 of 8 checks failed\n")
 
 
 @pytest.mark.parametrize(
@@ -179,3 +181,108 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("sorl-check-task: ")
     assert message in error
+
+
+class Notebook:
+    """Stateful as it should be; the variants below leave something out."""
+
+    name, description, inline = "note", "Write a note, or read all of them.", True
+    schema: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"do": {"enum": ["read", "write"]}, "text": {"type": "string"}},
+        "required": ["do", "text"],
+    }
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def __call__(self, do: str, text: str) -> str:
+        if do == "write":
+            self.notes.append(text)
+            return "Noted."
+        return "; ".join(self.notes) or "Nothing."
+
+    def new_episode(self, seed: int) -> Any:
+        return type(self)()
+
+    def get_state(self) -> Any:
+        return list(self.notes)
+
+    def set_state(self, state: Any) -> None:
+        self.notes = list(state)
+
+
+class Forgetful(Notebook):
+    def set_state(self, state: Any) -> None:
+        self.notes = list(state)[:1]
+
+
+class Sharing(Notebook):
+    def new_episode(self, seed: int) -> Any:
+        made = type(self)()
+        made.notes = self.notes
+        return made
+
+
+class Shared:
+    """The same without the hook."""
+
+    name, description, inline, schema = "note", "Notes.", True, Notebook.schema
+
+    def __init__(self) -> None:
+        self.inner = Notebook()
+
+    def __call__(self, do: str, text: str) -> str:
+        return self.inner(do, text)
+
+
+def two_functions() -> list[Any]:
+    """One writes what the other reads; no object in sight keeps it."""
+    kept: dict[str, str] = {}
+
+    def write(text: str) -> str:
+        """Write it down."""
+        kept[text] = text
+        return "Written."
+
+    def read(text: str) -> str:
+        """Look whether it was written down."""
+        return kept.get(text, "Nothing of that.")
+
+    return [read, write]
+
+
+def counter() -> Any:
+    calls: list[str] = []
+
+    def count(text: str) -> str:
+        """Count the calls."""
+        calls.append(text)
+        return f"Call {len(calls)}."
+
+    return count
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_tool_that_keeps_state_as_it_should_passes(inline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Notebook, "inline", inline)
+    env = ToolUseEnv(dataclasses.replace(GOOD, tools=[echo, Notebook()]))
+    checks = {check.name: check for check in check_task(env)}
+    assert all(check.passed for check in checks.values())
+    assert "note keeps a state of its own in each" in checks["episodes"].detail
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ([echo, Shared()], "tool note replies .* in a later episode .* Give what keeps state new_episode"),
+        ([echo, counter()], "tool count replies .* in a later episode .* Give what keeps state new_episode"),
+        ([echo, *two_functions()], "tool read replies 'Nothing of that.' .* keeps state over episodes"),
+        ([echo, Sharing()], "tool note replies .* new_episode must share nothing"),
+        ([echo, Forgetful()], "tool note replies .* after get_state and set_state"),
+    ],
+    ids=["object", "function", "two functions", "shared", "forgetful"],
+)
+def test_state_that_reaches_another_episode_is_found_and_named(tools: list[Any], said: str) -> None:
+    found = failures(tools=tools)
+    assert re.search(said, found["episodes"]), found

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from sorl_env import ToolUseEnv, ToolUseVectorEnv
+from sorl_env.check_task import check_task
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 
@@ -75,3 +77,22 @@ def test_a_service_with_batches_and_outages(shop: ModuleType, url: str) -> None:
     assert (missing.reply, missing.hits) == ("No price for moon.", 0)
     assert isinstance(box.call(ToolRequest("price", "fire")), ToolUnavailableError)
     box.close()
+
+
+def test_the_notebook_keeps_the_contract() -> None:
+    """The page's second file: a tool with a state of its own in each episode."""
+    source = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    (text,) = [block for block in source if "class Notebook" in block]
+    module = ModuleType("notebook")
+    exec(compile(text, str(DOCUMENT), "exec"), module.__dict__)
+    env = ToolUseEnv("nq", tools=[module.Notebook()])
+    checks = {check.name: check for check in check_task(env, limit=3)}
+    assert all(check.passed for check in checks.values()), checks
+    assert "note keeps a state of its own" in checks["episodes"].detail
+    envs = ToolUseVectorEnv(2, "nq", tools=[module.Notebook()])
+    envs.reset(seed=1)
+    for line in "ab":
+        observations, *_ = envs.step([f"<think>x</think><note>{line}{number}</note>" for number in range(2)])
+    for number, observation in enumerate(observations):
+        assert re.search(rf"a{number} \(thrown: \d\)\nb{number} \(thrown: \d\)\n", observation)
+        assert f"a{1 - number}" not in observation

@@ -1,0 +1,58 @@
+"""What an environment is made from: its toolbox, and the options of its reset."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sorl_env.data import ExampleSet
+from sorl_env.errors import UserError
+from sorl_env.replay import recorded
+from sorl_env.task import Task, ToolSettings
+from sorl_env.tool import ToolLike
+from sorl_env.toolbox import Toolbox
+
+logger = logging.getLogger(__name__)
+
+
+def make_toolbox(
+    task: Task, tools: Sequence[ToolLike] | None, settings: ToolSettings, reply_chars: int
+) -> Toolbox:
+    """The toolbox of a task, or of the tools that are given in place of the task's own."""
+    if tools is None:
+        tools = task.tools(settings) if callable(task.tools) else task.tools
+    return Toolbox(
+        recorded(tools, settings, reply_chars),
+        timeout_s=settings.timeout_s,
+        retries=settings.retries,
+        max_reply_chars=reply_chars,
+    )
+
+
+def warn_of_sample(toolbox: Toolbox, task: Task, examples: ExampleSet) -> None:
+    """Log a warning where real questions meet a search in an embedded sample."""
+    if not examples.is_sample and any(getattr(tool, "is_sample", False) for tool in toolbox.tools):
+        logger.warning(
+            "task %s asks questions of %s, but searches only its embedded sample of passages: give corpus= or "
+            "search_url=",
+            task.name,
+            examples.source,
+        )
+
+
+def read_index_option(options: Mapping[str, Any], size: int) -> int:
+    """The example that ``reset(options={"index": i})`` asks for.
+
+    Raises:
+        UserError: there is another option, or no such example.
+    """
+    for name in options:
+        if name != "index":
+            raise UserError(f"reset has no option {name!r}; there is 'index'")
+    index = options["index"]
+    if not isinstance(index, (int, np.integer)) or not 0 <= index < size:
+        raise UserError(f"reset: index {index!r} is outside the {size} examples, 0 to {size - 1}")
+    return int(index)

@@ -1,0 +1,93 @@
+"""Tools that keep state: each episode has its own, made anew at the reset and restored with the environment.
+
+Most tools answer from their argument alone, and all episodes share one object. A tool whose replies depend on earlier
+calls of the episode (a notebook, a shell, a simulated user) offers ``new_episode(seed)``, which returns the object that
+serves one episode, and ``get_state`` and ``set_state`` on that object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from sorl_env.tool import ToolOutcome, ToolRequest
+from sorl_env.toolbox import Toolbox
+
+
+class EpisodeTools:
+    """The tools of one environment: those that all environments share, and in an episode its own of the stateful ones.
+
+    Attributes:
+        shared: the toolbox that all environments of a task share.
+        box: serves the running episode; ``shared`` itself where no tool keeps state, and between episodes.
+    """
+
+    def __init__(self, shared: Toolbox) -> None:
+        self.shared = shared
+        self.box = shared
+        self._seed = 0
+
+    def begin(self, seed: int) -> None:
+        """Make the episode's own tools; ``seed`` is for what they draw."""
+        self.end()
+        self._seed = seed
+        if self.shared.stateful:
+            self.box = self.shared.for_episode(seed)
+
+    def end(self) -> None:
+        """Close the episode's own tools, if there is one."""
+        if self.box is not self.shared:
+            ended, self.box = self.box, self.shared
+            ended.close(only=ended.stateful)
+
+    def get_state(self) -> tuple[int, Mapping[str, Any]]:
+        """The seed of the episode's tools and the state of each."""
+        if self.box is self.shared:
+            return self._seed, {}
+        return self._seed, {tool.name: tool.get_state() for tool in self._own()}
+
+    def set_state(self, seed: int, states: Mapping[str, Any]) -> None:
+        """Go on from such a state; without states no episode is running."""
+        self.end()
+        if states:
+            self.begin(seed)
+            for tool in self._own():
+                tool.set_state(states[tool.name])
+
+    def _own(self) -> list[Any]:
+        return [tool for tool in self.box.tools if tool.name in self.box.stateful]
+
+
+def draw_tool_seeds(shared: Toolbox, generator: np.random.Generator, count: int) -> list[int]:
+    """Seeds for the tools of so many episodes; nothing is drawn where no tool keeps state."""
+    if not shared.stateful:
+        return [0] * count
+    return [int(seed) for seed in generator.integers(2**31, size=count)]
+
+
+def call_each(pairs: Sequence[tuple[Toolbox, ToolRequest]]) -> list[ToolOutcome]:
+    """Serve requests of many environments of one task, each with its toolbox; outcomes in their order.
+
+    Requests to tools that the environments share go out as one batch. Those to tools that each has of its own run side
+    by side, or one after the other where the tool is ``inline``.
+    """
+    if not pairs:
+        return []
+    outcomes: dict[int, ToolOutcome] = {}
+    shared = [index for index, (box, request) in enumerate(pairs) if request.tool not in box.stateful]
+    if shared:
+        served = pairs[shared[0]][0].call_batch([pairs[index][1] for index in shared])
+        outcomes.update(zip(shared, served, strict=True))
+    own = [index for index in range(len(pairs)) if index not in outcomes]
+    threaded = [index for index in own if not pairs[index][0].is_inline(pairs[index][1].tool)]
+    for index in own:
+        if index not in threaded:
+            outcomes[index] = pairs[index][0].call(pairs[index][1])
+    if threaded:
+        with ThreadPoolExecutor(min(len(threaded), pairs[0][0].max_threads)) as pool:
+            results = pool.map(lambda index: pairs[index][0].call(pairs[index][1]), threaded)
+            outcomes.update(zip(threaded, results, strict=True))
+    return [outcomes[index] for index in range(len(pairs))]

@@ -1,0 +1,336 @@
+"""Tools that keep state, and the time that tools take: what belongs to an episode is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from sorl_env import Limits, Task, ToolSettings, ToolUnavailableError, ToolUseEnv, ToolUseVectorEnv, UserError
+from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, collect
+from sorl_env.tool import as_tool
+
+NOTE = "<think>a</think><note>{}</note>"
+
+
+class Notebook:
+    """Keeps notes, and draws a number for each from the seed of its episode."""
+
+    name = "note"
+    description = "Write a note, and see all of them."
+    schema: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "required": ["text"],
+    }
+
+    def __init__(self, seed: int = 0, inline: bool = True, opened: list[Any] | None = None) -> None:
+        self.seed = seed
+        self.inline = inline
+        self.notes: list[str] = []
+        self.opened = [] if opened is None else opened  # all notebooks of the task that are not closed
+        self.draw = random.Random(seed)
+
+    def __call__(self, text: str) -> str:
+        if text == "out":
+            raise ToolUnavailableError("gone")
+        self.notes.append(f"{text} {self.draw.randrange(1000)}")
+        return ", ".join(self.notes)
+
+    def new_episode(self, seed: int) -> Notebook:
+        made = Notebook(seed, self.inline, self.opened)
+        self.opened.append(made)
+        return made
+
+    def get_state(self) -> Any:
+        return list(self.notes), self.draw.getstate()
+
+    def set_state(self, state: Any) -> None:
+        self.notes = list(state[0])
+        self.draw.setstate(state[1])
+
+    def close(self) -> None:
+        self.opened.remove(self)
+
+
+@pytest.fixture(params=[True, False], ids=["inline", "threads"])
+def notebook(request: pytest.FixtureRequest) -> Notebook:
+    return Notebook(inline=request.param)
+
+
+@pytest.fixture
+def noting(make_task: Callable[..., Task], canned: Any, notebook: Notebook) -> Task:
+    return make_task(tools=[canned, notebook], limits=Limits(max_turns=6))
+
+
+def turns(draw: random.Random, count: int) -> list[str]:
+    choices = ["search", "note", "note", "note", "bad"]
+    written = {"search": "<think>a</think><search>x{}</search>", "note": NOTE, "bad": "nothing {}"}
+    return [written[draw.choice(choices)].format(number) for number in range(count)]
+
+
+def alone(env: ToolUseEnv, index: int, seed: int, actions: Sequence[str]) -> list[tuple[Any, ...]]:
+    env.begin_episode(index, seed)
+    seen = []
+    for action in actions:
+        result = env.step(action)
+        seen.append((result.observation, result.reward, result.terminated, result.truncated))
+    return seen
+
+
+def test_episodes_that_run_at_the_same_time_do_not_meet(noting: Task, notebook: Notebook) -> None:
+    """Ten episodes in random order of their turns: each sees what it sees alone."""
+    draw = random.Random(1)
+    root = ToolUseEnv(noting)
+    scripts = [turns(draw, 6) for _ in range(10)]
+    expected = [alone(root.spawn(), i % 6, i, script) for i, script in enumerate(scripts)]
+    envs = [root.spawn() for _ in scripts]
+    for number, env in enumerate(envs):
+        env.begin_episode(number % 6, number)
+    seen: list[list[Any]] = [[] for _ in scripts]
+    waiting = [number for number in range(10) for _ in range(6)]
+    draw.shuffle(waiting)
+    for number in waiting:
+        result = envs[number].step(scripts[number][len(seen[number])])
+        seen[number].append((result.observation, result.reward, result.terminated, result.truncated))
+    assert seen == expected
+    assert notebook.notes == [] and notebook.opened == []
+
+
+def test_the_vector_environment_gives_each_episode_its_own(
+    noting: Task, notebook: Notebook, canned: Any
+) -> None:
+    draw = random.Random(2)
+    envs = ToolUseVectorEnv(4, noting)
+    envs.reset(seed=5)
+    seeds = [env.toolbox.tools[1].seed for env in envs.envs]
+    assert len(set(seeds)) == 4
+    twin = ToolUseEnv(noting)
+    scripts = [turns(draw, 5) for _ in range(4)]
+    scripts[0][1:] = ["<think>a</think><answer>x</answer>", "ignored", *turns(draw, 2)]
+    seen: list[list[str]] = [[] for _ in range(4)]
+    for step in range(5):
+        observations, *_ = envs.step([script[step] for script in scripts])
+        for number, observation in enumerate(observations):
+            seen[number].append(observation)
+    for number in (1, 2, 3):
+        result = alone(twin, envs.envs[number]._index, seeds[number], scripts[number])
+        assert [row[0] for row in result] == seen[number]
+    begun_anew = envs.envs[0]
+    again = alone(twin, begun_anew._index, begun_anew.toolbox.tools[1].seed, scripts[0][3:])
+    assert [row[0] for row in again] == seen[0][3:]  # nothing is left of the episode before it
+    envs.reset(seed=5)
+    assert [env.toolbox.tools[1].seed for env in envs.envs] == seeds
+    canned.batches.clear()
+    envs.step(["<think>a</think><search>q</search>"] * 3 + [NOTE.format("x")])
+    assert canned.batches == [["q"] * 3]  # what is shared still goes out as one call
+    twin.close()
+    envs.close()
+    assert notebook.opened == []
+
+
+class Scripted:
+    """A sampler whose sessions write fixed turns, at random moments."""
+
+    shuffles = True
+
+    def __init__(self, scripts: Mapping[str, Sequence[str]]) -> None:
+        self.scripts = scripts
+        self.at: dict[str, int] = {}
+        self.draw = random.Random(3)
+
+    async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
+        if self.shuffles:
+            await asyncio.sleep(self.draw.random() * 0.004)
+        at = self.at[session] = self.at.get(session, -1) + 1
+        ids = [ord(c) for c in self.scripts[session][at]]
+        return SampledTurn(ids, [0.0] * len(ids), "stop")
+
+    def release(self, session: str) -> None:
+        self.at.pop(session, None)
+
+
+class Characters:
+    """A tokenizer: a character a token."""
+
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool = False, **more: Any) -> list[int]:
+        return [ord(c) for c in text]
+
+    def __call__(self, text: str, **more: Any) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text)}
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+
+def test_rollouts_in_flight_together_do_not_meet(noting: Task, notebook: Notebook) -> None:
+    limits = Limits(max_turns=6, max_trajectory_tokens=100_000, max_observation_tokens=5000)
+    root, draw = ToolUseEnv(noting, limits=limits), random.Random(4)
+    scripts = {str(number): [*turns(draw, 5), "<think>b</think><answer>x</answer>"] for number in range(12)}
+    jobs = [RolloutJob(name, name, int(name) % 6, seed=int(name)) for name in scripts]
+    settings = RolloutSettings(use_chat_template=False)
+    together = asyncio.run(collect(root, Characters(), Scripted(scripts), jobs, settings))
+    for job, trajectory in zip(jobs, together, strict=True):
+        (single,) = asyncio.run(collect(root, Characters(), Scripted(scripts), [job], settings))
+        assert [turn.observation for turn in single.turns] == [turn.observation for turn in trajectory.turns]
+    assert notebook.notes == [] and notebook.opened == []
+
+
+def test_a_rollout_that_is_given_up_closes_its_tools(noting: Task, notebook: Notebook) -> None:
+    class Failing(Scripted):
+        async def generate(self, *args: Any) -> SampledTurn:
+            assert notebook.opened
+            raise KeyError("no such session")
+
+    with pytest.raises(KeyError):
+        job = RolloutJob("0", "0", 0, seed=0)
+        asyncio.run(
+            collect(
+                ToolUseEnv(noting), Characters(), Failing({}), [job], RolloutSettings(use_chat_template=False)
+            )
+        )
+    assert notebook.opened == []
+
+
+def test_state_is_restored_with_the_environment(noting: Task, notebook: Notebook) -> None:
+    env = ToolUseEnv(noting)
+    env.reset(seed=1)
+    script = [NOTE.format(number) for number in range(5)]
+    for action in script[:2]:
+        env.step(action)
+    state = pickle.loads(pickle.dumps(env.get_state()))
+    expected = [env.step(action).observation for action in script[2:]]
+    other = env.spawn()
+    for _ in range(2):
+        other.set_state(state)
+        assert [other.step(action).observation for action in script[2:]] == expected
+    ended = other.step("<think>b</think><answer>x</answer>")
+    assert ended.terminated and other.get_state().tools == {}
+    other.set_state(other.get_state())
+    env.close()
+    assert notebook.opened == []
+
+
+def test_an_outage_and_the_end_of_an_episode_close_its_tools(noting: Task, notebook: Notebook) -> None:
+    env = ToolUseEnv(noting)
+    env.toolbox.retries = 0
+    for last in (NOTE.format("out"), "<think>b</think><answer>x</answer>"):
+        env.reset(seed=0)
+        assert len(notebook.opened) == 1 and env.toolbox.tools[1] is notebook.opened[0]
+        result = env.step(last)
+        assert (result.terminated or result.truncated) and notebook.opened == []
+        assert env.toolbox.tools[1] is notebook
+
+
+def test_what_is_no_stateful_tool(make_task: Callable[..., Task], tmp_path: Any) -> None:
+    class Half(Notebook):
+        get_state = property()  # type: ignore[assignment]
+
+    class Same(Notebook):
+        def new_episode(self, seed: int) -> Notebook:
+            return self
+
+    with pytest.raises(TypeError, match="tool note has new_episode, so it needs get_state as well"):
+        as_tool(Half())
+    with pytest.raises(TypeError, match="new_episode must return another tool of that name"):
+        ToolUseEnv(make_task(tools=[Same()])).reset(seed=0)
+    with pytest.raises(UserError, match=r"tool note keeps state .* leave record and replay out"):
+        ToolUseEnv(
+            make_task(tools=[Notebook()]), tool_settings=ToolSettings(record=str(tmp_path / "r.jsonl"))
+        )
+
+
+# --- the time that tools take -------------------------------------------------------------------------------------
+class Clocked:
+    """A search that takes ``seconds`` of a clock that the test holds."""
+
+    name, description, inline = "search", "Search slowly.", True
+    schema: Mapping[str, Any] = Notebook.schema
+
+    def __init__(self, now: list[float], seconds: float) -> None:
+        self.now, self.seconds = now, seconds
+
+    def __call__(self, text: str) -> str:
+        self.now[0] += self.seconds
+        return "found"
+
+
+SEARCH = "<think>a</think><search>x</search>"
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    held = [100.0]
+    monkeypatch.setattr("sorl_env.episode_clock.time.monotonic", lambda: held[0])
+    return held
+
+
+@pytest.mark.parametrize(
+    ("policy_s", "tool_s", "turn", "reason"),
+    [
+        (1.0, 0.0, 9, "max_seconds"),  # ten turns of a second: the policy's own
+        (1.0, 3.0, 2, "error"),  # 12 s, of which 9 are the tool's
+        (0.0, 10.0, 0, "error"),
+        (9.99, 0.02, 0, "error"),  # without the tool it would have been in time
+        (10.0, 100.0, 0, "max_seconds"),  # late in any case
+        (4.0, 0.9, 2, "max_seconds"),
+    ],
+)
+def test_slow_tools_are_an_outage_and_a_slow_policy_is_not(
+    make_task: Callable[..., Task], now: list[float], policy_s: float, tool_s: float, turn: int, reason: str
+) -> None:
+    limits = Limits(max_turns=50, max_seconds=10.0)
+    task = make_task(tools=[Clocked(now, tool_s)], turn_reward=lambda example, turns: {"tool": 0.5})
+    env, envs = ToolUseEnv(task, limits=limits), ToolUseVectorEnv(2, task, limits=limits)
+    env.reset(seed=0)
+    for number in range(turn + 1):
+        now[0] += policy_s
+        result = env.step(SEARCH)
+        assert result.truncated == (number == turn)
+        if number == 0 and not result.truncated:
+            env.set_state(pickle.loads(pickle.dumps(env.get_state())))
+    assert result.info["stop_reason"] == reason
+    assert result.reward == (0.0 if reason == "error" else 0.5)
+    if reason == "error":
+        assert (
+            "limits.max_seconds=10" in result.info["error"]
+            and "waiting for tools took" in result.info["error"]
+        )
+    envs.reset(seed=0)
+    for _ in range(turn):
+        now[0] += policy_s
+        envs.step([SEARCH, "no tags"])
+    now[0] += policy_s
+    *_, truncated, infos = envs.step([SEARCH, "no tags"])
+    assert truncated.all() and infos["stop_reason"].tolist() == [reason] * 2  # the second one waited, too
+
+
+def test_a_rollout_that_is_late_for_its_tools_is_excluded(
+    make_task: Callable[..., Task], now: list[float]
+) -> None:
+    limits = Limits(max_turns=9, max_seconds=10.0, max_trajectory_tokens=100_000)
+
+    class Thinking(Scripted):
+        shuffles = False  # an event loop cannot sleep by a clock that stands still
+
+        async def generate(
+            self, session: str, token_ids: Sequence[int], params: SamplingParams
+        ) -> SampledTurn:
+            now[0] += 4.0 if session == "slow policy" else 0.1
+            return await super().generate(session, token_ids, params)
+
+    scripts = {"slow policy": [SEARCH] * 9, "slow tool": [SEARCH] * 9}
+    seen = {}
+    for name, tool_s in (("slow policy", 0.1), ("slow tool", 6.0)):
+        root = ToolUseEnv(make_task(tools=[Clocked(now, tool_s)]), limits=limits)
+        job = RolloutJob(name, name, 0, seed=0)
+        settings = RolloutSettings(use_chat_template=False)
+        (trajectory,) = asyncio.run(collect(root, Characters(), Thinking(scripts), [job], settings))
+        seen[name] = (trajectory.stop_reason.value, trajectory.stop_reason.excluded, len(trajectory.turns))
+    assert seen == {"slow policy": ("max_seconds", False, 3), "slow tool": ("error", True, 2)}
