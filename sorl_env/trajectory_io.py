@@ -77,6 +77,7 @@ _COLUMNS = {
     "metadata": "string",  # JSON
     "schema_version": "int64",
 }
+_PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {"string": (str,), "int64": (int,), "float64": (float, int)}
 _CALL_FIELDS = tuple(field.name for field in dataclasses.fields(ToolCall))
 # Fields of a tool call that older files lack, by the version they came with; such files are read with the defaults.
 _CALL_FIELDS_SINCE = {"cut_from": 2}
@@ -230,6 +231,7 @@ def _decode(record: Mapping[str, Any], where: str) -> Trajectory:
             "read the file with the version of sorl that wrote it"
         )
     _check_names(record, _COLUMNS, where)
+    _check_types(record, _COLUMNS, where)
     try:
         arrays: dict[str, Any] = {
             name: np.array(record[name], dtype=dtype) for name, dtype in _DTYPES.items()
@@ -254,6 +256,7 @@ def _decode(record: Mapping[str, Any], where: str) -> Trajectory:
 
 def _decode_turn(record: Mapping[str, Any], version: int, where: str) -> Turn:
     _check_names(record, _TURN_COLUMNS, where)
+    _check_types(record, _TURN_COLUMNS, where)
     calls = read_json(record["tool_calls"])
     fields = [name for name in _CALL_FIELDS if _CALL_FIELDS_SINCE.get(name, 1) <= version]
     for i, call in enumerate(calls):
@@ -273,6 +276,16 @@ def _check_names(record: Mapping[str, Any], expected: Collection[str], where: st
     for name in record:
         if name not in expected:
             raise UserError(f"{where}: unknown field {name!r}. {did_you_mean(name, expected)}")
+
+
+def _check_types(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> None:
+    """Refuse a text or a number that is null or of another type; lists are checked as arrays are made of them."""
+    for name, alias in columns.items():
+        expected = _PYTHON_TYPES.get(alias)
+        value = record[name]
+        if expected is not None and (not isinstance(value, expected) or isinstance(value, bool)):
+            shown = "null" if value is None else type(value).__name__
+            raise UserError(f"{where}: the field {name!r} must be {alias}, not {shown}")
 
 
 # --- plumbing -------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted = len(folders) == 1 if arguments.viewers is None else arguments.viewers
         for folder in folders if wanted else ():
             if step_files(RunDir(folder.path).trajectories):
-                write_viewer(folder.path)
+                _write_viewer(folder.path)
         print(write_report(runs, out))
     except (UserError, OSError) as error:
         print(f"sorl-report: {error}", file=sys.stderr)
@@ -125,6 +125,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nsorl-report: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _write_viewer(run: Path) -> None:
+    """Write a run's viewer. Where it cannot be written there still is a report, which says what is damaged."""
+    try:
+        write_viewer(run)
+    except UserError as error:
+        print(f"sorl-report: no viewer of {run}: {error}", file=sys.stderr)
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:

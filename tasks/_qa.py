@@ -81,9 +81,16 @@ def text_column(row: Mapping[str, Any], name: str) -> str:
 
 
 def row_id(row: Mapping[str, Any], question: str) -> str:
-    """The row's ``id``; data sets without one get a hash of the question, which names the same question everywhere."""
-    if row.get("id") not in (None, ""):
-        return str(row["id"])
+    """The row's ``id``; data sets without one get a hash of the question, which names the same question everywhere.
+
+    Raises:
+        ValueError: it is neither a text nor a whole number.
+    """
+    name = row.get("id")
+    if isinstance(name, (str, int)) and not isinstance(name, bool) and name != "":
+        return str(name)
+    if name not in (None, ""):
+        raise ValueError(f"column 'id' must be a text or a whole number, not {name!r}")
     return hashlib.sha256(question.encode()).hexdigest()[:12]
 
 

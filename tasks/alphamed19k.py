@@ -128,8 +128,16 @@ def wrong_answer(example: Example) -> str:
 def _read_options(options: Any) -> dict[str, str]:
     if not isinstance(options, Mapping):
         raise ValueError(f"column 'options' must map letters to texts, not be {options!r}")
-    # columnar formats fill up a row that has fewer options than others with None
-    texts = {str(letter): str(text).strip() for letter, text in options.items() if text is not None}
+    texts: dict[str, str] = {}
+    missing = ""
+    for letter, text in sorted(options.items()):
+        if text is None:  # columnar formats fill up a row that has fewer options than others, at its end
+            missing = missing or letter
+        elif missing or not isinstance(text, (str, int, float)) or isinstance(text, bool):
+            wrong, value = (missing, None) if missing else (letter, text)
+            raise ValueError(f"column 'options': {wrong} must be a text, not {value!r}")
+        else:
+            texts[letter] = str(text).strip()
     if len(texts) < 2 or not all(_LETTER.fullmatch(letter) for letter in texts):
         raise ValueError(f"column 'options' must hold two or more of the letters A to J, not {list(texts)}")
     return dict(sorted(texts.items()))

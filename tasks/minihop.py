@@ -20,6 +20,7 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.parser import ParsedTurn
 from sorl_env.rewards import exact_match
 from sorl_env.task import Example, Limits, Task, ToolSettings
+from sorl_tasks._qa import row_id, text_column
 from sorl_tasks.minihop_world import (
     MAX_HOPS,
     Chain,
@@ -133,6 +134,11 @@ def parse_row(row: Mapping[str, Any]) -> Example:
         KeyError: a column is missing.
         ValueError: the names and the relations make no chain.
     """
+    for column in ("names", "relations"):
+        words = row[column]
+        if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"column {column!r} must be a list of texts, not {words!r}")
+    question = text_column(row, "question")
     chain = Chain(tuple(row["names"]), tuple(row["relations"]))
     if not chain.relations or len(chain.names) != len(chain.relations) + 1:
         raise ValueError(
@@ -140,8 +146,8 @@ def parse_row(row: Mapping[str, Any]) -> Example:
             f"there are {len(chain.relations)}"
         )
     return Example(
-        id=str(row["id"]),
-        question=str(row["question"]),
+        id=row_id({"id": row["id"]}, question),
+        question=question,
         golden_answers=(chain.answer,),
         metadata={"hops": len(chain.relations), "names": chain.names, "relations": chain.relations},
     )

@@ -39,17 +39,34 @@ class Passage:
     def from_row(cls, row: Mapping[str, Any]) -> Passage:
         r"""From ``{"id": .., "contents": "\"Title\"\ntext"}``, the schema of Search-R1's corpora and servers.
 
-        Rows with ``text``, and a ``title`` or none, are read as well.
+        Rows with ``text``, and a ``title`` or none, are read as well. ``id`` is a text or a whole number, or none.
 
         Raises:
             KeyError: neither ``contents`` nor ``text``.
+            TypeError: a column is null or of another type; it names the column and the value.
         """
+        name = row.get("id")
+        if name is not None and (not isinstance(name, (str, int)) or isinstance(name, bool)):
+            raise TypeError(f"'id' is {_shown(name)}, which is neither a text nor a whole number")
+        passage_id = "" if name is None else str(name)
         if "contents" not in row:
-            return cls(str(row.get("id", "")), str(row.get("title") or ""), str(row["text"]))
-        title, newline, text = str(row["contents"]).partition("\n")
+            title = "" if row.get("title") is None else _text(row, "title")
+            return cls(passage_id, title, _text(row, "text"))
+        title, newline, text = _text(row, "contents").partition("\n")
         if not newline:
             title, text = "", title
-        return cls(str(row.get("id", "")), title.strip().strip('"'), " ".join(text.split("\n")))
+        return cls(passage_id, title.strip().strip('"'), " ".join(text.split("\n")))
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str):
+        raise TypeError(f"{column!r} is {_shown(value)}, not a text")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)[:60]
 
 
 def format_passages(passages: Sequence[Passage]) -> ToolReply:
@@ -117,7 +134,8 @@ def parse_passage(read: Callable[[Row], Passage], row: Row, where: str) -> Passa
         raise UserError(f"{where}: not valid JSON ({error})") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{where}: no passage: it must be an object with 'id' and 'contents', or 'text' and perhaps 'title'"
+            f"{where}: no passage: it must be an object with 'id' and 'contents', or 'text' and perhaps 'title', "
+            f"all of them texts ({type(error).__name__}: {error})"
         ) from error
     return Passage(valid_text(passage.id), valid_text(passage.title), valid_text(passage.text))
 

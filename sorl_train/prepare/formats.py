@@ -32,12 +32,14 @@ def lift_qa(row: Row) -> dict[str, Any]:
 
 def _lift_nq(row: Row) -> dict[str, Any]:
     """A row of the simplified Natural Questions: the short answers are spans of the document's words."""
-    words = str(row["document_text"]).split(" ")
+    if not isinstance(row["document_text"], str):
+        raise ValueError(f"column 'document_text' must be a text, not {row['document_text']!r}")
+    words = row["document_text"].split(" ")
     spans = [span for annotation in row["annotations"] for span in annotation["short_answers"]]
     texts = [" ".join(words[span["start_token"] : span["end_token"]]) for span in spans]
     short = [text for text in texts if 0 < len(text.split()) <= NQ_MAX_WORDS]
     return {
-        "id": str(row["example_id"]),
+        "id": row["example_id"],
         "question": row["question_text"],
         "golden_answers": list(dict.fromkeys(short)),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -257,3 +258,28 @@ def test_recall_on_wikipedia(shared_data: Path) -> None:
         for row in rows(shared_data / "hotpotqa" / "test.jsonl.gz")
     ]
     assert sum(complete) / len(complete) == pytest.approx(0.407, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"id": "0", "contents": None}, "'contents' is null, not a text"),
+        ({"id": "0", "contents": 5}, "'contents' is 5, not a text"),
+        ({"id": "0", "contents": ["a"]}, "'contents' is ['a'], not a text"),
+        ({"id": "0", "text": None}, "'text' is null, not a text"),
+        ({"id": "0", "text": "a", "title": 5}, "'title' is 5, not a text"),
+        ({"id": "0", "text": "a", "title": {}}, "'title' is {}, not a text"),
+        ({"id": ["0"], "contents": "a"}, "'id' is ['0'], which is neither a text nor a whole number"),
+        ({"id": True, "contents": "a"}, "'id' is True"),
+        ({"id": 0.5, "contents": "a"}, "'id' is 0.5"),
+    ],
+)
+def test_what_is_no_text_is_refused_with_its_row(row: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps({"id": "first", "contents": "x"}) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=f"corpus.jsonl:2: no passage: .*{re.escape(said)}"):
+        list(read_corpus(path))
+
+
+def test_null_stands_for_no_title_and_no_id() -> None:
+    assert Passage.from_row({"id": None, "text": "a", "title": None}) == Passage("", "", "a")

@@ -299,3 +299,60 @@ def test_the_question_of_a_prompt(make_trajectory: MakeTrajectory, prompt: str, 
     object.__setattr__(trajectory, "prompt", prompt)
     object.__setattr__(trajectory, "example_id", "train-1")
     assert question_of(trajectory) == expected
+
+
+def _damages() -> dict[str, Callable[[bytes], bytes]]:
+    """What can have happened to a file of trajectories; each takes it whole and returns what is left of it."""
+
+    def change(name: str, value: Any) -> Callable[[bytes], bytes]:
+        return lambda whole: b"".join(
+            json.dumps({**json.loads(line), name: value}).encode() + b"\n" for line in whole.splitlines()
+        )
+
+    return {
+        "empty": lambda whole: b"",
+        "cut in the first line": lambda whole: whole[:50],
+        "zeros": lambda whole: bytes(len(whole)),
+        "not UTF-8": lambda whole: whole.replace(b"a", b"\xff"),
+        "not JSON": lambda whole: b"<html>\n" * 20,
+        "lists": lambda whole: b"[1, 2]\n" * 20,
+        "deep": lambda whole: b"[" * 200_000 + b"\n",
+        "large number": lambda whole: b'{"reward": ' + b"9" * 5000 + b"}\n",
+        "no fields": lambda whole: b"{}\n" * 20,
+        "turns are a number": change("turns", 5),
+        "turns are numbers": change("turns", [5]),
+        "tokens are a text": change("token_ids", "abc"),
+        "tokens are huge": change("token_ids", [2**70]),
+        "unknown stop reason": change("stop_reason", "tired"),
+        "reward is null": change("reward", None),
+        "another version": change("schema_version", 99),
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("cut in the first line", "reward is null")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in _damages()
+    ],
+)
+def test_curves_are_shown_whatever_happened_to_the_trajectories(
+    make_run: MakeRun, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    files = sorted((run / "trajectories").glob("*.jsonl"))
+    for file in files:
+        file.write_bytes(_damages()[name](file.read_bytes()))
+    assert main([str(run)]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{run / 'report.html'}\n"
+    page = html.unescape(text_of(run / "report.html"))
+    read = read_run(run, "run")
+    assert [row["step"] for row in read.metrics] == [0, 1, 2, 3]
+    data = chart_data([read], group_runs([read]), ["run"])
+    assert data["figures"] and data["figures"][0]["title"] in page
+    if not read.dialogues and name != "empty":
+        assert any(f"trajectories/{file.name} is used up to its fault" in page for file in files), read.notes
+        assert f"no viewer of {run}: " in said.err
