@@ -36,7 +36,6 @@ from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory import StopReason
 
 __all__ = ["StepResult", "ToolUseEnv", "read_index_option"]
-
 _ANSWER, _ERROR, _ABORTED = StopReason.ANSWER, StopReason.ERROR, StopReason.ABORTED
 
 # An episode's phase is what has to happen next; plain strings, as comparing enum members costs a tenth of a step.
@@ -90,10 +89,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self.limits = limits or self.task.limits
         self.render_mode = render_mode
         self.examples: ExampleSet = load_examples(self.task, data, split)
-        if corpus is not None:
-            tool_settings = replace(tool_settings, corpus=corpus)
-        if search_url is not None:
-            tool_settings = replace(tool_settings, search_url=search_url)
+        given: dict[str, Any] = {"corpus": corpus, "search_url": search_url}
+        tool_settings = replace(
+            tool_settings, **{n: value for n, value in given.items() if value is not None}
+        )
         toolbox = make_toolbox(self.task, tools, tool_settings, self.limits.reply_chars)
         self._tools = EpisodeTools(toolbox)
         self._owns_tools = tools is None and callable(self.task.tools)
@@ -145,11 +144,8 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         """Start an episode on a uniformly drawn example, or on ``options={"index": i}``."""
         super().reset(seed=seed)
         size = len(self.examples.examples)
-        index = read_index_option(options, size) if options else None
-        if index is None:
-            index = int(self.np_random.random() * size)
-        (tool_seed,) = draw_tool_seeds(self._tools.shared, self.np_random, 1)
-        return self.begin_episode(index, tool_seed)
+        index = read_index_option(options, size) if options else int(self.np_random.random() * size)
+        return self.begin_episode(index, *draw_tool_seeds(self._tools.shared, self.np_random, 1))
 
     def begin_episode(self, index: int, tool_seed: int = 0) -> tuple[str, dict[str, Any]]:
         """``reset`` on the example of that number, without a random draw; stateful tools get ``tool_seed``."""

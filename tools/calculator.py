@@ -68,7 +68,10 @@ def calculator(expression: str) -> str:
         raise ToolInputError(f"Not an arithmetic expression: {error.msg}.") from error
     except (ArithmeticError, TypeError, ValueError) as error:  # 1/0, abs(1, 2), sqrt(-1), a null character
         raise ToolInputError(f"No value: {error}.") from error
-    except (RecursionError, MemoryError) as error:  # of Python's parser, or of a caller that is deep down already
+    except (
+        RecursionError,
+        MemoryError,
+    ) as error:  # of Python's parser, or of a caller that is deep down already
         raise ToolInputError("Not an arithmetic expression: nested too deeply.") from error
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
