@@ -94,7 +94,9 @@ def _hash_examples(examples: Iterable[Example]) -> str:
     digest = hashlib.sha256()
     for example in examples:
         text = json.dumps(asdict(example), sort_keys=True, ensure_ascii=False)
-        digest.update(text.encode("utf-8", "surrogatepass"))  # metadata are the author's own, and go nowhere else
+        digest.update(
+            text.encode("utf-8", "surrogatepass")
+        )  # metadata are the author's own, and go nowhere else
         digest.update(b"\n")
     return digest.hexdigest()
 
