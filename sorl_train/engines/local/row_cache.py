@@ -81,10 +81,22 @@ class RowCache:
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Overwrite rows by others, pair by pair."""
+        """Fill empty rows with what others hold, pair by pair."""
+        assert not self.lengths[targets].any(), (
+            f"rows {targets} are not empty: {self.lengths[targets]} tokens"
+        )
         self.lengths[targets] = self.lengths[sources]
         width = int(self.lengths[targets].max())
         self.data[:, :, targets, :, :width] = self.data[:, :, sources, :, :width]
+
+    def move(self, source: int, target: int) -> None:
+        """Give a row's content to an empty one; the row itself is empty afterwards."""
+        self.copy([source], [target])
+        self.free(source)
+
+    def free(self, row: int) -> None:
+        """Empty a row. Only its length says that something is in it, so nothing has to be erased."""
+        self.lengths[row] = 0
 
     def _grow(self, width: int) -> None:
         if width <= self.capacity:

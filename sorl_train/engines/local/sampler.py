@@ -4,6 +4,10 @@ Each trajectory in flight holds one row of a key-value cache from its first toke
 for the tokens that are new. Rows that are decoding are kept in front, ``[0, num_active)``: one decoding step is one
 forward pass over a contiguous view of the cache, finished rows leave it at once, and rows that wait for a tool cost
 nothing. New rows and returning rows are prefilled together; a prompt that a group shares is read once.
+
+A turn that does not end as it should takes its trajectory's row with it, and the next turn reads all tokens anew: where
+the caller is cancelled or the trajectory is released, the row leaves the decoding rows; where the model raises, no row
+is kept.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_env.tokens import Tokenizer
 from sorl_train.config import ModelConfig
 from sorl_train.engines.local.row_cache import COLUMNS, RowCache, feed
+from sorl_train.engines.local.slots import Row, Slots
 from sorl_train.models import autocast, compute_dtype
 
 # Rows x columns of one prefill pass: on a CPU what its cache holds, on a GPU enough to fill it.
@@ -32,20 +36,6 @@ KEPT_CACHE = 1 << 28
 # Event-loop turns granted to trajectories between two steps: enough for a reply of an in-process tool to come back
 # as the next turn's request, so that rows rejoin the batch together. It never waits for a tool that is slow.
 YIELDS = 6
-
-
-@dataclass(eq=False)
-class _Row:
-    """One trajectory in flight."""
-
-    slot: int
-    cached: list[int] = field(default_factory=list)  # the tokens whose keys and values are in the cache
-    pending: list[int] = field(default_factory=list)  # tokens to feed before the next draw
-    drawn: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    params: SamplingParams = field(default_factory=lambda: SamplingParams(1))
-    draws: np.random.Generator = None  # type: ignore[assignment]  # each turn brings its own
-    reply: asyncio.Future[SampledTurn] | None = None
 
 
 class TransformersSampler:
@@ -73,33 +63,39 @@ class TransformersSampler:
         self._max_rows = max_rows
         self._capacity = COLUMNS  # of a new cache: what the last one came to have
         self._cache = self._new_cache(0)
-        self._rows: dict[str, _Row] = {}  # by session
-        self._by_slot: list[_Row | None] = [
-            None
-        ] * max_rows  # [0, num_active) decode, the others anywhere behind
-        self._num_active = 0
-        self._waiting: list[_Row] = []
+        self._slots = Slots(self._cache)
+        self._waiting: list[Row] = []
+        self._is_open = False
         self._driver: asyncio.Task[None] | None = None
         self._eos = _eos_ids(model, tokenizer)
-        self._enders = _StopTokens(tokenizer, len(model.get_input_embeddings().weight))
+        self._vocab_size = len(model.get_input_embeddings().weight)
+        self._enders = _StopTokens(tokenizer, self._vocab_size)
 
     @contextmanager
     def session(self) -> Iterator[TransformersSampler]:
-        """Around one batch: switches the model to inference and gives a large cache's memory back afterwards."""
+        """Around one batch: switches the model to inference and gives a large cache's memory back afterwards.
+
+        What is still in flight at the end is cancelled.
+
+        Raises:
+            RuntimeError: a session is open already; its end would take the rows of both.
+        """
+        if self._is_open:
+            raise RuntimeError("the sampler's session is open already: one batch at a time")
         was_training = self.model.training
         self.model.eval()
         if len(self._cache.lengths) == 0:
             self._cache = self._new_cache(self._max_rows)
+        self._slots = Slots(self._cache)
+        self._is_open = True
         try:
             yield self
         finally:
+            self._is_open = False
             self.model.train(was_training)
-            self._rows.clear()
-            self._by_slot = [None] * self._max_rows
-            self._waiting.clear()
-            self._num_active, self._driver = 0, None
+            self._end_driver()
+            self._give_up_all(None)
             self._capacity = self._cache.capacity
-            self._cache.lengths[:] = 0
             if self._cache.data.nbytes > KEPT_CACHE:
                 self._cache = self._new_cache(0)
 
@@ -107,99 +103,102 @@ class TransformersSampler:
         return RowCache(self.model, rows, compute_dtype(self._config, self._device), self._capacity)
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        """Draw one turn (see ``Sampler.generate``)."""
-        row = self._rows.get(session) or self._admit(session)
-        cached = len(row.cached)
-        if list(token_ids[:cached]) != row.cached or len(token_ids) == cached:
-            raise ValueError(f"session {session}: token_ids must extend the {cached} tokens seen before")
-        row.pending = list(token_ids[cached:])
+        """Draw one turn (see ``Sampler.generate``).
+
+        Raises:
+            ValueError: ``token_ids`` do not extend the session's earlier ones or are not the model's, the session's
+                last turn is still being drawn, or all rows are taken.
+            RuntimeError: there is no session around it.
+            asyncio.CancelledError: the trajectory was released meanwhile, or the session ended.
+        """
+        row = self._row_for(session, token_ids)
+        row.pending = list(token_ids[len(row.cached) :])
         row.params, row.drawn, row.log_probs = params, [], []
         row.draws = np.random.Generator(np.random.Philox(params.seed))
-        row.reply = asyncio.get_running_loop().create_future()
+        reply = row.reply = asyncio.get_running_loop().create_future()
         self._waiting.append(row)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.ensure_future(self._drive())
-        return await row.reply
+        try:
+            return await reply
+        except BaseException:  # cancelled, or the model raised: the row holds a turn that nobody has
+            self._drop(row)
+            raise
 
     def release(self, session: str) -> None:
-        row = self._rows.pop(session, None)
-        if row is None:
-            return
+        """Free the trajectory's row (see ``Sampler.release``); a turn that is still being drawn is cancelled."""
+        row = self._slots.get(session)
+        if row is not None:
+            self._drop(row)
+            row.settle(None)
+
+    def _row_for(self, session: str, token_ids: Sequence[int]) -> Row:
+        """The session's row, whose cached tokens ``token_ids`` extend; a new one where it has none."""
+        if not self._is_open:
+            raise RuntimeError("the sampler draws only inside its session()")
+        row = self._slots.get(session)
+        if row is not None and row.reply is not None:
+            if not row.reply.done():
+                raise ValueError(f"session {session}: its last turn is still being drawn; await it first")
+            self._drop(row)  # its caller was cancelled, and has not been told yet
+            row = None
+        cached = [] if row is None else row.cached
+        if list(token_ids[: len(cached)]) != cached or len(token_ids) == len(cached):
+            raise ValueError(f"session {session}: token_ids must extend the {len(cached)} tokens seen before")
+        for token in token_ids[len(cached) :]:  # in a forward pass it would fail for all
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(
+                    f"session {session}: token {token} is none of the model's {self._vocab_size}"
+                )
+        return row or self._slots.admit(session)
+
+    def _drop(self, row: Row) -> None:
+        """Take a row out, whatever it was about to do."""
+        self._slots.drop(row)
         if row in self._waiting:
             self._waiting.remove(row)
-        if row.slot < self._num_active:
-            self._deactivate(row)
-        self._by_slot[row.slot] = None
-        self._cache.lengths[row.slot] = 0
 
-    def _admit(self, session: str) -> _Row:
-        if len(self._rows) == self._max_rows:
-            raise ValueError(f"more than max_concurrency={self._max_rows} trajectories in flight")
-        slot = len(self._rows)  # free unless a trajectory before it is over
-        if self._by_slot[slot] is not None:
-            slot = self._by_slot.index(None)
-        row = self._rows[session] = self._by_slot[slot] = _Row(slot)
-        return row
+    def _give_up_all(self, error: Exception | None) -> int:
+        """Take all rows out and tell those that wait for a turn: ``error``, or that they are cancelled.
 
-    def _move(self, row: _Row, slot: int) -> None:
-        """Give ``row`` another slot; who was there, if anyone, takes its old one."""
-        if slot == row.slot:
-            return
-        other = self._by_slot[slot]
-        if other is None:
-            self._cache.copy([row.slot], [slot])
-        else:
-            self._cache.swap(row.slot, slot)
-            other.slot = row.slot
-        self._by_slot[row.slot], self._by_slot[slot] = other, row
-        row.slot = slot
-
-    def _activate(self, rows: Sequence[_Row]) -> slice:
-        """Put ``rows`` behind those that decode, moving none that is there already; returns their slots."""
-        slots = slice(self._num_active, self._num_active + len(rows))
-        here = {row.slot for row in rows}
-        vacant = [slot for slot in range(slots.start, slots.stop) if slot not in here]
-        for row in rows:
-            if row.slot >= slots.stop:
-                self._move(row, vacant.pop())
-        self._num_active = slots.stop
-        return slots
-
-    def _deactivate(self, row: _Row) -> None:
-        self._move(row, self._num_active - 1)
-        self._num_active -= 1
-
-    def _in(self, slots: slice) -> list[_Row]:
-        """The rows in ``slots``, where none is free."""
-        return [row for row in self._by_slot[slots] if row is not None]
+        Returns how many were told.
+        """
+        self._waiting.clear()
+        return sum(row.settle(error) for row in self._slots.clear())
 
     async def _drive(self) -> None:
         """Prefill and decode until no trajectory wants tokens; errors reach every caller that waits."""
+        this = asyncio.current_task()
         try:
             while True:
                 for _ in range(YIELDS):
                     await asyncio.sleep(0)
                 # prefill in groups: a pass for every row that returns would double the number of passes
-                if self._waiting and len(self._waiting) * 4 >= self._num_active:
+                if self._waiting and len(self._waiting) * 4 >= self._slots.num_active:
                     self._prefill()
-                elif self._num_active:
-                    rows = slice(0, self._num_active)
-                    self._accept(self._in(rows), self._forward(rows))
+                elif self._slots.num_active:
+                    rows = slice(0, self._slots.num_active)
+                    self._accept(self._slots.rows_in(rows), self._forward(rows))
                 else:
                     return
         except BaseException as error:
-            for row in self._by_slot:
-                if row is not None and row.reply is not None and not row.reply.done():
-                    row.reply.set_exception(
-                        error if isinstance(error, Exception) else asyncio.CancelledError()
-                    )
-            raise
+            if self._driver is not this:
+                raise  # the session has ended: the rows are those of the next one
+            # a step that broke off leaves rows half fed: none is kept, and trajectories that go on are read anew
+            told = self._give_up_all(error if isinstance(error, Exception) else None)
+            if not (told and isinstance(error, Exception)):
+                raise  # else it is the callers' by now, and asyncio need not report it a second time
+
+    def _end_driver(self) -> None:
+        """Stop the driver, where its event loop goes on after the session."""
+        driver, self._driver = self._driver, None
+        if driver is not None and not driver.done() and not driver.get_loop().is_closed():
+            driver.cancel()
 
     def _prefill(self) -> None:
         """Feed the pending tokens of all waiting rows, similar lengths together, and draw their first tokens."""
-        readers: dict[
-            Any, list[_Row]
-        ] = {}  # rows of one group wait for the same prompt: the first reads it for all
+        # rows of one group wait for the same prompt: the first reads it for all
+        readers: dict[Any, list[Row]] = {}
         for row in sorted(self._waiting, key=lambda row: -len(row.pending)):
             readers.setdefault(id(row) if row.cached else tuple(row.pending), []).append(row)
         self._waiting = []
@@ -210,15 +209,15 @@ class TransformersSampler:
             self._read(groups[:count])
             groups = groups[count:]
 
-    def _read(self, groups: Sequence[list[_Row]]) -> None:
+    def _read(self, groups: Sequence[list[Row]]) -> None:
         """One prefill pass; rows of one group have the same pending tokens."""
-        slots = self._activate([group[0] for group in groups])
+        slots = self._slots.activate([group[0] for group in groups])
         logits = self._forward(slots)
-        rows = self._in(slots)
+        rows = self._slots.rows_in(slots)
         pairs = [(group[0], row) for group in groups for row in group[1:]]
         if pairs:
             copies = [row for _, row in pairs]
-            self._activate(copies)
+            self._slots.activate(copies)
             sources = [reader.slot for reader, _ in pairs]
             self._cache.copy(sources, [row.slot for row in copies])
             for row in copies:
@@ -229,13 +228,13 @@ class TransformersSampler:
 
     def _forward(self, slots: slice) -> Tensor:
         """Feed the pending tokens of the rows in ``slots``; returns the logits after their last ones, (b, V)."""
-        rows = self._in(slots)
+        rows = self._slots.rows_in(slots)
         for row in rows:
             row.cached.extend(row.pending)
         with autocast(self._config, self._device):
             return feed(self.model, self._cache, slots, [row.pending for row in rows])
 
-    def _accept(self, rows: Sequence[_Row], logits: Tensor) -> None:
+    def _accept(self, rows: Sequence[Row], logits: Tensor) -> None:
         """Draw the next token of each of ``rows`` and answer those whose turn it ends."""
         finished = []
         for row, token, log_prob in zip(rows, *_draw(logits, rows), strict=True):
@@ -252,17 +251,17 @@ class TransformersSampler:
                 continue
             finished.append(row)
             assert row.reply is not None
-            if not row.reply.done():  # the caller may have been cancelled
+            if not row.reply.done():  # else its caller was cancelled, and drops the row when it is told
                 turn = SampledTurn(row.drawn, row.log_probs, finish, self.policy_version)  # type: ignore[arg-type]
                 row.reply.set_result(turn)
-        for row in sorted(
-            finished, key=lambda row: -row.slot
-        ):  # from behind: rows that finish together stay put
-            self._deactivate(row)
+                row.reply = None
+        # from behind: rows that finish together stay put
+        for row in sorted(finished, key=lambda row: -row.slot):
+            self._slots.deactivate(row)
 
 
 @torch.inference_mode()
-def _draw(logits: Tensor, rows: Sequence[_Row]) -> tuple[list[int], list[float]]:
+def _draw(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
     """One token a row and its log-probability under the (temperature-scaled, untruncated) policy. logits: (b, V)."""
     temperatures = [row.params.temperature for row in rows]
     scale = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)

@@ -1,4 +1,4 @@
-"""A small MiniHop world and a tiny policy, made once a session."""
+"""A small MiniHop world, a tiny policy and a random one, made once a session."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.registry import load_task
@@ -95,3 +98,26 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def minihop_env() -> ToolUseEnv:
     return ToolUseEnv(load_task("minihop", **WORLD))
+
+
+@pytest.fixture(scope="session")
+def random_policy() -> tuple[Any, Any]:
+    """A random model whose turns end in all three ways and whose draws hang on every token read, and its tokenizer."""
+    words = ["<eos>", "<stop>", *(f"w{i}" for i in range(28))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        eos_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval(), wrapped

@@ -17,7 +17,8 @@ from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, Sampler, 
 from sorl_env.trajectory import Trajectory
 from sorl_train.batch import collate
 from sorl_train.config import ModelConfig
-from sorl_train.engines.local.sampler import TransformersSampler, _draw, _Row, _StopTokens
+from sorl_train.engines.local.sampler import TransformersSampler, _draw, _StopTokens
+from sorl_train.engines.local.slots import Row
 from sorl_train.models import action_stats, load_policy, load_tokenizer
 
 
@@ -183,7 +184,7 @@ class Uniform:
 
 
 def draw(probs: list[float], uniform: float, **params: Any) -> tuple[int, float]:
-    row = _Row(0, params=SamplingParams(1, **params), draws=Uniform(uniform))  # type: ignore[arg-type]
+    row = Row("s", 0, params=SamplingParams(1, **params), draws=Uniform(uniform))  # type: ignore[arg-type]
     tokens, log_probs = _draw(torch.tensor([probs]).log(), [row])
     return tokens[0], log_probs[0]
 
