@@ -60,6 +60,13 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def cold_started_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose small policy has learned the format, and now and then an answer."""
+    folder = tmp_path_factory.mktemp("cold")
+    return make_run(folder / "run", folder)
+
+
+@pytest.fixture(scope="session")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a cold start: its policy searches, and answers some questions."""
     folder = tmp_path_factory.mktemp("trained")

@@ -39,7 +39,6 @@ from sorl_train.serve_agent.cli import main
 
 from ...waiting import wait_until
 from .completions_server import serving
-from .conftest import make_run
 
 CHAT = "/v1/chat/completions"
 
@@ -83,10 +82,8 @@ def served(*options: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose small policy has learned the format, and now and then an answer."""
-    folder = tmp_path_factory.mktemp("serve")
-    return make_run(folder / "run", folder)
+def run(cold_started_run: Path) -> Path:
+    return cold_started_run
 
 
 @pytest.fixture(scope="module")
