@@ -138,18 +138,30 @@ class Batcher:
         batch = [one for one in batch if one.deadline >= now]
         if not batch:
             return
-        # a query that several requests ask at a time, as the rollouts of a group do, is searched once
-        number = {query: n for n, query in enumerate(dict.fromkeys(q for one in batch for q in one.queries))}
         self._metrics.wait_s.observe(now - batch[0].since)
         try:
-            assert self.backend is not None
-            found = self.backend.search(list(number), max(one.top_k for one in batch)) if number else []
+            found = self._search(batch)
         except Exception as error:  # noqa: BLE001  one bad batch must not end the server
             self._metrics.failed(error)
             _post([(one, RequestError(500, f"the search failed: {type(error).__name__}")) for one in batch])
             return
-        self._metrics.searched(len(number), time.monotonic() - now)
-        _post([(one, [found[number[query]][: one.top_k] for query in one.queries]) for one in batch])
+        self._metrics.searched(len(found), time.monotonic() - now)
+        _post([(one, [found[query, one.top_k] for query in one.queries]) for one in batch])
+
+    def _search(self, batch: list[_Waiting]) -> dict[tuple[str, int], Sequence[Hit]]:
+        """Hits by query and ``top_k``. A query that several requests ask, as a group's rollouts do, is searched once.
+
+        Each ``top_k`` has a search of its own: how deep a hybrid or a graph index looks hangs on it, so the best of
+        many need not be those of a few, and what a request gets must not hang on who came with it.
+        """
+        assert self.backend is not None
+        found: dict[tuple[str, int], Sequence[Hit]] = {}
+        for top_k in sorted({one.top_k for one in batch}):
+            queries = list(dict.fromkeys(q for one in batch if one.top_k == top_k for q in one.queries))
+            if queries:
+                hits = self.backend.search(queries, top_k)
+                found.update({(query, top_k): some for query, some in zip(queries, hits, strict=True)})
+        return found
 
 
 def _post(outcomes: list[tuple[_Waiting, Results | RequestError]]) -> None:

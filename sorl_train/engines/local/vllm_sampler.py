@@ -78,20 +78,29 @@ class VllmSampler:
         weights = [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
         with torch.inference_mode():
             self._engine.apply_model(lambda served: served.load_weights(weights) and None)
-        self._engine.reset_prefix_cache()
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError(
+                "vLLM keeps keys and values of older weights: a request of a batch before still runs"
+            )
         try:
             yield self
         finally:
-            self._engine.abort_request(list(self._replies))
-            self._replies.clear()
-            self._requests.clear()
+            for session in list(self._requests):
+                self.release(session)
             self._driver = None
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        """Draw one turn (see ``Sampler.generate``)."""
+        """Draw one turn (see ``Sampler.generate``).
+
+        Raises:
+            ValueError: the session's last turn is still being drawn.
+            asyncio.CancelledError: the trajectory was released meanwhile, or the session ended.
+        """
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
 
+        if self._requests.get(session) in self._replies:
+            raise ValueError(f"session {session}: its last turn is still being drawn; await it first")
         request = f"{session}#{next(self._numbers)}"
         self._requests[session] = request
         reply = self._replies[request] = asyncio.get_running_loop().create_future()
@@ -110,13 +119,25 @@ class VllmSampler:
         )
         if self._driver is None or self._driver.done():
             self._driver = asyncio.ensure_future(self._drive())
-        return await reply
+        try:
+            return await reply
+        finally:
+            self._abort(request)  # where it has not ended: the caller is cancelled, or the engine failed
 
     def release(self, session: str) -> None:
-        """Give up the session's request if it is still running."""
+        """Forget the session; a turn that is still being drawn is cancelled."""
         request = self._requests.pop(session, None)
-        if request is not None and self._replies.pop(request, None) is not None:
-            self._engine.abort_request([request])
+        if request is not None:
+            self._abort(request)
+
+    def _abort(self, request: str) -> None:
+        """Give up a request that is still running, and tell who waits for it."""
+        reply = self._replies.pop(request, None)
+        if reply is None:
+            return
+        self._engine.abort_request([request])
+        if not reply.done() and not reply.get_loop().is_closed():
+            reply.cancel()
 
     async def _drive(self) -> None:
         """Step the engine until it has nothing to do; errors reach every caller that waits."""

@@ -13,7 +13,7 @@ import torch
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
-from sorl_env.rollout import RolloutSettings, collect
+from sorl_env.rollout import RolloutSettings, SamplingParams, collect
 from sorl_env.trajectory import Trajectory
 from sorl_train.config import ModelConfig
 from sorl_train.engines.local.vllm_sampler import VllmSampler
@@ -70,6 +70,34 @@ def test_tokens_are_exact_and_the_newest_weights_are_sampled(vllm_on_cpu: None, 
     with pytest.raises(AssertionError):  # those are the old weights' log-probabilities
         assert_exact(trajectories, seen, model)
     assert_exact(*sample(sampler, env, tokenizer, 12), model)
+
+
+@pytest.mark.openrlhf
+def test_turns_that_are_given_up_leave_nothing_in_the_engine(vllm_on_cpu: None, tmp_path: Path) -> None:
+    """A cancelled caller, a release, the end of a session; and nobody waits for a reply that does not come."""
+    folder = str(tmp_path / "policy")
+    build_tiny_policy(load_task("minihop", **WORLD), Path(folder), **SIZES)
+    sampler = VllmSampler(load_policy(folder, ModelConfig()), folder, 512, short_config())
+    long = SamplingParams(400)
+
+    async def give_up() -> None:
+        turns = [asyncio.ensure_future(sampler.generate(name, [5, 6, 7], long)) for name in "abc"]
+        for _ in range(12):
+            await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="session a: its last turn is still being drawn"):
+            await sampler.generate("a", [5, 6, 7], long)
+        turns[0].cancel()
+        sampler.release("b")
+        await asyncio.wait(turns[:2], timeout=60)
+        assert [turn.done() for turn in turns] == [True, True, False]
+        assert list(sampler._replies) == [sampler._requests["c"]]
+        turns[2].cancel()
+
+    with sampler.session():
+        asyncio.run(give_up())
+    assert not sampler._engine.has_unfinished_requests()
+    with sampler.session():
+        assert asyncio.run(sampler.generate("a", [5, 6, 7], SamplingParams(3))).token_ids
 
 
 @pytest.mark.openrlhf
