@@ -98,8 +98,10 @@ class EndpointSampler:
         async with httpx.AsyncClient(
             timeout=self._timeout_s, limits=limits, headers=self._headers
         ) as self._client:
-            yield self
-        self._client = None
+            try:
+                yield self
+            finally:  # also after an error: a closed client must not be taken for one of the next evaluation's
+                self._client = None
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
         """Draw one turn (see ``Sampler.generate``).
