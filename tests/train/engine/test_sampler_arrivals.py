@@ -121,7 +121,7 @@ class Traffic:
                 finally:
                     self.sampler.release(dialogue.name)
 
-        await asyncio.wait_for(asyncio.gather(*(run(*pair) for pair in enumerate(all_dialogues))), 60)
+        await asyncio.wait_for(asyncio.gather(*(run(*pair) for pair in enumerate(all_dialogues))), 600)
 
     def _count(self, event: str) -> None:
         self.happened[event] = self.happened.get(event, 0) + 1

@@ -80,6 +80,19 @@ def test_without_a_tokenizer_prompts_go_out_as_text(
     assert "estimates" in settings["policy"]["tokenizer"]
 
 
+def test_a_session_that_failed_leaves_no_client() -> None:
+    sampler = EndpointSampler("http://127.0.0.1:9/v1", "tiny", TextTokenizer())
+
+    async def fail() -> None:
+        with pytest.raises(ZeroDivisionError):
+            async with sampler.session():
+                raise ZeroDivisionError
+        await sampler.generate("a", sampler._tokenizer.encode("x"), SamplingParams(1))
+
+    with pytest.raises(AssertionError, match="use it inside session"):
+        asyncio.run(fail())
+
+
 @pytest.mark.parametrize("faults", [[503, 0, 429, 500], [0]])
 def test_what_passes_is_tried_again(
     vllm: Served, tmp_path: Path, folder: str, faults: list[int], monkeypatch: pytest.MonkeyPatch
