@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sorl_env.errors import UserError
 
 # A layer's kind in ``config.layer_types``, and the setting that holds its span in tokens.
-SPANS = {
+SPANS: dict[str, str | None] = {
     "full_attention": None,
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
@@ -67,8 +67,10 @@ class AttentionMasks:
         by_layer = any(kind != "full_attention" for kind in kinds)
         if not kinds:  # one kind for all layers
             kinds = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"]
-        spans = {kind: getattr(config, SPANS[kind]) if SPANS[kind] else None for kind in kinds}
-        return cls(spans, by_layer)
+        settings = {kind: SPANS[kind] for kind in kinds}
+        return cls(
+            {kind: getattr(config, name) if name else None for kind, name in settings.items()}, by_layer
+        )
 
     def make(self, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """What the model takes as ``attention_mask``: masks (b, 1, n, width) to add to the attention scores.

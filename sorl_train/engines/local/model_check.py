@@ -31,7 +31,7 @@ from sorl_train.models import action_stats
 
 LENGTH = 72  # tokens of the longer sequence
 SPAN = 16  # tokens that a layer sees while it is checked, if it has a span
-# Nats. In float32 two exact ways differ by 1e-6 on the random weights of tests/train/engine/architectures.py and by 6e-5
+# Nats. In float32 two exact ways differ by 1e-6 on random weights (tests/train/engine/architectures.py) and by 6e-5
 # for SmolLM2; the smallest fault that is known, a soft cap left out, made .06 on random weights.
 TOLERANCE = 5e-3
 OTHER_MODEL = (
