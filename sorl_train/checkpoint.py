@@ -7,19 +7,20 @@
         critic/                  the same, and value_head.safetensors
         optimizer.safetensors    actor.* and critic.*
         stale.*                  trajectories waiting to be trained on (staleness)
-        state.json               step, optimizer steps, best figures
+        state.json               step, optimizer steps, best figures, lengths of the run's metrics files
+        hashes.json              a hash of each of these files, and the run that they belong to
 
-A folder appears under its name only when it is complete. All randomness comes from the seed and the step, so there is
-no generator state to keep.
+A folder appears under its name only when it is complete (``hashed_folder``), and after the row of its step is in the
+metrics. A run goes on from the newest one that is whole; newer ones are set aside, as ``damaged_step_000060``. All
+randomness comes from the seed and the step, so there is no generator state to keep.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,29 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sorl_env.errors import UserError
+from sorl_train.hashed_folder import find_damage, remove_folder, remove_leftovers, restore_replaced
+from sorl_train.log_lengths import Lengths, check_logs
+from sorl_train.run_dir import RunDir
 
 _NAME = re.compile(r"step_(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A checkpoint of which every file is as it was written.
+
+    Attributes:
+        path: its folder.
+        damaged: the checkpoints that would have been taken before it, with what is wrong with each file.
+    """
+
+    path: Path
+    damaged: dict[Path, list[str]]
+
+    @property
+    def passed_over(self) -> list[str]:
+        """One sentence for each damaged checkpoint, for the terminal and ``events.jsonl``."""
+        return [f"passed over {path.name}: {'; '.join(why)}" for path, why in self.damaged.items()]
 
 
 def checkpoint_name(step: int) -> str:
@@ -37,52 +59,71 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Have ``write`` fill a temporary folder, then give it its name ``folder`` (replacing an older one) at once."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    write(temporary)
-    for path in temporary.rglob("*"):
-        if path.is_file():
-            _sync(path)
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    temporary.rename(folder)
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-    return folder
+def resume_point(run_dir: RunDir) -> Whole:
+    """The checkpoint of the highest step that is whole and belongs to the run; its files are read, none is changed.
+
+    Raises:
+        UserError: there is no checkpoint, or all of them are damaged, or the metrics files are: the message names
+            every damaged file and says what can be done.
+    """
+    run_id = run_dir.intact_manifest()["run_id"]
+    restore_replaced(run_dir.checkpoints)
+    found = _first_whole(run_dir.checkpoints, reversed(list_checkpoints(run_dir.checkpoints)), run_id)
+    check_logs(run_dir, logs_at(found.path))
+    return found
 
 
-def newest_checkpoint(folder: Path) -> Path:
-    """The complete checkpoint with the highest step. Raises UserError when there is none."""
-    found = list_checkpoints(folder)
-    if not found:
+def logs_at(checkpoint: Path) -> Lengths:
+    """How long the run's metrics files were when a checkpoint was written."""
+    lengths: Lengths = read_json(checkpoint / "state.json")["logs"]
+    return lengths
+
+
+def last_whole_before(run_dir: RunDir, step: int) -> Whole:
+    """The newest whole checkpoint before ``step``; the oldest whole one where there is none. Raises ``UserError`` when
+    none is whole."""
+    found = list_checkpoints(run_dir.checkpoints)
+    earlier = [path for path in found if path.name < checkpoint_name(step)]
+    candidates = [*reversed(earlier), *found[len(earlier) :]]
+    return _first_whole(run_dir.checkpoints, candidates, run_dir.run_id)
+
+
+def _first_whole(folder: Path, candidates: Iterable[Path], run_id: str) -> Whole:
+    damaged: dict[Path, list[str]] = {}
+    for path in candidates:
+        damage = find_damage(path, run_id)
+        if not damage:
+            return Whole(path, damaged)
+        damaged[path] = damage
+    if not damaged:
         raise UserError(
             f"nothing to resume: no checkpoint in {folder}; start anew with another --run_dir or --overwrite"
         )
-    return found[-1]
+    lines = "\n".join(f"  {path.name}: {line}" for path, why in damaged.items() for line in why)
+    raise UserError(
+        f"no checkpoint in {folder} is whole:\n{lines}\nRestore these files from a copy, or start anew with another "
+        "--run_dir or --overwrite (which moves this run aside)."
+    )
 
 
-def last_before(folder: Path, step: int) -> Path:
-    """The newest complete checkpoint before ``step``; the oldest one where there is none. UserError without any."""
-    newest_checkpoint(folder)
-    found = list_checkpoints(folder)
-    earlier = [path for path in found if path.name < checkpoint_name(step)]
-    return earlier[-1] if earlier else found[0]
+def set_aside(damaged: Iterable[Path]) -> None:
+    """Rename damaged checkpoints, so that neither a resume nor pruning counts them; none is deleted."""
+    for path in damaged:
+        aside, number = path.with_name(f"damaged_{path.name}"), 2
+        while aside.exists():
+            aside, number = path.with_name(f"damaged_{path.name}-{number}"), number + 1
+        path.rename(aside)
 
 
 def drop_later(checkpoint: Path) -> None:
     """Delete the checkpoints of later steps than this one's: of steps that are taken back."""
     found = list_checkpoints(checkpoint.parent)
-    for path in found[found.index(checkpoint) + 1 :]:
-        shutil.rmtree(path)
+    for path in reversed(found[found.index(checkpoint) + 1 :]):
+        remove_folder(path)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Checkpoints by their names, oldest first, whether they are whole or not."""
     steps = [(int(match[1]), path) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(steps)]
 
@@ -90,9 +131,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def prune_checkpoints(folder: Path, keep: int) -> None:
     """Delete all but the ``keep`` newest (at least one), and what a killed run left half written."""
     for path in list_checkpoints(folder)[: -max(1, keep)]:
-        shutil.rmtree(path)
-    for path in folder.glob(".*"):
-        shutil.rmtree(path)
+        remove_folder(path)
+    remove_leftovers(folder)
 
 
 def save_optimizers(path: Path, optimizers: dict[str, torch.optim.Optimizer]) -> None:
@@ -125,11 +165,3 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> Any:
     """Inverse of ``write_json``."""
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

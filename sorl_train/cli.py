@@ -94,6 +94,7 @@ def _train(config: TrainConfig, arguments: Arguments) -> int:
     assert config.run_dir is not None
     display = make_display()
     if arguments.resume:
+        _check_finished_run(config)
         run_dir, changes = RunDir.resume(config.run_dir, config)
         display.message("\n".join([f"resuming {run_dir.path}", *(f"  {change}" for change in changes)]))
     else:
@@ -120,6 +121,19 @@ def _train(config: TrainConfig, arguments: Arguments) -> int:
         return 130
     finally:
         display.close()
+
+
+def _check_finished_run(config: TrainConfig) -> None:
+    """A finished run that is to be trained longer loses its summary: not when it cannot be resumed."""
+    from sorl_train.run_dir import RunDir
+
+    assert config.run_dir is not None
+    run_dir = RunDir(Path(config.run_dir))
+    is_ours = config.engine == "local" and config.stage == "rl"
+    if is_ours and run_dir.summary.is_file() and run_dir.has_checkpoint:
+        from sorl_train.checkpoint import resume_point
+
+        resume_point(run_dir)
 
 
 def _run_stage(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 
 from sorl_env.errors import UserError
-from sorl_train.checkpoint import write_checkpoint
 from sorl_train.config import TrainConfig
 from sorl_train.display import Display
+from sorl_train.hashed_folder import find_damage, write_folder
 
 TINY = "tiny"
 # Raised when the recipe changes, so that policies of the old one are not taken for the new one's.
@@ -30,9 +30,12 @@ def resolve_model(config: TrainConfig, display: Display) -> str:
     if config.model != TINY:
         return config.model
     folder = cache_folder() / "policies" / cold_start_key(config)
-    if not folder.is_dir():
+    damage = find_damage(folder) if folder.is_dir() else []
+    if damage:
+        display.message(f"the policy kept in {folder} is built again: {'; '.join(damage)}")
+    if damage or not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        write_checkpoint(folder, lambda path: _build(config, display, path))
+        write_folder(folder, lambda path: _build(config, display, path), keep_whole=True)
     return str(folder)
 
 

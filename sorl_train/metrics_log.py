@@ -2,7 +2,7 @@
 
 ``metrics.jsonl`` is reproducible bit for bit: one line a call, keys sorted, floats in their shortest exact form.
 Everything that depends on the clock is named ``time/...`` and goes to ``timings.jsonl``. Log a step before writing its
-checkpoint: a resumed run cuts both files after the step of its checkpoint (``truncate_after``) and goes on.
+checkpoint: that holds the lengths of the files (``log_lengths``), to which a resumed run cuts them back.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.config_io import read_resolved
+from sorl_train.log_lengths import Lengths, cut_logs
 from sorl_train.run_dir import RunDir, atomic_write
 
 
@@ -58,13 +59,21 @@ class MetricsLog:
 
         W&B takes no earlier step again: after a roll-back its curves go on where the steps are new.
         """
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None  # the next one has TensorBoard hide the steps that come again
+        self._restart_tensorboard()
         for path in (self._run_dir.metrics, self._run_dir.timings):
             if path.is_file():
                 kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
                 atomic_write(path, "".join(f"{line}\n" for line in kept))
+
+    def cut_back(self, lengths: Lengths) -> None:
+        """Cut metrics and timings back to where they were when a checkpoint was written; events are kept."""
+        self._restart_tensorboard()
+        cut_logs(self._run_dir, lengths, keep_events=True)
+
+    def _restart_tensorboard(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None  # the next one has TensorBoard hide the steps that come again
 
     def close(self) -> None:
         if self._writer is not None:
@@ -130,9 +139,11 @@ def _line(step: int, values: Mapping[str, float]) -> str:
 
 
 def append_line(path: Path, line: str) -> None:
-    """One write call, so that a kill leaves at most one half line, at the end."""
+    """One write call, so that a kill leaves at most one half line, at the end. A full disk raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        os.write(descriptor, line.encode())
+        rest = line.encode()
+        while rest:  # a disk that fills up takes a part; the next call says why
+            rest = rest[os.write(descriptor, rest) :]
     finally:
         os.close(descriptor)

@@ -14,19 +14,24 @@ Whole files appear under their name only when complete (``atomic_write``).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_env.text import read_json
 from sorl_train.config import TrainConfig
 from sorl_train.config_io import config_hash, read_resolved, to_yaml
 from sorl_train.config_schema import flatten
+from sorl_train.hashed_folder import hash_json, sync
 from sorl_train.manifest import environment_facts
 
 # What may change when a run is resumed: nothing of this alters a step already taken.
@@ -35,6 +40,8 @@ RESUMABLE = (
     "eval.every eval.num_examples eval.num_examples_final eval.temperature eval.search_off eval.patience "
     "checkpoint.every checkpoint.keep log.tensorboard log.wandb"
 ).split()
+
+_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}(\.unfinished)?")  # of ``atomic_write`` and of trajectory files
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
@@ -51,11 +58,7 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name survives a power cut too
-    finally:
-        os.close(folder)
+    sync(path.parent)  # the new name survives a power cut too
 
 
 def _umask() -> int:
@@ -93,11 +96,14 @@ class RunDir:
             run.path.rename(_free_name(run.path))
         run.trajectories.mkdir(parents=True, exist_ok=True)
         run.checkpoints.mkdir(exist_ok=True)
-        atomic_write(run.config, to_yaml(config))
+        text = to_yaml(config)
+        atomic_write(run.config, text)
         started = {
+            "run_id": uuid.uuid4().hex,  # its checkpoints carry it, so that another run's are told apart
             "started": _now(),
             "seed": config.seed,
             "config_sha256": config_hash(config),
+            "config_files": [_sha256(text)],
             "resumes": [],
         }
         run._write_manifest(started | environment_facts())
@@ -107,9 +113,11 @@ class RunDir:
     def resume(cls, path: str | Path, config: TrainConfig) -> tuple[RunDir, list[str]]:
         """An existing run folder, and the settings that changed since, as ``name: old -> new``.
 
-        Raises ``UserError`` when there is no run, or when a setting changed that would make it another run.
+        Raises ``UserError`` when there is no run, when its config or its manifest is damaged or of another run, or
+        when a setting changed that would make it another run.
         """
         run = cls(Path(path))
+        manifest = run.intact_manifest()
         old, new = flatten(saved_config(path)), flatten(config)
         changed = [name for name in new if old[name] != new[name]]
         refused = [name for name in changed if name not in RESUMABLE]
@@ -124,12 +132,15 @@ class RunDir:
                 f"{run.path} holds a finished run; train it longer with --update.steps N, "
                 f"N above {config.update.steps}, or start a new run with another --run_dir"
             )
-        run.summary.unlink(missing_ok=True)  # it marks a finished run
         changes = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in changed if name != "run_dir"]
-        atomic_write(run.config, to_yaml(config))
-        manifest = run.read_manifest()
+        text = to_yaml(config)
         manifest["resumes"].append({"time": _now(), "changes": changes, "environment": environment_facts()})
-        run._write_manifest(manifest)
+        manifest["config_files"] = sorted({*manifest["config_files"], _sha256(text)})
+        run._write_manifest(
+            manifest
+        )  # before the config: a kill in between leaves one that the manifest knows
+        atomic_write(run.config, text)
+        run.summary.unlink(missing_ok=True)  # it marks a finished run
         return run, changes
 
     def record(self, section: str, facts: Mapping[str, Any]) -> None:
@@ -151,8 +162,59 @@ class RunDir:
             self._write_manifest(manifest | {section: fresh})
 
     def read_manifest(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(self.manifest.read_text(encoding="utf-8"))
+        """The facts of ``manifest.json``. Raises ``UserError`` when it is missing or no JSON object."""
+        if not self.manifest.is_file():
+            raise UserError(f"{self.manifest} is missing: restore it from a copy")
+        try:
+            content = read_json(self.manifest.read_bytes())
+        except ValueError as error:
+            raise UserError(f"{self.manifest} is damaged ({error}): restore it from a copy") from error
+        if not isinstance(content, dict):
+            raise UserError(f"{self.manifest} is damaged (no JSON object): restore it from a copy")
         return content
+
+    @property
+    def run_id(self) -> str:
+        """What tells this run from every other one, of the same settings too."""
+        return str(self.read_manifest()["run_id"])
+
+    def check_config(self) -> None:
+        """Raise ``UserError`` unless ``config.yaml`` is there, is not empty, and is one that this run has had.
+
+        The last is known where the manifest lies beside it and is of a version that records it.
+        """
+        if not self.config.is_file():
+            if self.manifest.is_file():
+                raise UserError(f"{self.config} is missing, though there was a run: restore it from a copy")
+            raise UserError(
+                f"nothing to resume: {self.path} holds no run (no {self.config.name}); drop --resume to start one "
+                "there"
+            )
+        content = self.config.read_bytes()
+        if not content.strip():
+            raise UserError(f"{self.config} is empty: restore it from a copy")
+        known = self.read_manifest().get("config_files") if self.manifest.is_file() else None
+        if known is not None and hashlib.sha256(content).hexdigest() not in known:
+            raise UserError(
+                f"{self.config} is not the file that this run wrote: it was edited, damaged, or is another run's. "
+                "Restore it from a copy; settings of a resumed run are changed by options (--update.steps 200)."
+            )
+
+    def intact_manifest(self) -> dict[str, Any]:
+        """The manifest of a run that can go on: what is in it decides which files belong to the run."""
+        self.check_config()
+        manifest = self.read_manifest()
+        claimed = manifest.pop("sha256", None)
+        if claimed is None and "run_id" not in manifest:
+            version = manifest.get("versions", {}).get("sorl", "unknown")
+            raise UserError(
+                f"{self.path} is a run of an earlier version of sorl ({version}), whose checkpoints carry no hashes "
+                "and cannot be checked: go on with that version, or start a new run from its policy (--model "
+                f"{self.checkpoints / 'best' / 'policy'})"
+            )
+        if claimed != hash_json(manifest):
+            raise UserError(f"{self.manifest} is damaged (its hash is another one): restore it from a copy")
+        return manifest
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Final and best figures; its presence marks the run as finished."""
@@ -161,7 +223,7 @@ class RunDir:
     @property
     def has_checkpoint(self) -> bool:
         """Whether there is something to resume from."""
-        return any(self.checkpoints.glob("step_*"))
+        return any(self.checkpoints.glob("step_*"))  # a damaged one that was set aside has another name
 
     def discard_if_unused(self) -> None:
         """Delete the folder if nothing was trained in it, so that a corrected command can use the name."""
@@ -173,8 +235,18 @@ class RunDir:
             self.manifest.unlink(missing_ok=True)
             self.path.rmdir()
 
+    def remove_leftovers(self) -> None:
+        """Delete the half-written files under temporary names that a killed run left."""
+        for folder in (self.path, self.trajectories):
+            for path in folder.glob(".*"):
+                if _TEMPORARY.fullmatch(path.name) and path.is_file():
+                    path.unlink()
+
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        atomic_write(self.manifest, json.dumps(manifest, indent=2) + "\n")
+        """With a hash over the facts, by which a resume finds a damage."""
+        facts = {name: value for name, value in manifest.items() if name != "sha256"}
+        facts = json.loads(json.dumps(facts))
+        atomic_write(self.manifest, json.dumps(facts | {"sha256": hash_json(facts)}, indent=2) + "\n")
 
     def _taken(self) -> str:
         another = _free_name(self.path)
@@ -197,13 +269,11 @@ class RunDir:
 
 
 def saved_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The settings of the run in a folder, with overrides on top. Raises ``UserError`` when there is no run."""
-    file = RunDir(Path(path)).config
-    if not file.is_file():
-        raise UserError(
-            f"nothing to resume: {path} holds no run (no {file.name}); drop --resume to start one there"
-        )
-    return read_resolved(file, overrides)
+    """The settings of the run in a folder, with overrides on top. Raises ``UserError`` when there is no run, or when
+    its ``config.yaml`` is not the run's own (``RunDir.check_config``)."""
+    run = RunDir(Path(path))
+    run.check_config()
+    return read_resolved(run.config, overrides)
 
 
 def _differences(old: Any, new: Any, name: str) -> Iterator[str]:
@@ -220,6 +290,10 @@ def _free_name(path: Path) -> Path:
     while (candidate := path.with_name(f"{path.name}-{number}")).exists():
         number += 1
     return candidate
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _now() -> str:

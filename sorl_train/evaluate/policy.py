@@ -11,6 +11,7 @@ from typing import Any
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.config import TrainConfig
+from sorl_train.hashed_folder import HASHES, find_damage
 from sorl_train.run_dir import RunDir, saved_config
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -77,11 +78,26 @@ def _best(run: Path) -> Path:
 
 
 def _of_checkpoint(checkpoint: Path, run: Path) -> PolicySource:
+    _check_whole(checkpoint)
     if not (run / "config.yaml").is_file():  # a checkpoint that was copied elsewhere
         return PolicySource(checkpoint.resolve().name, str(checkpoint / "policy"))
     name = run.resolve().name
     label = name if checkpoint.name == "best" else f"{name}-{checkpoint.name}"
     return PolicySource(label, str(checkpoint / "policy"), run, saved_config(run))
+
+
+def _check_whole(checkpoint: Path) -> None:
+    """Raise ``UserError`` when a file of the policy is not as the run wrote it. Only where the hashes are: a policy of
+    the OpenRLHF engine or of an earlier version may have none."""
+    if not (checkpoint / HASHES).is_file():
+        return
+    damage = find_damage(checkpoint, allow_more=True)
+    if damage:
+        lines = "\n".join(f"  {line}" for line in damage)
+        raise UserError(
+            f"{checkpoint} is damaged:\n{lines}\nGive another checkpoint of the run, or restore these files from a "
+            "copy."
+        )
 
 
 def fingerprint(folder: str) -> Mapping[str, Any]:

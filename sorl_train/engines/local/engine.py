@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sorl_env.trajectory import Trajectory
-from sorl_env.trajectory_io import read_jsonl, write_jsonl
+from sorl_env.trajectory_io import write_jsonl
 from sorl_train import checkpoint
 from sorl_train.alarm import alarm_so_far
 from sorl_train.batch import Batch, collate
 from sorl_train.config import TrainConfig
 from sorl_train.display import Display
 from sorl_train.engines.local.collect import LocalSampler, evaluation_jobs, run_jobs, training_jobs
+from sorl_train.engines.local.engine_state import Collected, load_state, write_policy, write_state
 from sorl_train.engines.local.model_check import check_critic, check_policy
 from sorl_train.engines.local.sampler import TransformersSampler
 from sorl_train.engines.local.scoring import score
 from sorl_train.environments import answers_of, make_env, without_tools
+from sorl_train.hashed_folder import write_folder
 from sorl_train.losses import get_algorithm
 from sorl_train.metrics import eval_metrics, search_off_metrics, step_timings
 from sorl_train.mismatch import check_mismatch, mismatch_limit
@@ -36,9 +37,7 @@ from sorl_train.models import (
     load_policy,
     load_tokenizer,
     pick_device,
-    save_policy,
 )
-from sorl_train.policy_card import write_policy_card
 from sorl_train.run_dir import RunDir
 from sorl_train.schedule import learning_rate, mini_batches, steps_of_batch
 from sorl_train.scored_batch import batch_metrics
@@ -47,14 +46,6 @@ from sorl_train.token_classes import TokenClassifier
 from sorl_train.token_records import token_records
 from sorl_train.token_stats_io import write_token_records
 from sorl_train.update import CriticUpdate, Means, NonFiniteError, PolicyUpdate, past_target_kl
-
-
-@dataclasses.dataclass(frozen=True)
-class Collected:
-    """One step's trajectories and the tensors of those not excluded (None if there are none)."""
-
-    trajectories: list[Trajectory]
-    batch: Batch | None
 
 
 class LocalEngine:
@@ -73,6 +64,7 @@ class LocalEngine:
         self.answers = answers_of(self.env.examples.examples)
         self.step = 0  # training steps done
         self.lost_steps = 0  # newest steps in a row without one usable trajectory
+        self.run_id = run_dir.run_id
         self.waiting: deque[Collected] = deque()
         self.lr_scale = 1.0  # falls with each roll-back
         self.visited: tuple[Batch, dict[str, tuple[Tensor, Tensor]]] | None = None  # of a step to be saved
@@ -107,7 +99,7 @@ class LocalEngine:
         self._check_models()
         self.waiting.clear()
         if folder:
-            self._load_state(folder)
+            load_state(self, folder)
         self.alarm = alarm_so_far(config.alarm, self.run_dir, self.step)
 
     def _make_sampler(self) -> LocalSampler:
@@ -303,47 +295,14 @@ class LocalEngine:
     def save(self) -> Path:
         """Write a checkpoint of the current step, atomically."""
         folder = self.run_dir.checkpoints / checkpoint.checkpoint_name(self.step)
-        checkpoint.write_checkpoint(folder, self._write_state)
+        write_folder(folder, lambda folder: write_state(self, folder), self.run_id)
         checkpoint.prune_checkpoints(self.run_dir.checkpoints, self.config.checkpoint.keep)
         return folder
 
     def save_best(self) -> Path:
         """Keep the current policy as the best one; only its weights, training goes on from the newest."""
         best = self.run_dir.checkpoints / "best"
-        return checkpoint.write_checkpoint(best, lambda folder: self._write_policy(folder, best=True))
-
-    def _write_policy(self, folder: Path, *, best: bool) -> None:
-        policy, is_sft = folder / "policy", self.config.stage == "sft"
-        save_policy(self.policy, self.tokenizer, policy)
-        step = self.config.sft.steps if is_sft else self.step
-        task = self.env.task
-        write_policy_card(policy, self.run_dir, self.config, task, step, best=best and not is_sft)
-
-    def _write_state(self, folder: Path) -> None:
-        self._write_policy(folder, best=False)
-        if self.critic_update is not None:
-            self.critic_update.critic.save(folder / "critic")  # type: ignore[operator]
-        checkpoint.save_optimizers(folder / "optimizer.safetensors", self.optimizers)
-        for number, item in enumerate(self.waiting):
-            write_jsonl(folder / f"stale_{number}.jsonl", item.trajectories)
-            if item.batch is not None:  # scored with weights that are gone by now
-                save_file(_scores(item.batch), folder / f"stale_{number}.safetensors")
-        state = {"step": self.step, "waiting": len(self.waiting), "lr_scale": self.lr_scale}
-        checkpoint.write_json(folder / "state.json", state | {"summary": self.summary.state()})
-
-    def _load_state(self, folder: Path) -> None:
-        checkpoint.load_optimizers(folder / "optimizer.safetensors", self.optimizers)
-        state = checkpoint.read_json(folder / "state.json")
-        self.step, self.lr_scale = state["step"], state["lr_scale"]
-        self.summary = Summary.from_state(state["summary"])
-        for number in range(state["waiting"]):
-            trajectories = list(read_jsonl(folder / f"stale_{number}.jsonl"))
-            usable = [t for t in trajectories if not t.excluded]
-            batch = None
-            if usable:
-                scores = load_file(folder / f"stale_{number}.safetensors")
-                batch = self.collate(usable).with_fields(**scores)
-            self.waiting.append(Collected(trajectories, batch))
+        return write_folder(best, lambda folder: write_policy(self, folder, best=True), self.run_id)
 
     @property
     def num_parameters(self) -> int:
@@ -364,9 +323,3 @@ class LocalEngine:
         path = self.run_dir.path / f"non_finite_{self.step + 1:06d}.jsonl"
         write_jsonl(path, ordered)
         return path
-
-
-def _scores(batch: Batch) -> dict[str, Tensor]:
-    """What ``LocalEngine.score`` filled in."""
-    names = ("old_log_probs", "ref_log_probs", "values")
-    return {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}

@@ -17,15 +17,26 @@ from typing import Any
 import torch
 
 from sorl_env.errors import UserError
-from sorl_train.alarm import Alarm, append_event, drop_events_after
-from sorl_train.checkpoint import drop_later, last_before, newest_checkpoint
-from sorl_train.cold_start import resolve_model
+from sorl_train.alarm import Alarm, append_event
+from sorl_train.checkpoint import (
+    Whole,
+    drop_later,
+    last_whole_before,
+    list_checkpoints,
+    logs_at,
+    resume_point,
+    set_aside,
+)
+from sorl_train.cold_start import TINY, resolve_model
 from sorl_train.config import TrainConfig
 from sorl_train.display import Display
-from sorl_train.engines.local.engine import Collected, LocalEngine
+from sorl_train.engines.local.engine import LocalEngine
+from sorl_train.engines.local.engine_state import Collected
 from sorl_train.environments import env_facts
+from sorl_train.evaluate.policy import fingerprint
+from sorl_train.log_lengths import cut_logs
 from sorl_train.metrics import rollout_metrics, staleness
-from sorl_train.metrics_log import MetricsLog
+from sorl_train.metrics_log import MetricsLog, read_jsonl
 from sorl_train.run_dir import RunDir, atomic_write
 from sorl_train.scored_batch import estimate_advantages
 from sorl_train.summary import out_of_patience
@@ -38,8 +49,6 @@ MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the ru
 def train(engine: LocalEngine, log: MetricsLog, interrupted: threading.Event) -> None:
     """The algorithm (Alg. 1 and 2 of the paper): sample, score, estimate advantages, update; then log and save."""
     config, steps = engine.config, engine.config.update.steps
-    if engine.step == 0:
-        record(engine, log, engine.evaluate(0, config.eval.num_examples_final))
     while engine.step < steps and not interrupted.is_set() and not engine.ended:
         step = engine.step + 1
         while len(engine.waiting) <= config.rollout.max_staleness and step + len(engine.waiting) <= steps:
@@ -60,6 +69,7 @@ def train(engine: LocalEngine, log: MetricsLog, interrupted: threading.Event) ->
             metrics |= engine.evaluate(step, config.eval.num_examples)
         engine.save_trajectories(step, collected.trajectories)
         record(engine, log, metrics, collected)
+        engine.lost_steps = engine.lost_steps + 1 if collected.batch is None else 0
         watch(engine, log, metrics)
         if engine.checkpoint_due:
             engine.save()
@@ -75,19 +85,27 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     """
     if config.hardware.threads:
         torch.set_num_threads(config.hardware.threads)
-    engine = LocalEngine(config, run_dir, display, resolve_model(config, display))
+    point = resume_point(run_dir) if resume else None
+    model = resolve_model(config, display)
+    engine = LocalEngine(config, run_dir, display, model)
     run_dir.record("data", {"train": env_facts(engine.env), "eval": env_facts(engine.eval_env)})
-    engine.load(newest_checkpoint(run_dir.checkpoints) if resume else None)
+    if config.model != TINY:  # the reference, the frozen half of LoRA and the tokenizer come from it again
+        run_dir.record("model", fingerprint(model))
+    if point:
+        run_dir.remove_leftovers()
+        cut_logs(run_dir, logs_at(point.path))
+    engine.load(point.path if point else None)
     log = MetricsLog(run_dir, tensorboard=config.log.tensorboard, wandb=config.log.wandb)
     with closing(engine.env), closing(engine.eval_env), log:
-        log.truncate_after(engine.step if resume else -1)
-        drop_events_after(run_dir, engine.step)
+        if point:
+            tell_damage(engine, point)
         title = (
             f"{config.algo} on {engine.env.task.name}, {engine.num_parameters:,} parameters, {engine.device}"
         )
         display.start(title, config.update.steps, engine.step)
         with finish_step_on_interrupt(display) as interrupted:
-            if engine.step == 0 and not resume:
+            if not resume:
+                record(engine, log, engine.evaluate(0, config.eval.num_examples_final))
                 engine.save()  # so that a run killed in its first steps resumes too
             train(engine, log, interrupted)
         if engine.ended:
@@ -98,6 +116,16 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     summary = engine.summarize()
     run_dir.write_summary(summary)
     return summary
+
+
+def tell_damage(engine: LocalEngine, point: Whole) -> None:
+    """Say which checkpoints were passed over for the one that the engine has just loaded, and set them aside."""
+    for reason in point.passed_over:
+        append_event(engine.run_dir, {"step": engine.step, "kind": "damaged_checkpoint", "reason": reason})
+        engine.display.message(f"{reason}; going on from step {engine.step}")
+    if point.damaged:
+        set_aside(point.damaged)
+        engine.save()  # with these events: a resume from the checkpoint as it was would cut them off again
 
 
 def record(
@@ -128,25 +156,32 @@ def watch(engine: LocalEngine, log: MetricsLog, metrics: dict[str, float]) -> No
 
 
 def roll_back(engine: LocalEngine, log: MetricsLog, alarm: Alarm) -> None:
-    """Go on from the newest checkpoint before the signs of the alarm, at a lower rate: the same rate would come here
-    again. The metrics of the steps that are taken back are kept in a file of their own."""
-    times = len(list(engine.run_dir.path.glob("rolled_back_*.jsonl"))) + 1
-    kept = engine.run_dir.path / f"rolled_back_{times}.jsonl"
-    atomic_write(kept, engine.run_dir.metrics.read_bytes())
-    checkpoint = last_before(engine.run_dir.checkpoints, alarm.since)
-    drop_later(checkpoint)  # a resumed run would go on from them, and pruning would keep them instead
-    engine.load(checkpoint)
-    log.truncate_after(engine.step)
+    """Go on from the newest whole checkpoint before the signs of the alarm, at a lower rate: the same rate would come
+    here again. The metrics of the steps that are taken back are kept in a file of their own.
+
+    A run that is killed in here and resumed comes to the same alarm and does all of it again: the new rate, the cut
+    metrics and the event count from ``engine.save`` on, which puts them on disk at once.
+    """
+    run_dir = engine.run_dir
+    times = 1 + sum(event["kind"] == "roll_back" for event in read_jsonl(run_dir.events))
+    kept = run_dir.path / f"rolled_back_{times}.jsonl"
+    atomic_write(kept, run_dir.metrics.read_bytes())
+    point = last_whole_before(run_dir, alarm.since)
+    set_aside(point.damaged)
+    drop_later(point.path)  # a resumed run would go on from them, and pruning would keep them instead
+    log.cut_back(logs_at(point.path))
+    engine.load(point.path)
     engine.lr_scale *= engine.config.alarm.roll_back_lr
-    engine.save()
+    reasons = [
+        *point.passed_over,
+        f"the collapse alarm of step {alarm.step}; from here learning rates are times {engine.lr_scale:g}",
+    ]
     event = {"step": engine.step, "kind": "roll_back", "from_step": alarm.step, "lr_scale": engine.lr_scale}
-    reason = (
-        f"the collapse alarm of step {alarm.step}; from here learning rates are times {engine.lr_scale:g}"
-    )
-    append_event(engine.run_dir, event | {"reason": reason})
+    append_event(run_dir, event | {"reason": "; ".join(reasons)})
+    engine.save()
     engine.display.message(
         f"back to step {engine.step}, with learning rates times {engine.lr_scale:g}; the metrics of the steps taken "
-        f"back are in {kept}"
+        f"back are in {kept}" + "".join(f"; {reason}" for reason in point.passed_over)
     )
 
 
@@ -159,21 +194,20 @@ def stop_on_non_finite(engine: LocalEngine, collected: Collected) -> Iterator[No
         path = engine.dump_non_finite(error, collected.trajectories)
         raise UserError(
             f"step {engine.step + 1}: {error}. The trajectories are in {path}; the last good checkpoint is "
-            f"{newest_checkpoint(engine.run_dir.checkpoints)}. Lower optim.lr, or look at these trajectories."
+            f"{list_checkpoints(engine.run_dir.checkpoints)[-1]}. Lower optim.lr, or look at these trajectories."
         ) from error
 
 
 def stop_when_lost(engine: LocalEngine, collected: Collected) -> None:
     """End a run whose tools are out for good: it would only burn time."""
     if collected.batch is not None:
-        engine.lost_steps = 0
         return
-    engine.lost_steps += 1
     cause = next((t.error for t in collected.trajectories if t.error), "unknown")
     engine.display.message(
         f"step {engine.step}: every trajectory was excluded, nothing was trained on ({cause})"
     )
     if engine.lost_steps == MAX_LOST_STEPS:
+        engine.lost_steps = 0  # a resume begins to count anew
         engine.save()
         raise UserError(
             f"every trajectory of {MAX_LOST_STEPS} steps in a row was excluded; the last error was: {cause}. "
