@@ -15,7 +15,7 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.hashed_folder import sync
-from sorl_train.run_dir import RunDir
+from sorl_train.run_dir import RunDir, read_own_file
 
 Lengths = Mapping[str, Mapping[str, Any]]  # file name -> {"bytes": length, "sha256": hash of that many bytes}
 
@@ -38,10 +38,11 @@ def check_logs(run_dir: RunDir, lengths: Lengths) -> None:
     found = []
     for path in _logs(run_dir):
         size, written = lengths[path.name]["bytes"], lengths[path.name]["sha256"]
-        content = path.read_bytes() if path.is_file() else b""
+        content = read_own_file(path) if os.path.lexists(path) else b""
         if len(content) < size:
-            state = "is missing" if not path.is_file() else f"has {len(content):,} bytes"
-            found.append(f"{path.name} {state}; it had {size:,} when the checkpoint was written")
+            found.append(
+                f"{path.name} has {len(content):,} bytes left of the {size:,} when the checkpoint was written"
+            )
         elif hashlib.sha256(content[:size]).hexdigest() != written:
             found.append(
                 f"{path.name}: its first {size:,} bytes have changed since the checkpoint was written"

@@ -61,6 +61,16 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     sync(path.parent)  # the new name survives a power cut too
 
 
+def read_own_file(path: Path) -> bytes:
+    """A file that the run has written. Raises ``UserError`` when it is missing or cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: restore it from a copy") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): restore it from a copy") from error
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -163,10 +173,8 @@ class RunDir:
 
     def read_manifest(self) -> dict[str, Any]:
         """The facts of ``manifest.json``. Raises ``UserError`` when it is missing or no JSON object."""
-        if not self.manifest.is_file():
-            raise UserError(f"{self.manifest} is missing: restore it from a copy")
         try:
-            content = read_json(self.manifest.read_bytes())
+            content = read_json(read_own_file(self.manifest))
         except ValueError as error:
             raise UserError(f"{self.manifest} is damaged ({error}): restore it from a copy") from error
         if not isinstance(content, dict):
@@ -183,17 +191,15 @@ class RunDir:
 
         The last is known where the manifest lies beside it and is of a version that records it.
         """
-        if not self.config.is_file():
-            if self.manifest.is_file():
-                raise UserError(f"{self.config} is missing, though there was a run: restore it from a copy")
+        if not os.path.lexists(self.config) and not os.path.lexists(self.manifest):
             raise UserError(
                 f"nothing to resume: {self.path} holds no run (no {self.config.name}); drop --resume to start one "
                 "there"
             )
-        content = self.config.read_bytes()
+        content = read_own_file(self.config)
         if not content.strip():
             raise UserError(f"{self.config} is empty: restore it from a copy")
-        known = self.read_manifest().get("config_files") if self.manifest.is_file() else None
+        known = self.read_manifest().get("config_files") if os.path.lexists(self.manifest) else None
         if known is not None and hashlib.sha256(content).hexdigest() not in known:
             raise UserError(
                 f"{self.config} is not the file that this run wrote: it was edited, damaged, or is another run's. "

@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from sorl_train.batch import Batch
 from sorl_train.config import OptimConfig, TrainConfig
 from sorl_train.seeds import generator
 
 
 def mini_batches(batch: Batch, config: TrainConfig, step: int) -> Iterator[Batch]:
-    """Each epoch visits every trajectory once, in an order given by the seed, the step and the epoch."""
-    size = config.update.mini_batch_size
+    """Each epoch visits every trajectory once, in an order given by the seed, the step and the epoch.
+
+    Where some trajectories of the rollout batch were excluded, those that are left are spread evenly over as few
+    mini-batches as hold them: of 25 at a size of 8, over 7, 6, 6 and 6. A last one of a single trajectory would take as
+    long a step as the others, since Adam divides out how large a gradient is.
+    """
+    count = -(-len(batch) // config.update.mini_batch_size)
     for epoch in range(config.update.epochs):
         order = generator(config.seed, "mini_batches", step, epoch).permutation(len(batch))
-        for start in range(0, len(order), size):
-            yield batch.rows(order[start : start + size].tolist())
+        for part in np.array_split(order, count):
+            yield batch.rows(part.tolist())
 
 
 def steps_of_batch(config: TrainConfig) -> int:
