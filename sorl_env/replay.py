@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -89,6 +90,8 @@ class ReplayTool:
         self._record = None if record is None else Path(record)
         self._replay = None if replay is None else Path(replay)
         self._lock = threading.Lock()
+        if self._record is not None and self._record.is_file():
+            _end_last_line(self._record)
         self._rows: dict[tuple[str, str], _Row] = {}
         if self._replay is not None and (self._replay.exists() or self._replay != self._record):
             self._rows = _read(self._replay)
@@ -188,13 +191,24 @@ def recorded(tools: Sequence[ToolLike], settings: ToolSettings, max_reply_chars:
     ]
 
 
+def _end_last_line(path: Path) -> None:
+    """Drop the half line that a stopped recorder left: the next row would be glued to it, and both would be lost."""
+    content = path.read_bytes()
+    last = content[content.rfind(b"\n") + 1 :]
+    try:
+        if last and json.loads(last):
+            path.write_bytes(content + b"\n")
+    except ValueError:
+        os.truncate(path, len(content) - len(last))
+
+
 def _read(path: Path) -> dict[tuple[str, str], _Row]:
     if not path.is_file():
         raise UserError(
             f"{path}: no recorded tool replies there; record them first with ToolSettings(record=...)"
         )
     rows: dict[tuple[str, str], _Row] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:

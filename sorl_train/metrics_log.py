@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_env.text import read_json
 from sorl_train.config_io import read_resolved
 from sorl_train.log_lengths import Lengths, cut_logs
 from sorl_train.run_dir import RunDir, atomic_write
@@ -62,8 +63,9 @@ class MetricsLog:
         self._restart_tensorboard()
         for path in (self._run_dir.metrics, self._run_dir.timings):
             if path.is_file():
-                kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
-                atomic_write(path, "".join(f"{line}\n" for line in kept))
+                lines = enumerate(_whole_lines(path), start=1)
+                kept = [line for number, line in lines if _parsed(path, number, line)["step"] <= step]
+                atomic_write(path, b"".join(line + b"\n" for line in kept))
 
     def cut_back(self, lengths: Lengths) -> None:
         """Cut metrics and timings back to where they were when a checkpoint was written; events are kept."""
@@ -120,12 +122,31 @@ def require_package(name: str, why: str) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file; a half last line of a killed run is left out."""
-    return [json.loads(line) for line in _whole_lines(path)]
+    """The whole lines of a metrics file; a half last line of a killed run is left out.
+
+    Raises:
+        UserError: a whole line that is no JSON object, by its number: the file was damaged.
+    """
+    return [_parsed(path, number, line) for number, line in enumerate(_whole_lines(path), start=1)]
 
 
-def _whole_lines(path: Path) -> list[str]:
-    *whole, _ = path.read_text(encoding="utf-8").split("\n")
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        value = read_json(line)
+    except ValueError as error:
+        raise UserError(
+            f"{path}:{number}: {error}; restore the file from a copy, or delete this line"
+        ) from error
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{path}:{number}: no JSON object but {type(value).__name__}; restore the file from a copy, or delete "
+            "this line"
+        )
+    return value
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    *whole, _ = path.read_bytes().split(b"\n")
     return whole
 
 

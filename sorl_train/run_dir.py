@@ -62,13 +62,24 @@ def atomic_write(path: Path, content: str | bytes) -> None:
 
 
 def read_own_file(path: Path) -> bytes:
-    """A file that the run has written. Raises ``UserError`` when it is missing or cannot be read."""
+    """The bytes of a file that we have written. Raises ``UserError`` when it is missing or cannot be read."""
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing: restore it from a copy") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): restore it from a copy") from error
+
+
+def read_own_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that we have written. Raises ``UserError`` when it is missing or damaged."""
+    try:
+        content = read_json(read_own_file(path))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): restore it from a copy") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged (no JSON object): restore it from a copy")
+    return content
 
 
 def _umask() -> int:
@@ -173,13 +184,7 @@ class RunDir:
 
     def read_manifest(self) -> dict[str, Any]:
         """The facts of ``manifest.json``. Raises ``UserError`` when it is missing or no JSON object."""
-        try:
-            content = read_json(read_own_file(self.manifest))
-        except ValueError as error:
-            raise UserError(f"{self.manifest} is damaged ({error}): restore it from a copy") from error
-        if not isinstance(content, dict):
-            raise UserError(f"{self.manifest} is damaged (no JSON object): restore it from a copy")
-        return content
+        return read_own_json(self.manifest)
 
     @property
     def run_id(self) -> str:

@@ -118,6 +118,19 @@ def test_record_and_replay_of_one_file_is_a_cache(tmp_path: Path) -> None:
         assert tool.calls == calls
 
 
+def test_a_recorder_that_was_stopped_in_a_line_is_gone_on_with(tmp_path: Path) -> None:
+    """Wherever it was cut, a second recorder's rows stand on lines of their own, and all whole ones replay."""
+    file = tmp_path / "replies.jsonl"
+    sync(Toolbox([ReplayTool(Counting(), record=file)]), ["a", "b"])
+    content = file.read_bytes()
+    for length in range(len(content) + 1):
+        file.write_bytes(content[:length])
+        sync(Toolbox([ReplayTool(Counting(), record=file, replay=file)]), ["c"])
+        replay = Toolbox([ReplayTool(Counting(), replay=file)])
+        whole = ["a", "b"][: content[: length + 1].count(b"\n")]
+        assert all(isinstance(call, ToolCall) and call.cached for call in sync(replay, [*whole, "c"]))
+
+
 def test_arguments_of_several_parameters_are_told_apart(tmp_path: Path) -> None:
     file = tmp_path / "replies.jsonl"
 

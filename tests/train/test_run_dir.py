@@ -278,3 +278,26 @@ def test_weights_and_biases_gets_the_finite_metrics_of_one_run(
     assert finished == [True, True]
     assert started[0]["id"] == started[1]["id"] and started[0]["id"].startswith("run-20")
     assert (started[0]["project"], started[0]["resume"], started[0]["config"]["seed"]) == ("mine", "allow", 0)
+
+
+@pytest.mark.parametrize(
+    "line", [b"{", b"[1]", b"\xff\xfe\x00", b'"x', b"nul", b"[" * 100_000, b'{"step": 1e']
+)
+def test_a_damaged_line_of_the_metrics_is_named(run: RunDir, line: bytes) -> None:
+    run.metrics.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    for read in (
+        lambda: read_jsonl(run.metrics),
+        lambda: MetricsLog(run, tensorboard=False).truncate_after(1),
+    ):
+        with pytest.raises(UserError, match=r"metrics\.jsonl:2: .*copy"):
+            read()
+
+
+def test_a_line_is_written_whole_where_the_disk_takes_parts(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
+    with MetricsLog(run, tensorboard=False) as log:
+        log.log(1, {"loss/a": 0.5})
+    assert run.metrics.read_text() == '{"step": 1, "loss/a": 0.5}\n'

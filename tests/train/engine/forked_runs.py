@@ -7,6 +7,7 @@ moment. A line of output is the process id of the fork; a second one, once it ha
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -57,13 +58,10 @@ def run(order: dict[str, Any]) -> None:
 def serve() -> None:
     """Fork for each order until the input ends."""
     import torch
-    import transformers
 
-    import sorl_train.engines.local.trainer
-    import sorl_train.report
-
+    for module in ("transformers", "sorl_train.engines.local.trainer", "sorl_train.report"):
+        importlib.import_module(module)  # once, so that no fork has to
     torch.set_num_threads(1)
-    assert transformers.__version__
     for line in sys.stdin:
         child = os.fork()
         if not child:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -59,7 +60,7 @@ def outcome(run: RunDir) -> dict[str, Any]:
         "timed steps": [line["step"] for line in read_jsonl(run.timings)],
         "weights": [hash_file(folder / "policy" / "model.safetensors") for folder in (final, best)],
         "trajectory files": sorted(map(str, files)),
-        "trajectory card": (run.trajectories / "README.md").read_bytes(),
+        "trajectory card": re.sub("Code at commit .*", "", (run.trajectories / "README.md").read_text()),
         "summary": {name: value for name, value in summary.items() if name not in ("wall_s", "peak_rss_mb")},
     }
 
@@ -388,3 +389,62 @@ def test_another_model_folder_is_refused_by_a_resume(tmp_path: Path) -> None:
     flip_a_bit(model / "model.safetensors")
     with pytest.raises(UserError, match=r"model\.sha256"):
         train_short(tmp_path / "run", resume=True, update__steps=2, **settings)
+
+
+ROLL_BACK: dict[str, Any] = {
+    "update__steps": 4,
+    "checkpoint__every": 1,
+    "rollout__batch_size": 8,
+    "optim__lr": 1e-3,
+    "optim__warmup_ratio": 0.0,
+    "optim__schedule": "constant",
+    "alarm__action": "roll_back",
+    "alarm__roll_back_lr": 0.1,
+    "alarm__ratio_tail": 0.02,
+}
+ROLL_BACK_PARTS = ("atomic_write", "last_whole_before", "drop_later", "append_event")
+
+
+@pytest.mark.slow
+def test_a_kill_anywhere_in_a_roll_back(tmp_path: Path) -> None:
+    """Before each part of it, and before each part of the checkpoint that ends it: the resumed run does it again."""
+    whole, _ = train_short(tmp_path / "whole", **ROLL_BACK)
+    kept = (whole.path / "rolled_back_1.jsonl").read_bytes()
+    assert b"roll_back" in whole.events.read_bytes()
+
+    def killed_when_rolling_back(name: str) -> Any:
+        original = getattr(LocalEngine, name)
+
+        def maybe(self: LocalEngine, *arguments: Any) -> Any:
+            if list(self.run_dir.path.glob("rolled_back_*")):
+                raise Killed
+            return original(self, *arguments)
+
+        return maybe
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    for part in (*ROLL_BACK_PARTS, "load", "save"):
+        path = tmp_path / part
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            if part in ROLL_BACK_PARTS:
+                original = trainer.append_event
+                if part == "append_event":  # the alarm's own event comes first
+
+                    def append_or_die(run_dir: RunDir, event: Any, original: Any = original) -> None:
+                        if event["kind"] == "roll_back":
+                            raise Killed
+                        original(run_dir, event)
+
+                    patch.setattr(trainer, part, append_or_die)
+                else:
+                    patch.setattr(trainer, part, killed)
+            else:
+                patch.setattr(LocalEngine, part, killed_when_rolling_back(part))
+            train_short(path, **ROLL_BACK)
+        resumed, _ = train_short(path, resume=True, **ROLL_BACK)
+        assert outcome(resumed) == outcome(whole), part
+        assert (path / "rolled_back_1.jsonl").read_bytes() == kept
+        names = [sorted(p.name for p in run.path.glob("rolled_back_*")) for run in (whole, resumed)]
+        assert names[0] == names[1]
