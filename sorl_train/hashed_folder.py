@@ -35,8 +35,12 @@ def write_folder(
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     remove_folder(temporary)
     temporary.mkdir(parents=True)
-    write(temporary)
-    seal(temporary, run_id)
+    try:
+        write(temporary)
+        seal(temporary, run_id)
+    except BaseException:
+        remove_folder(temporary)  # a full disk gets its space back
+        raise
     if keep_whole and folder.is_dir() and not find_damage(folder, run_id):
         remove_folder(temporary)
         return folder

@@ -25,7 +25,7 @@ from sorl_env.errors import UserError
 from sorl_train.evaluate.rows import Job, Key, Row
 from sorl_train.manifest import environment_facts
 from sorl_train.metrics_log import append_line, read_jsonl
-from sorl_train.run_dir import atomic_write, read_own_json
+from sorl_train.run_dir import atomic_write
 
 
 class Journal:
@@ -52,7 +52,7 @@ class Journal:
         file = self.folder / "settings.json"
         fresh = json.loads(json.dumps(settings))
         if file.is_file():
-            old = read_own_json(file)
+            old = json.loads(file.read_text(encoding="utf-8"))
             changed = list(differences(_grown(old, fresh), fresh))
             if changed:
                 lines = "\n".join(f"  {line}" for line in changed)
@@ -113,7 +113,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], list[Row]]:
             f"{folder} holds no evaluation (no {settings.name} with {results.name}): give the folder that "
             "sorl-eval wrote with --out"
         )
-    return read_own_json(settings), read_results(results)
+    return json.loads(settings.read_text(encoding="utf-8")), read_results(results)
 
 
 def _grown(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.evaluate.arguments import Parser
-from sorl_train.run_dir import read_own_json
 
 ABOUT = "Several evaluations in one table, beside the published rows of the paper's Table 1."
 MODE_NAMES = {"direct": "Direct Inference", "cot": "CoT", "rag": "RAG", "agent": "agent"}
@@ -96,7 +95,7 @@ def table_main(argv: Sequence[str]) -> int:
 def read_summary(folder: Path) -> dict[str, Any]:
     """``summary.json`` of a folder. Raises ``UserError`` where there is none."""
     file = folder.expanduser() / "summary.json"
-    content = read_own_json(file) if file.is_file() else {}
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if "entries" not in content:  # a run folder has a summary of its own
         raise UserError(
             f"{folder} holds no finished evaluation: give a folder where sorl-eval ran to its end"

@@ -29,6 +29,4 @@ def read_manifest(folder: Path) -> Manifest | None:
         manifest: Manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error}); prepare the folder again") from error
-    if not isinstance(manifest, dict):
-        raise UserError(f"{path}: no JSON object but {type(manifest).__name__}; prepare the folder again")
     return manifest
