@@ -20,7 +20,7 @@ from sorl_train.checkpoint import (
 from sorl_train.config import TrainConfig
 from sorl_train.hashed_folder import HASHES, find_damage, put_in_place, remove_folder, seal, write_folder
 from sorl_train.log_lengths import cut_logs, log_lengths
-from sorl_train.run_dir import RunDir
+from sorl_train.run_dir import RunDir, saved_config
 
 from .damage import DAMAGES, append, delete, flip_a_bit, truncate
 
@@ -199,6 +199,22 @@ def test_a_config_that_the_run_did_not_write_is_refused(run: RunDir, text: str) 
     run.config.write_text(text)
     with pytest.raises(UserError, match=r"config\.yaml"):
         RunDir.resume(run.path, TrainConfig())
+
+
+def test_an_emptied_config_is_no_default_for_others_either(run: RunDir) -> None:
+    """What sorl-eval reads of a run; of one whose version recorded no hash, it takes what is there."""
+    assert saved_config(run.path) == TrainConfig()
+    text = run.config.read_text()
+    run.config.write_text(text.replace("seed: 0", "seed: 5"))
+    with pytest.raises(UserError, match=r"config\.yaml is not the file that this run wrote"):
+        saved_config(run.path)
+    manifest = run.read_manifest()
+    del manifest["config_files"]
+    run.manifest.write_text(json.dumps(manifest))
+    assert saved_config(run.path).seed == 5
+    run.config.write_text("")
+    with pytest.raises(UserError, match=r"config\.yaml is empty"):
+        saved_config(run.path)
 
 
 def test_a_config_is_the_runs_own_over_resumes_and_kills_between_two_writes(run: RunDir) -> None:

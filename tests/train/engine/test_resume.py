@@ -31,17 +31,20 @@ from sorl_train.run_dir import RunDir
 from ..damage import append, delete, empty, flip_a_bit, truncate
 from .conftest import SHORT, QuietDisplay, short_config, train_short
 
-# Everything that a checkpoint can hold: a critic, trajectories that wait, a best policy.
-SETTINGS: dict[str, Any] = {
-    "update.steps": 5,
+# Everything that a checkpoint can hold: a critic, trajectories that wait, a best policy. Else as little as possible.
+SMALL: dict[str, Any] = SHORT | {
+    "update.steps": 4,
     "checkpoint.every": 1,
     "checkpoint.keep": 3,
     "eval.every": 2,
+    "eval.num_examples": 4,
+    "eval.num_examples_final": 4,
     "rollout.max_staleness": 1,
-    "rollout.batch_size": 8,
+    "rollout.batch_size": 4,
     "rollout.save_every": 2,
+    "update.mini_batch_size": 4,
 }
-UNDERSCORED = {name.replace(".", "__"): value for name, value in SETTINGS.items()}
+UNDERSCORED = {name.replace(".", "__"): value for name, value in SMALL.items()}
 
 
 class Killed(BaseException):
@@ -103,9 +106,7 @@ class ForkedRuns:
         self, folder: Path, *more: str, die_at: int = 0, meanwhile: Callable[[int], None] | None = None
     ) -> int:
         """Run to the end; its status. ``meanwhile`` gets the process id."""
-        flags = [
-            part for name, value in (SHORT | SETTINGS).items() for part in (f"--{name}", json.dumps(value))
-        ]
+        flags = [part for name, value in SMALL.items() for part in (f"--{name}", json.dumps(value))]
         arguments = ["--run_dir", str(folder), *more, *flags]
         order = {"arguments": arguments, "log": str(self.log), "die_at": die_at, "folder": str(folder)}
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -180,16 +181,16 @@ def kill_at_random(
 
 @pytest.mark.slow
 def test_thirty_kills_leave_no_trace(forked: ForkedRuns, tmp_path: Path) -> None:
-    """SIGKILL at 30 random moments of 6 runs, at any change to their files and in between: after the last resume each
+    """SIGKILL at 30 random moments of 3 runs, at any change to their files and in between: after the last resume each
     equals the uninterrupted run to the byte."""
     whole = RunDir(tmp_path / "whole")
     assert forked(whole.path) == 0, forked.log.read_text()[-3000:]
     expected = outcome(whole)
     draw = random.Random(12)
     counts = {"resumed": 0, "from the beginning": 0}
-    for number in range(6):
+    for number in range(3):
         run = RunDir(tmp_path / f"killed-{number}")
-        for name, count in kill_at_random(forked, run.path, 5, changes=300, draw=draw).items():
+        for name, count in kill_at_random(forked, run.path, 10, changes=150, draw=draw).items():
             counts[name] += count
         assert outcome(run) == expected
         assert not [path for path in run.checkpoints.iterdir() if path.name.startswith((".", "damaged"))]
