@@ -396,12 +396,14 @@ ROLL_BACK: dict[str, Any] = {
     "update__steps": 4,
     "checkpoint__every": 1,
     "rollout__batch_size": 8,
+    "update__mini_batch_size": 4,
+    "update__epochs": 2,
     "optim__lr": 1e-3,
     "optim__warmup_ratio": 0.0,
     "optim__schedule": "constant",
     "alarm__action": "roll_back",
     "alarm__roll_back_lr": 0.1,
-    "alarm__ratio_tail": 0.02,
+    "alarm__ratio_tail": 0.01,
 }
 ROLL_BACK_PARTS = ("atomic_write", "last_whole_before", "drop_later", "append_event")
 
