@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
+from sorl_env.option_text import option_words
+
 _PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}]+")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
@@ -58,8 +60,9 @@ _CHOICE = re.compile(r"(?:([A-Z])\.?|\(([A-Z])\)|([A-Z]):(.+))", re.IGNORECASE |
 def multiple_choice(prediction: str, answer_letter: str, options: Mapping[str, str] | None = None) -> float:
     """1.0 if the prediction names the answer's letter, else 0.0.
 
-    Accepted, in either case: ``A``, ``A.``, ``(A)``, and ``A: text`` where the text is that option's own. Nothing else
-    is: a prediction that hedges or only mentions a letter scores 0.
+    Accepted, in either case: ``A``, ``A.``, ``(A)``, and ``A: text`` where the text is that option's own, word for
+    word: numbers, signs and single letters count (see `sorl_env.option_text`). Nothing else is accepted: a prediction
+    that hedges or only mentions a letter scores 0.
 
     >>> [multiple_choice(p, "A", {"A": "Iron", "B": "Zinc"}) for p in ("(a)", "A: iron", "A: zinc", "A or B")]
     [1.0, 1.0, 0.0, 0.0]
@@ -74,7 +77,7 @@ def multiple_choice(prediction: str, answer_letter: str, options: Mapping[str, s
     if text is None:
         return 1.0
     option = (options or {}).get(letter)
-    return float(option is not None and normalize_answer(text) == normalize_answer(option))
+    return float(option is not None and option_words(text) == option_words(option))
 
 
 _ASSISTANT = re.compile(r"<\|im_start\|>assistant\s*")

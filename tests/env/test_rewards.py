@@ -148,6 +148,27 @@ def test_a_labelled_answer_needs_the_options() -> None:
     assert multiple_choice("A", "A") == multiple_choice("J", "j") == 1.0
 
 
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("93", "9.3"),
+        ("5", "-5"),
+        ("Rh+ve", "Rh-ve"),
+        ("5%", "5"),
+        ("Vitamin B", "Vitamin A"),
+        ("> 5", "< 5"),
+        ("", "%"),
+    ],
+)
+def test_numbers_signs_and_letters_of_an_option_are_meant(text: str, option: str) -> None:
+    assert multiple_choice(f"A: {option}", "A", {"A": option, "B": text}) == 1.0
+    assert multiple_choice(f"A: {text}", "A", {"A": option, "B": text}) == 0.0
+
+
+def test_letters_that_look_like_others_do_not_score() -> None:
+    assert multiple_choice("\u0131", "I") == 0.0  # a dotless i, which is "I" in upper case
+
+
 @given(st.text(max_size=6))
 def test_only_the_letter_scores(prediction: str) -> None:
     scored = multiple_choice(prediction, "A", OPTIONS) == 1.0

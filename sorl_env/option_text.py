@@ -1,0 +1,91 @@
+r"""What the text of an option means, as a sequence of words: two texts say the same where their words are equal.
+
+Unlike SQuAD's normal form (`sorl_env.rewards.normalize_answer`), which is meant for names, this keeps what tells the
+options of an examination apart: numbers (``9.3`` is not ``93``), signs (``Rh+ve``, ``-5``, ``< 5 %``) and single
+letters (``vitamin A``). Case, "the", quotation marks, brackets, emphasis and the punctuation between words say nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Word(NamedTuple):
+    """A word, a number or a sign of a text, and the characters of the text that it stands for.
+
+    ``key`` is what is compared. It is empty for what says nothing: punctuation, brackets, "the".
+    """
+
+    key: str
+    start: int
+    end: int
+
+
+_WORD = re.compile(
+    r"(?:(?<![^\W_])\.)?\d+(?:[.,:]\d+)*"  # 5, 9.3, .5, 1,000, 1:4
+    r"|[^\W\d_]+(?:['\u2019][^\W\d_]+)*"  # zinc, Crohn's
+    r"|\\[A-Za-z]+"  # a command of LaTeX
+    r"|\S|\n"
+)
+HYPHENS = "-\u2010\u2011\u2012\u2013\u2212"
+_SILENT = frozenset(
+    ".,;:!?'\"`\u00b4\u2018\u2019\u201c\u201d\u00ab\u00bb()[]{}*_#$\\|\u2022\u00b7\u2026\u2014\n"
+    "\u200b\u200e\u200f\u2060\ufeff\ufe0f"  # invisible
+)
+_THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+
+
+def split_words(text: str) -> list[Word]:
+    """All words, numbers, signs and marks of a text, in order; also those that say nothing."""
+    found = [(match.start(), match.end()) for match in _WORD.finditer(text)]
+    return [Word(_key(text, found, index), *span) for index, span in enumerate(found)]
+
+
+def option_words(text: str) -> tuple[str, ...]:
+    """What a text says: its words without those that say nothing, and without an article in front.
+
+    >>> option_words("The beta-blocker (9.30 mg)."), option_words("vitamin A"), option_words("Rh-ve")
+    (('beta', 'blocker', '9.30', 'mg'), ('vitamin', 'a'), ('rh', '-', 've'))
+    """
+    words = tuple(word.key for word in split_words(text) if word.key)
+    return words[1:] if starts_with_article(words) else words
+
+
+def starts_with_article(words: tuple[str, ...]) -> bool:
+    """Whether the first word is an article; the A of "A and B", "A 1", "A antigen" and "A" alone is a letter."""
+    if len(words) < 2 or words[0] not in ("a", "an") or len(words[1]) < 3 or words[1] in _NO_NOUNS:
+        return False
+    sounds_like_a_vowel = words[1][0] in "aeio" and not words[1].startswith(("eu", "one", "once"))
+    return words[0] == "an" or not sounds_like_a_vowel
+
+
+_NO_NOUNS = frozenset(("and", "nor", "only", "alone", "but", "not", "plus", "are"))
+
+
+def _key(text: str, found: list[tuple[int, int]], index: int) -> str:
+    start, end = found[index]
+    word = text[start:end]
+    if word in HYPHENS:
+        return "-" if _is_sign(text, found, index) else ""
+    if word in _SILENT or word[0] == "\\":
+        return ""
+    if word[0].isdigit() or word[0] == ".":
+        number = word.replace(",", "") if _THOUSANDS.fullmatch(word) else word
+        return f"0{number}" if number[0] == "." else number
+    key = word.casefold().replace("'", "").replace("\u2019", "")
+    return {"the": "", "&": "and"}.get(key, key)
+
+
+def _is_sign(text: str, found: list[tuple[int, int]], index: int) -> bool:
+    """Whether a hyphen is a minus (``-5``, ``Rh-``, ``-ve``) or stands between numbers, as in ``5-10``."""
+    start, end = found[index]
+    before = text[slice(*found[index - 1])] if index else ""
+    after = text[slice(*found[index + 1])] if index + 1 < len(found) else ""
+    touches_before = bool(before) and found[index - 1][1] == start and before[-1].isalnum()
+    touches_after = bool(after) and found[index + 1][0] == end and after[0].isalnum()
+    if before[-1:].isdigit() and after[:1].isdigit():
+        return True
+    if touches_after and (after.casefold() == "ve" or (after[0].isdigit() and not touches_before)):
+        return True
+    return touches_before and not touches_after
