@@ -135,7 +135,9 @@ class LossConfig:
         0.001, "weight of the KL to the reference model; 0 loads no reference", paper="0.001"
     )
     kl_type: Literal["k1", "k2", "k3"] = opt(
-        "k3", "KL estimator; in the loss k3 explodes on tokens that became unlikely, k2 does not"
+        "k2",
+        "KL estimator. In the loss k2, whose gradient is the KL's; that of k3 explodes on tokens that became unlikely. "
+        "In the reward set k1, which is unbiased there",
     )
     kl_in: Literal["loss", "reward"] = opt("loss", "where the KL enters")
     entropy_coef: float = opt(0.0, "weight of the entropy bonus")

@@ -353,12 +353,13 @@ def value_loss(
     return ValueLossOutput(loss, stats)
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind = "k3") -> Tensor:
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind = "k2") -> Tensor:
     """Per-token (B, T) estimate of KL(policy || reference) from tokens the policy sampled.
 
     With d = log pi - log pi_ref, clamped to +-20: ``k1`` = d, unbiased, the one for a penalty in the reward;
     ``k2`` = d^2 / 2, whose gradient is that of the KL; ``k3`` = exp(-d) - 1 + d, unbiased and never negative.
-    In the loss, the gradient of ``k1`` is 0 in expectation: it pulls nowhere.
+    In the loss, the gradient of ``k1`` is 0 in expectation: it pulls nowhere. That of ``k2`` is d, that of ``k3``
+    1 - exp(-d): at d = -19, a token that has become very unlikely, they are -19 and -1.8e8.
     """
     check_choice("kl kind", kind, get_args(KLKind))
     dtype = torch.promote_types(log_probs.dtype, torch.float32)

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from sorl_train.losses import kl_penalty, value_loss
+from sorl_train.config import LossConfig
+from sorl_train.losses import KLKind, kl_penalty, value_loss
 
 F64 = torch.float64
 MASK = torch.tensor([[False, True, True], [True, False, False]])
@@ -95,6 +96,22 @@ def test_kl_estimates_in_expectation() -> None:
 
     torch.testing.assert_close(sampled_gradient("k2"), kl_gradient)
     torch.testing.assert_close(sampled_gradient("k1"), torch.zeros_like(kl_gradient), atol=1e-12, rtol=0)
+
+
+def test_the_gradient_of_k2_stays_small_where_that_of_k3_explodes() -> None:
+    """At a coefficient of .001, for tokens 10 and 19 nats less likely than under the reference; docs/stability.md."""
+    gradients = {}
+    kind: KLKind
+    for kind in ("k2", "k3"):
+        log_probs = torch.tensor([[-10.0, -19.0]], dtype=torch.float64, requires_grad=True)
+        (0.001 * kl_penalty(log_probs, torch.zeros_like(log_probs), kind).sum()).backward()
+        assert log_probs.grad is not None
+        gradients[kind] = log_probs.grad[0].tolist()
+    assert gradients["k2"] == pytest.approx([-0.01, -0.019])
+    assert gradients["k3"] == pytest.approx([-22.02547, -178482.3], rel=1e-6)
+    default = kl_penalty(log_probs, torch.zeros_like(log_probs))
+    assert torch.equal(default, kl_penalty(log_probs, torch.zeros_like(log_probs), "k2"))
+    assert LossConfig().kl_type == "k2"
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])

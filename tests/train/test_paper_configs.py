@@ -193,9 +193,10 @@ def test_the_papers_settings(name: str) -> None:
     assert config.update.mini_batch_size == (128 if "mini128" in name else 256)
     # what the paper leaves open is named, so that another default changes no run
     text = (config_folder() / "paper" / f"{NQ}.yaml").read_text()
-    for key in ("clip_bias_norm: token", "clip_bias_delta: 1.0", "clip_bias_target: update"):
+    for key in ("clip_bias_norm: token", "clip_bias_delta: 1.0", "clip_bias_target: update", "kl_type: k3"):
         assert key in text
     assert (loss.clip_bias_norm, loss.clip_bias_delta, loss.clip_bias_scope) == ("token", 1.0, "mini_batch")
+    assert (loss.kl_type, loss.kl_in) == ("k3", "loss")
 
 
 def test_steps_are_four_epochs_of_alphamed19k_and_table_1_is_kept() -> None:

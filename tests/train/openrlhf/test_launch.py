@@ -59,6 +59,11 @@ def test_the_papers_placement() -> None:
     assert resumed["ckpt.load_enable"] and resumed["ckpt.path"] == "/runs/x/checkpoints/step_000040"
 
 
+def test_the_kls_estimator_is_the_configs_and_k2_where_it_says_nothing() -> None:
+    assert flags(settings())["algo.kl.estimator"] == "k2"
+    assert flags(settings(loss__kl_type="k3"))["algo.kl.estimator"] == "k3"
+
+
 def test_asynchronous_sampling_has_gpus_of_its_own() -> None:
     config = settings(
         cluster__async_rollout=True, cluster__vllm_engines=1, rollout__max_staleness=2, cluster__nodes=1
