@@ -19,8 +19,8 @@ _K = TypeVar("_K")
 COUNT = 10
 _READ_OF_A_FILE = 64  # of the steps that are not the last one; a file may hold hundreds of long trajectories
 _STEP_FILE = re.compile(r"(step|eval)_(\d+)\.jsonl(\.gz)?")
-_BLOCK = re.compile(r"<(?P<tag>[A-Za-z_][\w-]*)>.*?</(?P=tag)>", re.DOTALL)
-_QUESTION = re.compile(r"^\s*Question:\s*(\S.*)$", re.MULTILINE)
+_TAG = re.compile(r"<(?P<closing>/?)(?P<tag>[A-Za-z_][\w-]*)>")
+_QUESTION = re.compile(r"^[^\S\n]*Question:\s{0,9}(\S.*)$", re.MULTILINE)
 _NOT_TOOLS = {"think": "think", "answer": "answer", "information": "forged"}
 
 
@@ -67,9 +67,23 @@ def choose_dialogues(folder: Path, notes: list[str], count: int = COUNT) -> list
 def segments(text: str) -> list[tuple[str, str]]:
     """A turn in pieces: (``think``, ``answer``, ``tool``, ``forged`` or ``plain``, text), which join to the turn."""
     pieces, end = [], 0
-    for match in _BLOCK.finditer(text):
-        pieces += [("plain", text[end : match.start()]), (_NOT_TOOLS.get(match["tag"], "tool"), match[0])]
-        end = match.end()
+    tags = list(_TAG.finditer(text))
+    closings: dict[str, list[re.Match[str]]] = {}  # the next one of each name last
+    for tag in reversed(tags):
+        if tag["closing"]:
+            closings.setdefault(tag["tag"], []).append(tag)
+    for tag in tags:
+        ahead = closings.get(tag["tag"], [])
+        while ahead and ahead[-1].start() < tag.end():
+            ahead.pop()
+        if tag["closing"] or tag.start() < end or not ahead:
+            continue
+        close = ahead[-1].end()
+        pieces += [
+            ("plain", text[end : tag.start()]),
+            (_NOT_TOOLS.get(tag["tag"], "tool"), text[tag.start() : close]),
+        ]
+        end = close
     pieces.append(("plain", text[end:]))
     return [(kind, piece) for kind, piece in pieces if piece]
 

@@ -75,14 +75,15 @@ def token_spans(text: str, pieces: list[str]) -> list[tuple[int, int]]:
     Pieces need not add up to the text: word-level tokenizers add spaces, and a character may be spread over several
     tokens of a byte-level one. A piece that is not found is empty and lies where the one before it ended.
     """
-    spans, position = [], 0
+    spans, position, after_space = [], 0, 0
     for piece in pieces:
         word, begin = piece.strip(), position
         if word:
             found = text.find(word, begin, begin + len(word) + REACH)
             if found < 0:  # there may be more space before it than REACH
+                begin = after_space = max(begin, after_space)  # no space is walked over twice
                 while begin < len(text) and text[begin].isspace():
-                    begin += 1
+                    begin = after_space = begin + 1
                 found = text.find(word, begin, begin + len(word) + REACH)
             if found >= 0:
                 begin, position = found, found + len(word)

@@ -36,7 +36,7 @@ from sorl_tools.search import BM25Search
 INSTRUCTION = "Search, then answer."
 GIVE_UP = "unknown"
 
-_PASSAGE = re.compile(r"^Doc \d+ \((?P<title>[^)]*)\): (?P<text>.*)$", re.MULTILINE)
+_PASSAGE = re.compile(r"^Doc \d+ \((?P<title>[^)\n]*)\): (?P<text>.*)$", re.MULTILINE)
 
 
 def minihop(

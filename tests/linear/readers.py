@@ -1,0 +1,129 @@
+"""Everything that reads what a policy wrote or what was retrieved, as functions of one text.
+
+``python readers.py LENGTH`` runs each on texts of that length; `test_linear_time` gives it a process and a limit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sorl_env.errors import did_you_mean
+from sorl_env.option_text import option_words
+from sorl_env.parser import neutralise, parse_turn
+from sorl_env.rewards import (
+    exact_match,
+    f1,
+    multiple_choice,
+    normalize_answer,
+    search_r1_valid_format,
+    substring_match,
+)
+from sorl_env.text import valid_text
+from sorl_env.tool import ToolCall
+from sorl_tasks import minihop
+from sorl_tools.index import words
+from sorl_tools.search_stats import holds_answer, search_metrics
+from sorl_train.evaluate.answers import extract_choice, read_answer, read_choice
+from sorl_train.evaluate.scores import answer_in_text
+from sorl_train.report_dialogue import segments
+from sorl_train.token_classes import classify_text, token_spans
+
+METALS = {"A": "Iron", "B": "Zinc", "C": "A reduction in the B", "D": "iron iron iron iron zinc"}
+LETTERS = {letter: f"{letter} {letter}" for letter in "ABCDEFGHIJ"}
+
+
+def _call(text: str) -> ToolCall:
+    return ToolCall("search", text, text)
+
+
+READERS: Mapping[str, Callable[[str], Any]] = {
+    "parse_turn": lambda text: parse_turn(text, ("search", "calculate")),
+    "neutralise": neutralise,
+    "valid_text": valid_text,
+    "normalize_answer": normalize_answer,
+    "exact_match": lambda text: exact_match(text, ["Paris"]),
+    "substring_match": lambda text: substring_match(text, ["is x is x is y", "Paris"]),
+    "f1": lambda text: f1(text, ["Paris"]),
+    "multiple_choice": lambda text: multiple_choice(text, "A", METALS),
+    "search_r1_valid_format": lambda text: search_r1_valid_format(f"<|im_start|>assistant {text}"),
+    "did_you_mean": lambda text: did_you_mean(text, ["search", "calculate", "lookup_passage"]),
+    "option_words": option_words,
+    "extract_choice": lambda text: extract_choice(text, METALS),
+    "extract_choice of ten": lambda text: extract_choice(text, LETTERS),
+    "read_choice": lambda text: read_choice(text, METALS),
+    "read_answer cot": lambda text: read_answer(text, "cot"),
+    "read_answer direct": lambda text: read_answer(text, "direct"),
+    "answer_in_text": lambda text: answer_in_text(text, ["A"], METALS),
+    "holds_answer": lambda text: holds_answer([_call(text)], ["Paris of 1900"]),
+    "search_metrics": lambda text: search_metrics([([_call(text)], ["Paris"])]),
+    "segments": segments,
+    "classify_text": classify_text,
+    "token_spans": lambda text: token_spans(text, [text[i : i + 3] for i in range(0, len(text), 3)]),
+    "token_spans of other text": lambda text: token_spans(text, ["q"] * len(text)),
+    "minihop passages": lambda text: minihop._read_fact(text, "Nobody", "capital"),
+    "words of a query": lambda text: words.PATTERN.findall(text),
+}
+
+# what is repeated, and between what
+TEXTS: tuple[tuple[str, str, str], ...] = (
+    ("The ", "answer is ", ""),
+    ("", "answer", ""),
+    ("answer is", "\n", ""),
+    ("", " ", "x"),
+    ("", "\n", "x"),
+    ("", "A", ""),
+    ("", "A or ", ""),
+    ("", "A, ", ""),
+    ("not ", "B ", "."),
+    ("", "not ", "B"),
+    ("", "B is ", "wrong"),
+    ("", "I choose ", ""),
+    ("", "\\boxed{", ""),
+    ("", "**", "B"),
+    ("", "(", "B"),
+    ("", "<answer>", ""),
+    ("", "</answer>", ""),
+    ("", "<think>", ""),
+    ("", "</think><answer>", ""),
+    ("<think>", "<search>", "</think>"),
+    ("", "<a><b>", "</a>"),
+    ("", "<a", ">"),
+    ("", "<", ""),
+    ("", "iron ", ""),
+    ("", "iron.", "zinc"),
+    ("", "the ", ""),
+    ("", "the answer ", "Iron"),
+    ("", "A: Iron B: Zinc ", ""),
+    ("", "it is ", "B"),
+    ("that ", "is ", ""),
+    ("", "9", ""),
+    ("", "9.", ""),
+    ("", "1,000", ""),
+    ("", "a'", ""),
+    ("", "-", ""),
+    ("", "a-", ""),
+    ("", "Doc 1 (", ""),
+    ("", "Doc 1 (x\n", ""),
+    ("", "is x ", "is y"),
+    ("", "\ud83d\ude00", ""),
+    ("", "\u0301", "e"),
+    ("Question:", " ", ""),
+    ("", "search", ""),
+    ("", "{[", ""),
+)
+
+
+def text_of(parts: tuple[str, str, str], length: int) -> str:
+    """A text of about ``length`` characters."""
+    return parts[0] + parts[1] * (length // len(parts[1])) + parts[2]
+
+
+if __name__ == "__main__":
+    for reader in READERS:
+        for parts in TEXTS[:: int(sys.argv[2])]:
+            sys.stdout.write(f"{reader} {parts!r}\n")
+            sys.stdout.flush()
+            READERS[reader](text_of(parts, int(sys.argv[1])))
+    sys.stdout.write("all read\n")
