@@ -125,8 +125,11 @@ def test_no_option_of_a_real_question_gives_a_wrong_letter(shared_data: Path) ->
 
 @pytest.mark.slow
 def test_no_option_of_any_real_question_gives_a_wrong_letter(shared_data: Path) -> None:
-    seen = list(questions(shared_data, 1))
-    assert len(seen) > 9_000 and sum(map(len, seen)) > 37_000
+    rows = list(questions(shared_data, 1))
+    assert len(rows) > 9_000 and sum(map(len, rows)) > 37_000
+    seen = {
+        json.dumps(options): options for options in rows
+    }.values()  # AlphaMed's rows repeat those of other sets
     assert [wrong for options in seen for wrong in wrong_letters(options)] == []
 
 
