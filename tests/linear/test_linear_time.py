@@ -174,6 +174,7 @@ def _check(site: str, mixtures: int, every: int) -> None:
         assert growth(pattern, worst) < FACTOR, (site, worst)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -194,6 +195,7 @@ def test_the_counter_sees_what_is_not_linear(pattern: str) -> None:
     assert any(growth(compiled, parts) > FACTOR for parts in texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("site", [site for site in OUTSIDE if OUTSIDE[site] is not None][::3])
 def test_the_counter_finds_what_re_finds(site: str) -> None:
     for pattern in patterns_of(site):
