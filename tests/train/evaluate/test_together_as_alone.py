@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from sorl_env.trajectory import Trajectory
 from sorl_train.evaluate.arguments import find_source, make_envs, make_policy
 from sorl_train.evaluate.ask import _parser as ask_parser
 from sorl_train.evaluate.cli import main
-from sorl_train.evaluate.runner import Policy
+from sorl_train.evaluate.rows import Key, Row
+from sorl_train.evaluate.runner import Policy, plan_jobs, run_evaluation
 from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.app import App
 
@@ -84,7 +86,7 @@ def policy_of(run: Path, task: Path, concurrency: int) -> tuple[Policy, ToolUseE
     args: argparse.Namespace = ask_parser().parse_args(["x", *options])
     source = find_source(args, args.model)
     (env,) = make_envs(args, [args.task], None).values()
-    return make_policy(args, source), env
+    return make_policy(args, source, [env]), env
 
 
 # --- rollouts -------------------------------------------------------------------------------------------------
@@ -175,6 +177,31 @@ def check_evaluation(run: Path, task: Path, folder: Path, places: Sequence[int],
     assert len({json.loads(row)["stop_reason"] for row in rows.splitlines()}) > 1
     for at_once in places:
         assert evaluate(run, task, folder / f"at once {at_once}", at_once, *options) == rows
+
+
+def check_mixed_modes(run: Path, task: Path, count: int, temperature: float, places: Sequence[int]) -> None:
+    """A question of mode ``rag`` takes its row after its search, so that rows are free while others wait for tools."""
+
+    def rows_of(at_once: int) -> dict[Key, Row]:
+        policy, env = policy_of(run, task, at_once)
+        settings = RolloutSettings(temperature=temperature, max_concurrency=at_once)
+        jobs = plan_jobs({"minihop": env}, ["agent", "rag"], count, 1, seed=0)
+        random.Random(0).shuffle(jobs)
+        rows: dict[Key, Row] = {}
+        mixed = replace(policy, settings=settings)
+        run_evaluation(mixed, {"minihop": env}, jobs, lambda row, _: rows.update({row.key: row}))
+        return rows
+
+    alone = rows_of(1)
+    assert len(alone) == 2 * count and sum(row.searches for row in alone.values()) > count
+    for at_once in places:
+        assert rows_of(at_once) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_evaluation_of_mixed_modes(cold_started_run: Path, task: Path, temperature: float) -> None:
+    check_mixed_modes(cold_started_run, task, 48, temperature, [4, 7, 16])
 
 
 def test_an_evaluation(cold_started_run: Path, task: Path, tmp_path: Path) -> None:
