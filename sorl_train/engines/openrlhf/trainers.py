@@ -30,7 +30,7 @@ def prepare_loaders(strategy: Any, tokenizer: Any) -> tuple[JobLoader, None, int
 
 
 class Announcing(ppo_trainer.BasePPOTrainer):
-    """New weights and their number, in one piece.
+    """New weights and their number, in one piece, for the asynchronous trainer.
 
     OpenRLHF's asynchronous trainer calls this between taking a lock (or pausing the vLLM engines) and giving it back.
     As a base class that comes after that trainer this one is what it calls there. Told any later, the number would
@@ -45,13 +45,22 @@ class Announcing(ppo_trainer.BasePPOTrainer):
         self.announce_version()
 
 
-class Trainer(TrainStep, _PPOTrainer, Announcing):  # type: ignore[misc, valid-type]
+class Trainer(TrainStep, _PPOTrainer):  # type: ignore[misc, valid-type]
     """Sample, train, sample: the GPUs are shared."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         ppo_trainer.prepare_datasets = prepare_loaders
         ppo_trainer.SamplesGenerator = TrajectoryGenerator
         super().__init__(*args, **kwargs)
+
+    def broadcast_to_vllm(self) -> None:
+        """The weights to the vLLM engines, and their number; nobody samples meanwhile.
+
+        It stands here and not in a base class as for ``AsyncTrainingActor``: Ray copies the inherited methods into the
+        class that it makes of OpenRLHF's trainer, so that a base class behind it is never asked.
+        """
+        super().broadcast_to_vllm()
+        self.announce_version()
 
     def fit(self, global_step: int = 0) -> None:
         """The whole run."""

@@ -24,7 +24,7 @@ from sorl_env.tool import ToolReply, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory_io import read_jsonl
 from sorl_train.cold_start import resolve_model
-from sorl_train.engines.local import trainer
+from sorl_train.engines.local import scoring, trainer
 from sorl_train.engines.local.engine import LocalEngine
 from sorl_train.losses import ALGORITHMS
 from sorl_train.metrics_log import read_jsonl as read_metrics
@@ -301,8 +301,8 @@ def test_one_on_policy_step_needs_no_scoring_pass(
     """Its own log-probabilities are the old ones: the same metrics as with a pass before it."""
     settings = {"algo": algo, "update__mini_batch_size": 16, "rollout__group_size": 4}
     calls: list[int] = []
-    log_probs = LocalEngine._log_probs
-    monkeypatch.setattr(LocalEngine, "_log_probs", lambda *args: calls.append(1) or log_probs(*args))
+    log_probs = scoring._log_probs
+    monkeypatch.setattr(scoring, "_log_probs", lambda *args: calls.append(1) or log_probs(*args))
     run_dir, _ = train_short(tmp_path / "without", **settings)
     assert not calls
     without = read_metrics(run_dir.metrics)
