@@ -29,6 +29,7 @@ class Check:
     name: str
     passed: bool
     detail: str
+    tool_is_out: bool = False  # it could not be reached, so no episode that uses it can be checked
 
 
 def check_episodes(env: ToolUseEnv) -> Check:

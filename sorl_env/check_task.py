@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sorl_env.check_episodes import Check, check_episodes, requests
+from sorl_env.command import FAILED, Parser, number, run_command, whole
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Example, Task, ToolSettings
@@ -33,9 +34,12 @@ def check_task(env: ToolUseEnv, *, limit: int = 200, tokenizer: Tokenizer | None
         *_check_reward(env, len(examples)),
         _check_prompts(task, examples, tokenizer),
         *(_check_tool(env, tool, examples[0]) for tool in env.toolbox.tools),
-        _check_seeds(env),
-        *([check_episodes(env)] if env.toolbox.tools else []),
     ]
+    if any(check.tool_is_out for check in checks):
+        return checks  # episodes that use it would each wait for it again
+    checks.append(_check_seeds(env))
+    if env.toolbox.tools:
+        checks.append(check_episodes(env))
     if task.expert is not None:
         checks.append(_check_expert(env.spawn(), task.expert, len(examples)))
     return checks
@@ -122,11 +126,14 @@ def _check_tool(env: ToolUseEnv, tool: Tool, example: Example) -> Check:
     request = next(requests(tool, example.question))
     fresh = env.spawn()
     fresh.begin_episode(0)
-    outcomes = [fresh.toolbox.call(request), *fresh.toolbox.call_batch([request, request])]
+    outcomes = [fresh.toolbox.call(request)]
+    if not isinstance(outcomes[0], ToolUnavailableError):
+        outcomes += fresh.toolbox.call_batch([request, request])
     fresh.end_tools()
     for outcome in outcomes:
         if isinstance(outcome, ToolUnavailableError):
-            return Check(name, False, str(outcome))
+            detail = f"{outcome}; start it, or correct its address. Episodes were not checked"
+            return Check(name, False, detail, tool_is_out=True)
         if not outcome.reply.strip():
             return Check(
                 name, False, f"an empty reply to {request.argument[:60]!r}: the policy would not notice it"
@@ -191,35 +198,48 @@ def load_tokenizer(folder: str) -> Tokenizer:
         raise UserError("--tokenizer needs transformers: pip install 'sorl[train]'") from error
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: no tokenizer there ({str(error).splitlines()[0]})") from error
+    except Exception as error:
+        if type(error) is not Exception and not isinstance(error, (OSError, ValueError)):
+            raise  # a plain Exception is what the tokenizers library has for a damaged file
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{folder}: no tokenizer there ({reason}); give a model folder") from error
     return tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 0 if the contract holds, 1 if not."""
-    parser = argparse.ArgumentParser(prog="sorl-check-task", description="Check a task against its contract.")
+    return run_command("sorl-check-task", _check, argv, refused=FAILED)
+
+
+def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="sorl-check-task", description="Check a task against its contract.")
     parser.add_argument("task", help="a name, package.module:TASK, or the path of a .py file")
     parser.add_argument(
         "--data", help="a .jsonl, .jsonl.gz or .parquet file, a folder of them, or hf:owner/name"
     )
     parser.add_argument("--split", default="train")
-    parser.add_argument("--limit", type=int, default=200, help="examples to check (default 200)")
+    parser.add_argument("--limit", type=whole(1), default=200, help="examples to check (default 200)")
     parser.add_argument("--corpus", help="corpus for the search tool")
     parser.add_argument("--search-url", "--search_url", help="retrieval server for the search tool")
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", help="count prompts in the tokens of this model folder"
     )
-    args = parser.parse_args(argv)
-    if args.limit < 1:
-        parser.error(f"--limit must be at least 1, not {args.limit}")
-    try:
-        tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-        settings = ToolSettings(corpus=args.corpus, search_url=args.search_url)
-        env = ToolUseEnv(args.task, data=args.data, split=args.split, tool_settings=settings)
-    except UserError as error:
-        print(f"sorl-check-task: {error}", file=sys.stderr)
-        return 1
+    parser.add_argument(
+        "--timeout-s",
+        "--timeout_s",
+        type=number(above=0, high=3600),
+        default=10.0,
+        help="for a tool to answer, retries included (default: 10)",
+    )
+    args: argparse.Namespace = parser.parse_args(argv)
+    return args
+
+
+def _check(argv: Sequence[str]) -> int:
+    args = _parse_args(argv)
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    settings = ToolSettings(corpus=args.corpus, search_url=args.search_url, timeout_s=args.timeout_s)
+    env = ToolUseEnv(args.task, data=args.data, split=args.split, tool_settings=settings)
     loaded = env.examples
     sample = ", a sample and not the benchmark" if loaded.is_sample else ""
     print(f"task {env.task.name}: {len(loaded)} examples, split {loaded.split}, {loaded.source}{sample}")

@@ -6,13 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from sorl_env.command import FAILED, INTERRUPTED, Parser, run_command, seed, whole
 from sorl_env.env import StepResult, ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
 
 _RULE = "-" * 80
-_INTERRUPTED = 130  # what a shell reports for Ctrl-C
-
 
 Player = Callable[[Sequence[str]], str | None]
 
@@ -100,6 +99,8 @@ class Person:
 
 def _read(prompt: str) -> str:
     """A line of input; one that comes from a pipe is shown, as a typed one is."""
+    if sys.stdin is None:
+        raise EOFError  # closed by who started the command
     line = input(prompt)
     if not sys.stdin.isatty():
         print(line)
@@ -141,13 +142,11 @@ def _summary(env: ToolUseEnv, result: StepResult | None, show_answer: bool) -> s
     return "\n".join(lines)
 
 
-def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="sorl-play", description="Play an episode of a task in the terminal."
-    )
+def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="sorl-play", description="Play an episode of a task in the terminal.")
     parser.add_argument("task", help="a name, package.module:TASK, or the path of a .py file")
-    parser.add_argument("--index", type=int, help="which example (default: drawn)")
-    parser.add_argument("--seed", type=int, help="draws the example")
+    parser.add_argument("--index", type=whole(0), help="which example (default: drawn)")
+    parser.add_argument("--seed", type=seed, help="draws the example")
     parser.add_argument(
         "--data", help="a .jsonl, .jsonl.gz or .parquet file, a folder of them, or hf:owner/name"
     )
@@ -158,22 +157,30 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--show-answer", "--show_answer", action="store_true", help="print the right answer at the end"
     )
     parser.add_argument("--auto", choices=["expert"], help="let the task's scripted expert play")
-    return parser.parse_args(argv)
+    args: argparse.Namespace = parser.parse_args(argv)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
+    return run_command("sorl-play", _play, argv, refused=FAILED)
+
+
+def _play(argv: Sequence[str]) -> int:
     args = _parse_args(argv)
     settings = ToolSettings(corpus=args.corpus, search_url=args.search_url)
+    env = ToolUseEnv(args.task, data=args.data, split=args.split, tool_settings=settings)
     try:
-        env = ToolUseEnv(args.task, data=args.data, split=args.split, tool_settings=settings)
-        options = None if args.index is None else {"index": args.index}
-        prompt, info = env.reset(seed=args.seed, options=options)
-        person = Person(info["tools"])
-        player: Player = _expert(env) if args.auto else person
-    except UserError as error:
-        print(f"sorl-play: {error}", file=sys.stderr)
-        return 1
+        return _play_once(env, args)
+    finally:
+        env.close()
+
+
+def _play_once(env: ToolUseEnv, args: argparse.Namespace) -> int:
+    options = None if args.index is None else {"index": args.index}
+    prompt, info = env.reset(seed=args.seed, options=options)
+    person = Person(info["tools"])
+    player: Player = _expert(env) if args.auto else person
     print(f"{env.task.name}, example {info['index']} of {len(env.examples)} ({info['source']})")
     print(f"{_RULE}\n{prompt}\n{_RULE}")
     if not args.auto:
@@ -182,9 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = play(env, player)
     except KeyboardInterrupt:
         print("\nStopped.")
-        return _INTERRUPTED
-    finally:
-        env.close()
+        return INTERRUPTED
     print(_summary(env, result, args.show_answer))
     return 0
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import pkgutil
-import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,6 +16,7 @@ import gymnasium
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.task import Task
+from sorl_env.task_file import import_file, import_module, remember
 
 ENTRY_POINT_GROUP = "sorl.tasks"
 _TASK_PACKAGE = "sorl_tasks"
@@ -59,12 +58,14 @@ def load_task(reference: str, **knobs: Any) -> Task:
     if ".py:" in reference or not reference.endswith(".py"):
         location, _, attribute = reference.partition(":")
     if location.endswith(".py"):
-        module = _import_file(Path(location).expanduser())
+        module = import_file(Path(location).expanduser())
     elif attribute:
-        module = _import_module(location, reference)
+        module = import_module(location, reference)
     else:
         module, attribute = _find_by_name(reference)
     task = _pick(module, attribute, reference, knobs)
+    if not module.__name__.startswith(f"{_TASK_PACKAGE}."):
+        remember(module)
     register_task(task)
     return task
 
@@ -125,7 +126,7 @@ def _find_by_name(name: str) -> tuple[ModuleType, str | None]:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
             module_name, _, attribute = point.value.partition(":")
-            return _import_module(module_name, name), attribute or None
+            return import_module(module_name, name), attribute or None
     raise UserError(
         f"there is no task {name!r}. {did_you_mean(name, task_names())} A task of your own: package.module:TASK, or "
         "the path of a .py file"
@@ -148,38 +149,15 @@ def _declares_task(file: Path) -> bool:
     return any(line.startswith(("TASK =", "TASK:")) for line in file.read_text(encoding="utf-8").splitlines())
 
 
-def _import_module(name: str, reference: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and something it imports is not
-        raise UserError(
-            f"task {reference!r}: there is no module {error.name!r}; is its folder on the path?"
-        ) from error
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        siblings = [file.name for file in path.parent.glob("*.py")]
-        raise UserError(f"{path}: no such file. {did_you_mean(path.name, siblings)}")
-    # one module a file, under a name of its own: two files called task.py must not shadow each other
-    name = f"sorl_task_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, path  # always so for a .py file
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look it up
-    spec.loader.exec_module(module)
-    return module
-
-
 def _pick(module: ModuleType, attribute: str | None, reference: str, knobs: Mapping[str, Any]) -> Task:
     """The module's task; with knobs, from its builder."""
     tasks = {name: value for name, value in vars(module).items() if isinstance(value, Task)}
     name = attribute or ("TASK" if hasattr(module, "TASK") or len(tasks) != 1 else next(iter(tasks)))
     found = getattr(module, name, None)
     if found is None:
-        raise UserError(f"task {reference!r}: {module.__name__} has no {name}. {did_you_mean(name, tasks)}")
+        hint = did_you_mean(name, tasks) if tasks else f"Declare one there: {name} = Task(..)"
+        where = "the file" if module.__name__.startswith("sorl_task_") else module.__name__
+        raise UserError(f"task {reference!r}: {where} has no {name}. {hint}")
     if isinstance(found, Task) and not knobs:
         return found
     builder = getattr(module, found.name, None) if isinstance(found, Task) else found
@@ -194,6 +172,11 @@ def _build(builder: Callable[..., Any], reference: str, knobs: Mapping[str, Any]
     for knob in knobs:
         if knob not in known:
             raise UserError(f"task {reference!r} has no knob {knob!r}. {did_you_mean(knob, known)}")
+    required = [
+        name for name, one in known.items() if one.default is one.empty and one.kind < one.VAR_POSITIONAL
+    ]
+    if lacking := [name for name in required if name not in knobs]:
+        raise UserError(f"task {reference!r} is made by a function that also wants {', '.join(lacking)}")
     try:
         built = builder(**knobs)
     except ValueError as error:  # a knob out of range

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_env.text import read_json
 from sorl_train.alarm import Alarm, CollapseAlarm
 from sorl_train.config import AlarmConfig
 from sorl_train.config_io import read_resolved
@@ -109,15 +110,30 @@ def _read_run(path: Path, cell: str) -> Recorded:
     if not run_dir.metrics.is_file():
         raise UserError(f"{path} is no run: it has no {run_dir.metrics.name}")
     kept = ("step", SUCCESS, *SEEN)
-    lines = [{name: line[name] for name in kept if name in line} for line in read_jsonl(run_dir.metrics)]
+    lines = []
+    for number, line in enumerate(_read_metrics(run_dir.metrics), start=1):
+        where = f"{run_dir.metrics}, line {number}"
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            raise UserError(f"{where}: not the metrics of a step; give the folder of another run")
+        for name in (SUCCESS, *SEEN):
+            if not isinstance(line.get(name), int | float | None):
+                raise UserError(f"{where}: {name} is {line[name]!r}, a number is wanted; give another run")
+        lines.append({name: line[name] for name in kept if name in line})
     return Recorded(path.parent.parent.name, cell, read_resolved(run_dir.config).seed, lines)
+
+
+def _read_metrics(path: Path) -> list[Any]:
+    try:
+        return list(read_jsonl(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: it cannot be read ({error}); give the folder of another run") from error
 
 
 def _read_records(path: Path) -> list[Recorded]:
     runs = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            run = json.loads(text)
+            run = read_json(text)
             columns = {name: run[name] for name in ("step", SUCCESS, *SEEN)}
             rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
             lines = [

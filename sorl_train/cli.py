@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import shlex
 import sys
@@ -12,13 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sorl_env.data import load_examples
+from sorl_env.command import FAILED, INTERRUPTED, run_command, say
+from sorl_env.data import load_examples, read_rows
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_train.config import TrainConfig
 
 try:
     from sorl_train.cli_parser import Arguments, help_text, parse
+    from sorl_train.config_check import check_tiny
     from sorl_train.config_io import DEFAULT_CONFIG, load_config, packaged_configs
 except ModuleNotFoundError as error:  # the core alone is installed
     raise SystemExit(f"sorl-train needs the package {error.name!r}: pip install 'sorl[train]'") from error
@@ -38,24 +39,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # torch says so of a package that OpenRLHF's environment brings; it is nothing a user could do about
     warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
-    try:
-        arguments = parse(sys.argv[1:] if argv is None else argv)
-        if arguments.list_configs:
-            return _show("\n".join(f"{name:<30}{about}" for name, about in packaged_configs().items()))
-        config = _settings(arguments)
-        if arguments.help:
-            return _show(help_text(config, arguments.config or DEFAULT_CONFIG))
-        if arguments.dry_run:
-            from sorl_train.plan import plan_text
+    return run_command("sorl-train", _run, argv, interrupted="interrupted, nothing was started")
 
-            return _show(plan_text(config))
-        _check_inputs(config)
-        return _train(config, arguments)
-    except UserError as error:
-        return _complain(error, status=2)
-    except KeyboardInterrupt:
-        print("\nsorl-train: interrupted, nothing was started", file=sys.stderr)
-        return 130
+
+def _run(argv: Sequence[str]) -> int:
+    arguments = parse(argv)
+    if arguments.list_configs:
+        return _show("\n".join(f"{name:<30}{about}" for name, about in packaged_configs().items()))
+    config = _settings(arguments)
+    if arguments.help:
+        return _show(help_text(config, arguments.config or DEFAULT_CONFIG))
+    if arguments.dry_run:
+        from sorl_train.plan import plan_text
+
+        return _show(plan_text(config))
+    if arguments.resume and arguments.overwrite:
+        raise UserError("--resume goes on with the run and --overwrite moves it aside: give one of them")
+    _check_inputs(config)
+    return _train(config, arguments)
 
 
 def _settings(arguments: Arguments) -> TrainConfig:
@@ -80,10 +81,25 @@ def _default_run_dir(config: TrainConfig, arguments: Arguments) -> str:
 def _check_inputs(config: TrainConfig) -> None:
     """Find a wrong task, an unreadable data row or a test split to train on now: before there is a run folder."""
     from sorl_train.environments import training_examples
+    from sorl_train.metrics_log import require_package
 
     task = load_task(config.task, **config.task_args)
     training_examples(config)
     load_examples(task, config.eval_data or config.data, config.eval.split)
+    check_tiny(config.hardware.tiny)
+    for package, wanted, why in (
+        ("tensorboard", config.log.tensorboard, "log.tensorboard=true"),
+        ("wandb", config.log.wandb is not None, f"log.wandb={config.log.wandb}"),
+        ("vllm", config.engine == "local" and config.sampler.backend == "vllm", "sampler.backend=vllm"),
+    ):
+        if wanted:
+            require_package(package, why)
+    if config.sft.demos is not None and not any([True for _ in read_rows(config.sft.demos)]):
+        raise UserError(f"sft.demos={config.sft.demos}: it has no rows; give a file of demonstrations")
+    if config.engine == "local":
+        from sorl_train.models import pick_device  # brings torch, and most mistakes are found before
+
+        pick_device(config.hardware.device)
 
 
 def _train(config: TrainConfig, arguments: Arguments) -> int:
@@ -100,27 +116,30 @@ def _train(config: TrainConfig, arguments: Arguments) -> int:
     else:
         run_dir = RunDir.create(config.run_dir, config, overwrite=arguments.overwrite)
         display.message(f"run folder {run_dir.path}")
+    keep = arguments.resume
     try:
         summary = _run_stage(config, run_dir, display, arguments.resume)
+        keep = True
         if summary.pop("is_sample", False):
             display.message("These figures are of the task's embedded sample, not of the benchmark.")
         display.close(summary | {"report": run_dir.report, "checkpoints": run_dir.checkpoints})
         return 0
     except UserError as error:
         display.close()
-        run_dir.discard_if_unused()
-        return _complain(error, status=1)
+        say("sorl-train", str(error))
+        return FAILED
     except KeyboardInterrupt:
         display.close()
         if run_dir.has_checkpoint:
             again = f"sorl-train --resume --run_dir {shlex.quote(str(run_dir.path))}"
             print(f"\nsorl-train: interrupted. Continue with:\n  {again}", file=sys.stderr)
         else:
-            run_dir.discard_if_unused()
             print("\nsorl-train: interrupted before the first checkpoint; start it again", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     finally:
         display.close()
+        if not keep:
+            run_dir.discard_if_unused()
 
 
 def _check_finished_run(config: TrainConfig) -> None:
@@ -159,16 +178,8 @@ def _run_stage(config: TrainConfig, run_dir: RunDir, display: Display, resume: b
 
 
 def _show(text: str) -> int:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # sorl-train --help | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(text)
     return 0
-
-
-def _complain(error: UserError, status: int) -> int:
-    print(f"sorl-train: {error}", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":

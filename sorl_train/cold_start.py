@@ -8,8 +8,9 @@ import json
 import os
 from pathlib import Path
 
-from sorl_env.errors import UserError
+from sorl_env.folders import new_folder
 from sorl_train.config import TrainConfig
+from sorl_train.config_check import check_tiny
 from sorl_train.display import Display
 from sorl_train.hashed_folder import find_damage, write_folder
 
@@ -34,8 +35,8 @@ def resolve_model(config: TrainConfig, display: Display) -> str:
     if damage:
         display.message(f"the policy kept in {folder} is built again: {'; '.join(damage)}")
     if damage or not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        write_folder(folder, lambda path: _build(config, display, path), keep_whole=True)
+        with new_folder(folder.parent):
+            write_folder(folder, lambda path: _build(config, display, path), keep_whole=True)
     return str(folder)
 
 
@@ -68,10 +69,8 @@ def _build(config: TrainConfig, display: Display, folder: Path) -> None:
     from sorl_train.tiny import build_tiny_policy
 
     env = make_env(config)
-    try:
-        build_tiny_policy(env.task, folder, seed=config.seed, **config.hardware.tiny)
-    except TypeError as error:  # an unknown key of hardware.tiny
-        raise UserError(f"hardware.tiny: {error}; it takes hidden_size, num_layers, num_heads") from error
+    check_tiny(config.hardware.tiny)
+    build_tiny_policy(env.task, folder, seed=config.seed, **config.hardware.tiny)
     if config.stage == "sft" or config.sft.steps == 0:
         return
     tokenizer = load_tokenizer(str(folder))

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+import re
+from collections.abc import Mapping
+from typing import Any
 
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, did_you_mean
 from sorl_train.config import GROUP_ALGOS, TrainConfig
+from sorl_train.config_schema import fields, flatten
 
-_AT_LEAST_ONE = """
-    search.top_k sampler.max_concurrency rollout.batch_size rollout.group_size rollout.save_every
-    update.steps update.mini_batch_size update.micro_batch_size update.critic_micro_batch_size
-    update.log_prob_micro_batch_size update.epochs sft.num_demos sft.steps sft.batch_size sft.micro_batch_size
-    eval.num_examples eval.num_examples_final checkpoint.keep
-    limits.max_turns limits.max_prompt_tokens limits.max_new_tokens limits.max_observation_tokens
-    limits.max_trajectory_tokens limits.max_reply_chars
-""".split()
-_POSITIVE = """
-    search.timeout_s sampler.temperature loss.clip_eps loss.clip_eps_high loss.dual_clip loss.clip_bias_delta
-    loss.value_clip update.target_kl optim.lr optim.critic_lr optim.adam_eps optim.max_grad_norm sft.lr
-    sft.max_grad_norm limits.max_seconds alarm.strain alarm.ratio_tail alarm.invalid_turns alarm.grad_norm
-    alarm.entropy alarm.roll_back_lr
-""".split()
-_NOT_NEGATIVE = """
-    seed search.retries sampler.max_mismatch rollout.max_staleness loss.kl_coef loss.entropy_coef optim.weight_decay
-    update.critic_warmup_steps hardware.lora_rank hardware.threads eval.every eval.patience eval.temperature
-    checkpoint.every
-""".split()
-_SHARES = """
-    sampler.top_p sampler.gpu_memory loss.gamma loss.gae_lambda optim.warmup_ratio
-    optim.critic_warmup_ratio optim.beta1 optim.beta2 sft.warmup_ratio
-""".split()
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,3})?")
 
 
 def validate(config: TrainConfig) -> None:
@@ -42,19 +23,20 @@ def validate(config: TrainConfig) -> None:
 
 
 def _out_of_range(config: TrainConfig) -> list[str]:
-    checks = (
-        (_AT_LEAST_ONE, lambda value: value >= 1, "must be at least 1"),
-        (_POSITIVE, lambda value: value > 0, "must be above 0"),
-        (_NOT_NEGATIVE, lambda value: value >= 0, "cannot be negative"),
-        (_SHARES, lambda value: 0 <= value <= 1, "must lie between 0 and 1"),
-    )
+    """One line for each number that is outside the bounds of its field (`sorl_train.config.opt`)."""
+    values = flatten(config)
     problems = []
-    for names, holds, rule in checks:
-        for name in names:
-            value = attrgetter(name)(config)
-            if value is not None and not holds(value):
-                problems.append(f"{name} {rule}, it is {value}")
+    for field in fields():
+        value = values[field.name]
+        if field.is_number and value is not None and (problem := field.bounds.problem(value)) is not None:
+            problems.append(f"{field.name} {problem}")
     return problems
+
+
+def check_device(name: str) -> None:
+    """Raise ``UserError`` unless ``name`` is a device's. Whether it is there, torch says when it is used."""
+    if not _DEVICE.fullmatch(name):
+        raise UserError(f"unknown device {name!r}: use auto, cpu, cuda, cuda:1 or mps")
 
 
 def _batch_problems(config: TrainConfig) -> list[str]:
@@ -79,6 +61,10 @@ def _batch_problems(config: TrainConfig) -> list[str]:
 def _choice_problems(config: TrainConfig) -> list[str]:
     problems = []
     loss, limits = config.loss, config.limits
+    if not _DEVICE.fullmatch(config.hardware.device):
+        problems.append(
+            f"hardware.device {config.hardware.device!r} is unknown: use auto, cpu, cuda, cuda:1 or mps"
+        )
     if config.search.corpus and config.search.url:
         problems.append(
             f"search.corpus ({config.search.corpus}) and search.url ({config.search.url}) exclude each other: give one"
@@ -107,11 +93,26 @@ def _choice_problems(config: TrainConfig) -> list[str]:
             f"sampler.backend=vllm runs on the first GPU that is visible, not on {config.hardware.device}: choose it "
             "with CUDA_VISIBLE_DEVICES and hardware.device=cuda"
         )
-    if config.sampler.top_p == 0:
-        problems.append("sampler.top_p must be above 0")
     prompt, total = limits.max_prompt_tokens, limits.max_trajectory_tokens
     if prompt is not None and total is not None and prompt >= total:
         problems.append(
             f"limits.max_prompt_tokens {prompt} leaves no room in limits.max_trajectory_tokens {total}"
         )
     return problems
+
+
+def check_tiny(tiny: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` for an unknown name or a size out of range in ``hardware.tiny``."""
+    names = ("hidden_size", "num_layers", "num_heads")
+    problems = [
+        f"unknown key 'hardware.tiny.{key}'. {did_you_mean(str(key), names)}"
+        for key in tiny
+        if key not in names
+    ]
+    problems += [
+        f"hardware.tiny.{name} must be a whole number from 1 to 65536, it is {tiny[name]!r}"
+        for name in names
+        if name in tiny and (type(tiny[name]) is not int or not 1 <= tiny[name] <= 65536)
+    ]
+    if problems:
+        raise UserError("\n".join(problems))

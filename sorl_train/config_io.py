@@ -23,12 +23,14 @@ from typing import Any, Literal, get_origin
 
 import yaml
 
+from sorl_env.command import shortened
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.config import ALGOS, TrainConfig
 from sorl_train.config_check import validate
 from sorl_train.config_schema import build, fields, flatten, without_none
 
 DEFAULT_CONFIG = "quickstart"
+_MOST_NODES = 100_000  # of a YAML file; the largest config has some hundred
 STUDIES = "studies"  # their folder among the packaged configs
 _OF_A_TASK = ("task_args", "data", "eval_data")  # dropped when a layer changes the task
 
@@ -169,7 +171,27 @@ def _nest(dotted: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- YAML -----------------------------------------------------------------------------------------------------
 class _Loader(yaml.SafeLoader):
-    """YAML that reads ``1e-4`` as a number (YAML 1.1 wants ``1.0e-4``) and takes no key twice."""
+    """YAML that reads ``1e-4`` as a number (YAML 1.1 wants ``1.0e-4``), takes no key twice, and stays small."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._sizes: dict[int, int] = {}  # of the nodes so far, with what their aliases stand for
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        node = super().compose_node(parent, index)
+        if node is None or id(node) in self._sizes:
+            return node
+        items = node.value if isinstance(node, yaml.CollectionNode) else ()
+        children = [part for item in items for part in (item if isinstance(item, tuple) else (item,))]
+        if any(id(child) not in self._sizes for child in children):
+            raise yaml.constructor.ConstructorError(
+                None, None, "an alias stands inside itself", node.start_mark
+            )
+        self._sizes[id(node)] = size = 1 + sum(self._sizes[id(child)] for child in children)
+        if size > _MOST_NODES:
+            problem = f"its aliases stand for more than {_MOST_NODES:,} values"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value]
@@ -199,6 +221,17 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UserError(f"{source}{line}: not valid YAML: {error.problem}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{source}: not valid YAML: {error}") from error
+    except RecursionError:
+        raise UserError(f"{source}: not valid YAML: it is nested too deeply") from None
+    except (
+        ValueError,
+        KeyError,
+        IndexError,
+        AttributeError,
+    ) as error:  # PyYAML, of a value that its tag does not fit
+        raise UserError(
+            f"{source}: not valid YAML: a value cannot be read ({shortened(str(error))})"
+        ) from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

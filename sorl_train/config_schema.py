@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import math
+import reprlib
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from sorl_env.bounds import Bounds
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.config import TrainConfig
 
@@ -21,11 +23,17 @@ class ConfigField(NamedTuple):
     type: Any
     help: str
     paper: str | None
+    bounds: Bounds
 
     @property
     def is_mapping(self) -> bool:
         """An open mapping (``task_args``) whose own keys are not fields."""
         return get_origin(self.type) is dict
+
+    @property
+    def is_number(self) -> bool:
+        """Whole or not; such a field has bounds."""
+        return without_none(self.type) in (int, float)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -40,8 +48,9 @@ def fields(cls: Any = TrainConfig, prefix: str = "") -> Iterator[ConfigField]:
         if dataclasses.is_dataclass(hints[field.name]):
             yield from fields(hints[field.name], f"{prefix}{field.name}.")
         else:
-            paper = field.metadata.get("paper")
-            yield ConfigField(f"{prefix}{field.name}", hints[field.name], field.metadata["help"], paper)
+            about = field.metadata
+            named = f"{prefix}{field.name}"
+            yield ConfigField(named, hints[field.name], about["help"], about.get("paper"), about["bounds"])
 
 
 @functools.cache
@@ -81,7 +90,9 @@ def _build(cls: Any, values: Any, source: str, prefix: str) -> Any:
     if values is None:  # a section whose lines are all commented out
         values = {}
     if not isinstance(values, Mapping):
-        raise UserError(f"{source}{prefix.rstrip('.')} is a section of settings, it cannot be {values!r}")
+        raise UserError(
+            f"{source}{prefix.rstrip('.')} is a section of settings, it cannot be {reprlib.repr(values)}"
+        )
     hints = _hints(cls)
     arguments = {}
     for key, value in values.items():
@@ -104,13 +115,13 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         if value not in get_args(inner):
             raise UserError(f"{where}: unknown value {value!r}. {did_you_mean(str(value), get_args(inner))}")
         return value
-    if inner is float and type(value) in (int, float) and math.isfinite(value):
+    if inner is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
     if get_origin(inner) is dict and isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()}
     if inner in (int, str, bool) and type(value) is inner:  # not isinstance: True is no whole number
         return value
-    raise UserError(f"{where}: expected {type_name(hint)}, got {value!r}")
+    raise UserError(f"{where}: expected {type_name(hint)}, got {reprlib.repr(value)}")
 
 
 def without_none(hint: Any) -> Any:

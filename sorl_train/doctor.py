@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sorl_env.errors import UserError
+from sorl_env.command import Parser, run_command
 
 try:
     from sorl_train.cli_parser import parse
@@ -22,12 +22,11 @@ except ModuleNotFoundError as error:  # the core alone is installed
 if TYPE_CHECKING:
     from sorl_train.doctor_finding import Finding
 
-_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 _WIDTH = 110
 
 
 def _parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="sorl-doctor",
         usage="sorl-doctor [--index DIR] [options of sorl-train]",
         description="Check what the run that these options of sorl-train describe needs, without starting it.",
@@ -42,22 +41,20 @@ def _parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    try:
-        own, rest = _parse_args(sys.argv[1:] if argv is None else argv)
-        arguments = parse(rest)
-        config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
-        from sorl_train.doctor_checks import examine
+    return run_command("sorl-doctor", _examine, argv)
 
-        findings: list[Finding] = []
-        with _only_errors_logged():
-            for finding in examine(config, own.index):
-                findings.append(finding)
-                print(as_text(finding), flush=True)
-    except UserError as error:
-        print(f"sorl-doctor: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+
+def _examine(argv: Sequence[str]) -> int:
+    own, rest = _parse_args(argv)
+    arguments = parse(rest)
+    config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
+    from sorl_train.doctor_checks import examine
+
+    findings: list[Finding] = []
+    with _only_errors_logged():
+        for finding in examine(config, own.index, new=not (arguments.resume or arguments.overwrite)):
+            findings.append(finding)
+            print(as_text(finding), flush=True)
     print(_verdict(findings))
     return 1 if any(finding.status == "fail" for finding in findings) else 0
 

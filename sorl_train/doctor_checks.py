@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from packaging.requirements import Requirement
+from safetensors import SafetensorError, safe_open
 
 from sorl_env.data import load_examples
 from sorl_env.errors import UserError
@@ -19,19 +20,26 @@ from sorl_env.registry import load_task
 from sorl_tools.corpus import cache_dir
 from sorl_train.cold_start import TINY
 from sorl_train.config import CRITIC_ALGOS, TrainConfig
+from sorl_train.config_check import check_tiny
 from sorl_train.doctor_finding import Check, Finding, Run, existing
 from sorl_train.doctor_search import check_corpus, check_index, check_replies, check_server, check_tools
 from sorl_train.environments import limits
 from sorl_train.memory import estimate_memory, gigabytes
 from sorl_train.models import compute_dtype, load_tokenizer, pick_device
 from sorl_train.plan import model_shape
+from sorl_train.run_dir import RunDir
 
 LIBRARIES = 1_500_000_000  # bytes that the interpreter, torch and transformers take themselves
 
 
-def examine(config: TrainConfig, index: Path | None = None) -> Iterator[Finding]:
-    """All findings, in order. ``index`` is the folder that the server at ``search.url`` should hold."""
-    run = Run(config, index)
+def examine(config: TrainConfig, index: Path | None = None, *, new: bool = True) -> Iterator[Finding]:
+    """All findings, in order.
+
+    Args:
+        index: the folder that the server at ``search.url`` should hold.
+        new: the run begins a folder of its own, in which no other run may be.
+    """
+    run = Run(config, index, new=new)
     checks: dict[str, tuple[Check, str]] = {
         "versions": (_versions, ""),
         "task": (_task, "correct --task or --task_args"),
@@ -129,8 +137,10 @@ def _data(run: Run) -> Iterator[Finding]:
 
 
 def _model(run: Run) -> Iterator[Finding]:
-    """The model's configuration and tokenizer, without its weights."""
+    """The model's configuration and tokenizer; of its weights, whether the files are whole."""
     model = run.config.model
+    if model == TINY:
+        check_tiny(run.config.hardware.tiny)
     if model == TINY and run.task is not None and None in (run.task.vocabulary, run.task.expert):
         detail = f"tiny is built from a task's vocabulary and expert, which {run.task.name} does not have"
         yield Finding("model", "fail", detail, "give --model a transformers folder or a hub name")
@@ -154,12 +164,26 @@ def _model(run: Run) -> Iterator[Finding]:
             "copy its *.safetensors there, or name another --model",
         )
         return
+    for file in sorted(folder.glob("*.safetensors")):
+        if (damage := _damage(file)) is not None:
+            yield Finding("model", "fail", f"{file}: {damage}", "copy it again, or name another --model")
+            return
     yield Finding("model", "ok", f"{model}: {run.shape.parameters:,} parameters")
+
+
+def _damage(file: Path) -> str | None:
+    """What is wrong with a file of weights, as far as its header and its size tell; None where it is whole."""
+    try:
+        with safe_open(file, "pt"):
+            return None
+    except (OSError, SafetensorError) as error:
+        return f"not a whole safetensors file ({error})"
 
 
 def _memory(run: Run) -> Iterator[Finding]:
     """The upper bound of --dry_run against what is free."""
     config = run.config
+    device = pick_device(config.hardware.device) if config.engine == "local" else torch.device("cpu")
     if run.shape is None or run.limits is None or config.engine != "local":
         free = _free_memory()
         detail = f"{gigabytes(free)} free" if free else "what is free is not known on this system"
@@ -168,7 +192,6 @@ def _memory(run: Run) -> Iterator[Finding]:
         elif config.engine != "local":
             yield Finding("memory", "ok", f"{detail} here; sorl-train --dry_run tells what each GPU needs")
         return  # without a model or a task there is nothing to compare, and that has been said
-    device = pick_device(config.hardware.device)
     need = estimate_memory(
         config, run.shape, run.limits, compute_dtype(config.hardware, device).itemsize
     ).peak
@@ -216,6 +239,12 @@ def _free_memory() -> int | None:
 def _disk(run: Run) -> Iterator[Finding]:
     """Room for checkpoints where the run goes, and a cache folder that can be written."""
     config = run.config
+    if config.run_dir is not None and run.new:
+        try:
+            RunDir(Path(config.run_dir)).check_free()
+        except UserError as error:
+            yield Finding("run folder", "fail", str(error), "give another --run_dir")
+            return
     folder = existing(Path(config.run_dir or "runs").absolute())
     need = 100_000_000  # trajectories, metrics, the report
     if run.shape is not None:
@@ -226,15 +255,25 @@ def _disk(run: Run) -> Iterator[Finding]:
     detail = f"{gigabytes(free)} free at {folder}"
     if run.shape is not None or config.model == TINY:
         detail = f"up to {gigabytes(need)} for checkpoints, {detail}"
-    if not os.access(folder, os.W_OK):
-        yield Finding("disk", "fail", f"{folder} cannot be written", "give another --run_dir")
+    if (problem := _not_writable(Path(config.run_dir or "runs").absolute())) is not None:
+        yield Finding("disk", "fail", problem, "give another --run_dir")
     elif free < need:
         yield Finding("disk", "fail", detail, "give a --run_dir on a larger disk, or lower checkpoint.keep")
     else:
         yield Finding("disk", "ok", detail)
-    cache = existing(cache_dir().absolute())
+    if (problem := _not_writable(cache_dir().absolute())) is not None:
+        yield Finding("cache", "fail", problem, "set SORL_CACHE to a folder that can be written")
+
+
+def _not_writable(folder: Path) -> str | None:
+    """Why nothing can be written to a folder that may not exist yet; None where it can."""
+    file = next((part for part in (folder, *folder.parents) if part.exists() and not part.is_dir()), None)
+    if file is not None:
+        return f"{folder}: {file} is no folder"
+    if not os.access(existing(folder), os.W_OK | os.X_OK):
+        return f"{existing(folder)} cannot be written"
     try:
-        with tempfile.TemporaryFile(dir=cache):
-            pass
+        with tempfile.TemporaryFile(dir=existing(folder)):
+            return None
     except OSError as error:
-        yield Finding("cache", "fail", f"{cache}: {error}", "set SORL_CACHE to a folder that can be written")
+        return f"{existing(folder)} cannot be written ({error})"

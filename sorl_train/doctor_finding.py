@@ -33,6 +33,7 @@ class Run:
     task: Task | None = None
     limits: Limits | None = None
     shape: ModelShape | None = None
+    new: bool = True
 
 
 Check = Callable[[Run], Iterator[Finding]]

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from sorl_env.command import Parser, number, run_command, whole
 from sorl_env.errors import UserError
 from sorl_train import alarm_lab
 from sorl_train.config import AlarmConfig
@@ -34,9 +35,14 @@ POLL_S = 0.2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 0 done, 1 a run failed, 2 wrong usage, 130 interrupted."""
+    again = "interrupted; the same command goes on where this one stopped"
+    return run_command("sorl-lab", _run, argv, interrupted=again)
+
+
+def _run(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, _interrupt)  # a shell that starts it in the background has it ignored
     signal.signal(signal.SIGTERM, _interrupt)
-    parser = argparse.ArgumentParser(prog="sorl-lab", description=(__doc__ or "").replace("``", ""))
+    parser = Parser(prog="sorl-lab", description=(__doc__ or "").replace("``", ""))
     commands = parser.add_subparsers(dest="command", required=True)
     stability = commands.add_parser(
         "stability", help="compare algorithms over rates, reuse, staleness and seeds"
@@ -46,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     stability.add_argument("--out", type=Path, help="folder of the study (default: runs/studies/NAME)")
     stability.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: cores)"
+        "--jobs", type=whole(1), default=os.cpu_count() or 1, help="runs at a time (default: cores)"
     )
     stability.add_argument(
         "--only", default="", help="only runs whose cell contains this text, as 'so_ppo, '"
     )
-    stability.add_argument("--seeds", type=int, help="only the first so many seeds")
+    stability.add_argument("--seeds", type=whole(1), help="only the first so many seeds")
     stability.add_argument("--list", action="store_true", help="show the runs and which are finished")
     stability.add_argument(
         "--table", action="store_true", help="print the table of what is finished, run nothing"
@@ -63,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in alarm_lab.LIMITS:
         default = getattr(AlarmConfig(), name)
         what = f"alarm.{name} (default: {default:g})"
-        alarm.add_argument(f"--{name}", type=float, default=default, metavar="LIMIT", help=what)
+        alarm.add_argument(f"--{name}", type=number(above=0), default=default, metavar="LIMIT", help=what)
     alarm.add_argument(
         "--records",
         type=Path,
@@ -71,17 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="also write what the alarm looks at, a line of JSON a run",
     )
     arguments = parser.parse_args(argv)
-    try:
-        return _alarm(arguments) if arguments.command == "alarm" else _stability(arguments)
-    except BrokenPipeError:  # sorl-lab .. --list | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (UserError, OSError) as error:
-        print(f"sorl-lab: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nsorl-lab: interrupted; the same command goes on where this one stopped", file=sys.stderr)
-        return 130
+    return _alarm(arguments) if arguments.command == "alarm" else _stability(arguments)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -89,10 +85,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _stability(arguments: argparse.Namespace) -> int:
-    for name in ("jobs", "seeds"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name} must be at least 1, it is {value}")
     study = load_study(arguments.config)
     folder = arguments.out or Path("runs/studies") / study.name
     seeds = sorted({run.seed for run in study.runs})[: arguments.seeds]

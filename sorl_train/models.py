@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -16,19 +17,34 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from sorl_env.errors import UserError
 from sorl_train.attention import text_config
 from sorl_train.config import ModelConfig
+from sorl_train.config_check import check_device
 from sorl_train.log_probs import TokenStats, token_log_probs
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 LORA_FILE = "lora.safetensors"
+# of transformers, for a folder that is none or is damaged; a deeply nested config.json is a RecursionError
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    RecursionError,
+    SafetensorError,
+)
 
 
 def pick_device(name: str) -> torch.device:
     """``auto`` is the first GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(name)
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"hardware.device={name}, but torch sees no CUDA device: use hardware.device=cpu")
+        raise UserError(f"device {name}: torch sees no CUDA device; use cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {name}: torch sees {torch.cuda.device_count()} CUDA devices, counted from 0")
     return device
 
 
@@ -52,7 +68,9 @@ def load_tokenizer(folder: str) -> Any:
     """The tokenizer of a model folder, with a pad token for batches."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
+        if type(error) is not Exception and not isinstance(error, LOADING_ERRORS):
+            raise  # a plain Exception is what the tokenizers library has for a damaged file
         raise UserError(_loading_failed("tokenizer", folder, error)) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -78,7 +96,7 @@ def _load_weights(auto_class: Any, what: str, folder: str) -> Any:
             model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
         except ValueError:  # it has no other (GPT-OSS); this is raised before any weight is read
             model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    except (OSError, ValueError, KeyError) as error:
+    except LOADING_ERRORS as error:
         raise UserError(_loading_failed(what, folder, error)) from error
     if getattr(text_config(model), "attn_logit_softcapping", None):
         model.set_attn_implementation(

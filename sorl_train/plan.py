@@ -19,12 +19,13 @@ from sorl_env.errors import UserError
 from sorl_env.tokens import encode_prompt
 from sorl_train.cold_start import TINY, cache_folder, cold_start_key
 from sorl_train.config import CRITIC_ALGOS, TrainConfig
+from sorl_train.config_check import check_tiny
 from sorl_train.config_schema import as_text, flatten
 from sorl_train.engines.openrlhf.flags import check
 from sorl_train.engines.openrlhf.plan import openrlhf_parts
 from sorl_train.environments import make_env
 from sorl_train.memory import MemoryEstimate, ModelShape, estimate_memory, gigabytes
-from sorl_train.models import compute_dtype, load_tokenizer, pick_device
+from sorl_train.models import LOADING_ERRORS, compute_dtype, load_tokenizer, pick_device
 from sorl_train.tiny import build_tiny_policy
 
 
@@ -60,7 +61,7 @@ def model_shape(folder: str, lora_rank: int = 0) -> ModelShape:
         with torch.device("meta"):
             policy = AutoModelForCausalLM.from_config(config)
             backbone = AutoModel.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
+    except LOADING_ERRORS as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"no model configuration could be read from {folder!r}: {first_line}") from error
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -97,10 +98,8 @@ def _model_folder(config: TrainConfig, env: ToolUseEnv) -> Iterator[tuple[str, s
         yield cached, f"tiny, cold-started before and kept in {cached}"
         return
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            build_tiny_policy(env.task, folder, seed=config.seed, **config.hardware.tiny)
-        except TypeError as error:
-            raise UserError(f"hardware.tiny: {error}") from error
+        check_tiny(config.hardware.tiny)
+        build_tiny_policy(env.task, folder, seed=config.seed, **config.hardware.tiny)
         cold_start = (
             f"after a cold start of {config.sft.steps} supervised steps"
             if config.stage == "rl"

@@ -15,12 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sorl_env.command import Parser, run_command
 from sorl_env.errors import UserError
+from sorl_env.folders import new_folder
 from sorl_train.report_data import chart_data, missing_figures, stage_seconds
 from sorl_train.report_dialogue import COUNT, question_of, segments, step_files
 from sorl_train.report_figures import SECTIONS
 from sorl_train.report_groups import find_runs, group_runs, name_runs
-from sorl_train.report_page import make_place_for, render_page
+from sorl_train.report_page import check_place_for, render_page
 from sorl_train.report_run import HEADLINE, STABILITY, ReportRun, read_run
 from sorl_train.report_table import COLUMNS, group_rows, run_rows
 from sorl_train.run_dir import RunDir, atomic_write
@@ -52,9 +54,11 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
         read_run(folder.path, label, dialogues, folder.cell)
         for folder, label in zip(folders, labels, strict=True)
     ]
-    make_place_for(out)
+    check_place_for(out)
     title = f"{paths[0].resolve().name}: {len(runs)} runs" if len(paths) == 1 else f"{len(runs)} runs"
-    atomic_write(out, render(runs, title, [_viewer_address(run.path, out) for run in runs]))
+    page = render(runs, title, [_viewer_address(run.path, out) for run in runs])
+    with new_folder(out.parent):
+        atomic_write(out, page)
     return out
 
 
@@ -94,9 +98,11 @@ def render(runs: Sequence[ReportRun], title: str, viewers: Sequence[str | None])
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command ``sorl-report``; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="sorl-report", description="One self-contained HTML page about runs."
-    )
+    return run_command("sorl-report", _report, argv)
+
+
+def _report(argv: Sequence[str]) -> int:
+    parser = Parser(prog="sorl-report", description="One self-contained HTML page about runs.")
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run folders, overlaid; or a study's folder"
     )
@@ -111,19 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     runs: list[Path] = arguments.runs
     out = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    try:
-        folders = find_runs(runs)
-        wanted = len(folders) == 1 if arguments.viewers is None else arguments.viewers
-        for folder in folders if wanted else ():
-            if step_files(RunDir(folder.path).trajectories):
-                _write_viewer(folder.path)
-        print(write_report(runs, out))
-    except (UserError, OSError) as error:
-        print(f"sorl-report: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nsorl-report: interrupted", file=sys.stderr)
-        return 130
+    folders = find_runs(runs)
+    wanted = len(folders) == 1 if arguments.viewers is None else arguments.viewers
+    for folder in folders if wanted else ():
+        if step_files(RunDir(folder.path).trajectories):
+            _write_viewer(folder.path)
+    print(write_report(runs, out))
     return 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_env.text import read_json
 from sorl_train.report_run import ReportRun
 from sorl_train.run_dir import RunDir
 
@@ -76,13 +77,13 @@ def _runs_of_study(path: Path) -> list[RunFolder]:
 def _cells(results: Path) -> dict[str, str]:
     """The cell of each run that is in the results."""
     cells = {}
-    for number, line in enumerate(results.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(results.read_bytes().splitlines(), start=1):
         try:
-            result = json.loads(line)
+            result = read_json(line)
             cells[str(result["id"])] = str(result["cell"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{results}, line {number}: no result of a study ({error!r}); sorl-lab stability .. --table writes "
+                f"{results}, line {number}: no result of a study ({error}); sorl-lab stability .. --table writes "
                 "the file anew"
             ) from error
     return cells

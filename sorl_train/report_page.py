@@ -54,11 +54,10 @@ def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def make_place_for(page: Path) -> None:
-    """Make the folder that a page is written to. Raises UserError where there is a folder in place of the page."""
+def check_place_for(page: Path) -> None:
+    """Raise UserError where there is a folder in place of the page."""
     if page.is_dir():
         raise UserError(f"--out {page} is a folder; name a file, as {page / 'page.html'}")
-    page.parent.mkdir(parents=True, exist_ok=True)
 
 
 def figure(value: Any, kind: str = "") -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from sorl_env.errors import UserError, did_you_mean
+from sorl_env.text import read_json
 from sorl_train.report_dialogue import COUNT, Dialogue, choose_dialogues, step_files
 from sorl_train.run_dir import RunDir
 from sorl_train.study import measure
@@ -173,7 +173,7 @@ def _read(file: Path, parse: Callable[[Path], _T], notes: list[str]) -> _T | Non
         notes.append(
             f"{file.name} is missing" + (": the run has not finished" if file.stem == "summary" else "")
         )
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{file.name} cannot be read: {error}")
     return None
 
@@ -183,7 +183,7 @@ def _rows(file: Path, notes: list[str]) -> list[Row]:
     rows: dict[int, Row] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
-            row = _mapping(json.loads(line))
+            row = _mapping(read_json(line))
             rows[int(row["step"])] = row
         except (ValueError, KeyError, TypeError):
             notes.append(f"{file.name}:{number} is left out: not a JSON object with a step")
@@ -194,7 +194,7 @@ def _stability(path: Path) -> dict[str, float]:
     """What can be said of a run's stability; nothing before its first evaluation and step, or of broken metrics."""
     try:
         figures = measure(path)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     return {name: value for name, value in figures.items() if not math.isnan(value)}
 
@@ -206,7 +206,7 @@ def _events(file: Path, notes: list[str]) -> list[Row]:
     found: list[Row] = []
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
-            event = _mapping(json.loads(line))
+            event = _mapping(read_json(line))
             found.append(
                 {
                     "step": int(event["step"]),
@@ -253,7 +253,7 @@ def _yaml_settings(file: Path) -> dict[str, Any]:
 
 
 def _json_mapping(file: Path) -> dict[str, Any]:
-    return _mapping(json.loads(file.read_text(encoding="utf-8")))
+    return _mapping(read_json(file.read_bytes()))
 
 
 def _mapping(value: Any) -> dict[str, Any]:

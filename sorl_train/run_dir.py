@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_env.folders import missing_folders, remove_empty
 from sorl_env.text import read_json
 from sorl_train.config import TrainConfig
 from sorl_train.config_io import config_hash, read_resolved, to_yaml
@@ -93,6 +94,7 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._made: list[Path] = []  # this folder and those above it that were made for it
         self.config = path / "config.yaml"
         self.manifest = path / "manifest.json"
         self.metrics = path / "metrics.jsonl"
@@ -109,12 +111,10 @@ class RunDir:
     def create(cls, path: str | Path, config: TrainConfig, *, overwrite: bool = False) -> RunDir:
         """A new run folder. An earlier run there is an error, or with ``overwrite`` moved aside (never deleted)."""
         run = cls(Path(path))
-        if run.path.exists() and not run.path.is_dir():
-            raise UserError(f"run_dir {run.path} is a file; choose another --run_dir")
+        run.check_free(overwrite=overwrite)
         if run.path.is_dir() and any(run.path.iterdir()):
-            if not (overwrite and run.config.is_file()):
-                raise UserError(run._taken())
             run.path.rename(_free_name(run.path))
+        run._made = missing_folders(run.path)
         run.trajectories.mkdir(parents=True, exist_ok=True)
         run.checkpoints.mkdir(exist_ok=True)
         text = to_yaml(config)
@@ -129,6 +129,14 @@ class RunDir:
         }
         run._write_manifest(started | environment_facts())
         return run
+
+    def check_free(self, *, overwrite: bool = False) -> None:
+        """Raise ``UserError`` unless a new run can take this folder; with ``overwrite``, an earlier run may be there."""
+        for part in (self.path, *self.path.parents):
+            if part.exists() and not part.is_dir():
+                raise UserError(f"run_dir {self.path}: {part} is a file; choose another --run_dir")
+        if self.path.is_dir() and any(self.path.iterdir()) and not (overwrite and self.config.is_file()):
+            raise UserError(self._taken())
 
     @classmethod
     def resume(cls, path: str | Path, config: TrainConfig) -> tuple[RunDir, list[str]]:
@@ -245,6 +253,7 @@ class RunDir:
             self.config.unlink(missing_ok=True)
             self.manifest.unlink(missing_ok=True)
             self.path.rmdir()
+            remove_empty(self._made[1:])
 
     def remove_leftovers(self) -> None:
         """Delete the half-written files under temporary names that a killed run left."""

@@ -89,7 +89,10 @@ def load_study(name_or_path: str) -> Study:
     path = packaged if packaged.is_file() else Path(name_or_path)
     if not path.is_file():
         raise UserError(f"no study {name_or_path!r}. {did_you_mean(name_or_path, packaged_studies())}")
-    content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    try:
+        content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: it is not UTF-8 text ({error}); a study is a YAML file") from error
     if not isinstance(content, dict) or set(content) - set(KEYS):
         unknown = sorted(set(content) - set(KEYS)) if isinstance(content, dict) else content
         raise UserError(f"{path}: a study has the keys {', '.join(KEYS)}, not {unknown}")

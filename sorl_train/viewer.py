@@ -6,22 +6,23 @@ megabytes. The report links into it. As the report, it works offline, and nothin
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sorl_env.command import Parser, run_command, whole
 from sorl_env.errors import UserError
+from sorl_env.folders import new_folder
 from sorl_train.report_dialogue import step_files
 from sorl_train.report_groups import find_runs
-from sorl_train.report_page import make_place_for, render_page
+from sorl_train.report_page import check_place_for, render_page
 from sorl_train.report_run import ReportRun, read_run
 from sorl_train.run_dir import RunDir, atomic_write
 from sorl_train.viewer_data import CHUNK, MOST_BYTES, MOST_DIALOGUES, Packed, StepFile, pack, pack_files
 
 NAME = "viewer.html"
-_STEPS = re.compile(r"(\d+)(?:-(\d+))?")
+_STEPS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _SCRIPTS = (
     "page.js",
     "viewer_data.js",
@@ -61,8 +62,10 @@ def write_viewer(
     if not packed.rows:
         raise UserError(f"no dialogue in {run_dir} can be read: {'; '.join(notes) or 'its files are empty'}")
     out = out or run_dir / NAME
-    make_place_for(out)
-    atomic_write(out, render(run, packed, notes))
+    check_place_for(out)
+    page = render(run, packed, notes)
+    with new_folder(out.parent):
+        atomic_write(out, page)
     return out
 
 
@@ -91,28 +94,23 @@ def render(run: ReportRun, packed: Packed, notes: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command ``sorl-view``; the exit status."""
-    parser = argparse.ArgumentParser(prog="sorl-view", description="A run's dialogues in one page.")
+    return run_command("sorl-view", _view, argv, interrupted="interrupted; nothing was written")
+
+
+def _view(argv: Sequence[str]) -> int:
+    parser = Parser(prog="sorl-view", description="A run's dialogues in one page.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--out", type=Path, help=f"default: RUN/{NAME}")
     parser.add_argument("--steps", metavar="FIRST-LAST", help="only dialogues of these steps, or of this one")
     parser.add_argument(
         "--most",
-        type=int,
+        type=whole(1),
         default=MOST_DIALOGUES,
         help="dialogues in the page, but two of each step at least (default: %(default)s)",
     )
     arguments = parser.parse_args(argv)
-    try:
-        if arguments.most < 1:
-            raise UserError(f"--most must be at least 1, it is {arguments.most}")
-        steps = _parse_steps(arguments.steps) if arguments.steps else None
-        print(write_viewer(arguments.run, arguments.out, steps=steps, most=arguments.most))
-    except (UserError, OSError) as error:
-        print(f"sorl-view: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nsorl-view: interrupted; nothing was written", file=sys.stderr)
-        return 130
+    steps = _parse_steps(arguments.steps) if arguments.steps else None
+    print(write_viewer(arguments.run, arguments.out, steps=steps, most=arguments.most))
     return 0
 
 

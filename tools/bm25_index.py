@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sorl_env.errors import UserError
+from sorl_env.folders import missing_folders, remove_empty
 from sorl_tools.corpus import Passage, PassageFile, cache_dir, check_corpus
 from sorl_tools.index.manifest import FORMAT, hash_file, read_manifest
 from sorl_tools.index.words import query_stems
@@ -81,6 +82,7 @@ def _ensure_index(path: Path, digest: str) -> Path:
     folder = cache_dir() / "bm25" / f"{digest[:24]}-index{FORMAT}"
     if folder.is_dir():
         return folder
+    made = missing_folders(folder.parent)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=folder.parent, prefix="building-"))
@@ -94,6 +96,7 @@ def _ensure_index(path: Path, digest: str) -> Path:
             raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
+        remove_empty(made)  # of a corpus that cannot be indexed
     return folder
 
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from sorl_env.bounds import MOST
+from sorl_env.command import number, seed, whole
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.registry import load_task, task_names
@@ -26,13 +28,6 @@ API_KEY = "SORL_API_KEY"  # not an option: the manifest keeps the command line
 _LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports mistakes as ``UserError``, for one line on standard error."""
-
-    def error(self, message: str) -> Any:
-        raise UserError(message)
-
-
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
     """Where the policy is, and how it draws."""
     served = parser.add_argument_group(
@@ -48,28 +43,33 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
         help="the model's: prompts go out as token ids; without it as plain text",
     )
     served.add_argument(
-        "--timeout_s", type=float, default=600.0, help="for one turn, retries included (default: 600)"
+        "--timeout_s",
+        type=number(above=0, high=86400),
+        default=600.0,
+        help="for one turn, retries included (default: 600)",
     )
     local = parser.add_argument_group("a local model")
     local.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     local.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     local.add_argument(
-        "--threads", type=int, default=0, help="CPU threads of torch; 0 leaves torch's own choice"
+        "--threads", type=whole(0, 1024), default=0, help="CPU threads of torch; 0 leaves torch's own choice"
     )
     drawing = parser.add_argument_group("drawing")
     drawing.add_argument(
-        "--temperature", type=float, metavar="T", help="default: 0, greedy; 1 with --samples"
+        "--temperature", type=number(0, 100), metavar="T", help="default: 0, greedy; 1 with --samples"
     )
-    drawing.add_argument("--top_p", type=float, default=1.0, metavar="P", help="default: 1, all tokens")
     drawing.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the sample and the draws (default: 0)"
+        "--top_p", type=number(above=0, high=1), default=1.0, metavar="P", help="default: 1, all tokens"
+    )
+    drawing.add_argument(
+        "--seed", type=seed, default=0, metavar="N", help="of the sample and the draws (default: 0)"
     )
     drawing.add_argument(
         "--no_chat_template", action="store_true", help="leave the model's chat template out"
     )
     drawing.add_argument(
         "--concurrency",
-        type=int,
+        type=whole(1, 65536),
         default=32,
         help="questions in flight (default: 32); each holds a cache row",
     )
@@ -83,7 +83,7 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument("--split", help="default: test")
     tasks.add_argument("--corpus", nargs="+", default=[], help="passages for search in process")
     tasks.add_argument("--search_url", nargs="+", default=[], help="a retrieval server")
-    tasks.add_argument("--top_k", type=int, help="passages a search (default: 3)")
+    tasks.add_argument("--top_k", type=whole(1), help="passages a search (default: 3)")
     tasks.add_argument("--limits", nargs="+", default=[], metavar="KEY=VALUE", help=", ".join(_LIMITS))
 
 
@@ -114,8 +114,6 @@ def policy_facts(args: argparse.Namespace, source: PolicySource | None) -> dict[
 
 def rollout_settings(args: argparse.Namespace, source: PolicySource | None) -> RolloutSettings:
     """How turns are drawn. A policy keeps the chat template it was trained with, or without."""
-    if args.concurrency < 1:
-        raise UserError(f"--concurrency {args.concurrency}: give at least 1")
     trained = source.config.hardware.chat_template if source is not None and source.config else True
     return RolloutSettings(
         temperature=args.temperature or 0.0,
@@ -256,6 +254,10 @@ def _limits(texts: Sequence[str], limits: Limits) -> Limits:
         if not equals or key not in _LIMITS:
             raise UserError(f"--limits {text}: write KEY=VALUE. {did_you_mean(key, _LIMITS)}")
         changed[key] = parse_yaml(value, f"--limits {key}")
+    for key, value in changed.items():
+        kinds = (int, float, type(None)) if key == "max_seconds" else (int,)
+        if type(value) not in kinds or (value is not None and not 0 < value <= MOST):
+            raise UserError(f"--limits {key}={value}: a number must be at least 1, and at most {MOST}")
     try:
         return dataclasses.replace(limits, **changed)
     except (TypeError, ValueError) as error:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from sorl_env.command import Parser, run_command, whole
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.render import render_dialogue
@@ -17,7 +18,6 @@ from sorl_env.trajectory import Trajectory
 
 try:
     from sorl_train.evaluate.arguments import (
-        Parser,
         add_policy_options,
         add_task_options,
         find_source,
@@ -36,14 +36,7 @@ _COLOUR = re.compile(r"\033\[\d+m")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status: 0 answered, 1 no answer, 2 wrong usage, 130 interrupted."""
-    try:
-        args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
-        return _ask(args)
-    except UserError as error:
-        print(f"sorl-ask: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return run_command("sorl-ask", lambda words: _ask(_parser().parse_args(words)), argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("question", nargs="?", help="in quotes; or --index")
     parser.add_argument("--model", help="a model folder, a checkpoint, a run folder, or a hub name")
     parser.add_argument(
-        "--index", type=int, help="ask this question of the task's data in place of one of your own"
+        "--index", type=whole(0), help="ask this question of the task's data in place of one of your own"
     )
     parser.add_argument("--options", nargs="+", default=[], metavar="A=TEXT", help="for multiple choice")
     parser.add_argument("--search", metavar="CORPUS_OR_URL", help="short for --corpus or --search_url")

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sorl_env.command import Parser, run_command, whole
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 
 try:
     from sorl_train.evaluate.arguments import (
-        Parser,
         add_policy_options,
         add_task_options,
         find_source,
@@ -61,17 +61,14 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status: 0 done, 1 questions were left out for outages, 2 wrong usage, 130 interrupted."""
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        if argv and argv[0] in COMMANDS:
-            return COMMANDS[argv[0]](argv[1:])
-        return evaluate(_parser().parse_args(argv))
-    except UserError as error:
-        print(f"sorl-eval: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nsorl-eval: interrupted; the same command goes on where this one stopped", file=sys.stderr)
-        return 130
+    again = "interrupted; the same command goes on where this one stopped"
+    return run_command("sorl-eval", _run, argv, interrupted=again)
+
+
+def _run(argv: Sequence[str]) -> int:
+    if argv and argv[0] in COMMANDS:
+        return COMMANDS[argv[0]](argv[1:])
+    return evaluate(_parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,10 +89,10 @@ def _parser() -> argparse.ArgumentParser:
         "--mode", nargs="+", default=["agent"], metavar="MODE", help=f"of {', '.join(MODES)} (default: agent)"
     )
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="questions a task, a seeded sample (default: all)"
+        "--limit", type=whole(1), metavar="N", help="questions a task, a seeded sample (default: all)"
     )
     parser.add_argument(
-        "--samples", type=int, default=1, metavar="N", help="answers a question, for pass@k (default: 1)"
+        "--samples", type=whole(1), default=1, metavar="N", help="answers a question, for pass@k (default: 1)"
     )
     parser.add_argument(
         "--out",
@@ -122,7 +119,8 @@ def evaluate(args: argparse.Namespace) -> int:
     jobs = plan_jobs(envs, modes, args.limit, args.samples, args.seed)
     open_jobs = [job for job in jobs if job.key not in journal.rows]
     if open_jobs:
-        policy = make_policy(args, source, envs.values())
+        with journal.dropped_if_empty():
+            policy = make_policy(args, source, envs.values())
         progress = Progress(args.quiet)
         progress.start("evaluate", len(jobs), len(jobs) - len(open_jobs))
 
@@ -131,7 +129,8 @@ def evaluate(args: argparse.Namespace) -> int:
             progress.advance(1)
 
         try:
-            run_evaluation(policy, envs, open_jobs, on_row)
+            with journal.dropped_if_empty():
+                run_evaluation(policy, envs, open_jobs, on_row)
         finally:
             progress.close()
             for env in envs.values():
@@ -162,8 +161,6 @@ def write_summary(journal: Journal, rows: Sequence[Row], settings: Mapping[str, 
 
 def _check(args: argparse.Namespace, modes: list[str]) -> None:
     check_modes(modes)
-    if args.samples < 1 or (args.limit is not None and args.limit < 1):
-        raise UserError(f"--samples {args.samples}, --limit {args.limit}: give at least 1")
     if args.samples > 1 and args.temperature is None:
         args.temperature = 1.0  # n greedy samples would be the same one n times
     if args.samples > 1 and args.temperature == 0:

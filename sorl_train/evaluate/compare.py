@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from sorl_env.command import Parser, whole
 from sorl_env.errors import UserError, did_you_mean
-from sorl_train.evaluate.arguments import Parser
 from sorl_train.evaluate.intervals import Paired, paired
 from sorl_train.evaluate.journal import read_folder
 from sorl_train.evaluate.prompts import MODES
@@ -55,7 +55,9 @@ def compare_main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=Path, help="write everything, with all questions gained and lost, as JSON"
     )
-    parser.add_argument("--show", type=int, default=5, help="questions gained and lost to print (default: 5)")
+    parser.add_argument(
+        "--show", type=whole(0), default=5, help="questions gained and lost to print (default: 5)"
+    )
     args = parser.parse_args(argv)
     comparisons = compare(args.a, args.b, args.metric)
     print(report(comparisons, args.show))

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_env.folders import missing_folders, remove_empty
+from sorl_env.text import read_json
 from sorl_train.evaluate.rows import Job, Key, Row
 from sorl_train.manifest import environment_facts
 from sorl_train.metrics_log import append_line, read_jsonl
@@ -43,6 +46,7 @@ class Journal:
         self.folder = folder
         self.results = folder / "results.jsonl"
         self.timings = folder / "timings.jsonl"
+        self._made = missing_folders(folder)
         self._check(settings)
         self.rows: dict[Key, Row] = {}
         self.seconds: dict[Key, dict[str, Any]] = {}
@@ -52,7 +56,7 @@ class Journal:
         file = self.folder / "settings.json"
         fresh = json.loads(json.dumps(settings))
         if file.is_file():
-            old = json.loads(file.read_text(encoding="utf-8"))
+            old = _read_settings(file)
             changed = list(differences(_grown(old, fresh), fresh))
             if changed:
                 lines = "\n".join(f"  {line}" for line in changed)
@@ -81,6 +85,18 @@ class Journal:
                 self.seconds[line["task"], line["mode"], line["index"], line["sample"]] = line
         self._write([row.key for row in kept])
 
+    @contextmanager
+    def dropped_if_empty(self) -> Iterator[None]:
+        """Where the block raises and there is no row yet, a folder that was made for this evaluation goes again."""
+        try:
+            yield
+        except BaseException:
+            if self._made and not self.rows:
+                for name in ("manifest.json", "settings.json", self.results.name, self.timings.name):
+                    (self.folder / name).unlink(missing_ok=True)
+                remove_empty(self._made)
+            raise
+
     def add(self, row: Row, seconds: Mapping[str, float]) -> None:
         """Append a row at once; its seconds first, so that no row is without."""
         task, mode, index, sample = row.key
@@ -102,7 +118,18 @@ class Journal:
 
 def read_results(path: Path) -> list[Row]:
     """The rows of ``results.jsonl``. Raises ``UserError`` for a line of another kind, naming it."""
-    return [Row.from_json(line, f"{path}:{number}") for number, line in enumerate(read_jsonl(path), start=1)]
+    rows = []
+    for number, line in enumerate(
+        path.read_bytes().split(b"\n")[:-1], start=1
+    ):  # a half last line is left out
+        try:
+            record = read_json(line)
+        except ValueError as error:
+            raise UserError(
+                f"{path}:{number}: not a row of sorl-eval: {error}; delete the folder, or name another"
+            ) from error
+        rows.append(Row.from_json(record, f"{path}:{number}"))
+    return rows
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], list[Row]]:
@@ -113,7 +140,19 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], list[Row]]:
             f"{folder} holds no evaluation (no {settings.name} with {results.name}): give the folder that "
             "sorl-eval wrote with --out"
         )
-    return json.loads(settings.read_text(encoding="utf-8")), read_results(results)
+    return _read_settings(settings), read_results(results)
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    try:
+        settings = read_json(file.read_bytes())
+        if not {"label", "tasks", "modes", "limit", "samples"} <= settings.keys():
+            raise ValueError("it lacks settings that sorl-eval writes")
+        return dict(settings)
+    except (ValueError, AttributeError) as error:
+        raise UserError(
+            f"{file}: not the settings of an evaluation ({error}); give another folder with --out"
+        ) from error
 
 
 def _grown(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,8 +58,11 @@ def find_policy(model: str) -> PolicySource:
         )
     if _HUB_NAME.fullmatch(model) and not path.parent.is_dir():
         return PolicySource(model.rpartition("/")[2], model)
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    raise UserError(f"there is no model at {model}. {did_you_mean(path.name, siblings)}")
+    if path.exists():
+        raise UserError(f"{model} is a file; give a model folder, a checkpoint or a run folder")
+    siblings = [entry.name for entry in path.parent.glob("*/")] if path.parent.is_dir() else []
+    hint = did_you_mean(path.name, siblings) if siblings else f"There is no folder in {path.parent}."
+    raise UserError(f"there is no model at {model}. {hint}")
 
 
 def _best(run: Path) -> Path:

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sorl_env.command import Parser
 from sorl_env.data import load_examples
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_env.task import Example
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import iter_jsonl, read_parquet
-from sorl_train.evaluate.arguments import Parser
 from sorl_train.evaluate.intervals import mean_interval
 from sorl_train.evaluate.journal import read_folder
 from sorl_train.evaluate.scores import REWARDS, score

@@ -99,6 +99,8 @@ class Row:
     @classmethod
     def from_json(cls, record: Mapping[str, Any], where: str) -> Row:
         """Inverse of ``to_json``. Raises ``UserError`` for a record of another kind, naming ``where``."""
+        if not isinstance(record, dict):
+            raise UserError(f"{where}: not a row of sorl-eval: a JSON object is wanted; name another folder")
         names = [field.name for field in dataclasses.fields(cls)]
         for name in (*(n for n in names if n not in record), *(n for n in record if n not in names)):
             raise UserError(f"{where}: not a row of sorl-eval: field {name!r}. {did_you_mean(name, names)}")

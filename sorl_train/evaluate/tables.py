@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from sorl_env.command import Parser
 from sorl_env.errors import UserError
-from sorl_train.evaluate.arguments import Parser
+from sorl_env.text import read_json
 
 ABOUT = "Several evaluations in one table, beside the published rows of the paper's Table 1."
 MODE_NAMES = {"direct": "Direct Inference", "cot": "CoT", "rag": "RAG", "agent": "agent"}
@@ -95,8 +96,11 @@ def table_main(argv: Sequence[str]) -> int:
 def read_summary(folder: Path) -> dict[str, Any]:
     """``summary.json`` of a folder. Raises ``UserError`` where there is none."""
     file = folder.expanduser() / "summary.json"
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if "entries" not in content:  # a run folder has a summary of its own
+    try:
+        content = read_json(file.read_bytes()) if file.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{file}: it is damaged ({error}); evaluate again") from error
+    if not isinstance(content, dict) or "entries" not in content:  # a run folder has a summary of its own
         raise UserError(
             f"{folder} holds no finished evaluation: give a folder where sorl-eval ran to its end"
         )

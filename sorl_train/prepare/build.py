@@ -21,6 +21,7 @@ from typing import Any
 
 from sorl_env.data import TEST_SPLIT
 from sorl_env.errors import UserError, did_you_mean
+from sorl_env.folders import new_folder
 from sorl_env.registry import load_task
 from sorl_env.task import Example
 from sorl_train.prepare.card import card
@@ -204,7 +205,18 @@ def _write(
     out: Path,
     options: Options,
 ) -> Manifest:
-    out.mkdir(parents=True, exist_ok=True)
+    with new_folder(out):
+        return _write_files(recipe, examples, entries, pairs, out, options)
+
+
+def _write_files(
+    recipe: Recipe,
+    examples: Mapping[str, Sequence[Example]],
+    entries: Mapping[str, Mapping[str, Any]],
+    pairs: Mapping[str, Sequence[Pair]],
+    out: Path,
+    options: Options,
+) -> Manifest:
     files = {}
     for split, found in examples.items():
         text = jsonl(to_row(example, recipe.name, split) for example in found)

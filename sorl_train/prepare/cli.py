@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sorl_env.check_task import load_tokenizer
+from sorl_env.command import Parser, number, run_command, whole
 from sorl_env.data import SUFFIXES
 from sorl_env.errors import UserError
+from sorl_env.text import read_json
 from sorl_train.prepare.build import DROP, Options, choose_sources, prepare
 from sorl_train.prepare.manifest import CARD, PAIRS, Manifest, jsonl
 from sorl_train.prepare.overlap import SHINGLE, THRESHOLD, Pair, count_pairs, find_pairs
@@ -27,23 +27,17 @@ ABOUT = "Prepare published data sets, find questions that stand in two files, sh
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Exit status: 0 done, 1 ``check`` found pairs, 2 wrong usage, 130 interrupted."""
+    return run_command("sorl-data", _run, argv)
+
+
+def _run(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        status: int = arguments.run(arguments)
-        return status
-    except UserError as error:
-        print(f"sorl-data: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # sorl-data show .. | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        print("\nsorl-data: interrupted", file=sys.stderr)
-        return 130
+    status: int = arguments.run(arguments)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sorl-data", description=ABOUT)
+    parser = Parser(prog="sorl-data", description=ABOUT)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_prepare(commands)
     _add_check(commands)
@@ -98,12 +92,17 @@ def _add_check(commands: Any) -> None:
     check.add_argument("train", type=Path, metavar="TRAIN", help="a file")
     check.add_argument("test", type=Path, metavar="TEST", help="the file whose questions should not be in it")
     check.add_argument("--task", help="the task that reads both files; default: by their columns")
-    check.add_argument("--shingle", type=int, default=SHINGLE, help=f"words of a shingle (default {SHINGLE})")
     check.add_argument(
-        "--threshold", type=float, default=THRESHOLD, help=f"least Jaccard similarity (default {THRESHOLD})"
+        "--shingle", type=whole(1), default=SHINGLE, help=f"words of a shingle (default {SHINGLE})"
+    )
+    check.add_argument(
+        "--threshold",
+        type=number(above=0, high=1),
+        default=THRESHOLD,
+        help=f"least Jaccard similarity (default {THRESHOLD})",
     )
     check.add_argument("--out", type=Path, metavar="FILE", help="write every pair as a JSON line")
-    check.add_argument("--rows", type=int, default=5, help="pairs of each kind to print (default 5)")
+    check.add_argument("--rows", type=whole(0), default=5, help="pairs of each kind to print (default 5)")
     check.set_defaults(run=_check)
 
 
@@ -112,7 +111,7 @@ def _add_show(commands: Any) -> None:
         "show", help="counts, lengths and the first rows of a file, or of a folder's files"
     )
     show.add_argument("path", type=Path, metavar="FILE", help="or the folder of a prepared set")
-    show.add_argument("--rows", type=int, default=3, help="rows to print (default 3)")
+    show.add_argument("--rows", type=whole(0), default=3, help="rows to print (default 3)")
     show.add_argument("--task", help="the task that reads the file; default: the one it was prepared for")
     show.add_argument("--tokenizer", metavar="FOLDER", help="count tokens with this model folder's tokenizer")
     show.set_defaults(run=_show)
@@ -154,9 +153,9 @@ def _read_ids(path: Path | None) -> frozenset[str] | None:
     if path is None:
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--test_ids {path}: {error}") from error
+        content = read_json(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"--test_ids {path}: {error}; a JSON list of ids is wanted") from error
     if not isinstance(content, (list, dict)) or not content:
         raise UserError(
             f"--test_ids {path}: a JSON list of ids, or an object that has them as keys, is wanted"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_env.text import read_json
 
 MANIFEST = "sorl_data.json"
 PAIRS = "overlap.jsonl"
@@ -26,7 +27,13 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not path.is_file():
         return None
     try:
-        manifest: Manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error}); prepare the folder again") from error
+    if (
+        not isinstance(manifest, dict)
+        or not isinstance(manifest.get("files"), dict)
+        or "name" not in manifest
+    ):
+        raise UserError(f"{path}: not a manifest of sorl-data; prepare the folder again")
     return manifest

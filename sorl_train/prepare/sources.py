@@ -11,6 +11,7 @@ from typing import Any
 
 from sorl_env.data import SUFFIXES, read_rows
 from sorl_env.errors import UserError
+from sorl_env.text import read_json
 
 _HUB = "hf:"
 
@@ -73,9 +74,9 @@ def _read_file(path: Path) -> Source:
 def _read_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """A JSON list of rows, or an object that holds one, as BioASQ's ``{"questions": [..]}``."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path.read_bytes())
     except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from error
+        raise UserError(f"{path}: not valid JSON ({error}); a list of rows is wanted") from error
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         if len(lists) != 1:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sorl_env.command import Parser, run_command, whole
 from sorl_env.errors import UserError
 from sorl_tools.serve.cli import add_connection_options, connection_limits
 
 try:
     from sorl_train.evaluate.arguments import (
-        Parser,
         add_policy_options,
         add_task_options,
         find_source,
@@ -45,13 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     to_stderr = logging.StreamHandler()
     to_stderr.setLevel(logging.WARNING)  # bm25s turns its own debugging on
     logging.basicConfig(handlers=[to_stderr], format="sorl-serve-agent: %(message)s")
-    try:
-        return _serve(_parser().parse_args(sys.argv[1:] if argv is None else argv))
-    except UserError as error:
-        print(f"sorl-serve-agent: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return run_command("sorl-serve-agent", lambda words: _serve(_parser().parse_args(words)), argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,17 +55,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", help="whose prompt, tools and limits (default: the run's own)")
     server = parser.add_argument_group("the server")
     server.add_argument("--host", default="127.0.0.1", help="to listen on (default: this machine only)")
-    server.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    server.add_argument(
+        "--port", type=whole(0, 65535), default=8000, help="0 takes a free one (default: 8000)"
+    )
     server.add_argument("--token_file", type=Path, help="requests must bear the token in this file")
     server.add_argument("--served_name", metavar="NAME", help="of the model, in requests (default: its own)")
     server.add_argument(
         "--max_waiting",
-        type=int,
+        type=whole(0),
         default=256,
         help="questions beyond --concurrency that wait; more are turned away with 503 (default: 256)",
     )
     server.add_argument(
-        "--drain_s", type=int, default=30, help="for what is in flight at the end (default: 30)"
+        "--drain_s", type=whole(0, 86400), default=30, help="for what is in flight at the end (default: 30)"
     )
     add_connection_options(server)
     add_task_options(parser)
@@ -86,11 +82,6 @@ def _serve(args: argparse.Namespace) -> int:
     from sorl_tools.serve.cli import read_token
     from sorl_tools.serve.server import bind
 
-    if not 0 <= args.port <= 65535:
-        raise UserError(f"--port {args.port}: give 0 to 65535")
-    for name in ("max_waiting", "drain_s"):
-        if getattr(args, name) < 0:
-            raise UserError(f"--{name} {getattr(args, name)}: give 0 or more")
     read_search_option(args)
     token = None if args.token_file is None else read_token(args.token_file)
     source = find_source(args, args.model)

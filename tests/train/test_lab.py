@@ -122,7 +122,7 @@ def test_mistakes_on_the_command_line(
 def test_a_file_in_place_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").write_text("")
     assert main(["stability", "--config", "severe", "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.startswith("sorl-lab: [Errno")
+    assert capsys.readouterr().err.startswith(f"sorl-lab: {tmp_path / 'out'}")
 
 
 def test_a_study_of_which_no_run_has_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

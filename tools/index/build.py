@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from sorl_env.errors import UserError, did_you_mean
+from sorl_env.folders import missing_folders, remove_empty
 from sorl_tools.corpus import Passage, PassageFile
 from sorl_tools.index.bm25 import FOLDER as BM25
 from sorl_tools.index.bm25_build import CHUNK, K1, B, TokenScratch, write_postings
@@ -123,9 +124,16 @@ def build(
         options["hybrid"] = dataclasses.asdict(hybrid)
     header = {"backend": backend, "corpus": corpus.fingerprint(), "options": options, "versions": _versions()}
     _check_out(out, restart)
+    made = missing_folders(out)
+    begun = (out / BUILDING).is_dir()
     journal = Journal(out / BUILDING, header)
     try:
         return _run(corpus, out, backend, options, journal, shown, bm25, dense)
+    except UserError:
+        if not begun:  # nothing to go on with: the request has to change first
+            _remove_parts(out)
+            remove_empty(made)
+        raise
     except OSError as error:  # a corpus that cannot be read is named by now
         raise UserError(f"--out {out}: {error}; mend it, and the same command goes on") from error
     finally:
@@ -158,7 +166,7 @@ def _run(
 
 
 def _checked_bm25(options: Bm25Options) -> dict[str, Any]:
-    if not options.k1 >= 0 or not 0 <= options.b <= 1:
+    if not 0 <= options.k1 < float("inf") or not 0 <= options.b <= 1:
         raise UserError(f"--k1 {options.k1} --b {options.b}: k1 must be 0 or more, and b from 0 to 1")
     return dataclasses.asdict(options)
 
@@ -175,16 +183,21 @@ def _check_out(out: Path, restart: bool) -> None:
     if not ours:
         raise UserError(f"--out {out}: the folder holds other files; name a new or an empty one")
     if restart:
-        for part in (NAME, "passages.jsonl", "offsets.npy"):
-            (out / part).unlink(missing_ok=True)
-        for part in (BM25, DENSE, BUILDING):
-            shutil.rmtree(out / part, ignore_errors=True)
+        _remove_parts(out)
     elif (out / NAME).is_file():
         manifest = read_manifest(out)
         raise UserError(
             f"--out {out}: a finished {manifest.backend} index of {manifest.passages:,} passages is there; name "
             "another folder, or add --restart to replace it"
         )
+
+
+def _remove_parts(out: Path) -> None:
+    """Delete what a build writes."""
+    for part in (NAME, "passages.jsonl", "offsets.npy"):
+        (out / part).unlink(missing_ok=True)
+    for part in (BM25, DENSE, BUILDING):
+        shutil.rmtree(out / part, ignore_errors=True)
 
 
 def _store_passages(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from sorl_env.command import Parser, number, run_command, whole
 from sorl_env.errors import UserError
 from sorl_tools.index.build import BACKENDS, Bm25Options, DenseOptions, HybridOptions, build
 from sorl_tools.index.estimate import estimate
@@ -19,23 +19,20 @@ from sorl_tools.index.manifest import Manifest, read_manifest
 from sorl_tools.index.progress import Progress, duration
 from sorl_tools.index.verify import check_files, check_recall
 
+MOST_PASSAGES = 10**13  # a thousand times what has ever been indexed; beyond it figures mean nothing
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 0 done, 1 an index is at fault, 2 wrong usage, 130 interrupted."""
     signal.signal(signal.SIGTERM, _interrupt)
+    given = list(sys.argv[1:] if argv is None else argv)
+    again = "; the same command goes on where this one stopped" if given[:1] == ["build"] else ""
+    return run_command("sorl-index", _run, given, interrupted=f"interrupted{again}")
+
+
+def _run(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        return int(arguments.run(arguments))
-    except UserError as error:
-        print(f"sorl-index: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # sorl-index info .. | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        again = "; the same command goes on where this one stopped" if arguments.command == "build" else ""
-        print(f"\nsorl-index: interrupted{again}", file=sys.stderr)
-        return 130
+    return int(arguments.run(arguments))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -43,7 +40,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="sorl-index",
         description="Build a search index over a corpus; look at one, check it, or estimate what one takes.",
     )
@@ -58,19 +55,25 @@ def _parser() -> argparse.ArgumentParser:
         "verify", help="compare files with their hashes, and search for what is in it"
     )
     verify.add_argument("index", type=Path, help="folder of the index")
-    verify.add_argument("--sample", type=int, default=200, help="passages to search for (default 200)")
+    verify.add_argument("--sample", type=whole(1), default=200, help="passages to search for (default 200)")
     verify.add_argument("--model", help="where the embedding model is now")
     verify.add_argument("--device", help="torch device of the model")
     verify.set_defaults(run=_verify)
     guess = commands.add_parser(
         "estimate", help="memory, disk and time that an index takes, before it is built"
     )
-    guess.add_argument("--passages", type=int, required=True)
+    guess.add_argument("--passages", type=whole(1, MOST_PASSAGES), required=True)
     guess.add_argument("--backend", choices=BACKENDS, default="bm25")
-    guess.add_argument("--words", type=float, default=100.0, help="words a passage (default 100)")
-    guess.add_argument("--dim", type=int, default=768, help="numbers a vector (default 768, E5-base's)")
+    guess.add_argument(
+        "--words", type=number(above=0, high=1e6), default=100.0, help="words a passage (default 100)"
+    )
+    guess.add_argument(
+        "--dim", type=whole(1, 1_000_000), default=768, help="numbers a vector (default 768, E5-base's)"
+    )
     guess.add_argument("--faiss", default="flat", help="as for build")
-    guess.add_argument("--embed_rate", type=float, help="passages embedded a second, if you have measured it")
+    guess.add_argument(
+        "--embed_rate", type=number(above=0), help="passages embedded a second, if you have measured it"
+    )
     guess.set_defaults(run=_estimate)
     return parser
 
@@ -82,8 +85,8 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the index")
     parser.add_argument("--backend", choices=BACKENDS, default="bm25")
-    parser.add_argument("--k1", type=float, default=bm25.k1, help=f"BM25 (default {bm25.k1})")
-    parser.add_argument("--b", type=float, default=bm25.b, help=f"BM25 (default {bm25.b})")
+    parser.add_argument("--k1", type=number(0, 1000), default=bm25.k1, help=f"BM25 (default {bm25.k1})")
+    parser.add_argument("--b", type=number(0, 1), default=bm25.b, help=f"BM25 (default {bm25.b})")
     parser.add_argument(
         "--model", default="", help="embedding model: a folder of sentence-transformers, or a name"
     )
@@ -98,14 +101,16 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         help="flat, fp16, sq8, sq4, pq, ivfpq, hnsw, or a factory string of FAISS",
     )
     parser.add_argument(
-        "--batch_size", type=int, default=dense.batch_size, help="passages embedded at a time"
+        "--batch_size", type=whole(1, 1_000_000), default=dense.batch_size, help="passages embedded at a time"
     )
     parser.add_argument("--device", help="torch device of the model (default: a GPU if there is one)")
     parser.add_argument(
         "--keep_vectors", action="store_true", help="keep the float32 vectors beside the index"
     )
-    parser.add_argument("--rrf_k", type=int, default=hybrid.rrf_k, help="hybrid: 1 / (rrf_k + rank)")
-    parser.add_argument("--depth", type=int, default=hybrid.depth, help="hybrid: ranks that each part gives")
+    parser.add_argument("--rrf_k", type=whole(0), default=hybrid.rrf_k, help="hybrid: 1 / (rrf_k + rank)")
+    parser.add_argument(
+        "--depth", type=whole(1, 1_000_000), default=hybrid.depth, help="hybrid: ranks that each part gives"
+    )
     parser.add_argument("--restart", action="store_true", help="begin anew; drops what is in the folder")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.set_defaults(run=_build)
@@ -152,6 +157,9 @@ def _print(manifest: Manifest) -> None:
 
 def _verify(arguments: argparse.Namespace) -> int:
     manifest = read_manifest(arguments.index)
+    for name in ("model", "device"):
+        if manifest.backend == "bm25" and (value := getattr(arguments, name)) is not None:
+            raise UserError(f"--{name} {value}: a bm25 index embeds nothing; leave it out")
     checks = check_files(arguments.index, manifest, Progress(quiet=not sys.stderr.isatty()))
     if all(check.passed for check in checks):  # a damaged index need not be searched
         index = open_index(arguments.index, model=arguments.model, device=arguments.device)

@@ -68,9 +68,9 @@ def estimate(
         ("passages", passages),
         ("words", words),
         ("dim", dim),
-        ("embed_rate", embed_rate or 1),
+        ("embed_rate", 1 if embed_rate is None else embed_rate),
     ):
-        if value <= 0:
+        if not 0 < value < math.inf:
             raise UserError(f"--{name} {value}: give a number above 0")
     text = passages * (words * TEXT_BYTES + 8)
     disk, scratch, memory, private = text, passages * 8.0, BASE_MEMORY, BASE_MEMORY

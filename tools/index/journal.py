@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sorl_env.errors import UserError
+from sorl_env.text import read_json
 
 SYNC_S = 1.0
 
@@ -46,7 +47,11 @@ class Journal:
         self._waiting: list[Mapping[str, Any]] = []
         self._synced = 0.0
         wanted = json.loads(json.dumps(header))
-        self.records = self._read()
+        try:
+            self.records = self._read()
+        except UserError:
+            self.close()
+            raise
         if self.records:
             begun = self.records[0]
             changed = sorted(key for key in begun.keys() | wanted.keys() if begun.get(key) != wanted.get(key))
@@ -73,9 +78,15 @@ class Journal:
             return []
         whole = self._path.read_bytes()
         whole = whole[: whole.rfind(b"\n") + 1]
+        try:
+            records = [dict(read_json(line)) for line in whole.splitlines()]
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"{self._path}: it is damaged ({error}); add --restart to begin the build anew"
+            ) from error
         with self._path.open("r+b") as file:
             file.truncate(len(whole))
-        return [json.loads(line) for line in whole.splitlines()]
+        return records
 
     def add(self, record: Mapping[str, Any], now: bool = False) -> None:
         """Append a record, on the disk when this returns if ``now``, and before long otherwise."""

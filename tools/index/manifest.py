@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_env.text import read_json
 
 NAME = "manifest.json"
 BUILDING = "building"  # a build's journal and scratch files; gone when it is finished
@@ -65,8 +66,9 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise UserError(f"{folder}: {_no_manifest(folder)}")
     try:
-        manifest = Manifest(**json.loads(path.read_text(encoding="utf-8")))
+        manifest = Manifest(**read_json(path.read_bytes()))
         sizes = {name: int(entry["bytes"]) for name, entry in manifest.files.items()}
+        _check_form(manifest)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path}: not a manifest ({error}); build the index again") from error
     if manifest.format != FORMAT:
@@ -84,7 +86,18 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def _check_form(manifest: Manifest) -> None:
+    """Raise TypeError or KeyError for a field that is not of its kind."""
+    if not all(isinstance(value, Mapping) for value in (manifest.corpus, *manifest.parameters.values())):
+        raise TypeError("corpus and parameters must be objects")
+    if not isinstance(manifest.passages, int) or not isinstance(manifest.build_seconds, int | float):
+        raise TypeError("passages and build_seconds must be numbers")
+    _ = manifest.corpus["hash"], [str(source) for source in manifest.corpus["source"]], manifest.hash
+
+
 def _no_manifest(folder: Path) -> str:
+    if folder.is_file():
+        return "it is a file; name the folder of an index"
     if not folder.exists():
         return "no such folder; build an index with: sorl-index build CORPUS --out DIR"
     if (folder / BUILDING).is_dir():

@@ -11,18 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sorl_env.command import Parser, number, run_command, whole
 from sorl_env.errors import UserError
 from sorl_tools.serve.logs import set_up_logging
 
 if TYPE_CHECKING:
     from sorl_tools.serve.connections import ConnectionLimits
 
-_INTERRUPTED = 130  # what a shell reports for Ctrl-C
+_positive = whole(1, 2**31 - 1)
+_seconds = number(above=0, high=86400)
 _NEEDED = ("msgspec", "numba", "prometheus_client", "uvicorn")
 
 
-def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
         prog="sorl-serve",
         description="Serve an index or a corpus over HTTP, with Search-R1's /retrieve protocol.",
     )
@@ -34,7 +36,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    add("--port", type=_port, default=8000, help="0 takes a free one (default: 8000)")
+    add("--port", type=whole(0, 65535), default=8000, help="0 takes a free one (default: 8000)")
     add(
         "--workers",
         type=_positive,
@@ -72,7 +74,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=4096,
         help="of one query (default: 4096)",
     )
-    add("--max-body-mb", "--max_body_mb", type=_positive, default=4, help="of one request (default: 4)")
+    add("--max-body-mb", "--max_body_mb", type=whole(1, 65536), default=4, help="of one request (default: 4)")
     add(
         "--max-batch",
         "--max_batch",
@@ -109,7 +111,12 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=30.0,
         help="time to answer what is in flight at the end (default: 30)",
     )
-    return parser.parse_args(argv)
+    args: argparse.Namespace = parser.parse_args(argv)
+    if args.top_k > args.max_top_k:
+        raise UserError(
+            f"--top_k {args.top_k} is above --max_top_k {args.max_top_k}: lower it, or raise the other"
+        )
+    return args
 
 
 def add_connection_options(parser: argparse._ActionsContainer) -> None:
@@ -165,51 +172,16 @@ def connection_limits(args: argparse.Namespace) -> ConnectionLimits:
     )
 
 
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
-
-
-def _positive(text: str) -> int:
-    value = _whole(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
-def _port(text: str) -> int:
-    value = _whole(text)
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port: give 0 to 65535")
-    return value
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 86400:
-        raise argparse.ArgumentTypeError(f"{text}: give seconds above 0 and below a day")
-    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    args = _parse_args(argv)
     set_up_logging()
-    try:
-        return _serve(args)
-    except UserError as error:
-        print(f"sorl-serve: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    return run_command("sorl-serve", _serve, argv)
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _serve(argv: Sequence[str]) -> int:
+    args = _parse_args(argv)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}; pip install 'sorl[search]'")
@@ -233,7 +205,7 @@ def _serve(args: argparse.Namespace) -> int:
             max_queries=args.max_queries,
             max_query_chars=args.max_query_chars,
             max_top_k=args.max_top_k,
-            default_top_k=min(args.top_k, args.max_top_k),
+            default_top_k=args.top_k,
         ),
         max_batch=args.max_batch,
         max_waiting=args.max_waiting,

@@ -109,7 +109,9 @@ def parse_request(body: bytes, limits: RequestLimits) -> RetrieveRequest:
             )
     top_k = request.topk or limits.default_top_k
     if not 1 <= top_k <= limits.max_top_k:
-        raise RequestError(422, f"topk={top_k}: give 1 to {limits.max_top_k}")
+        raise RequestError(
+            422, f"topk={top_k}: give 1 to {limits.max_top_k}; 0 or null: {limits.default_top_k}"
+        )
     return RetrieveRequest(tuple(request.queries), top_k, request.return_scores)
 
 
