@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import UserError, did_you_mean, no_such_file
 from sorl_env.task import Example, Task
 from sorl_env.text import read_json
 
@@ -125,10 +125,7 @@ def _find_file(path: Path, split: str) -> Path:
                 return candidate
         names = [_stem(file) for file in path.iterdir() if file.name.endswith(SUFFIXES)]
         raise UserError(f"{path}: no split {split!r} ({', '.join(SUFFIXES)}). {did_you_mean(split, names)}")
-    parent = path.parent
-    siblings = [file.name for file in parent.iterdir()] if parent.is_dir() else []
-    hint = did_you_mean(path.name, siblings) if parent.is_dir() else f"There is no folder {parent} either."
-    raise UserError(f"{path}: no such file or folder. {hint}")
+    raise UserError(no_such_file(path, what="file or folder"))
 
 
 def _stem(file: Path) -> str:

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.text import read_json
 from sorl_env.tool import ToolCall
+from sorl_env.text import read_json
 from sorl_env.trajectory import SCHEMA_VERSION, StopReason, Trajectory, Turn
 
 _PARQUET_BATCH = 64  # trajectories held in memory at a time
@@ -212,7 +213,9 @@ def _shortest(values: NDArray[np.float32]) -> list[float]:
 
 def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
     cut_off = (
-        "" if line.endswith(b"\n") else "; it has no end, as if its writer was stopped: delete this line"
+        ""
+        if line.endswith(b"\n")
+        else "; its end is missing, as if its writer was stopped: write the file again, or delete this last line"
     )
     try:
         record = read_json(line)

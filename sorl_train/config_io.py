@@ -178,12 +178,13 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}  # of the nodes so far, with what their aliases stand for
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
-        if node is None or id(node) in self._sizes:
+        if node is None or (is_alias and id(node) in self._sizes):
             return node
         items = node.value if isinstance(node, yaml.CollectionNode) else ()
         children = [part for item in items for part in (item if isinstance(item, tuple) else (item,))]
-        if any(id(child) not in self._sizes for child in children):
+        if is_alias or any(id(child) not in self._sizes for child in children):
             raise yaml.constructor.ConstructorError(
                 None, None, "an alias stands inside itself", node.start_mark
             )

@@ -48,7 +48,11 @@ _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}(\.unfinished)?")  # of ``atomic_wri
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Write ``path`` so that a reader, or a crash at any moment, sees the old content or the new, never a part."""
     data = content.encode() if isinstance(content, str) else content
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        error.filename = str(path)  # what is to be written, not the file that stands in for it
+        raise
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

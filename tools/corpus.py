@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar, cast, overload
 
 import numpy as np
 
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import UserError, no_such_file
 from sorl_env.text import read_json, valid_text
 from sorl_env.tool import ToolReply
 
@@ -105,9 +105,7 @@ def check_corpus(path: Path) -> None:
     if not path.name.endswith(SUFFIXES):
         raise UserError(f"{path}: cannot read this kind of corpus; use {' or '.join(SUFFIXES)}")
     if not path.is_file():
-        siblings = [file.name for file in path.parent.glob("*.jsonl*")]
-        hint = did_you_mean(path.name, siblings) if siblings else f"Nor is another one in {path.parent}"
-        raise UserError(f"{path}: no such corpus. {hint}")
+        raise UserError(no_such_file(path, SUFFIXES, "corpus"))
 
 
 def open_bytes(path: Path) -> BinaryIO:

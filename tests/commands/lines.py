@@ -48,10 +48,14 @@ _VARIABLE = re.compile(r"([A-Z_]+)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: ``[NAME=VALUE ..] command argument .. => text | text``, the texts in what it says."""
+    """A line of a table: ``[*] [NAME=VALUE ..] command argument .. => text | text``, the texts in what it says.
+
+    A star marks a row of the plain suite; the others are for the slow one.
+    """
 
     line: str
     says: tuple[str, ...]
+    plain: bool = False
 
     def words(self, places: Mapping[str, str]) -> tuple[dict[str, str], str, list[str]]:
         """The environment variables, the command, its arguments."""
@@ -74,10 +78,9 @@ def read_table(path: Path) -> list[Row]:
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.strip() and not line.startswith("#"):
-            command, _, says = line.partition(" => ")
-            rows.append(
-                Row(command.strip(), tuple(text.strip() for text in says.split(" | ") if text.strip()))
-            )
+            command, _, says = line.removeprefix("* ").partition(" => ")
+            texts = tuple(text.strip() for text in says.split(" | ") if text.strip())
+            rows.append(Row(command.strip(), texts, plain=line.startswith("* ")))
     return rows
 
 
@@ -102,7 +105,7 @@ def sockets() -> Iterator[dict[str, str]]:
             "port": str(busy.getsockname()[1]),
             "silent": f"http://127.0.0.1:{busy.getsockname()[1]}",
             "dead": f"http://127.0.0.1:{free.getsockname()[1]}",  # bound and not listening: refused
-            "deep": DEEP[:50_000],
+            "deep": DEEP[:5_000],
             "digits": DIGITS,
             "long": "x" * 5_000,
             "bytes": "caf\udce9",  # as Python reads the bytes of an argument that is not UTF-8

@@ -104,7 +104,9 @@ def test_a_file_with_other_names_for_its_tasks(tmp_path: Path) -> None:
 def test_errors_in_a_task_file_are_its_own(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("import no_such_package_at_all\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r'broken\.py", line 1, in <module>\n +import no_such_package') as raised:
+    with pytest.raises(
+        UserError, match=r'broken\.py", line 1, in <module>\n +import no_such_package'
+    ) as raised:
         load_task(str(file))
     assert isinstance(raised.value.__cause__, ModuleNotFoundError)
     assert "registry.py" not in str(raised.value) and "importlib" not in str(raised.value)

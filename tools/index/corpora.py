@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import UserError, no_such_file
 from sorl_tools.corpus import Passage, name_damage, open_bytes, parse_passage, read_jsonl
 
 WORDS_A_PASSAGE = 100
@@ -79,8 +79,7 @@ def _files(source: Path) -> list[tuple[Path, str]]:
             raise UserError(f"{source}: no {', '.join(_READERS)} file in this folder")
         return [(path, path.relative_to(source).as_posix()) for path in found]
     if not source.is_file():
-        siblings = [path.name for path in source.parent.glob("*")] if source.parent.is_dir() else []
-        raise UserError(f"{source}: no such corpus. {did_you_mean(source.name, siblings)}")
+        raise UserError(no_such_file(source, what="corpus"))
     if _kind(source) is None:
         raise UserError(
             f"{source}: cannot read this kind of corpus; use .jsonl or .tsv (or either with .gz), .parquet, .txt, "

@@ -51,6 +51,7 @@ class Journal:
             self.records = self._read()
         except UserError:
             self.close()
+            (folder / "lock").unlink(missing_ok=True)
             raise
         if self.records:
             begun = self.records[0]

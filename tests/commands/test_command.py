@@ -1,0 +1,206 @@
+"""How every command ends: mistakes, full and read-only disks, Ctrl-C, pipes, odd terminals, faults of our own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from sorl_env.bounds import MOST, Bounds
+from sorl_env.command import Parser, number, run_command, seed, whole
+from sorl_env.errors import UserError, did_you_mean, no_such_file
+from sorl_env.folders import new_folder
+
+
+def ends(raised: BaseException) -> int:
+    def main(argv: Sequence[str]) -> int:
+        raise raised
+
+    return run_command("sorl-x", main, [])
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [
+        (UserError("correct it"), 2, "sorl-x: correct it\n"),
+        (KeyboardInterrupt(), 130, "\nsorl-x: interrupted\n"),
+        (BrokenPipeError(errno.EPIPE, "broken pipe"), 0, ""),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            2,
+            "sorl-x: no space left on device: free some space there, or choose a folder on another disk\n",
+        ),
+        (
+            OSError(errno.EROFS, "Read-only file system", "/disk/run"),
+            2,
+            "sorl-x: /disk/run: read-only file system: choose a folder that can be written\n",
+        ),
+        (
+            FileExistsError(errno.EEXIST, "File exists", "out"),
+            2,
+            "sorl-x: out: file exists: it is there already; choose another path\n",
+        ),
+    ],
+)
+def test_how_a_command_ends(
+    raised: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ends(raised) == status
+    assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize("fault", [KeyError("x"), ConnectionResetError(), OSError("no number"), MemoryError()])
+def test_a_fault_of_ours_keeps_its_traceback(
+    fault: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(type(fault)):
+        ends(fault)
+    assert "please report it" in capsys.readouterr().err
+
+
+def test_long_values_are_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    ends(UserError(f"--seed {'7' * 5000} is too large"))
+    said = capsys.readouterr().err
+    assert len(said) < 200 and "(5,000 characters) is too large" in said
+
+
+def read(kind: object, text: str) -> object:
+    parser = Parser(prog="sorl-x")
+    parser.add_argument("--n", type=kind)  # type: ignore[arg-type]
+    return parser.parse_args([f"--n={text}"]).n
+
+
+@pytest.mark.parametrize("text", ["", " ", "x", "1.5", "1e3", "0x10", "1_0", "١", "²", "７", "nan", "inf", "9" * 5000])
+def test_no_whole_number(text: str) -> None:
+    with pytest.raises(UserError, match=r"--n must be a whole number, it is '"):
+        read(whole(), text)
+
+
+@pytest.mark.parametrize("text", ["", "x", "nan", "-inf", "1e999", "0x10", "1_0", "１.５", "1,5", "9" * 5000])
+def test_no_finite_number(text: str) -> None:
+    with pytest.raises(UserError, match=r"--n must be a finite number, it is '"):
+        read(number(), text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "rule"),
+    [
+        (whole(1), "0", "must be at least 1, it is 0"),
+        (whole(0), "-1", "cannot be negative, it is -1"),
+        (whole(0, 65535), "65536", "must lie between 0 and 65535, it is 65536"),
+        (whole(), str(MOST + 1), f"must be at most {MOST}"),
+        (seed, str(2**64), "must lie between 0 and 9223372036854775807"),
+        (number(above=0), "0", "must be above 0, it is 0"),
+        (number(above=0, high=1), "1.5", "must be above 0, up to 1, it is 1.5"),
+        (number(0, 1), "-0.5", "must lie between 0 and 1, it is -0.5"),
+    ],
+)
+def test_numbers_out_of_range(kind: object, text: str, rule: str) -> None:
+    with pytest.raises(UserError) as raised:
+        read(kind, text)
+    assert f"--n {rule}" in str(raised.value)
+
+
+def test_numbers_in_range() -> None:
+    assert (read(whole(1), "+3"), read(seed, str(2**63 - 1)), read(number(0), "1e-4")) == (3, 2**63 - 1, 1e-4)
+    assert Bounds(0, 1).problem(1) is None and Bounds(above=0).problem(1e-300) is None
+
+
+def test_every_number_of_the_config_has_bounds() -> None:
+    schema = pytest.importorskip("sorl_train.config_schema", reason="configs want PyYAML")
+    for field in schema.fields():
+        if field.is_number:
+            low = field.bounds.low if field.bounds.above is None else field.bounds.above
+            assert low is not None, f"{field.name}: say in sorl_train/config.py how small it may be (low or above)"
+
+
+def test_an_unknown_option_gets_a_suggestion() -> None:
+    parser = Parser(prog="sorl-x")
+    parser.add_subparsers().add_parser("build").add_argument("--batch_size", type=int)
+    with pytest.raises(UserError, match=r"unknown option --batch_sise\. Did you mean '--batch_size'\?"):
+        parser.parse_args(["build", "--batch_sise", "3"])
+    with pytest.raises(UserError, match="unexpected argument 'more'"):
+        parser.parse_args(["build", "more"])
+
+
+def test_what_is_at_a_path(tmp_path: Path) -> None:
+    (tmp_path / "good.jsonl").mkdir()
+    assert "good.jsonl: it is a folder; a file is wanted" in no_such_file(tmp_path / "good.jsonl")
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    assert "a link to" in no_such_file(tmp_path / "gone.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "it is no ordinary file" in no_such_file(tmp_path / "pipe.jsonl")
+    assert "Did you mean 'good.jsonl'" in no_such_file(tmp_path / "good.json")
+    assert "there is no folder" in no_such_file(tmp_path / "no" / "god.jsonl")
+    assert "of .py" in no_such_file(tmp_path / "x.py", (".py",))
+    assert did_you_mean("x", map(str, range(30))).endswith("and 10 more.")
+
+
+def test_a_new_folder_goes_again_when_its_use_fails(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), new_folder(tmp_path / "a" / "b"):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a").mkdir()
+    with pytest.raises(KeyError), new_folder(tmp_path / "a" / "b" / "c"):
+        (tmp_path / "a" / "b" / "kept").write_text("")
+        raise KeyError
+    assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["b", "kept"]
+
+
+# -- real processes --------------------------------------------------------------------------------------------
+def start(module: str, *words: str, **options: object) -> subprocess.Popen[bytes]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-m", module, *words], **{**pipes, **options})  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_a_question() -> None:
+    playing = start("sorl_env.play", "nq", stdin=subprocess.PIPE)
+    assert playing.stdout is not None
+    while b"q               quit" not in playing.stdout.readline():
+        pass
+    time.sleep(0.2)  # between the help and the prompt either answer is right
+    playing.send_signal(signal.SIGINT)
+    _, err = playing.communicate(timeout=60)
+    assert playing.returncode == 130 and b"Traceback" not in err
+
+
+def test_closed_input_and_a_terminal_without_letters(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"question": "Où?", "golden_answers": ["à"]}\n', encoding="utf-8")
+    words = ("nq", "--data", str(tmp_path / "q.jsonl"), "--index", "0", "--show-answer")
+    code = f"exec {sys.executable} -m sorl_env.play {' '.join(words)} <&-"
+    playing = subprocess.run(
+        ["sh", "-c", code], capture_output=True, timeout=60, env={**os.environ, "PYTHONIOENCODING": "ascii"}
+    )
+    assert playing.returncode == 0, playing.stderr
+    assert rb"O\xf9?" in playing.stdout and b"You left before the end" in playing.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_standard_output_on_a_full_disk() -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = start("sorl_env.play", "nq", "--index", "0", stdin=subprocess.DEVNULL, stdout=full)
+        _, err = done.communicate(timeout=60)
+    assert done.returncode == 1
+    said = [line for line in err.decode().splitlines() if line.startswith("sorl-play: ")]
+    assert said == ["sorl-play: no space left on device: free some space there, or choose a folder on another disk"]
+    assert "Traceback" not in err.decode() and "Exception ignored" not in err.decode()
+
+
+@pytest.mark.slow
+def test_a_reader_who_leaves() -> None:
+    """As `head` does."""
+    playing = start("sorl_env.play", "nq", "--index", "0", stdin=subprocess.PIPE)
+    assert playing.stdout is not None and playing.stdin is not None
+    playing.stdout.close()
+    playing.stdin.close()
+    assert playing.stderr is not None
+    err = playing.stderr.read()
+    assert playing.wait(timeout=60) == 0 and b"Traceback" not in err and b"Exception ignored" not in err
