@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.text import read_json
 from sorl_env.tool import ToolCall
-from sorl_env.text import read_json
 from sorl_env.trajectory import SCHEMA_VERSION, StopReason, Trajectory, Turn
 
 _PARQUET_BATCH = 64  # trajectories held in memory at a time

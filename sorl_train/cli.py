@@ -94,7 +94,7 @@ def _check_inputs(config: TrainConfig) -> None:
     ):
         if wanted:
             require_package(package, why)
-    if config.sft.demos is not None and not any([True for _ in read_rows(config.sft.demos)]):
+    if config.sft.demos is not None and not sum(1 for _ in read_rows(config.sft.demos)):
         raise UserError(f"sft.demos={config.sft.demos}: it has no rows; give a file of demonstrations")
     if config.engine == "local":
         from sorl_train.models import pick_device  # brings torch, and most mistakes are found before

@@ -135,7 +135,7 @@ class RunDir:
         return run
 
     def check_free(self, *, overwrite: bool = False) -> None:
-        """Raise ``UserError`` unless a new run can take this folder; with ``overwrite``, an earlier run may be there."""
+        """Raise ``UserError`` unless a new run can take this folder; ``overwrite`` allows an earlier run there."""
         for part in (self.path, *self.path.parents):
             if part.exists() and not part.is_dir():
                 raise UserError(f"run_dir {self.path}: {part} is a file; choose another --run_dir")

@@ -11,6 +11,7 @@ import re
 import shlex
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -115,12 +116,11 @@ def sockets() -> Iterator[dict[str, str]]:
 def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Every entry below a folder: its kind and mode, its size, when it was last written."""
     found = {}
-    for top, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            path = os.path.join(top, name)
-            about = os.lstat(path)
-            size, written = (0, 0) if os.path.isdir(path) else (about.st_size, about.st_mtime_ns)
-            found[os.path.relpath(path, folder)] = (about.st_mode, size, written)
+    for path in folder.rglob("*"):
+        about = path.lstat()
+        is_folder = stat.S_ISDIR(about.st_mode)
+        size, written = (0, 0) if is_folder else (about.st_size, about.st_mtime_ns)
+        found[str(path.relative_to(folder))] = (about.st_mode, size, written)
     return found
 
 
@@ -156,9 +156,9 @@ def in_process(row: Row, root: Path, places: Mapping[str, str]) -> Outcome:
     variables, command, arguments = row.words(places)
     main = importlib.import_module(COMMANDS[command]).main
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
-    with _put_back(root / "work", {**environment(root), **variables}):
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status, trace = _status(main, arguments)
+    changed = _put_back(root / "work", {**environment(root), **variables})
+    with changed, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status, trace = _status(main, arguments)
     said = [stream.buffer.getvalue().decode("utf-8", "replace") for stream in (out, err)]  # type: ignore[attr-defined]
     return Outcome(status, *said, trace)
 
@@ -171,7 +171,7 @@ def _status(main: Callable[[list[str]], int], arguments: list[str]) -> tuple[int
             return ended.code or 0, ""
         print(ended.code, file=sys.stderr)
         return 1, ""
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - also those that end a command which goes on
         return 1, traceback.format_exc()
 
 

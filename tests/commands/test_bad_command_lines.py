@@ -22,8 +22,8 @@ except ModuleNotFoundError:  # Python 3.10
 for package in ("torch", "transformers", "uvicorn", "msgspec", "numba"):
     pytest.importorskip(package, reason="all commands want all packages")
 
-from .lines import COMMANDS, Outcome, Row, as_process, in_process, listing, read_table, sockets
-from .world import make_world
+from .lines import COMMANDS, Outcome, Row, as_process, in_process, listing, read_table, sockets  # noqa: E402
+from .world import make_world  # noqa: E402
 
 TABLES = Path(__file__).parent / "tables"
 ROWS = [row for table in sorted(TABLES.glob("*.txt")) for row in read_table(table)]

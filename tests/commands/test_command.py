@@ -56,10 +56,10 @@ def test_how_a_command_ends(
     assert capsys.readouterr() == ("", said)
 
 
-@pytest.mark.parametrize("fault", [KeyError("x"), ConnectionResetError(), OSError("no number"), MemoryError()])
-def test_a_fault_of_ours_keeps_its_traceback(
-    fault: Exception, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    "fault", [KeyError("x"), ConnectionResetError(), OSError("no number"), MemoryError()]
+)
+def test_a_fault_of_ours_keeps_its_traceback(fault: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(type(fault)):
         ends(fault)
     assert "please report it" in capsys.readouterr().err
@@ -77,13 +77,18 @@ def read(kind: object, text: str) -> object:
     return parser.parse_args([f"--n={text}"]).n
 
 
-@pytest.mark.parametrize("text", ["", " ", "x", "1.5", "1e3", "0x10", "1_0", "١", "²", "７", "nan", "inf", "9" * 5000])
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "x", "1.5", "1e3", "0x10", "1_0", "\u0661", "\u00b2", "\uff17", "nan", "inf", "9" * 5000],
+)
 def test_no_whole_number(text: str) -> None:
     with pytest.raises(UserError, match=r"--n must be a whole number, it is '"):
         read(whole(), text)
 
 
-@pytest.mark.parametrize("text", ["", "x", "nan", "-inf", "1e999", "0x10", "1_0", "１.５", "1,5", "9" * 5000])
+@pytest.mark.parametrize(
+    "text", ["", "x", "nan", "-inf", "1e999", "0x10", "1_0", "\uff11.\uff15", "1,5", "9" * 5000]
+)
 def test_no_finite_number(text: str) -> None:
     with pytest.raises(UserError, match=r"--n must be a finite number, it is '"):
         read(number(), text)
@@ -118,7 +123,9 @@ def test_every_number_of_the_config_has_bounds() -> None:
     for field in schema.fields():
         if field.is_number:
             low = field.bounds.low if field.bounds.above is None else field.bounds.above
-            assert low is not None, f"{field.name}: say in sorl_train/config.py how small it may be (low or above)"
+            assert low is not None, (
+                f"{field.name}: say in sorl_train/config.py how small it may be (low or above)"
+            )
 
 
 def test_an_unknown_option_gets_a_suggestion() -> None:
@@ -190,7 +197,9 @@ def test_standard_output_on_a_full_disk() -> None:
         _, err = done.communicate(timeout=60)
     assert done.returncode == 1
     said = [line for line in err.decode().splitlines() if line.startswith("sorl-play: ")]
-    assert said == ["sorl-play: no space left on device: free some space there, or choose a folder on another disk"]
+    assert said == [
+        "sorl-play: no space left on device: free some space there, or choose a folder on another disk"
+    ]
     assert "Traceback" not in err.decode() and "Exception ignored" not in err.decode()
 
 
