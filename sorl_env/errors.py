@@ -51,7 +51,7 @@ def no_such_file(path: Path, suffixes: tuple[str, ...] = (), what: str = "file")
     if path.exists():
         return f"{path}: it is no ordinary file"
     if not path.parent.is_dir():
-        return f"{path}: no such {what}; there is no folder {path.parent} either"
+        return f"{path}: no such {what}. There is no folder {path.parent} either"
     names = [entry.name for entry in path.parent.iterdir() if not suffixes or entry.name.endswith(suffixes)]
     if names:
         return f"{path}: no such {what}. {did_you_mean(path.name, names)}"

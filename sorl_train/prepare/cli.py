@@ -154,7 +154,7 @@ def _read_ids(path: Path | None) -> frozenset[str] | None:
         return None
     try:
         content = read_json(path.read_bytes())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"--test_ids {path}: {error}; a JSON list of ids is wanted") from error
     if not isinstance(content, (list, dict)) or not content:
         raise UserError(

@@ -50,7 +50,7 @@ class Journal:
         try:
             self.records = self._read()
         except UserError:
-            self.close()
+            self._lock.close()
             (folder / "lock").unlink(missing_ok=True)
             raise
         if self.records:
@@ -65,7 +65,9 @@ class Journal:
             self.add(wanted, now=True)
 
     def close(self) -> None:
-        """Let another process build here."""
+        """Let another process build here; files that a failed build left open are closed as they are."""
+        for data in self._files:
+            data.abandon()
         self._lock.close()
 
     def append_to(self, path: Path, length: int) -> Appended:
@@ -161,6 +163,10 @@ class Appended:
     @property
     def closed(self) -> bool:
         return self._file.closed
+
+    def abandon(self) -> None:
+        """Close the file without bringing it to the disk: no record vouches for what is new in it."""
+        self._file.close()
 
     def sync(self) -> None:
         """Bring what was written to the disk, if that was not done when it was closed."""
