@@ -172,8 +172,6 @@ def connection_limits(args: argparse.Namespace) -> ConnectionLimits:
     )
 
 
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     set_up_logging()
