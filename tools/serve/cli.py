@@ -7,7 +7,7 @@ import importlib.util
 import ipaddress
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,41 @@ if TYPE_CHECKING:
 
 _positive = whole(1, 2**31 - 1)
 _seconds = number(above=0, high=86400)
+# Each limit: its name, its type, its default, and what it bounds.
+_LIMITS: tuple[tuple[str, Callable[[str], float], float, str], ...] = (
+    ("top-k", _positive, 3, "passages a query, where a request names none"),
+    ("max-top-k", _positive, 100, "passages a query at most"),
+    ("max-queries", _positive, 512, "queries a request at most"),
+    ("max-query-chars", _positive, 4096, "of one query"),
+    ("max-body-mb", whole(1, 65536), 4, "of one request"),
+    ("max-batch", _positive, 512, "queries searched at a time"),
+    ("max-waiting", _positive, 16384, "queries in a worker's queue; more are turned away with 503"),
+    ("max-connections", _positive, 4096, "a worker's"),
+    ("timeout-s", _seconds, 30.0, "longest wait in the queue"),
+    ("drain-s", _seconds, 30.0, "time to answer what is in flight at the end"),
+)
+_CONNECTION_LIMITS: tuple[tuple[str, Callable[[str], float], float, str], ...] = (
+    (
+        "max-head-kb",
+        _positive,
+        16,
+        "of a request's first line and headers; larger ones are answered with 431",
+    ),
+    ("head-timeout-s", _seconds, 10.0, "for a request's first line and headers to arrive, then 408"),
+    ("body-timeout-s", _seconds, 10.0, "for a request's body to arrive, then 408"),
+    (
+        "reply-timeout-s",
+        _seconds,
+        30.0,
+        "a client that takes nothing of its reply for so long is disconnected",
+    ),
+    (
+        "idle-timeout-s",
+        _positive,
+        20,
+        "a connection without a request is closed after so many whole seconds",
+    ),
+)
 _NEEDED = ("msgspec", "numba", "prometheus_client", "uvicorn")
 
 
@@ -46,71 +81,9 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--model", help="of an index of vectors: where its embedding model is now (default: as at the build)")
     add("--device", help="torch device of that model (default: a GPU if there is one)")
     add("--token-file", "--token_file", type=Path, help="requests must bear the token in this file")
-    add(
-        "--top-k",
-        "--top_k",
-        type=_positive,
-        default=3,
-        help="passages a query, where a request names none (default: 3)",
-    )
-    add(
-        "--max-top-k",
-        "--max_top_k",
-        type=_positive,
-        default=100,
-        help="passages a query at most (default: 100)",
-    )
-    add(
-        "--max-queries",
-        "--max_queries",
-        type=_positive,
-        default=512,
-        help="queries a request at most (default: 512)",
-    )
-    add(
-        "--max-query-chars",
-        "--max_query_chars",
-        type=_positive,
-        default=4096,
-        help="of one query (default: 4096)",
-    )
-    add("--max-body-mb", "--max_body_mb", type=whole(1, 65536), default=4, help="of one request (default: 4)")
-    add(
-        "--max-batch",
-        "--max_batch",
-        type=_positive,
-        default=512,
-        help="queries searched at a time (default: 512)",
-    )
-    add(
-        "--max-waiting",
-        "--max_waiting",
-        type=_positive,
-        default=16384,
-        help="queries in a worker's queue; more are turned away with 503 (default: 16384)",
-    )
-    add(
-        "--max-connections",
-        "--max_connections",
-        type=_positive,
-        default=4096,
-        help="a worker's (default: 4096)",
-    )
-    add(
-        "--timeout-s",
-        "--timeout_s",
-        type=_seconds,
-        default=30.0,
-        help="longest wait in the queue (default: 30)",
-    )
+    for name, kind, default, text in _LIMITS:
+        _add_limit(parser, name, kind, default, text)
     add_connection_options(parser)
-    add(
-        "--drain-s",
-        "--drain_s",
-        type=_seconds,
-        default=30.0,
-        help="time to answer what is in flight at the end (default: 30)",
-    )
     args: argparse.Namespace = parser.parse_args(argv)
     if args.top_k > args.max_top_k:
         raise UserError(
@@ -121,42 +94,16 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 def add_connection_options(parser: argparse._ActionsContainer) -> None:
     """The limits on a client that has not sent a whole request yet; `connection_limits` reads them."""
-    add = parser.add_argument
-    add(
-        "--max-head-kb",
-        "--max_head_kb",
-        type=_positive,
-        default=16,
-        help="of a request's first line and headers; larger ones are answered with 431 (default: 16)",
-    )
-    add(
-        "--head-timeout-s",
-        "--head_timeout_s",
-        type=_seconds,
-        default=10.0,
-        help="for a request's first line and headers to arrive, then 408 (default: 10)",
-    )
-    add(
-        "--body-timeout-s",
-        "--body_timeout_s",
-        type=_seconds,
-        default=10.0,
-        help="for a request's body to arrive, then 408 (default: 10)",
-    )
-    add(
-        "--reply-timeout-s",
-        "--reply_timeout_s",
-        type=_seconds,
-        default=30.0,
-        help="a client that takes nothing of its reply for so long is disconnected (default: 30)",
-    )
-    add(
-        "--idle-timeout-s",
-        "--idle_timeout_s",
-        type=_positive,
-        default=20,
-        help="a connection without a request is closed after so many whole seconds (default: 20)",
-    )
+    for name, kind, default, text in _CONNECTION_LIMITS:
+        _add_limit(parser, name, kind, default, text)
+
+
+def _add_limit(
+    parser: argparse._ActionsContainer, name: str, kind: Callable[[str], float], default: float, text: str
+) -> None:
+    """An option that may be written with hyphens or with underscores; its help ends with the default."""
+    help_ = f"{text} (default: {default:g})"
+    parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", type=kind, default=default, help=help_)
 
 
 def connection_limits(args: argparse.Namespace) -> ConnectionLimits:
