@@ -132,6 +132,7 @@ def environment(root: Path) -> dict[str, str]:
         "SORL_CACHE": str(root / "cache"),
         "XDG_CACHE_HOME": str(root / "home/.cache"),
         "HF_HOME": str(root / "home/hf"),
+        "HF_HUB_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "COLUMNS": "100",
     }

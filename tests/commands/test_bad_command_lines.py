@@ -39,6 +39,14 @@ def places() -> Iterator[dict[str, str]]:
         yield found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def offline() -> Iterator[None]:
+    """In this process the hub's client was imported without the variable that the processes get."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        yield
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("commands")
