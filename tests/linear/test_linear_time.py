@@ -72,7 +72,8 @@ OUTSIDE: dict[str, Any] = {
 INSIDE = frozenset(
     """
     sorl_train/engines/openrlhf/saves.py:_STEP sorl_env/tool.py:_NAME sorl_train/checkpoint.py:_NAME
-    sorl_train/cli.py:_default_run_dir
+    sorl_train/cli.py:_default_run_dir sorl_env/command.py:error sorl_env/command.py:read sorl_env/command.py:shortened
+    sorl_train/config_check.py:_DEVICE
     sorl_train/cli_parser.py:_underscored sorl_train/clip_bias.py:check_choice sorl_train/config_io.py:-
     sorl_train/config_schema.py:suggest_key sorl_train/evaluate/arguments.py:_by_task
     sorl_train/evaluate/ask.py:unknown_words sorl_train/evaluate/ask.py:_example

@@ -149,7 +149,7 @@ def test_bad_corpus_is_named_by_file_and_line(tmp_path: Path, content: bytes, me
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         BM25Search.from_file(path)
-    assert list((cache_dir() / "bm25").iterdir()) == []  # nothing half-built stays behind
+    assert list(cache_dir().rglob("*")) == []  # nothing half-built stays behind, not even an empty folder
 
 
 def test_unreadable_gzip(tmp_path: Path) -> None:

@@ -308,10 +308,10 @@ def test_what_cannot_be_served(tmp_path: Path, corpus: Path) -> None:
         (corpus, ["--token-file", str(tmp_path / "nothing")], "token_file="),
         (corpus, ["--token-file", str(tmp_path / "token")], "one word"),
         (corpus, ["--host", "no.such.host.invalid"], "host=no.such.host.invalid"),
-        (corpus, ["--port", "99999"], "99999 is no port"),
-        (corpus, ["--workers", "0"], "below 1"),
-        (corpus, ["--workers", "two"], "'two' is no whole number"),
-        (corpus, ["--timeout-s", "long"], "long: give seconds above 0"),
+        (corpus, ["--port", "99999"], "--port must lie between 0 and 65535, it is 99999"),
+        (corpus, ["--workers", "0"], "--workers must be at least 1, it is 0"),
+        (corpus, ["--workers", "two"], "--workers must be a whole number, it is 'two'"),
+        (corpus, ["--timeout-s", "long"], "must be a finite number, it is 'long'"),
         (corpus, ["--port", "0", "--model", "x"], "embeds nothing; leave it out"),
     ]:
         done = run(*options, source=source)

@@ -54,7 +54,8 @@ def row(
 
 def write(folder: Path, rows: Sequence[Row]) -> str:
     folder.mkdir()
-    (folder / "settings.json").write_text(json.dumps({"label": folder.name}))
+    settings = {"label": folder.name, "tasks": ["minihop"], "modes": ["agent"], "limit": None, "samples": 1}
+    (folder / "settings.json").write_text(json.dumps(settings))
     (folder / "results.jsonl").write_text("".join(json.dumps(r.to_json()) + "\n" for r in rows))
     return str(folder)
 

@@ -99,7 +99,7 @@ def test_the_users_own_flags_come_last_and_win() -> None:
         ({"loss__clip_bias_norm": "gradient"}, "needs a second backward pass"),
         ({"hardware__lora_rank": 8}, "is for engine=local"),
         ({"hardware__dtype": "float32"}, "OpenRLHF trains in bfloat16"),
-        ({"cluster__zero_stage": 1}, "cluster.zero_stage is 2 or 3, not 1"),
+        ({"cluster__zero_stage": 1}, "cluster.zero_stage must lie between 2 and 3, it is 1"),
         ({"cluster__partial_rollout": True}, "needs cluster.async_rollout"),
         ({"cluster__async_rollout": True}, "set rollout.max_staleness to 1 or more"),
         ({"rollout__max_staleness": 1}, "needs cluster.async_rollout with this engine"),
