@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from sorl_env.errors import UserError
@@ -30,7 +30,7 @@ from sorl_tools.http_search_protocol import (
     retry_after_s,
     split_queries,
 )
-from sorl_tools.http_search_servers import ServerPool, Turn
+from sorl_tools.http_search_servers import Call, ServerPool, Turn
 
 if TYPE_CHECKING:
     import httpx
@@ -181,19 +181,20 @@ class HttpSearch:
                 replies[query] = format_passages(passages)._replace(metadata={"cached": True})
         return replies, [query for query in dict.fromkeys(queries) if query not in replies]
 
-    def _keep(self, queries: Sequence[str], found: Sequence[list[Passage]]) -> dict[str, ToolReply]:
+    def _keep(self, queries: Sequence[str], found: _Found) -> dict[str, ToolReply]:
         if self.cache is not None:
             self.cache.put(
-                (self._key(query), passages) for query, passages in zip(queries, found, strict=True)
+                (self._key(query, found.fingerprint), passages)
+                for query, passages in zip(queries, found.passages, strict=True)
             )
-        return dict(zip(queries, map(format_passages, found), strict=True))
+        return dict(zip(queries, map(format_passages, found.passages), strict=True))
 
-    def _key(self, query: str) -> Key:
-        return self._fingerprint or self.url, self.top_k, query
+    def _key(self, query: str, fingerprint: str | None = None) -> Key:
+        return fingerprint or self._fingerprint or self.url, self.top_k, query
 
-    def _retrieve(self, queries: Sequence[str]) -> list[list[Passage]]:
+    def _retrieve(self, queries: Sequence[str]) -> _Found:
         """Passages of each query, from the first server that gives them."""
-        call = _Call(self._pool, self._timeout_s)
+        call = Call(self._pool, self._timeout_s)
         while True:
             turn = call.next()
             if isinstance(turn, float):
@@ -201,15 +202,18 @@ class HttpSearch:
                 continue
             try:
                 answer = self._ask(turn.server.url, self._payload(queries))
-            except Exception as error:  # noqa: BLE001  sorted out in _Call
+            except Exception as error:  # noqa: BLE001  sorted out in Call
                 call.failed(turn, error)
                 continue
+            except BaseException:  # Ctrl-C
+                self._pool.abandon(turn)
+                raise
             found = self._read(call, turn, answer, len(queries))
             if found is not None:
                 return found
 
-    async def _aretrieve(self, queries: Sequence[str]) -> list[list[Passage]]:
-        call = _Call(self._pool, self._timeout_s)
+    async def _aretrieve(self, queries: Sequence[str]) -> _Found:
+        call = Call(self._pool, self._timeout_s)
         while True:
             turn = call.next()
             if isinstance(turn, float):
@@ -217,12 +221,12 @@ class HttpSearch:
                 continue
             try:
                 answer = await self._aask(turn.server.url, self._payload(queries))
-            except asyncio.CancelledError:
-                self._pool.abandon(turn)
-                raise
-            except Exception as error:  # noqa: BLE001  sorted out in _Call
+            except Exception as error:  # noqa: BLE001  sorted out in Call
                 call.failed(turn, error)
                 continue
+            except BaseException:  # cancelled, or Ctrl-C
+                self._pool.abandon(turn)
+                raise
             found = self._read(call, turn, answer, len(queries))
             if found is not None:
                 return found
@@ -260,15 +264,15 @@ class HttpSearch:
             client = self._clients[loop] = httpx.AsyncClient(**self._options)
         return client
 
-    def _read(self, call: _Call, turn: Turn, answer: Answer, count: int) -> list[list[Passage]] | None:
-        """The passages in an answer; None when it is an outage, so that ``call`` goes on."""
+    def _read(self, call: Call, turn: Turn, answer: Answer, count: int) -> _Found | None:
+        """What an answer holds; None when it is an outage, so that ``call`` goes on."""
         try:
             check_status(answer)
             found = parse(answer, count)
         except ToolUnavailableError as error:
             call.failed(turn, error, retry_after_s(answer))
             return None
-        except ValueError:
+        except BaseException:
             self._pool.finish(turn)  # it answers: what is wrong is the request
             raise
         self._pool.finish(turn)
@@ -277,7 +281,7 @@ class HttpSearch:
             if self._fingerprint is not None:
                 logger.warning("%s searches another index now: %s", turn.server.url, told)
             self._fingerprint, self._has_asked = told, True
-        return found
+        return _Found(found, told)
 
     def _ask_fingerprint(self) -> bool:
         """Whether the index's hash is known, or that the servers have none to tell; asks until one has answered."""
@@ -307,40 +311,8 @@ class HttpSearch:
         return read_json(bytes(body))
 
 
-class _Call:
-    """One call's way from server to server, until one answers, all have failed, or time is up."""
+class _Found(NamedTuple):
+    """What a server found: passages of each query, and the hash of the index that they are from, if it told one."""
 
-    def __init__(self, pool: ServerPool, timeout_s: float) -> None:
-        self._pool = pool
-        self._timeout_s = timeout_s
-        self._ends_at = time.monotonic() + timeout_s
-        self._tried: set[str] = set()
-        self._error: ToolUnavailableError | None = None
-
-    def next(self) -> Turn | float:
-        """A turn at a server, or seconds to wait.
-
-        Raises:
-            ToolUnavailableError: no server is left, or none comes back in time.
-        """
-        turn = self._pool.begin(self._tried)
-        if turn is None or (isinstance(turn, float) and time.monotonic() + turn > self._ends_at):
-            waited = f"no search server answers, and none is asked again within {self._timeout_s:g} s"
-            raise self._error or ToolUnavailableError(waited)
-        return turn
-
-    def failed(self, turn: Turn, error: Exception, retry_after_s: float | None = None) -> None:
-        """Note an outage; anything else is raised."""
-        import httpx
-
-        if isinstance(error, httpx.RequestError):  # of the transport, or of decoding
-            cause = error
-            error = ToolUnavailableError(f"{turn.server.url}: {type(cause).__name__}: {cause}")
-            error.__cause__ = cause
-        if not isinstance(error, ToolUnavailableError):
-            self._pool.finish(turn)
-            raise error
-        self._pool.finish(turn, str(error), retry_after_s)
-        self._error = error
-        if not turn.is_probe:  # a call that waits for a server to come back goes on waiting
-            self._tried.add(turn.server.url)
+    passages: list[list[Passage]]
+    fingerprint: str | None

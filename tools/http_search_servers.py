@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sorl_env.tool import ToolUnavailableError
+
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # in a row; then a server is left alone
@@ -120,3 +122,42 @@ class ServerPool:
         if server.down_since is not None:
             logger.warning("search server back after %.1f s: %s", now - server.down_since, server.url)
         server.failures, server.resting_until, server.down_since = 0, 0.0, None
+
+
+class Call:
+    """One call's way from server to server, until one answers, all have failed, or time is up."""
+
+    def __init__(self, pool: ServerPool, timeout_s: float) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._ends_at = time.monotonic() + timeout_s
+        self._tried: set[str] = set()
+        self._error: ToolUnavailableError | None = None
+
+    def next(self) -> Turn | float:
+        """A turn at a server, or seconds to wait.
+
+        Raises:
+            ToolUnavailableError: no server is left, or none comes back in time.
+        """
+        turn = self._pool.begin(self._tried)
+        if turn is None or (isinstance(turn, float) and time.monotonic() + turn > self._ends_at):
+            waited = f"no search server answers, and none is asked again within {self._timeout_s:g} s"
+            raise self._error or ToolUnavailableError(waited)
+        return turn
+
+    def failed(self, turn: Turn, error: Exception, retry_after_s: float | None = None) -> None:
+        """Note an outage; anything else is raised."""
+        import httpx
+
+        if isinstance(error, httpx.RequestError):  # of the transport, or of decoding
+            cause = error
+            error = ToolUnavailableError(f"{turn.server.url}: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+        if not isinstance(error, ToolUnavailableError):
+            self._pool.finish(turn)
+            raise error
+        self._pool.finish(turn, str(error), retry_after_s)
+        self._error = error
+        if not turn.is_probe:  # a call that waits for a server to come back goes on waiting
+            self._tried.add(turn.server.url)

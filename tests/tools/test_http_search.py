@@ -14,7 +14,8 @@ import pytest
 from sorl_env.errors import UserError
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
-from sorl_tools.http_search import HttpSearch
+from sorl_tools.http_search import FINGERPRINT_HEADER, HttpSearch
+from sorl_tools.http_search_cache import ReplyCache
 
 Respond = Callable[[dict[str, Any]], tuple[int, bytes]]
 
@@ -41,6 +42,7 @@ class Server:
 
     def __init__(self) -> None:
         self.respond: Respond = passages
+        self.headers: Callable[[dict[str, Any]], dict[str, str]] = lambda request: {}
         self.requests: list[dict[str, Any]] = []
         self.connections: set[Any] = set()
         outer = self
@@ -56,6 +58,8 @@ class Server:
                 try:
                     self.send_response(status)
                     self.send_header("Content-Length", str(len(body)))
+                    for name, value in outer.headers(request).items():
+                        self.send_header(name, value)
                     self.end_headers()
                     self.wfile.write(body)
                 except OSError:
@@ -84,7 +88,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def search(server: Server) -> Iterator[HttpSearch]:
-    tool = HttpSearch(server.url, top_k=2, timeout_s=0.5)
+    tool = HttpSearch(server.url, top_k=2, timeout_s=30.0)
     yield tool
     tool.close()
 
@@ -146,6 +150,50 @@ def test_many_at_a_time_on_an_event_loop(server: Server, search: HttpSearch) -> 
         assert [outcome.reply.split("\n")[0] for outcome in outcomes] == [
             f"Doc 1 ({i}): passage 0" for i in range(20)
         ]
+
+
+def test_replies_are_kept_under_the_index_that_gave_them(server: Server) -> None:
+    """The server changes its index between two requests of one call; the first reply comes last."""
+    last = threading.Event()
+
+    def index_of(request: dict[str, Any]) -> str:
+        return "old" if "0" in request["queries"] else "new"
+
+    def respond(request: dict[str, Any]) -> tuple[int, bytes]:
+        if index_of(request) == "old":
+            assert last.wait(60)
+        else:
+            last.set()
+        found = [[{"document": {"id": "1", "contents": index_of(request)}}] for _ in request["queries"]]
+        return 200, json.dumps({"result": found}).encode()
+
+    server.respond = respond
+    server.headers = lambda request: {FINGERPRINT_HEADER: index_of(request)}
+    cache = ReplyCache()
+    search = HttpSearch(server.url, top_k=1, timeout_s=60.0, cache=cache)
+    queries = [str(number) for number in range(300)]
+    replies = search.call_batch(queries)
+    assert {reply.text.rpartition(" ")[2] for reply in replies} == {"old", "new"}
+    for query in queries:
+        kept = {index: cache.get((index, 1, query)) for index in ("old", "new")}
+        assert [index for index, passages in kept.items() if passages] == [
+            index for index, passages in kept.items() if passages and passages[0].text == index
+        ]
+        assert sum(passages is not None for passages in kept.values()) == 1
+    search.close()
+
+
+@pytest.mark.parametrize("way", ["threads", "loop"])
+def test_a_search_that_is_interrupted_gives_its_turn_back(search: HttpSearch, way: str) -> None:
+    """A turn that is kept would leave a server that is being probed unasked for ever."""
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    search._ask = search._aask = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        search("x") if way == "threads" else asyncio.run(search.acall("x"))
+    assert [server.in_flight for server in search._pool.servers] == [0]
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, 408])
