@@ -10,10 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from sorl_env.text import read_json
 from sorl_tools.index.manifest import hash_file
@@ -31,6 +34,9 @@ def write_folder(
     Args:
         run_id: the run that the folder belongs to (None: any), which ``find_damage`` compares.
         keep_whole: if another process put a whole folder there meanwhile, keep that one: somebody may be reading it.
+
+    Raises:
+        OSError: the disk is full, or cannot be written. Nothing is left behind then.
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     remove_folder(temporary)
@@ -38,9 +44,13 @@ def write_folder(
     try:
         write(temporary)
         seal(temporary, run_id)
-    except BaseException:
+    except BaseException as error:
         remove_folder(temporary)  # a full disk gets its space back
-        raise
+        number = re.search(r"\(os error (\d+)\)$", str(error)) if type(error) is SafetensorError else None
+        if number is None:
+            raise
+        # safetensors has an error of its own for a full disk, which says the number in its message
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
     if keep_whole and folder.is_dir() and not find_damage(folder, run_id):
         remove_folder(temporary)
         return folder

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -244,6 +247,28 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_nothing_else(run: RunDir) 
         write_folder(run.checkpoints / "step_000003", write, run.run_id)
     assert names(run.checkpoints) == ["step_000001", "step_000002", "step_000003"]
     assert resume_point(run).path.name == "step_000003"
+
+
+def test_weights_that_do_not_fit_are_an_error_of_the_disk(tmp_path: Path) -> None:
+    """safetensors raises an error of its own, which no command takes for a full disk. A real limit on a file's size."""
+    code = """
+import resource, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from sorl_train.hashed_folder import write_folder
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    write_folder(Path(sys.argv[1]), lambda folder: save_file({"a": torch.zeros(9999)}, folder / "a.safetensors"))
+except OSError as error:
+    print(type(error).__name__, error.errno, error.filename)
+"""
+    folder = tmp_path / "weights"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["OSError", str(errno.EFBIG), str(folder)]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_kill_between_two_renames_loses_no_checkpoint(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
