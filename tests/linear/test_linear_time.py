@@ -78,7 +78,8 @@ INSIDE = frozenset(
     sorl_train/config_schema.py:suggest_key sorl_train/evaluate/arguments.py:_by_task
     sorl_train/evaluate/ask.py:unknown_words sorl_train/evaluate/ask.py:_example
     sorl_train/evaluate/choices.py:_pattern sorl_train/evaluate/policy.py:_HUB_NAME
-    sorl_train/metrics_log.py:_start_wandb sorl_train/prepare/overlap.py:_WORD sorl_train/run_dir.py:_TEMPORARY sorl_train/hashed_folder.py:write_folder
+    sorl_train/metrics_log.py:_start_wandb sorl_train/prepare/overlap.py:_WORD
+    sorl_train/run_dir.py:_TEMPORARY sorl_train/hashed_folder.py:write_folder
     sorl_train/report_dialogue.py:_STEP_FILE sorl_train/report_groups.py:_RUN_ID
     sorl_train/report_groups.py:_MOVED_ASIDE sorl_train/report_groups.py:_natural
     sorl_train/serve_agent/chat.py:_options
