@@ -67,18 +67,33 @@ def words(text: str) -> list[str]:
     return "".join(pieces).split()
 
 
-def earned(turn: str, example: Example, tools: Sequence[str]) -> float:
-    """What the turn should score."""
+def substance(text: str) -> tuple[str, list[str]]:
+    """Letters and digits of a text without articles, and its numbers: what two texts that say the same share."""
+    text = "".join(c if c.isalnum() else " " for c in text.casefold().replace("&", " and "))
+    pieces = [piece for piece in text.split() if piece not in ("a", "an", "the")]
+    return "".join(pieces), [
+        "".join(filter(str.isdigit, piece)) for piece in pieces if any(map(str.isdigit, piece))
+    ]
+
+
+def earned(turn: str, example: Example, tools: Sequence[str]) -> tuple[float, ...]:
+    """What the turn may score: one value, or both where a letter stands before the option's text, written otherwise.
+
+    Such a text earns nothing if its letters, digits or numbers differ. What punctuation means, as in ``Rh-`` and
+    ``Rh+``, is not repeated here: tests/env/test_option_text.py has it by hand.
+    """
     answer = final_answer(turn, tools)
     if answer is None:
-        return 0.0
+        return (0.0,)
     if example.options is None:
-        return float(any(words(answer) == words(gold) for gold in example.golden_answers))
+        return (float(any(words(answer) == words(gold) for gold in example.golden_answers)),)
     letter = example.golden_answers[0]
     if answer in {form.format(case) for form in ("{}", "{}.", "({})") for case in (letter, letter.lower())}:
-        return 1.0
-    labelled = answer[:2].upper() == f"{letter}:" and len(answer) > 2 and answer.isascii()
-    return float(labelled and words(answer[2:]) == words(example.options[letter]))
+        return (1.0,)
+    said, option = answer[2:].strip(), example.options[letter]
+    if answer[:2] not in (f"{letter}:", f"{letter.lower()}:") or substance(said) != substance(option):
+        return (0.0,)
+    return (1.0,) if said.rstrip(".").lower() == option.rstrip(".").lower() else (0.0, 1.0)
 
 
 # --- tools and tasks ---
@@ -216,8 +231,8 @@ def _find_problem(
     i: int,
 ) -> str | None:
     expected = earned(turn, example, tools)
-    if reward != expected:
-        return f"a reward of {reward}, {expected} was earned"
+    if reward not in expected:
+        return f"a reward of {reward}, {' or '.join(map(str, expected))} was earned"
     if bool(terminated) != (final_answer(turn, tools) is not None):
         return f"terminated is {terminated}"
     if info["stop_reason"][i] in ("error", "aborted"):
