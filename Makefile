@@ -7,7 +7,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 ARGS ?=
-# Processes that share the tests. A file's tests stay together, so that its fixtures are made once.
+# Processes that share the tests. A file's tests stay together, so that its fixtures are made once. Files keep their order:
+# reordered by their number of tests, those with the longest tests would come last, on one process.
 JOBS ?= 2
 
 bin := $(VENV)/bin
@@ -26,10 +27,10 @@ quickstart: $(VENV)/.train ## train an agent that learns to search (minutes on a
 	$(bin)/sorl-train --algo so_ppo --run_dir runs/quickstart $(ARGS)
 
 test: $(VENV)/.dev ## the tests that take minutes
-	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(VENV)/.dev $(VENV)/.smollm2 ## all tests that need no GPU
-	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not gpu and not openrlhf" $(ARGS)
+	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not openrlhf" $(ARGS)
 
 lint: $(VENV)/.dev ## ruff and mypy
 	$(bin)/ruff check
