@@ -96,7 +96,8 @@ def stub_network(toolbox: Toolbox) -> None:
 
     def reply(request: httpx.Request) -> httpx.Response:
         found = [{"document": row, "score": 1.0} for row in PASSAGES]
-        return httpx.Response(200, json={"result": [found] * len(json.loads(request.content)["queries"])})
+        body = json.dumps({"result": [found] * len(json.loads(request.content)["queries"])}).encode()
+        return httpx.Response(200, stream=httpx.ByteStream(body))  # unread, as one from a network is
 
     (search,) = toolbox.tools
     search._client = httpx.Client(transport=httpx.MockTransport(reply))  # type: ignore[attr-defined]

@@ -33,6 +33,11 @@ _SILENT = frozenset(
     ".,;:!?'\"`\u00b4\u2018\u2019\u201c\u201d\u00ab\u00bb()[]{}*_#$\\|\u2022\u00b7\u2026\u2014\n"
     "\u200b\u200e\u200f\u2060\ufeff\ufe0f"  # invisible
 )
+# Commands of LaTeX that say how a text looks. Others say something: an \alpha blocker is no \beta blocker.
+_FORMATTING = frozenset(
+    "\\boxed \\fbox \\text \\textbf \\textit \\textrm \\emph \\underline \\mathrm \\mathbf \\mathit \\mathsf "
+    "\\operatorname \\left \\right \\displaystyle \\quad \\qquad \\bf \\it \\rm".split()
+)
 _THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
@@ -68,7 +73,7 @@ def _key(text: str, found: list[tuple[int, int]], index: int) -> str:
     word = text[start:end]
     if word in HYPHENS:
         return "-" if _is_sign(text, found, index) else ""
-    if word in _SILENT or word[0] == "\\":
+    if word in _SILENT or word in _FORMATTING:
         return ""
     if word[0].isdigit() or word[0] == ".":
         number = word.replace(",", "") if _THOUSANDS.fullmatch(word) else word

@@ -44,6 +44,8 @@ DIFFERENT = [
     ("mg/dL", "mg dL"),
     ("\u2191 TSH", "\u2193 TSH"),
     ("37\u00b0C", "37 C"),
+    (r"\alpha blocker", r"\beta blocker"),
+    (r"Reed-Sternberg cells\T", "Reed-Sternberg cells"),
     ("\u03b1", "\u03b2"),
 ]
 
