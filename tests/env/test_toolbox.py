@@ -237,7 +237,7 @@ def test_a_dead_call_stalls_no_other(hanging: Callable[[str], str]) -> None:
     quick.__name__ = "quick"
 
     async def both() -> tuple[list[object], bool, list[object]]:
-        box = Toolbox([hanging, quick], timeout_s=5.0)
+        box = Toolbox([hanging, quick], timeout_s=3.0)
         dead = [asyncio.ensure_future(box.acall(REQUEST)) for _ in range(8)]
         alive = [await box.acall(ToolRequest("quick", str(i))) for i in range(20)]
         stalled = any(task.done() for task in dead)  # at their deadline, and the quick calls waited for that

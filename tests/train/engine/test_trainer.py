@@ -180,6 +180,7 @@ def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[bytes], lo
     wait_until(has_come, log.read_text)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_resume(tmp_path: Path) -> None:
     settings = SHORT | {"update.steps": 400, "checkpoint.every": 0}
     run_dir = tmp_path / "run"
@@ -315,6 +316,7 @@ def test_one_on_policy_step_needs_no_scoring_pass(
         assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_options_that_change_the_model_train(tmp_path: Path) -> None:
     """bfloat16, gradient checkpointing, LoRA, whitening, token mean, critic warm-up: each for two steps."""
     for number, options in enumerate(
@@ -387,6 +389,7 @@ def test_a_reward_that_raises_ends_its_own_trajectory_only(
     assert errors <= {"KeyError: 'no gold answer'"}
 
 
+@pytest.mark.slow
 def test_lora_resumes_exactly_and_its_checkpoints_are_plain_folders(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"hardware__lora_rank": 4, "optim__lr": 5e-3, "optim__schedule": "constant"}
     whole, _ = train_short(tmp_path / "whole", update__steps=4, **settings)

@@ -193,6 +193,7 @@ def test_the_quickstart_can_be_planned_on_a_cpu(tmp_path: Path, monkeypatch: pyt
     assert not any(tmp_path.iterdir())  # nothing was built
 
 
+@pytest.mark.slow
 def test_it_works_without_openrlhf(tiny: Path) -> None:
     code = (
         "import sys; from sorl_train.config_io import load_config; from sorl_train.plan import plan_text;"
