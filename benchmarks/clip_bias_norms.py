@@ -23,17 +23,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from sorl_train.batch import Batch
-from sorl_train.cold_start import resolve_model
-from sorl_train.config_io import load_config
-from sorl_train.display import PlainDisplay
-from sorl_train.engines.local.engine import LocalEngine
-from sorl_train.losses import get_algorithm, loss_denominator, policy_loss
-from sorl_train.manifest import environment_facts
-from sorl_train.run_dir import RunDir
-from sorl_train.scored_batch import estimate_advantages
-from sorl_train.seeds import generator
-from sorl_train.update import Means, PolicyUpdate
+from sorl_train.algorithms import get_algorithm
+from sorl_train.config.files import load_config
+from sorl_train.config.seeds import generator
+from sorl_train.engine import LocalEngine
+from sorl_train.learner.batch import Batch
+from sorl_train.learner.scored_batch import estimate_advantages
+from sorl_train.learner.update import Means, PolicyUpdate
+from sorl_train.losses.aggregate import loss_denominator
+from sorl_train.losses.policy import policy_loss
+from sorl_train.run.display import PlainDisplay
+from sorl_train.run.folder import RunDir
+from sorl_train.run.manifest import environment_facts
+from sorl_train.sft.cold_start import resolve_model
 
 BATCH = 256
 SIZES = (16, 64, 256)

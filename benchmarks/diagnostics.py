@@ -23,21 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sorl_train import scored_batch
-from sorl_train.alarm import CollapseAlarm
-from sorl_train.batch import Batch, collate
-from sorl_train.cold_start import resolve_model
-from sorl_train.config_io import load_config
-from sorl_train.diagnostics import RatioDiagnostics
-from sorl_train.display import PlainDisplay
-from sorl_train.engines.local.engine import LocalEngine
-from sorl_train.log_probs import TokenStats
-from sorl_train.manifest import environment_facts
-from sorl_train.metrics import rollout_metrics, staleness
-from sorl_train.models import action_stats
-from sorl_train.run_dir import RunDir
-from sorl_train.scored_batch import estimate_advantages
-from sorl_train.update import PolicyUpdate
+from sorl_train.config.files import load_config
+from sorl_train.engine import LocalEngine
+from sorl_train.learner import scored_batch
+from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.diagnostics import RatioDiagnostics
+from sorl_train.learner.scored_batch import estimate_advantages
+from sorl_train.learner.update import PolicyUpdate
+from sorl_train.losses.log_probs import TokenStats
+from sorl_train.models.forward import action_stats
+from sorl_train.rollout.metrics import rollout_metrics, staleness
+from sorl_train.run.alarm import CollapseAlarm
+from sorl_train.run.display import PlainDisplay
+from sorl_train.run.folder import RunDir
+from sorl_train.run.manifest import environment_facts
+from sorl_train.sft.cold_start import resolve_model
 
 BAR = 0.05  # of a step
 
@@ -130,7 +130,7 @@ def measure(algo: str, rounds: int, overrides: dict[str, Any]) -> dict[str, Any]
 
 
 def _replace_batch_metrics(function: Callable[[Batch], dict[str, float]]) -> None:
-    from sorl_train.engines.local import engine
+    from sorl_train import engine
 
     engine.batch_metrics = function
 

@@ -42,7 +42,7 @@ from sorl_env.task import Limits
 from sorl_env.tokens import Tokenizer, encode_prompt
 from sorl_train.evaluate.journal import differences, read_folder
 from sorl_train.evaluate.rows import Key, Row
-from sorl_train.run_dir import atomic_write
+from sorl_train.run.files import atomic_write
 
 TIE = 1e-3  # nats; float32 sums taken in another order move a log-probability by about 1e-5
 NEAR_TIE = "near tie"
@@ -139,8 +139,8 @@ class LocalModel:
     """MODEL in process, in float32: the next token's log-probabilities after any context."""
 
     def __init__(self, folder: str, settings: Mapping[str, Any]) -> None:
-        from sorl_train.config import ModelConfig
-        from sorl_train.models import load_policy, load_tokenizer
+        from sorl_train.config.settings import ModelConfig
+        from sorl_train.models.policy import load_policy, load_tokenizer
 
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._model = load_policy(folder, ModelConfig(device="cpu", dtype="float32")).eval()

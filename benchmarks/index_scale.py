@@ -43,7 +43,7 @@ import numpy as np
 from search_made_up import QUERIES, made_up_corpus, write_corpus, write_vectors
 from search_servers import load, memory_mb, sorl_serve
 
-from sorl_tools.index.estimate import estimate
+from sorl_tools.index.build.estimate import estimate
 from sorl_tools.index.manifest import BUILDING, read_manifest
 
 POLL_S = 0.02

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sorl_train.log_probs import token_log_probs
-from sorl_train.losses import policy_loss
+from sorl_train.losses.log_probs import token_log_probs
+from sorl_train.losses.policy import policy_loss
 
 Step = Callable[[], None]
 

@@ -31,9 +31,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from search_servers import CORPUS, QUESTIONS, free_port, load, memory_mb, running, sorl_serve
 
-from sorl_tools.bm25_index import build_index, tokenize
-from sorl_tools.bm25_scorer import BatchScorer
 from sorl_tools.corpus import read_corpus
+from sorl_tools.index.bm25_scorer import BatchScorer
+from sorl_tools.index.cached import build_index, tokenize
 
 BATCH = 512
 TOP_K = 3

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from sorl_tools.corpus import Passage
-from sorl_tools.index.corpora import Corpus
+from sorl_tools.index.build.corpora import Corpus
 
 SYLLABLES = "ba ce di fo gu ha je ki lo mu na pe ri so tu va we xi yo zu bran clar dren flor grim".split()
 QUERIES = 300

@@ -28,9 +28,9 @@ from sorl_env.errors import UserError
 from sorl_env.rewards import normalize_answer
 from sorl_tools.corpus import cache_dir
 from sorl_tools.index import Hit, Index, open_index
-from sorl_tools.index.build import DenseOptions, build
+from sorl_tools.index.build.build import DenseOptions, build
 from sorl_tools.index.manifest import NAME
-from sorl_tools.index.progress import Progress
+from sorl_tools.progress import Progress
 
 TOP_K = 3
 BATCH = 128

@@ -15,7 +15,7 @@ import matplotlib
 import numpy as np
 from stability_runs import DOCS, MAIN, RATES, REUSE, Run, average, cells_of, larger_mini_batch, read
 
-from sorl_train.study import interval
+from sorl_train.lab.study import interval
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

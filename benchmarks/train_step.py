@@ -34,18 +34,18 @@ from torch import nn
 from sorl_env import Example, FormatError, Limits, ParsedTurn, Task, ToolUseEnv, parse_turn
 from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder, turn_text
 from sorl_env.trajectory import Trajectory
-from sorl_train.cold_start import resolve_model
-from sorl_train.config import TrainConfig
-from sorl_train.config_io import load_config
-from sorl_train.display import PlainDisplay
-from sorl_train.engines.local.collect import run_jobs, training_jobs
-from sorl_train.engines.local.engine import LocalEngine
-from sorl_train.engines.local.sampler import TransformersSampler
-from sorl_train.environments import make_env
-from sorl_train.metrics import rollout_metrics
-from sorl_train.models import load_policy, load_tokenizer
-from sorl_train.run_dir import RunDir
-from sorl_train.scored_batch import estimate_advantages
+from sorl_train.config.files import load_config
+from sorl_train.config.settings import TrainConfig
+from sorl_train.engine import LocalEngine
+from sorl_train.learner.scored_batch import estimate_advantages
+from sorl_train.models.policy import load_policy, load_tokenizer
+from sorl_train.rollout.environments import make_env
+from sorl_train.rollout.jobs import run_jobs, training_jobs
+from sorl_train.rollout.metrics import rollout_metrics
+from sorl_train.rollout.sampler import TransformersSampler
+from sorl_train.run.display import PlainDisplay
+from sorl_train.run.folder import RunDir
+from sorl_train.sft.cold_start import resolve_model
 
 INSTALL = "pip install trl==1.16.0 (or: pip install 'sorl[bench]')"
 STEP_RATIO, ROLLOUT_RATIO = 0.7, 1.5  # at most, at least

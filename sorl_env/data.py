@@ -33,7 +33,7 @@ class ExampleSet:
         source: ``embedded``, a file's path, or ``hf:owner/name``.
         sha256: of the file's bytes; of the examples themselves where there is no file.
         is_sample: an embedded sample that stands in for a benchmark.
-        is_test: a row says that it is of a test split; see `sorl_train.environments.refuse_test_questions`.
+        is_test: a row says that it is of a test split; see `sorl_train.rollout.environments.refuse_test_questions`.
     """
 
     examples: Sequence[Example]

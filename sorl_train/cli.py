@@ -15,18 +15,18 @@ from sorl_env.command import FAILED, INTERRUPTED, run_command, say
 from sorl_env.data import load_examples, read_rows
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
-from sorl_train.config import TrainConfig
+from sorl_train.config.settings import TrainConfig
 
 try:
-    from sorl_train.cli_parser import Arguments, help_text, parse
-    from sorl_train.config_check import check_tiny
-    from sorl_train.config_io import DEFAULT_CONFIG, load_config, packaged_configs
+    from sorl_train.config.checks import check_tiny
+    from sorl_train.config.files import DEFAULT_CONFIG, load_config, packaged_configs
+    from sorl_train.config.options import Arguments, help_text, parse
 except ModuleNotFoundError as error:  # the core alone is installed
     raise SystemExit(f"sorl-train needs the package {error.name!r}: pip install 'sorl[train]'") from error
 
 if TYPE_CHECKING:
-    from sorl_train.display import Display
-    from sorl_train.run_dir import RunDir
+    from sorl_train.run.display import Display
+    from sorl_train.run.folder import RunDir
 
 # Imports of torch and of the terminal display wait until they are needed: --help and a typo answer at once.
 
@@ -50,7 +50,7 @@ def _run(argv: Sequence[str]) -> int:
     if arguments.help:
         return _show(help_text(config, arguments.config or DEFAULT_CONFIG))
     if arguments.dry_run:
-        from sorl_train.plan import plan_text
+        from sorl_train.preflight.dry_run import plan_text
 
         return _show(plan_text(config))
     if arguments.resume and arguments.overwrite:
@@ -65,7 +65,7 @@ def _settings(arguments: Arguments) -> TrainConfig:
     config = load_config(name, arguments.overrides)
     folder = config.run_dir or _default_run_dir(config, arguments)
     if arguments.resume and arguments.config is None:
-        from sorl_train.run_dir import saved_config
+        from sorl_train.run.folder import saved_config
 
         config = saved_config(folder, arguments.overrides)
     return dataclasses.replace(config, run_dir=folder)
@@ -80,8 +80,8 @@ def _default_run_dir(config: TrainConfig, arguments: Arguments) -> str:
 
 def _check_inputs(config: TrainConfig) -> None:
     """Find a wrong task, an unreadable data row or a test split to train on now: before there is a run folder."""
-    from sorl_train.environments import training_examples
-    from sorl_train.metrics_log import require_package
+    from sorl_train.rollout.environments import training_examples
+    from sorl_train.run.metrics_log import require_package
 
     task = load_task(config.task, **config.task_args)
     training_examples(config)
@@ -97,15 +97,15 @@ def _check_inputs(config: TrainConfig) -> None:
     if config.sft.demos is not None and not sum(1 for _ in read_rows(config.sft.demos)):
         raise UserError(f"sft.demos={config.sft.demos}: it has no rows; give a file of demonstrations")
     if config.engine == "local":
-        from sorl_train.models import pick_device  # brings torch, and most mistakes are found before
+        from sorl_train.models.forward import pick_device
 
         pick_device(config.hardware.device)
 
 
 def _train(config: TrainConfig, arguments: Arguments) -> int:
     """Make or reopen the run folder, train, write the report."""
-    from sorl_train.display import make_display
-    from sorl_train.run_dir import RunDir
+    from sorl_train.run.display import make_display
+    from sorl_train.run.folder import RunDir
 
     assert config.run_dir is not None
     display = make_display()
@@ -144,13 +144,13 @@ def _train(config: TrainConfig, arguments: Arguments) -> int:
 
 def _check_finished_run(config: TrainConfig) -> None:
     """A finished run that is to be trained longer loses its summary: not when it cannot be resumed."""
-    from sorl_train.run_dir import RunDir
+    from sorl_train.run.folder import RunDir
 
     assert config.run_dir is not None
     run_dir = RunDir(Path(config.run_dir))
     is_ours = config.engine == "local" and config.stage == "rl"
     if is_ours and run_dir.summary.is_file() and run_dir.has_checkpoint:
-        from sorl_train.checkpoint import resume_point
+        from sorl_train.run.checkpoint import resume_point
 
         resume_point(run_dir)
 
@@ -158,16 +158,16 @@ def _check_finished_run(config: TrainConfig) -> None:
 def _run_stage(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) -> dict[str, Any]:
     """Train and write the report; the summary."""
     if config.engine == "openrlhf":
-        from sorl_train.engines.openrlhf.launch import run
+        from sorl_train.openrlhf.launch import run
     elif config.stage == "sft":
-        from sorl_train.sft import run
+        from sorl_train.train_sft import run
     else:
-        from sorl_train.engines.local.trainer import run
+        from sorl_train.train_rl import run
     from transformers.utils import logging as transformers_logging
 
-    from sorl_train.report import write_report
-    from sorl_train.report_dialogue import step_files
-    from sorl_train.viewer import write_viewer
+    from sorl_train.report.dialogues import step_files
+    from sorl_train.report.report import write_report
+    from sorl_train.report.viewer import write_viewer
 
     transformers_logging.disable_progress_bar()  # one for each checkpoint would bury the run's own lines
     summary = run(config, run_dir, display, resume)

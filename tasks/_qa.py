@@ -13,7 +13,7 @@ from sorl_env.parser import ParsedTurn
 from sorl_env.rewards import exact_match
 from sorl_env.task import Example, ToolSettings
 from sorl_env.tool import ToolLike
-from sorl_tools.search import search_tool
+from sorl_tools.search.bm25_search import search_tool
 
 _SAMPLES = Path(__file__).parent / "samples"
 _SPLITS = ("train", "test")

@@ -31,7 +31,7 @@ from sorl_tasks.minihop_world import (
     world_words,
 )
 from sorl_tools.corpus import format_passages
-from sorl_tools.search import BM25Search
+from sorl_tools.search.bm25_search import BM25Search
 
 INSTRUCTION = "Search, then answer."
 GIVE_UP = "unknown"

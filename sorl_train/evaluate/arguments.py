@@ -16,13 +16,13 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.registry import load_task, task_names
 from sorl_env.rollout import RolloutSettings
 from sorl_env.task import Limits, ToolSettings
-from sorl_train.config import ModelConfig, TrainConfig
-from sorl_train.config_io import parse_yaml
-from sorl_train.environments import limits as config_limits
-from sorl_train.environments import tool_settings as config_tools
+from sorl_train.config.files import parse_yaml
+from sorl_train.config.settings import ModelConfig, TrainConfig
 from sorl_train.evaluate.endpoint import EndpointSampler, TextTokenizer
-from sorl_train.evaluate.policy import PolicySource, find_policy, fingerprint
+from sorl_train.evaluate.find_policy import PolicySource, find_policy, fingerprint
 from sorl_train.evaluate.runner import Policy
+from sorl_train.rollout.environments import limits as config_limits
+from sorl_train.rollout.environments import tool_settings as config_tools
 
 API_KEY = "SORL_API_KEY"  # not an option: the manifest keeps the command line
 _LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
@@ -135,7 +135,7 @@ def make_policy(args: argparse.Namespace, source: PolicySource | None, envs: Ite
     if source is None:
         tokenizer: Any = TextTokenizer()
         if args.tokenizer:
-            from sorl_train.models import load_tokenizer
+            from sorl_train.models.policy import load_tokenizer
 
             tokenizer = load_tokenizer(args.tokenizer)
         served = EndpointSampler(
@@ -150,9 +150,9 @@ def make_policy(args: argparse.Namespace, source: PolicySource | None, envs: Ite
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from sorl_train.engines.local.model_check import check_policy
-    from sorl_train.engines.local.sampler import TransformersSampler
-    from sorl_train.models import load_policy, load_tokenizer
+    from sorl_train.models.policy import load_policy, load_tokenizer
+    from sorl_train.rollout.model_check import check_policy
+    from sorl_train.rollout.sampler import TransformersSampler
 
     transformers_logging.disable_progress_bar()
     if args.threads:

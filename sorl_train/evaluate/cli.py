@@ -30,18 +30,18 @@ try:
 except ModuleNotFoundError as missing:  # the core alone is installed
     raise SystemExit(f"sorl-eval needs the package {missing.name!r}: pip install 'sorl[train]'") from missing
 
-from sorl_tools.index.progress import Progress
-from sorl_train.environments import env_facts
+from sorl_tools.progress import Progress
 from sorl_train.evaluate.compare import compare_main
+from sorl_train.evaluate.find_policy import PolicySource
 from sorl_train.evaluate.journal import Journal
-from sorl_train.evaluate.policy import PolicySource
 from sorl_train.evaluate.prompts import MODES, check_modes
 from sorl_train.evaluate.rescore import rescore_main
 from sorl_train.evaluate.rows import Row
 from sorl_train.evaluate.runner import check_search, plan_jobs, run_evaluation
 from sorl_train.evaluate.summary import summarize
 from sorl_train.evaluate.tables import latex, make_tables, markdown, table_main
-from sorl_train.run_dir import atomic_write
+from sorl_train.rollout.environments import env_facts
+from sorl_train.run.files import atomic_write
 
 EXAMPLES = """\
   sorl-eval RUN --mode direct cot rag agent         a run's best checkpoint on the run's own task

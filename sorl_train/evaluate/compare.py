@@ -17,7 +17,7 @@ from sorl_train.evaluate.intervals import Paired, paired
 from sorl_train.evaluate.journal import read_folder
 from sorl_train.evaluate.prompts import MODES
 from sorl_train.evaluate.rows import Row
-from sorl_train.run_dir import atomic_write
+from sorl_train.run.files import atomic_write
 
 ABOUT = (
     "Two evaluations over the questions they share: the paired difference, and the questions gained and lost."

@@ -26,9 +26,8 @@ from sorl_env.errors import UserError
 from sorl_env.folders import missing_folders, remove_empty
 from sorl_env.text import read_json
 from sorl_train.evaluate.rows import Job, Key, Row
-from sorl_train.manifest import environment_facts
-from sorl_train.metrics_log import append_line, read_jsonl
-from sorl_train.run_dir import atomic_write
+from sorl_train.run.files import append_line, atomic_write, read_jsonl
+from sorl_train.run.manifest import environment_facts
 
 
 class Journal:

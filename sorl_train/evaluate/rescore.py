@@ -20,7 +20,8 @@ from sorl_env.trajectory_io import iter_jsonl, read_parquet
 from sorl_train.evaluate.intervals import mean_interval
 from sorl_train.evaluate.journal import read_folder
 from sorl_train.evaluate.scores import REWARDS, score
-from sorl_train.run_dir import atomic_write, saved_config
+from sorl_train.run.files import atomic_write
+from sorl_train.run.folder import saved_config
 
 ABOUT = "Score stored answers again with another reward."
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")

@@ -23,10 +23,10 @@ from sorl_env.rollout import (
 from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.trajectory import Trajectory
+from sorl_train.config.seeds import derive_seed, generator
 from sorl_train.evaluate.endpoint import TextTokenizer
 from sorl_train.evaluate.prompts import STOP, one_turn_prompt
 from sorl_train.evaluate.rows import Job, Row, row_of_one_turn, row_of_outage, row_of_trajectory
-from sorl_train.seeds import derive_seed, generator
 
 SEARCH = "search"
 OnRow = Callable[[Row, Mapping[str, float]], None]

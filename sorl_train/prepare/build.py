@@ -30,7 +30,7 @@ from sorl_train.prepare.overlap import Pair, count_pairs, count_repeated, find_p
 from sorl_train.prepare.questions import read_questions
 from sorl_train.prepare.recipes import Recipe
 from sorl_train.prepare.sources import Source, is_file, read_source
-from sorl_train.run_dir import atomic_write
+from sorl_train.run.files import atomic_write
 
 DROP = ("none", "exact", "near")
 

@@ -20,7 +20,7 @@ from sorl_train.prepare.overlap import SHINGLE, THRESHOLD, Pair, count_pairs, fi
 from sorl_train.prepare.questions import read_questions
 from sorl_train.prepare.recipes import RECIPES, find_recipe
 from sorl_train.prepare.show import describe
-from sorl_train.run_dir import atomic_write
+from sorl_train.run.files import atomic_write
 
 ABOUT = "Prepare published data sets, find questions that stand in two files, show what is in a file."
 

@@ -30,16 +30,16 @@ COMMANDS = {  # as in pyproject.toml
     "sorl-ask": "sorl_train.evaluate.ask",
     "sorl-check-task": "sorl_env.check_task",
     "sorl-data": "sorl_train.prepare.cli",
-    "sorl-doctor": "sorl_train.doctor",
+    "sorl-doctor": "sorl_train.preflight.doctor",
     "sorl-eval": "sorl_train.evaluate.cli",
     "sorl-index": "sorl_tools.index.cli",
-    "sorl-lab": "sorl_train.lab",
+    "sorl-lab": "sorl_train.lab.cli",
     "sorl-play": "sorl_env.play",
-    "sorl-report": "sorl_train.report",
+    "sorl-report": "sorl_train.report.report",
     "sorl-serve": "sorl_tools.serve.cli",
     "sorl-serve-agent": "sorl_train.serve_agent.cli",
     "sorl-train": "sorl_train.cli",
-    "sorl-view": "sorl_train.viewer",
+    "sorl-view": "sorl_train.report.viewer",
 }
 LONGEST_S = 30  # no refusal takes longer, whatever it waits for
 _SERVED_S = 8.0  # a server that has not ended by then would not

@@ -119,12 +119,12 @@ def test_numbers_in_range() -> None:
 
 
 def test_every_number_of_the_config_has_bounds() -> None:
-    schema = pytest.importorskip("sorl_train.config_schema", reason="configs want PyYAML")
+    schema = pytest.importorskip("sorl_train.config.schema", reason="configs want PyYAML")
     for field in schema.fields():
         if field.is_number:
             low = field.bounds.low if field.bounds.above is None else field.bounds.above
             assert low is not None, (
-                f"{field.name}: say in sorl_train/config.py how small it may be (low or above)"
+                f"{field.name}: say in sorl_train/config/settings.py how small it may be (low or above)"
             )
 
 

@@ -188,7 +188,7 @@ def _cut(path: Path, keep: float = 0.5) -> None:
 
 def _runs(folder: Path) -> None:
     from sorl_env.registry import load_task
-    from sorl_train.tiny import build_tiny_policy
+    from sorl_train.models.tiny import build_tiny_policy
 
     model = folder / "model"
     build_tiny_policy(load_task("minihop"), model, hidden_size=16, num_layers=1, num_heads=2, num_dialogues=4)
@@ -209,8 +209,8 @@ def _runs(folder: Path) -> None:
     }.items():
         _copy(model, name, change)
 
-    from sorl_train.config_io import load_config
-    from sorl_train.run_dir import RunDir
+    from sorl_train.config.files import load_config
+    from sorl_train.run.folder import RunDir
 
     run = RunDir.create(folder / "run", load_config("quickstart"))
     rows = [{"step": s, "eval/success": 0.5, "loss/grad_norm": 1.0, "loss/approx_kl": 0.1} for s in range(3)]
@@ -243,7 +243,7 @@ def _runs(folder: Path) -> None:
 
 
 def _indexes(folder: Path) -> None:
-    from sorl_tools.index.build import build
+    from sorl_tools.index.build.build import build
 
     build([folder / "corpus.jsonl"], folder / "index")
     manifest = "manifest.json"

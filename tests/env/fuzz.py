@@ -27,9 +27,9 @@ from sorl_env import Example, ToolSettings
 from sorl_env.registry import load_task, task_names
 from sorl_env.vector import ToolUseVectorEnv
 from sorl_tools.calculator import calculator
-from sorl_tools.http_search import HttpSearch
+from sorl_tools.search.http import HttpSearch
 from sorl_tools.serve.protocol import RequestError, RequestLimits, parse_request
-from sorl_train.environments import SilentTool
+from sorl_train.rollout.environments import SilentTool
 
 from .hostile_turns import Turns
 

@@ -21,14 +21,14 @@ from sorl_env.rewards import (
     substring_match,
 )
 from sorl_env.text import valid_text
+from sorl_env.token_classes import classify_text, token_spans
 from sorl_env.tool import ToolCall
 from sorl_tasks import minihop
 from sorl_tools.index import words
-from sorl_tools.search_stats import holds_answer, search_metrics
+from sorl_tools.search.stats import holds_answer, search_metrics
 from sorl_train.evaluate.answers import extract_choice, read_answer, read_choice
 from sorl_train.evaluate.scores import answer_in_text
-from sorl_train.report_dialogue import segments
-from sorl_train.token_classes import classify_text, token_spans
+from sorl_train.report.dialogues import segments
 
 METALS = {"A": "Iron", "B": "Zinc", "C": "A reduction in the B", "D": "iron iron iron iron zinc"}
 LETTERS = {letter: f"{letter} {letter}" for letter in "ABCDEFGHIJ"}

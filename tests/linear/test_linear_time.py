@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from sorl_env import parser
-from sorl_train import tiny
+from sorl_train.models import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"sorl_env": "sorl_env", "sorl_train": "sorl_train", "tasks": "sorl_tasks", "tools": "sorl_tools"}
@@ -48,7 +48,7 @@ OUTSIDE: dict[str, Any] = {
     "sorl_env/rewards.py:_ASSISTANT": re.Pattern,
     "sorl_env/rewards.py:_TAG": re.Pattern,
     "sorl_env/text.py:_SURROGATE_ESCAPE": re.Pattern,
-    "sorl_train/engines/openrlhf/launch.py:_EXCEPTION": re.Pattern,
+    "sorl_train/openrlhf/launch.py:_EXCEPTION": re.Pattern,
     "sorl_train/evaluate/answers.py:_PHRASE": re.Pattern,
     "sorl_train/evaluate/answers.py:_SENTENCE_END": re.Pattern,
     "sorl_train/evaluate/ask.py:_COLOUR": re.Pattern,
@@ -60,10 +60,10 @@ OUTSIDE: dict[str, Any] = {
         ).split()
     },
     "sorl_train/evaluate/endpoint.py:_PIECE": (re.compile(r" ?\w{1,4}|\s|[^\w\s]"),),
-    "sorl_train/report_dialogue.py:_TAG": re.Pattern,
-    "sorl_train/report_dialogue.py:_QUESTION": re.Pattern,
-    "sorl_train/tiny.py:word_tokenizer": (re.compile(tiny.TOKEN),),
-    "sorl_train/token_classes.py:_TAG": re.Pattern,
+    "sorl_train/report/dialogues.py:_TAG": re.Pattern,
+    "sorl_train/report/dialogues.py:_QUESTION": re.Pattern,
+    "sorl_train/models/tiny.py:word_tokenizer": (re.compile(tiny.TOKEN),),
+    "sorl_env/token_classes.py:_TAG": re.Pattern,
     "tasks/minihop.py:_PASSAGE": re.Pattern,
     "tasks/minihop.py:_read_fact": (re.compile(r"\bcapital (\w+ \w+)"),),
     "tools/index/words.py:PATTERN": re.Pattern,
@@ -71,27 +71,28 @@ OUTSIDE: dict[str, Any] = {
 # Patterns that meet names, settings, command lines and rows of data sets alone: what they read is the user's own.
 INSIDE = frozenset(
     """
-    sorl_train/engines/openrlhf/saves.py:_STEP sorl_env/tool.py:_NAME sorl_train/checkpoint.py:_NAME
+    sorl_train/openrlhf/saves.py:_STEP sorl_env/tool.py:_NAME sorl_train/run/checkpoint.py:_NAME
     sorl_train/cli.py:_default_run_dir sorl_env/command.py:error sorl_env/command.py:read sorl_env/command.py:shortened
-    sorl_train/config_check.py:_DEVICE
-    sorl_train/cli_parser.py:_underscored sorl_train/clip_bias.py:check_choice sorl_train/config_io.py:-
-    sorl_train/config_schema.py:suggest_key sorl_train/evaluate/arguments.py:_by_task
+    sorl_train/config/checks.py:_DEVICE
+    sorl_train/config/options.py:_underscored sorl_train/losses/clip_bias.py:check_choice sorl_train/config/files.py:-
+    sorl_train/config/schema.py:suggest_key sorl_train/evaluate/arguments.py:_by_task
     sorl_train/evaluate/ask.py:unknown_words sorl_train/evaluate/ask.py:_example
-    sorl_train/evaluate/choices.py:_pattern sorl_train/evaluate/policy.py:_HUB_NAME
-    sorl_train/metrics_log.py:_start_wandb sorl_train/prepare/overlap.py:_WORD
-    sorl_train/run_dir.py:_TEMPORARY sorl_train/hashed_folder.py:write_folder
-    sorl_train/report_dialogue.py:_STEP_FILE sorl_train/report_groups.py:_RUN_ID
-    sorl_train/report_groups.py:_MOVED_ASIDE sorl_train/report_groups.py:_natural
+    sorl_train/evaluate/choices.py:_pattern sorl_train/evaluate/find_policy.py:_HUB_NAME
+    sorl_train/run/metrics_log.py:_start_wandb sorl_train/prepare/overlap.py:_WORD
+    sorl_train/run/folder.py:_TEMPORARY sorl_train/run/hashed_folder.py:write_folder
+    sorl_train/report/dialogues.py:_STEP_FILE sorl_train/report/groups.py:_RUN_ID
+    sorl_train/report/groups.py:_MOVED_ASIDE sorl_train/report/groups.py:_natural
     sorl_train/serve_agent/chat.py:_options
-    sorl_train/viewer.py:_STEPS tasks/alphamed19k.py:_LABEL tasks/alphamed19k.py:_LETTER tasks/medxpertqa.py:_CHOICES
-    tools/index/encoder.py:_E5 tools/index/estimate.py:vector_bytes tools/index/faiss_kinds.py:factory_string
+    sorl_train/report/viewer.py:_STEPS
+    tasks/alphamed19k.py:_LABEL tasks/alphamed19k.py:_LETTER tasks/medxpertqa.py:_CHOICES
+    tools/index/encoder.py:_E5 tools/index/build/estimate.py:vector_bytes tools/index/faiss_kinds.py:factory_string
     """.split()
 )
 SEVERAL = {  # places with more than one call
     "sorl_env/parser.py:_patterns": 2,
-    "sorl_train/config_schema.py:suggest_key": 3,
-    "sorl_train/tiny.py:word_tokenizer": 2,
-    "tools/index/estimate.py:vector_bytes": 2,
+    "sorl_train/config/schema.py:suggest_key": 3,
+    "sorl_train/models/tiny.py:word_tokenizer": 2,
+    "tools/index/build/estimate.py:vector_bytes": 2,
 }
 
 

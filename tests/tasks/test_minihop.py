@@ -26,7 +26,7 @@ from sorl_tasks.minihop_world import (
     relation_paths,
     world_words,
 )
-from sorl_tools.bm25_index import tokenize
+from sorl_tools.index.cached import tokenize
 
 SPEC = WorldSpec(seed=0, entities=6000, lookalikes=25.0, distractors=0.5, test_share=0.1)
 SMALL: dict[str, Any] = {

@@ -14,12 +14,12 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_train.cli import main
-from sorl_train.cli_parser import parse
-from sorl_train.config import TrainConfig
-from sorl_train.config_io import load_config
-from sorl_train.config_schema import fields, sections
-from sorl_train.display import Display
-from sorl_train.run_dir import RunDir
+from sorl_train.config.files import load_config
+from sorl_train.config.options import parse
+from sorl_train.config.schema import fields, sections
+from sorl_train.config.settings import TrainConfig
+from sorl_train.run.display import Display
+from sorl_train.run.folder import RunDir
 
 Run = Callable[[TrainConfig, RunDir, Display, bool], dict[str, Any]]
 
@@ -47,9 +47,9 @@ def install(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
         return out
 
     for name, contents in (
-        ("sorl_train.engines.local.trainer", {"run": run}),
-        ("sorl_train.sft", {"run": run}),
-        ("sorl_train.report", {"write_report": write_report}),
+        ("sorl_train.train_rl", {"run": run}),
+        ("sorl_train.sft.fine_tune", {"run": run}),
+        ("sorl_train.report.report", {"write_report": write_report}),
     ):
         module = types.ModuleType(name)
         vars(module).update(contents)

@@ -12,12 +12,12 @@ from types import FrameType
 
 from sorl_env.command import Parser, number, run_command, whole
 from sorl_env.errors import UserError
-from sorl_tools.index.build import BACKENDS, Bm25Options, DenseOptions, HybridOptions, build
-from sorl_tools.index.estimate import estimate
-from sorl_tools.index.index import open_index
+from sorl_tools.index.build.build import BACKENDS, Bm25Options, DenseOptions, HybridOptions, build
+from sorl_tools.index.build.estimate import estimate
 from sorl_tools.index.manifest import Manifest, read_manifest
-from sorl_tools.index.progress import Progress, duration
+from sorl_tools.index.open import open_index
 from sorl_tools.index.verify import check_files, check_recall
+from sorl_tools.progress import Progress, duration
 
 MOST_PASSAGES = 10**13  # a thousand times what has ever been indexed; beyond it figures mean nothing
 

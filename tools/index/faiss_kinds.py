@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_tools.index.progress import Progress
+from sorl_tools.progress import Progress
 
 Floats = npt.NDArray[np.float32]
 

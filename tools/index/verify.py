@@ -9,9 +9,9 @@ from pathlib import Path
 
 from sorl_env.errors import UserError
 from sorl_tools.corpus import PassageFile
-from sorl_tools.index.index import Index
 from sorl_tools.index.manifest import Manifest
-from sorl_tools.index.progress import Progress
+from sorl_tools.index.open import Index
+from sorl_tools.progress import Progress
 
 QUERY_WORDS = 24
 WANTED = {"bm25": 0.9, "dense": 0.8, "hybrid": 0.9}  # self-recall below this is a fault, see check_recall

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from sorl_env.errors import UserError
-from sorl_tools.bm25_index import open_index as open_bm25
-from sorl_tools.bm25_index import tokenize
-from sorl_tools.bm25_scorer import BatchScorer
 from sorl_tools.corpus import SUFFIXES, Passage
 from sorl_tools.index import Index, open_index
 from sorl_tools.index.bm25 import Bm25Index
+from sorl_tools.index.bm25_scorer import BatchScorer
+from sorl_tools.index.cached import open_index as open_bm25
+from sorl_tools.index.cached import tokenize
 from sorl_tools.serve.protocol import Hit
 
 # Beyond it an index skips most of its postings (the MaxScore rule), which the compiled scorer reads one and all: four

@@ -15,13 +15,14 @@ import pytest
 import Stemmer
 
 from sorl_env.errors import UserError
-from sorl_tools import bm25_index
 from sorl_tools.corpus import Passage
-from sorl_tools.index import bm25_build, open_index, postings
-from sorl_tools.index.build import Bm25Options, build
+from sorl_tools.index import cached as bm25_index
+from sorl_tools.index import open_index, postings
+from sorl_tools.index.build import bm25 as bm25_build
+from sorl_tools.index.build.build import Bm25Options, build
 from sorl_tools.index.postings import Postings
 from sorl_tools.index.words import STOP_WORD, Vocabulary, WordIds, query_stems
-from sorl_tools.search import BM25Search
+from sorl_tools.search.bm25_search import BM25Search
 
 from .conftest import made_up, write_jsonl
 
@@ -50,7 +51,7 @@ def reference(passages: Sequence[Passage]) -> bm25s.BM25:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks and many blocks, from few passages."""
     monkeypatch.setattr(bm25_build, "CHUNK", 64)
-    monkeypatch.setattr("sorl_tools.index.build.CHUNK", 64)
+    monkeypatch.setattr("sorl_tools.index.build.build.CHUNK", 64)
     monkeypatch.setattr(bm25_build, "BLOCK", 500)
 
 

@@ -12,10 +12,11 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_tools.corpus import Passage
-from sorl_tools.index import dense_build, open_index
-from sorl_tools.index.build import DenseOptions, HybridOptions, build
+from sorl_tools.index import open_index
+from sorl_tools.index.build import dense as dense_build
+from sorl_tools.index.build.build import DenseOptions, HybridOptions, build
+from sorl_tools.index.build.journal import Journal
 from sorl_tools.index.hybrid import fuse
-from sorl_tools.index.journal import Journal
 
 from .conftest import made_up, write_jsonl
 

@@ -19,8 +19,8 @@ from sorl_env.errors import UserError
 from sorl_env.replay import ReplayTool
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
-from sorl_tools.http_search import HttpSearch
-from sorl_tools.http_search_cache import ReplyCache
+from sorl_tools.search.http import HttpSearch
+from sorl_tools.search.http_cache import ReplyCache
 
 from ...waiting import wait_until
 from .faulty_server import FAULTS, HANGING, FaultyServer, answer, hang, send

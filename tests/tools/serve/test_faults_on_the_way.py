@@ -8,7 +8,7 @@ import pytest
 
 from sorl_env.tool import ToolCall, ToolRequest
 from sorl_env.toolbox import Toolbox
-from sorl_tools.http_search import HttpSearch
+from sorl_tools.search.http import HttpSearch
 
 from .faulty_server import FAULTS, HANGING, FaultyServer
 

@@ -14,9 +14,9 @@ import pytest
 
 from sorl_env.tool import ToolCall, ToolInputError, ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
-from sorl_tools.http_search import HttpSearch
-from sorl_tools.http_search_cache import ReplyCache
-from sorl_tools.http_search_protocol import MAX_QUERY_CHARS, max_reply_bytes, split_queries
+from sorl_tools.search.http import HttpSearch
+from sorl_tools.search.http_cache import ReplyCache
+from sorl_tools.search.http_protocol import MAX_QUERY_CHARS, max_reply_bytes, split_queries
 from sorl_tools.serve.protocol import RequestLimits, parse_request
 
 from .faulty_server import FaultyServer, answer, send
@@ -177,7 +177,7 @@ def test_every_request_is_one_that_our_server_takes(letter: str, length: int) ->
 
 def test_a_search_in_process_has_the_same_limit() -> None:
     from sorl_tools.corpus import Passage
-    from sorl_tools.search import BM25Search
+    from sorl_tools.search.bm25_search import BM25Search
 
     search = BM25Search([Passage("0", "Oslo", "the capital of Norway")])
     requests = [ToolRequest("search", query) for query in ("x" * 10_000, "Norway")]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sorl_tools.index.build import build
+from sorl_tools.index.build.build import build
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 

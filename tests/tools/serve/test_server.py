@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from sorl_tools.http_search import HttpSearch
-from sorl_tools.index.build import build
+from sorl_tools.index.build.build import build
 from sorl_tools.index.manifest import read_manifest
-from sorl_tools.search import BM25Search
+from sorl_tools.search.bm25_search import BM25Search
+from sorl_tools.search.http import HttpSearch
 from sorl_tools.serve import backend
 
 from ...waiting import wait_until

@@ -13,10 +13,10 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_tools.corpus import format_passages
-from sorl_tools.http_search import HttpSearch
 from sorl_tools.index import open_index
-from sorl_tools.index.build import DenseOptions, build
+from sorl_tools.index.build.build import DenseOptions, build
 from sorl_tools.index.manifest import read_manifest
+from sorl_tools.search.http import HttpSearch
 from sorl_tools.serve.backend import open_backend
 
 pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")

@@ -12,9 +12,9 @@ from itertools import count
 from typing import Any
 
 from sorl_env.rollout import SamplingParams
-from sorl_train.config import ModelConfig
-from sorl_train.engines.local.sampler import TransformersSampler
-from sorl_train.models import load_policy, load_tokenizer
+from sorl_train.config.settings import ModelConfig
+from sorl_train.models.policy import load_policy, load_tokenizer
+from sorl_train.rollout.sampler import TransformersSampler
 
 
 class Served:

@@ -14,12 +14,12 @@ import pytest
 from sorl_env.env import ToolUseEnv
 from sorl_env.registry import load_task
 from sorl_env.rollout import RolloutSettings, SampledTurn, SamplingParams
-from sorl_train.config_io import load_config
-from sorl_train.display import PlainDisplay
-from sorl_train.engines.local.trainer import run
+from sorl_train.config.files import load_config
 from sorl_train.evaluate.runner import Policy
-from sorl_train.run_dir import RunDir
-from sorl_train.tiny import task_texts, word_tokenizer
+from sorl_train.models.tiny import task_texts, word_tokenizer
+from sorl_train.run.display import PlainDisplay
+from sorl_train.run.folder import RunDir
+from sorl_train.train_rl import run
 
 WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 96, "test_questions": 64, "hops": [1, 2]}
 # large enough to learn from, for a policy of the quickstart's size

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from sorl_train.evaluate.cli import main
+from sorl_train.evaluate.find_policy import find_policy, fingerprint
 from sorl_train.evaluate.journal import Journal
-from sorl_train.evaluate.policy import find_policy, fingerprint
 
 from .conftest import WORLD
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sorl_train.engines.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE
+from sorl_train.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE
 
 WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
 

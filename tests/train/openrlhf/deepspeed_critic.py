@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from openrlhf.models import get_llm_for_sequence_regression
 
-from sorl_train.batch import Batch
-from sorl_train.config import TrainConfig
-from sorl_train.engines.openrlhf.value_head import ValueHead
-from sorl_train.engines.openrlhf.workers import DeepSpeedCriticUpdate
-from sorl_train.update import Means, NonFiniteError
+from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.batch import Batch
+from sorl_train.learner.update import Means, NonFiniteError
+from sorl_train.openrlhf.value_head import ValueHead
+from sorl_train.openrlhf.workers import DeepSpeedCriticUpdate
 
 LR = 1.0
 

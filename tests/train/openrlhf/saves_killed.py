@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_train.engines.openrlhf import saves
+from sorl_train.openrlhf import saves
 
 PARTS = (saves.POLICY, saves.ACTOR, saves.CRITIC)
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")

@@ -11,14 +11,15 @@ import torch
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.registry import load_task
-from sorl_train.batch import Batch, collate
-from sorl_train.config import ModelConfig, TrainConfig
-from sorl_train.config_io import load_config
-from sorl_train.models import Critic, load_critic, load_policy, load_tokenizer
-from sorl_train.tiny import build_tiny_policy
-from sorl_train.update import CriticUpdate, Means
+from sorl_train.config.files import load_config
+from sorl_train.config.settings import ModelConfig, TrainConfig
+from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.update import CriticUpdate, Means
+from sorl_train.models.critic import Critic, load_critic
+from sorl_train.models.policy import load_policy, load_tokenizer
+from sorl_train.models.tiny import build_tiny_policy
 
-from ..engine.test_sampler import roll
+from ..rollout.test_sampler import roll
 from .conftest import WORLD, run_ranks
 
 pytestmark = pytest.mark.openrlhf

@@ -11,18 +11,18 @@ import torch
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.registry import load_task
+from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import StopReason
-from sorl_train.batch import Batch, collate
-from sorl_train.config import ModelConfig, TrainConfig
-from sorl_train.config_io import load_config
-from sorl_train.losses import ALGORITHMS, get_algorithm
-from sorl_train.models import load_policy, load_tokenizer
-from sorl_train.tiny import build_tiny_policy
-from sorl_train.token_classes import TokenClassifier
-from sorl_train.update import Means, PolicyUpdate
+from sorl_train.algorithms import ALGORITHMS, get_algorithm
+from sorl_train.config.files import load_config
+from sorl_train.config.settings import ModelConfig, TrainConfig
+from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.update import Means, PolicyUpdate
+from sorl_train.models.policy import load_policy, load_tokenizer
+from sorl_train.models.tiny import build_tiny_policy
 
-from ..engine.test_sampler import roll
-from ..engine.test_update import off_policy
+from ..learner.test_update import off_policy
+from ..rollout.test_sampler import roll
 from .conftest import WORLD, run_ranks
 
 pytestmark = pytest.mark.openrlhf

@@ -18,19 +18,19 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Limits
 from sorl_env.trajectory import StopReason, Trajectory, Turn
-from sorl_train.config import TrainConfig
-from sorl_train.config_io import load_config
-from sorl_train.config_schema import flatten
-from sorl_train.engines.local.collect import training_jobs
-from sorl_train.engines.openrlhf import flag_table, versions
-from sorl_train.engines.openrlhf.data import exclude_older, training_loader
-from sorl_train.engines.openrlhf.flags import as_arguments, check, critic_start, openrlhf_flags, unread
-from sorl_train.engines.openrlhf.launch import cause_of_death, follow
-from sorl_train.engines.openrlhf.placement import Placement
-from sorl_train.metrics_log import MetricsLog
-from sorl_train.run_dir import RunDir
+from sorl_train.config.files import load_config
+from sorl_train.config.schema import flatten
+from sorl_train.config.settings import TrainConfig
+from sorl_train.openrlhf import flag_table, versions
+from sorl_train.openrlhf.flags import as_arguments, check, critic_start, openrlhf_flags, unread
+from sorl_train.openrlhf.launch import cause_of_death, follow
+from sorl_train.openrlhf.placement import Placement
+from sorl_train.openrlhf.prompts import exclude_older, training_loader
+from sorl_train.rollout.jobs import training_jobs
+from sorl_train.run.folder import RunDir
+from sorl_train.run.metrics_log import MetricsLog
 
-from ..engine.conftest import QuietDisplay
+from ..conftest import QuietDisplay
 
 CLUSTER = {"engine": "openrlhf", "rollout.batch_size": 512, "update.mini_batch_size": 256, "optim.lr": 1e-6}
 

@@ -17,12 +17,12 @@ import yaml
 
 from sorl_env import ToolUseEnv
 from sorl_env.registry import load_task
-from sorl_train.config import ModelConfig
-from sorl_train.config_io import load_config
-from sorl_train.models import load_policy
-from sorl_train.tiny import build_tiny_policy
+from sorl_train.config.files import load_config
+from sorl_train.config.settings import ModelConfig
+from sorl_train.models.policy import load_policy
+from sorl_train.models.tiny import build_tiny_policy
 
-from ..test_paper_configs import SHRUNK, guess, learn
+from ..config.test_paper_configs import SHRUNK, guess, learn
 from .conftest import SHORT, metrics
 
 pytestmark = pytest.mark.openrlhf

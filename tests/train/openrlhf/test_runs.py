@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sorl_env.registry import load_task
 from sorl_env.trajectory_io import read_jsonl
-from sorl_train.config import ModelConfig
-from sorl_train.models import load_critic
-from sorl_train.tiny import build_tiny_policy
+from sorl_train.config.settings import ModelConfig
+from sorl_train.models.critic import load_critic
+from sorl_train.models.tiny import build_tiny_policy
 
 from .conftest import SHORT, WORLD, command, metrics, train
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_train.engines.openrlhf import saves
+from sorl_train.openrlhf import saves
 
 SCRIPT = Path(__file__).with_name("saves_killed.py")
 PARTS = (saves.POLICY, saves.ACTOR, saves.CRITIC)

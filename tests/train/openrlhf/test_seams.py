@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from sorl_env.registry import load_task
-from sorl_train.config_io import load_config
-from sorl_train.engines.openrlhf import flag_table, saves
-from sorl_train.engines.openrlhf.flags import as_arguments, openrlhf_flags
-from sorl_train.engines.openrlhf.launch import CPU_MODE
-from sorl_train.environments import make_env
-from sorl_train.run_dir import RunDir
+from sorl_train.config.files import load_config
+from sorl_train.openrlhf import flag_table, saves
+from sorl_train.openrlhf.flags import as_arguments, openrlhf_flags
+from sorl_train.openrlhf.launch import CPU_MODE
+from sorl_train.rollout.environments import make_env
+from sorl_train.run.folder import RunDir
 
 from .conftest import SHORT
 
@@ -40,7 +40,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_versions_are_those_tested_with() -> None:
-    from sorl_train.engines.openrlhf.versions import check_versions
+    from sorl_train.openrlhf.versions import check_versions
 
     check_versions()
 
@@ -86,7 +86,7 @@ def test_new_weights_are_announced_inside_the_lock() -> None:
     from openrlhf.trainer import ppo_trainer, ppo_trainer_async
     from openrlhf.trainer.ray import vllm_engine
 
-    from sorl_train.engines.openrlhf import trainers
+    from sorl_train.openrlhf import trainers
 
     order = list(trainers.AsyncTrainingActor.__mro__)
     base = order.index(ppo_trainer.BasePPOTrainer)
@@ -159,7 +159,7 @@ def test_sampling() -> None:
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 0.9)])
 def test_an_evaluation_draws_as_the_local_engines(temperature: float, top_p: float) -> None:
-    from sorl_train.engines.openrlhf.train_step import TrainStep
+    from sorl_train.openrlhf.train_step import TrainStep
 
     asked: list[dict[str, Any]] = []
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sorl_train.engines.openrlhf.launch import CPU_ENVIRONMENT
+from sorl_train.openrlhf.launch import CPU_ENVIRONMENT
 
 from .conftest import WORLD, command
 

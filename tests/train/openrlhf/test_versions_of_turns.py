@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sorl_train.engines.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE
+from sorl_train.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE
 
 pytestmark = pytest.mark.openrlhf
 UPDATES = 12
@@ -39,8 +39,8 @@ def engine_class() -> Any:
     import ray
 
     from sorl_env.rollout import SamplingParams
-    from sorl_train.engines.openrlhf.agent import EngineSampler
-    from sorl_train.engines.openrlhf.workers import RolloutWorker
+    from sorl_train.openrlhf.agent import EngineSampler
+    from sorl_train.openrlhf.workers import RolloutWorker
 
     class Generator:
         def __init__(self) -> None:
@@ -84,7 +84,7 @@ def engine_class() -> Any:
 
 def trainer(engines: list[Any], lock: Any, *, partial: bool) -> Any:
     """An asynchronous trainer that has engines and a lock, and nothing else."""
-    from sorl_train.engines.openrlhf.trainers import AsyncTrainingActor
+    from sorl_train.openrlhf.trainers import AsyncTrainingActor
 
     class Trainer(AsyncTrainingActor):
         def __init__(self) -> None:

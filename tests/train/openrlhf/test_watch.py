@@ -38,7 +38,7 @@ def test_the_death_of_a_worker_ends_a_wait_for_another(remote: Any) -> None:
     import ray
     from ray.exceptions import ActorDiedError
 
-    from sorl_train.engines.openrlhf.watch import watched
+    from sorl_train.openrlhf.watch import watched
 
     victim, waiting = remote.options(name="victim").remote(), remote.remote()
     process_id = ray.get(victim.process_id.remote())
@@ -54,7 +54,7 @@ def test_the_death_of_a_worker_ends_a_wait_for_another(remote: Any) -> None:
 def test_an_exception_of_a_live_worker_passes_through(remote: Any) -> None:
     import ray
 
-    from sorl_train.engines.openrlhf.watch import watched
+    from sorl_train.openrlhf.watch import watched
 
     worker = remote.remote()
     with pytest.raises(ValueError, match="a bad batch"), watched([worker], poll_s=0.2):

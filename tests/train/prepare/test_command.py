@@ -65,7 +65,7 @@ def test_show_counts_prompt_tokens(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
-    from sorl_train.tiny import build_tiny_policy
+    from sorl_train.models.tiny import build_tiny_policy
 
     build_tiny_policy(load_task("minihop"), tmp_path / "tiny", hidden_size=32, num_layers=1, num_heads=2)
     assert main(["show", str(prepared / "train.jsonl"), "--tokenizer", str(tmp_path / "tiny")]) == 0

@@ -9,8 +9,8 @@ import pytest
 
 from sorl_env import UserError, load_examples, load_task
 from sorl_train.cli import main as train_main
-from sorl_train.config import TrainConfig
-from sorl_train.environments import make_env, training_examples
+from sorl_train.config.settings import TrainConfig
+from sorl_train.rollout.environments import make_env, training_examples
 
 from .files import jsonl, made, rows_of
 

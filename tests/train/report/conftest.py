@@ -15,10 +15,10 @@ import pytest
 from sorl_env.tool import ToolCall
 from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_env.trajectory_io import write_jsonl
-from sorl_train.config import OptimConfig, RolloutConfig, TrainConfig, UpdateConfig
-from sorl_train.metrics_log import MetricsLog
-from sorl_train.run_dir import RunDir
-from sorl_train.token_stats_io import TokenRecord, write_token_records
+from sorl_train.config.settings import OptimConfig, RolloutConfig, TrainConfig, UpdateConfig
+from sorl_train.run.folder import RunDir
+from sorl_train.run.metrics_log import MetricsLog
+from sorl_train.run.token_stats import TokenRecord, write_token_records
 
 from .browser import PROGRAM, Browser
 

@@ -6,8 +6,8 @@ import itertools
 import sys
 from pathlib import Path
 
-from sorl_train.report import write_report
-from sorl_train.viewer import write_viewer
+from sorl_train.report.report import write_report
+from sorl_train.report.viewer import write_viewer
 
 from .conftest import make_run
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_train.losses import ALGORITHMS
-from sorl_train.report import main, write_report
-from sorl_train.report_data import chart_data
-from sorl_train.report_groups import Group, RunFolder, choices, find_runs, group_runs, name_runs
-from sorl_train.report_run import NORMALIZING, ReportRun, read_run
-from sorl_train.report_table import COLUMNS, TableRow, group_rows, run_rows
+from sorl_train.algorithms import ALGORITHMS
+from sorl_train.report.curves import chart_data
+from sorl_train.report.groups import Group, RunFolder, choices, find_runs, group_runs, name_runs
+from sorl_train.report.report import main, write_report
+from sorl_train.report.run import NORMALIZING, ReportRun, read_run
+from sorl_train.report.table import COLUMNS, TableRow, group_rows, run_rows
 
 MakeRun = Callable[..., Path]
 

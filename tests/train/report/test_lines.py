@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sorl_train.report import write_report
+from sorl_train.report.report import write_report
 
 from .test_page import readout
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from sorl_train.report import write_report
-from sorl_train.report_figures import FIGURES
-from sorl_train.viewer import write_viewer
+from sorl_train.report.figures import FIGURES
+from sorl_train.report.report import write_report
+from sorl_train.report.viewer import write_viewer
 
 pytestmark = pytest.mark.slow
 

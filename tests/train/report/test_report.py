@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from sorl_env.errors import UserError
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_env.trajectory_io import write_jsonl
-from sorl_train.report import main, write_report
-from sorl_train.report_data import chart_data, missing_figures, stage_seconds
-from sorl_train.report_dialogue import choose_dialogues, question_of, segments
-from sorl_train.report_figures import FIGURES
-from sorl_train.report_groups import group_runs
-from sorl_train.report_run import read_run
+from sorl_train.report.curves import chart_data, missing_figures, stage_seconds
+from sorl_train.report.dialogues import choose_dialogues, question_of, segments
+from sorl_train.report.figures import FIGURES
+from sorl_train.report.groups import group_runs
+from sorl_train.report.report import main, write_report
+from sorl_train.report.run import read_run
 
 MakeRun = Callable[..., Path]
 MakeTrajectory = Callable[..., Trajectory]

@@ -18,10 +18,18 @@ import pytest
 from sorl_env.errors import UserError
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_env.trajectory_io import write_jsonl
-from sorl_train.report_dialogue import share_out, step_files
-from sorl_train.token_stats_io import TokenRecord, write_token_records
-from sorl_train.viewer import main, write_viewer
-from sorl_train.viewer_data import CHUNK, MISMATCH, NO_LOSS, NO_TOKENS_SAVED, NOT_IN_LOSS, encode, pack_files
+from sorl_train.report.dialogues import share_out, step_files
+from sorl_train.report.viewer import main, write_viewer
+from sorl_train.report.viewer_data import (
+    CHUNK,
+    MISMATCH,
+    NO_LOSS,
+    NO_TOKENS_SAVED,
+    NOT_IN_LOSS,
+    encode,
+    pack_files,
+)
+from sorl_train.run.token_stats import TokenRecord, write_token_records
 
 MakeRun = Callable[..., Path]
 MakeTrajectory = Callable[..., Trajectory]

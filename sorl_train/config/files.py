@@ -1,0 +1,267 @@
+"""Configs from YAML and the command line to a checked ``TrainConfig`` and back.
+
+Layers, each over the one before: the dataclass defaults, ``base:`` files, the file, the files' ``algos:`` section of
+the chosen algorithm, overrides. Files hold differences only::
+
+    base: quickstart              # optional: another packaged config, or a file next to this one
+    optim: {lr: 1e-4}
+    algos:                        # optional: what one algorithm needs changed
+      so_grpo: {rollout: {group_size: 8}}
+
+Knobs and data belong to a task, so a layer that changes ``task`` drops those of the layers below it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_origin
+
+import yaml
+
+from sorl_env.command import shortened
+from sorl_env.errors import UserError, did_you_mean
+from sorl_train.config.checks import validate
+from sorl_train.config.schema import build, fields, flatten, without_none
+from sorl_train.config.settings import ALGOS, TrainConfig
+
+DEFAULT_CONFIG = "quickstart"
+_MOST_NODES = 100_000  # of a YAML file; the largest config has some hundred
+STUDIES = "studies"  # their folder among the packaged configs
+_OF_A_TASK = ("task_args", "data", "eval_data")  # dropped when a layer changes the task
+
+
+def load_config(
+    name_or_path: str | Path = DEFAULT_CONFIG, overrides: Mapping[str, Any] | None = None
+) -> TrainConfig:
+    """The validated config of a packaged name or a YAML path.
+
+    ``overrides`` maps dotted names to values: ``{"optim.lr": 1e-4, "task_args.hops": [1, 2]}``.
+    Raises ``UserError`` for an unknown config, key or name, a wrong type, or settings that do not fit together.
+    """
+    path = find_config(name_or_path)
+    top = _nest(overrides or {})
+    build(top)  # a mistake in an override is reported as such, not as one of the file
+    settings, algos = _read_layers(path, above=())
+    algo = top.get("algo", settings.get("algo", TrainConfig.algo))
+    config = build(_merge(_merge(settings, algos.get(algo)), top), source=str(path))
+    validate(config)
+    return config
+
+
+def read_resolved(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+    """The config that a run folder saved, with overrides on top. Raises as ``load_config`` does."""
+    top = _nest(overrides or {})
+    build(top)
+    config = build(_merge(_read_yaml(path), top), source=str(path))
+    validate(config)
+    return config
+
+
+def config_folder() -> Path:
+    """The packaged configs: inside the installed package, or ``configs/`` of a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+
+
+def packaged_configs() -> dict[str, str]:
+    """Names of the packaged configs (``quickstart``, ``paper/NAME``), and what each is: its first comment line."""
+    folder = config_folder()
+    about = {}
+    for path in sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), path)):
+        if path.parent == folder / STUDIES:
+            continue  # those are sorl-lab's
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        about[name] = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+    return about
+
+
+def find_config(name_or_path: str | Path, beside: Path | None = None) -> Path:
+    """The file of a path (relative to ``beside``, or to the working folder) or of a packaged name."""
+    text = str(name_or_path)
+    path = (beside or Path()) / text
+    if path.is_file():
+        return path
+    known = packaged_configs()
+    if (name := text.removesuffix(".yaml")) in known:
+        return config_folder() / f"{name}.yaml"
+    if not text.endswith((".yaml", ".yml")):
+        raise UserError(
+            f"unknown config {text!r}. {did_you_mean(text, known)} "
+            "(sorl-train --list_configs describes them; a path to a .yaml works too)"
+        )
+    siblings = [sibling.name for sibling in path.parent.glob("*.y*ml")]
+    hint = (
+        did_you_mean(path.name, siblings)
+        if siblings
+        else "sorl-train --list_configs shows the packaged ones."
+    )
+    raise UserError(f"no config file {str(path)!r}. {hint}")
+
+
+# --- layers ---------------------------------------------------------------------------------------------------
+def _read_layers(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a file over those of its bases, and the ``algos`` sections likewise; each layer checked."""
+    if path.resolve() in above:
+        raise UserError(f"{path}: 'base' comes back to itself: {' -> '.join(p.name for p in (*above, path))}")
+    settings = _read_yaml(path)
+    base, algos = settings.pop("base", None), settings.pop("algos", None)
+    build(settings, source=str(path))
+    algos = _checked_algos(algos, path)
+    if base is None:
+        return settings, algos
+    if not isinstance(base, str):
+        raise UserError(f"{path}: 'base' is the name or the path of one config, it is {base!r}")
+    below = find_config(base, beside=path.parent)
+    base_settings, base_algos = _read_layers(below, above=(*above, path.resolve()))
+    merged = {name: _merge(base_algos.get(name, {}), algos.get(name)) for name in {**base_algos, **algos}}
+    return _merge(base_settings, settings), merged
+
+
+def _checked_algos(algos: Any, path: Path) -> dict[str, Any]:
+    if algos is None:
+        return {}
+    if not isinstance(algos, dict):
+        raise UserError(f"{path}: 'algos' maps algorithms to settings, it is {algos!r}")
+    for name, settings in algos.items():
+        if name not in ALGOS:
+            raise UserError(
+                f"{path}: unknown algorithm {name!r} in 'algos'. {did_you_mean(str(name), ALGOS)}"
+            )
+        build(settings, source=f"{path}, algos.{name}")
+        if settings and "algo" in settings:
+            raise UserError(f"{path}: 'algos.{name}' cannot change 'algo'")
+    return algos
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``above`` over ``below``, section by section."""
+    above = above or {}
+    merged = dict(below)
+    if "task" in above and above["task"] != below.get("task", TrainConfig.task):
+        merged = {key: value for key, value in merged.items() if key not in _OF_A_TASK}
+    for key, value in above.items():
+        old = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            merged[key] = _merge(old, value)
+        elif not (value is None and isinstance(old, Mapping)):  # an empty section changes nothing
+            merged[key] = value
+    return merged
+
+
+def _nest(dotted: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"optim.lr": 1}`` to ``{"optim": {"lr": 1}}``."""
+    nested: dict[str, Any] = {}
+    for name, value in dotted.items():
+        *parents, leaf = name.split(".")
+        level = nested
+        for parent in parents:
+            level = level.setdefault(parent, {})
+            if not isinstance(level, dict):
+                raise UserError(f"{name} cannot be set: {parent} is set to {level!r} as a whole")
+        if isinstance(value, Mapping) and isinstance(level.get(leaf), dict):
+            value = _merge(value, level[leaf])  # task_args as a whole, and a knob of it by name
+        level[leaf] = dict(value) if isinstance(value, Mapping) else value
+    return nested
+
+
+# --- YAML -----------------------------------------------------------------------------------------------------
+class _Loader(yaml.SafeLoader):
+    """YAML that reads ``1e-4`` as a number (YAML 1.1 wants ``1.0e-4``), takes no key twice, and stays small."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._sizes: dict[int, int] = {}  # of the nodes so far, with what their aliases stand for
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if node is None or (is_alias and id(node) in self._sizes):
+            return node
+        items = node.value if isinstance(node, yaml.CollectionNode) else ()
+        children = [part for item in items for part in (item if isinstance(item, tuple) else (item,))]
+        if is_alias or any(id(child) not in self._sizes for child in children):
+            raise yaml.constructor.ConstructorError(
+                None, None, "an alias stands inside itself", node.start_mark
+            )
+        self._sizes[id(node)] = size = 1 + sum(self._sizes[id(child)] for child in children)
+        if size > _MOST_NODES:
+            problem = f"its aliases stand for more than {_MOST_NODES:,} values"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value]
+        for index, (key, _) in enumerate(node.value):
+            if key.value in keys[:index]:
+                problem = f"the key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+# Without timestamps: a date would be a value that JSON, and so the manifest, does not know.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of a YAML text. ``UserError`` names ``source`` and the line of a syntax error."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{source}{line}: not valid YAML: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{source}: not valid YAML: {error}") from error
+    except RecursionError:
+        raise UserError(f"{source}: not valid YAML: it is nested too deeply") from None
+    except (
+        ValueError,
+        KeyError,
+        IndexError,
+        AttributeError,
+    ) as error:  # PyYAML, of a value that its tag does not fit
+        raise UserError(
+            f"{source}: not valid YAML: a value cannot be read ({shortened(str(error))})"
+        ) from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file: {error}") from error
+    if not isinstance(content, dict | None):
+        raise UserError(
+            f"{path}: a config maps keys to values, this is {type(content).__name__} {content!r:.40}"
+        )
+    return content or {}
+
+
+def value_from_text(name: str, text: str) -> Any:
+    """The value of a command-line option: text fields take it as it stands, others (and knobs) read it as YAML."""
+    hint = next((field.type for field in fields() if field.name == name), None)
+    is_null = text.lower() in ("none", "null") and without_none(hint) is not hint
+    if is_null or without_none(hint) is str or get_origin(hint) is Literal:
+        return None if is_null else text
+    return parse_yaml(text, f"--{name}")
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """Every field, in the order of the dataclasses; ``read_resolved`` gives an equal config back."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def config_hash(config: TrainConfig) -> str:
+    """SHA-256 over all settings but the run folder: equal hashes ask for the same training."""
+    settings = {name: value for name, value in flatten(config).items() if name != "run_dir"}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

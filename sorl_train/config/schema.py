@@ -1,0 +1,179 @@
+"""The config dataclasses as a schema: dotted field names, strict building from plain values, suggestions."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import reprlib
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from sorl_env.bounds import Bounds
+from sorl_env.errors import UserError, did_you_mean
+from sorl_train.config.settings import TrainConfig
+
+
+class ConfigField(NamedTuple):
+    """A leaf field: its dotted name, type, and the texts behind ``--help``."""
+
+    name: str
+    type: Any
+    help: str
+    paper: str | None
+    bounds: Bounds
+
+    @property
+    def is_mapping(self) -> bool:
+        """An open mapping (``task_args``) whose own keys are not fields."""
+        return get_origin(self.type) is dict
+
+    @property
+    def is_number(self) -> bool:
+        """Whole or not; such a field has bounds."""
+        return without_none(self.type) in (int, float)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of a ``Literal`` field, empty for other types."""
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+
+def fields(cls: Any = TrainConfig, prefix: str = "") -> Iterator[ConfigField]:
+    """Every leaf field, in the order of the dataclasses."""
+    hints = _hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from fields(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            about = field.metadata
+            named = f"{prefix}{field.name}"
+            yield ConfigField(named, hints[field.name], about["help"], about.get("paper"), about["bounds"])
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Types of the fields; kept, since a study asks for them thousands of times."""
+    return get_type_hints(cls)
+
+
+def sections() -> dict[str, str]:
+    """The sections of ``TrainConfig`` and what each is about."""
+    hints = _hints(TrainConfig)
+    return {name: str(hint.__doc__) for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+
+
+def flatten(config: TrainConfig) -> dict[str, Any]:
+    """Dotted name to value of every leaf field."""
+    flat = {}
+    for field in fields():
+        value: Any = config
+        for part in field.name.split("."):
+            value = getattr(value, part)
+        flat[field.name] = value
+    return flat
+
+
+def build(values: Mapping[str, Any] | None, *, source: str = "") -> TrainConfig:
+    """A ``TrainConfig`` of plain nested values; what they leave out keeps its default.
+
+    Raises ``UserError`` for an unknown key or a wrong type, naming ``source``, the dotted key, the value and what was
+    expected. Ranges and combinations are ``config_check.validate``'s.
+    """
+    config: TrainConfig = _build(TrainConfig, values, f"{source}: " if source else "", "")
+    return config
+
+
+def _build(cls: Any, values: Any, source: str, prefix: str) -> Any:
+    if values is None:  # a section whose lines are all commented out
+        values = {}
+    if not isinstance(values, Mapping):
+        raise UserError(
+            f"{source}{prefix.rstrip('.')} is a section of settings, it cannot be {reprlib.repr(values)}"
+        )
+    hints = _hints(cls)
+    arguments = {}
+    for key, value in values.items():
+        if key not in hints:
+            hint = suggest_key(f"{prefix}{key}", extra=tuple(sections()))
+            raise UserError(f"{source}unknown key '{prefix}{key}'. {hint}")
+        if dataclasses.is_dataclass(hints[key]):
+            arguments[key] = _build(hints[key], value, source, f"{prefix}{key}.")
+        else:
+            arguments[key] = _checked(value, hints[key], f"{source}{prefix}{key}")
+    return cls(**arguments)
+
+
+def _checked(value: Any, hint: Any, where: str) -> Any:
+    """``value`` if it is of type ``hint``; a whole number where any number may stand becomes a float."""
+    inner = without_none(hint)
+    if value is None and inner is not hint:
+        return None
+    if get_origin(inner) is Literal:
+        if value not in get_args(inner):
+            raise UserError(f"{where}: unknown value {value!r}. {did_you_mean(str(value), get_args(inner))}")
+        return value
+    if inner is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+        return float(value)
+    if get_origin(inner) is dict and isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if inner in (int, str, bool) and type(value) is inner:  # not isinstance: True is no whole number
+        return value
+    raise UserError(f"{where}: expected {type_name(hint)}, got {reprlib.repr(value)}")
+
+
+def without_none(hint: Any) -> Any:
+    """The type ``X`` of a hint ``X | None``, any other hint as it is."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (member for member in get_args(hint) if member is not type(None))
+    return hint
+
+
+def type_name(hint: Any) -> str:
+    """A type in words: ``a number``, ``a whole number or null``."""
+    inner = without_none(hint)
+    if get_origin(inner) is Literal:
+        name = "one of " + ", ".join(get_args(inner))
+    elif get_origin(inner) is dict:
+        name = "a mapping"
+    else:
+        name = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}[inner]
+    return name if inner is hint else f"{name} or null"
+
+
+def suggest_key(name: str, *, extra: tuple[str, ...] = (), prefix: str = "") -> str:
+    """A sentence with the nearest dotted names: the same last part anywhere, then a similar spelling.
+
+    ``extra`` are names to consider besides the fields; ``prefix`` goes before each suggestion.
+    """
+    by_leaf: dict[str, list[str]] = {}
+    for dotted in (*(field.name for field in fields()), *extra):
+        by_leaf.setdefault(dotted.rpartition(".")[2], []).append(dotted)
+    known = [dotted for group in by_leaf.values() for dotted in group]
+    section, _, leaf = name.rpartition(".")
+    if name in known:
+        return f"Write it nested: {section}: {{{leaf}: ...}}"
+    found = (
+        difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        or by_leaf.get(leaf)
+        or difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        or by_leaf.get(next(iter(difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)), ""))
+    )
+    if found:
+        return f"Did you mean {' or '.join(repr(prefix + dotted) for dotted in found[:3])}?"
+    return "sorl-train --help lists all."
+
+
+def as_text(value: Any) -> str:
+    """A value as it would be written on the command line."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def describe_type(field: ConfigField) -> str:
+    """The placeholder of a field's value in ``--help``."""
+    if field.choices:
+        return "CHOICE"
+    inner = without_none(field.type)
+    return "YAML" if field.is_mapping else {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}[inner]

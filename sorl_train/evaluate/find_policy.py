@@ -1,0 +1,123 @@
+"""What is evaluated: a model folder, a checkpoint, the best checkpoint of a run, or a name on the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError, did_you_mean
+from sorl_train.config.settings import TrainConfig
+from sorl_train.run.folder import RunDir, saved_config
+from sorl_train.run.hashed_folder import HASHES, find_damage
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_CARD = "README.md"  # as in card_run, whose imports bring torch
+_SMALL = 1 << 24  # files up to so many bytes are hashed whole, larger ones by their ends
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """Where a policy is, and the settings of the run that made it, if one did.
+
+    Attributes:
+        label: for tables and folder names.
+        folder: a transformers folder, or a name on the hub.
+        run: the run folder; None for a model that comes from none.
+    """
+
+    label: str
+    folder: str
+    run: Path | None = None
+    config: TrainConfig | None = None
+
+
+def find_policy(model: str) -> PolicySource:
+    """What ``model`` names: a run folder (its best checkpoint), a checkpoint, a transformers folder, a hub name.
+
+    Raises:
+        UserError: a folder that is none of them, or a path that does not exist, with what stands there.
+    """
+    path = Path(model).expanduser()
+    if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
+        return _of_checkpoint(_best(path), path)
+    if (path / "policy" / "config.json").is_file():
+        return _of_checkpoint(path, path.parent.parent)
+    if (path / "config.json").is_file():
+        if path.name == "policy":
+            return _of_checkpoint(path.parent, path.parent.parent.parent)
+        return PolicySource(path.resolve().name, str(path))
+    if path.is_dir():
+        names = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise UserError(
+            f"{model} is no model folder (config.json), no checkpoint (policy/) and no run (config.yaml with "
+            f"checkpoints/); it holds {names}"
+        )
+    if _HUB_NAME.fullmatch(model) and not path.parent.is_dir():
+        return PolicySource(model.rpartition("/")[2], model)
+    if path.exists():
+        raise UserError(f"{model} is a file; give a model folder, a checkpoint or a run folder")
+    siblings = [entry.name for entry in path.parent.glob("*/")] if path.parent.is_dir() else []
+    hint = did_you_mean(path.name, siblings) if siblings else f"There is no folder in {path.parent}."
+    raise UserError(f"there is no model at {model}. {hint}")
+
+
+def _best(run: Path) -> Path:
+    folder = RunDir(run).checkpoints
+    best = folder / "best"
+    if (best / "policy").is_dir():
+        return best
+    from sorl_train.run.checkpoint import list_checkpoints  # brings torch, and most mistakes are found before
+
+    found = [path for path in list_checkpoints(folder) if (path / "policy").is_dir()]
+    if not found:
+        raise UserError(
+            f"{run} is a run without a checkpoint yet; give a model folder, or train on with --resume"
+        )
+    return found[-1]
+
+
+def _of_checkpoint(checkpoint: Path, run: Path) -> PolicySource:
+    _check_whole(checkpoint)
+    if not (run / "config.yaml").is_file():  # a checkpoint that was copied elsewhere
+        return PolicySource(checkpoint.resolve().name, str(checkpoint / "policy"))
+    name = run.resolve().name
+    label = name if checkpoint.name == "best" else f"{name}-{checkpoint.name}"
+    return PolicySource(label, str(checkpoint / "policy"), run, saved_config(run))
+
+
+def _check_whole(checkpoint: Path) -> None:
+    """Raise ``UserError`` when a file of the policy is not as the run wrote it. Only where the hashes are: a policy of
+    the OpenRLHF engine or of an earlier version may have none."""
+    if not (checkpoint / HASHES).is_file():
+        return
+    damage = find_damage(checkpoint, allow_more=True)
+    if damage:
+        lines = "\n".join(f"  {line}" for line in damage)
+        raise UserError(
+            f"{checkpoint} is damaged:\n{lines}\nGive another checkpoint of the run, or restore these files from a "
+            "copy."
+        )
+
+
+def fingerprint(folder: str) -> Mapping[str, Any]:
+    """What tells a model folder from another: a hash over its files, of large ones over their size and ends. The card
+    is left out: who fills in its licence changes no answer."""
+    path = Path(folder)
+    if not path.is_dir():
+        return {"hub": folder}
+    digest = hashlib.sha256()
+    for file in sorted(entry for entry in path.iterdir() if entry.is_file() and entry.name != _CARD):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            if size <= _SMALL:
+                digest.update(stream.read())
+            else:
+                digest.update(stream.read(_SMALL // 2))
+                stream.seek(size - _SMALL // 2)
+                digest.update(stream.read())
+    return {"sha256": digest.hexdigest()}

@@ -1,0 +1,132 @@
+"""How far an update is off-policy: importance ratios at three levels, and where tokens are clipped. Pure torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sorl_env.token_classes import CLASSES
+from sorl_train.algorithms import RatioLevel
+from sorl_train.losses.ratios import _ratios, _segment_log_ratios, clipped_tokens
+from sorl_train.losses.segments import Segments
+
+LEVELS: tuple[RatioLevel, ...] = ("token", "turn", "sequence")
+TURNS = 8  # turns with a figure of their own; later ones count with the last
+QUANTILES = (0.01, 0.5, 0.99)
+
+
+@dataclass(frozen=True)
+class RatioDiagnostics:
+    """Sums over the loss tokens of a mini-batch, and its log-ratios.
+
+    Attributes:
+        weights: (3, 3) for token, turn, sequence: number of segments, sum of w, sum of w^2.
+        by_turn: (TURNS, 2) loss tokens and clipped tokens of each turn.
+        by_class: (5, 2) the same of each class of ``token_classes.CLASSES``; zero where a batch comes without them.
+        log_ratios: log(pi / pi_old) of each token, and its mean over each turn and each sequence.
+    """
+
+    weights: Tensor
+    by_turn: Tensor
+    by_class: Tensor
+    log_ratios: tuple[Tensor, Tensor, Tensor]
+
+    def all_reduce(self) -> RatioDiagnostics:
+        """Of all ranks: sums added up, log-ratios put together (a few bytes a token)."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return self
+        parts = (self.weights, self.by_turn, self.by_class)
+        packed = torch.cat([part.flatten() for part in parts])
+        packed = packed.cuda() if dist.get_backend() == "nccl" else packed
+        dist.all_reduce(packed)
+        summed = packed.cpu().split([part.numel() for part in parts])
+        weights, by_turn, by_class = (one.view(part.shape) for one, part in zip(summed, parts, strict=True))
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, self.log_ratios)
+        token, turn, sequence = (torch.cat(of_ranks) for of_ranks in zip(*gathered, strict=True))
+        return RatioDiagnostics(weights, by_turn, by_class, (token, turn, sequence))
+
+    def metrics(self) -> dict[str, float]:
+        """``ess_LEVEL``: effective sample size (sum w)^2 / (n sum w^2), a share, 1 on policy. ``log_ratio_pNN`` of
+        the tokens, ``log_ratio_pNN_LEVEL`` of turns and sequences: quantiles.
+        ``clip_frac_turnK``, ``clip_frac_CLASS``: share of the tokens of a turn or class that are clipped, for those
+        that occur; ``token_share_CLASS``: share of all tokens that are of the class."""
+        metrics = {}
+        for level, (count, total, squares) in zip(LEVELS, self.weights.tolist(), strict=True):
+            metrics[f"ess_{level}"] = total**2 / (count * squares) if squares else 1.0
+        for level, log_ratios in zip(LEVELS, self.log_ratios, strict=True):
+            suffix = "" if level == "token" else f"_{level}"
+            for share, value in zip(QUANTILES, quantiles(log_ratios, QUANTILES), strict=False):
+                metrics[f"log_ratio_p{share * 100:02.0f}{suffix}"] = value
+        for turn, (tokens, clipped) in enumerate(self.by_turn.tolist()):
+            if tokens:
+                metrics[f"clip_frac_turn{turn}"] = clipped / tokens
+        total = float(self.by_class[:, 0].sum())
+        for name, (tokens, clipped) in zip(CLASSES, self.by_class.tolist(), strict=True):
+            if tokens:
+                metrics[f"clip_frac_{name}"] = clipped / tokens
+                metrics[f"token_share_{name}"] = tokens / total
+        return metrics
+
+
+@torch.no_grad()
+def diagnose_ratios(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    turn_ids: Tensor,
+    token_classes: Tensor | None = None,
+    *,
+    ratio_level: RatioLevel,
+    clip_eps: float,
+    clip_eps_high: float | None = None,
+) -> RatioDiagnostics:
+    """Diagnostics of a mini-batch; arguments as for ``policy_loss``, ``token_classes`` as in ``Batch``."""
+    weights = torch.zeros(3, 3, dtype=torch.float64)
+    by_turn = torch.zeros(TURNS, 2, dtype=torch.float64)
+    by_class = torch.zeros(len(CLASSES), 2, dtype=torch.float64)
+    log_ratios = [torch.zeros(0)] * len(LEVELS)
+    for row, level in enumerate(LEVELS):
+        segments = Segments.of(level, loss_mask, turn_ids)
+        token_ratio = segments.pick(log_probs, torch.float32) - segments.pick(old_log_probs, torch.float32)
+        if not len(token_ratio):
+            continue
+        log_ratio = _segment_log_ratios(segments, token_ratio)
+        ratio = _ratios(log_ratio)
+        filled = slice(None) if segments.lengths is None else segments.lengths > 0
+        log_ratios[row], own = log_ratio[filled], ratio[filled]
+        weights[row] = torch.stack([torch.tensor(float(len(own))), own.sum(), own.square().sum()])
+        if level == ratio_level:
+            advantage = segments.pick(advantages, torch.float32)
+            clipped = clipped_tokens(segments.spread(ratio), advantage, clip_eps, clip_eps_high)
+            turn = turn_ids.flatten().index_select(0, segments.positions).clamp(max=TURNS - 1)
+            by_turn = _count(turn, clipped, TURNS)
+            if token_classes is not None:
+                kind = token_classes.flatten().index_select(0, segments.positions).long()
+                by_class = _count(kind, clipped, len(CLASSES))
+    return RatioDiagnostics(weights, by_turn, by_class, (log_ratios[0], log_ratios[1], log_ratios[2]))
+
+
+def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
+    """Quantiles (N,) -> one a share, linear between neighbours, in float64; none where there are no values.
+
+    As ``torch.quantile``, which takes no more than 2^24 values: a large batch has more tokens.
+    """
+    if not len(values):
+        return []
+    ordered = values.double().sort().values
+    ranks = torch.tensor(shares, dtype=torch.float64) * (len(ordered) - 1)
+    below = ranks.long()
+    return ordered[below].lerp(ordered[ranks.ceil().long()], ranks - below).tolist()
+
+
+def _count(bins: Tensor, clipped: Tensor, size: int) -> Tensor:
+    """(size, 2): how many tokens are in each bin, and how many of them are clipped."""
+    counts = torch.bincount(bins, minlength=size).double()
+    return torch.stack([counts, torch.bincount(bins, weights=clipped.double(), minlength=size)], dim=1)

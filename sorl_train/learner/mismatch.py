@@ -1,0 +1,146 @@
+"""Stops a run whose sampler and trainer disagree about what was sampled.
+
+The same weights give the same log-probabilities, up to rounding, whichever of the two computes them. Where they do not,
+the sampler read another context, other weights, or drew from another distribution than it says, and every ratio and
+gradient is wrong while all metrics look well. Two figures are compared with the limit of ``sampler.max_mismatch``:
+
+- the mean absolute difference over all tokens: it finds what is wrong everywhere, however little;
+- the mean absolute difference of the worst turn, with a limit ``TURN_FACTOR`` times as high: it finds what is wrong in
+  a few turns of many, as a cache that is shared by mistake, which a mean over the batch would dilute.
+
+No single token decides: in bfloat16 one that is hardly ever drawn may differ by more than a nat. A turn of fewer than
+``SHORT_TURN`` tokens counts as that long for the same reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sorl_env.errors import UserError
+from sorl_env.trajectory import Trajectory
+from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.batch import Batch
+from sorl_train.run.files import atomic_write
+
+TURN_FACTOR = 10.0
+SHORT_TURN = 8  # tokens
+MAX_SAVED = 64  # trajectories
+# Limits by who samples and by precision, in nats. Rounding is far below them, so that it does not stop a run: 7e-6 in
+# float32 and .04 in bfloat16 for SmolLM2 on random tokens, which is harder than text (see docs/decisions.md).
+_LIMITS = {
+    ("transformers", torch.float32): 0.001,
+    ("transformers", torch.bfloat16): 0.1,
+    ("vllm", torch.float32): 0.01,
+    ("vllm", torch.bfloat16): 0.15,
+}
+_CAUSES = """Likely causes:
+  - some turns are wrong, the others exact: the sampler reads another context (cache, positions, attention masks);
+  - all turns are wrong, more with each step: new weights do not reach the sampler;
+  - all turns are wrong from the first step: temperature or top_p of one side, or another model folder;
+  - all turns differ a little: precision or kernels; compare hardware.dtype=float32.
+Training on it would be wrong, so the run ends here. sampler.max_mismatch sets the limit, 0 turns the check off."""
+
+
+def mismatch_limit(config: TrainConfig, dtype: torch.dtype) -> float:
+    """``sampler.max_mismatch``, or what fits the engine and the precision ``dtype`` of forward passes; 0: no check.
+
+    vLLM reports log-probabilities after ``top_p``, which are higher by up to -log(top_p).
+    """
+    served = config.engine == "openrlhf" or config.sampler.backend == "vllm"
+    limit = config.sampler.max_mismatch
+    if limit is None:
+        limit = _LIMITS["vllm" if served else "transformers", dtype]
+    return limit - math.log(config.sampler.top_p) if limit and served else limit
+
+
+def sampled_by(version: int, trajectories: Sequence[Trajectory], batch: Batch) -> Tensor:
+    """The loss tokens (B, T) that the weights of ``version`` sampled, in a context of which they read every turn.
+
+    ``trajectories`` are those of ``batch``, in its order. Others were sampled by older weights: their log-probabilities
+    are meant to differ.
+    """
+    mask = batch.loss_mask.clone()
+    for row, trajectory in enumerate(trajectories):
+        stale = [i for i, turn in enumerate(trajectory.turns) if turn.policy_version != version]
+        if stale:
+            mask[row] &= batch.turn_ids[row] < stale[0]
+    return mask
+
+
+def turn_mismatch(log_probs: Tensor, batch: Batch, mask: Tensor) -> Tensor:
+    """Mean absolute difference to the sampler's log-probabilities in each turn (B, K), over the tokens of ``mask``."""
+    gap = (log_probs - batch.rollout_log_probs).abs().masked_fill(~mask, 0.0).double()
+    turns = batch.turn_ids.clamp(min=0)
+    empty = torch.zeros((len(batch), int(turns.max()) + 1), dtype=torch.float64)
+    return empty.scatter_add(1, turns, gap) / empty.scatter_add(1, turns, mask.double()).clamp(min=SHORT_TURN)
+
+
+def check_mismatch(
+    log_probs: Tensor,
+    batch: Batch,
+    mask: Tensor,
+    *,
+    limit: float,
+    decode: Callable[[list[int]], str],
+    path: Path,
+    step: int,
+) -> None:
+    """Compare the trainer's ``log_probs`` (B, T) with the sampler's, over the tokens of ``mask``.
+
+    Args:
+        limit: of the mean; 0 turns the check off.
+        decode: token ids to text, for the saved records.
+        path: where the worst trajectories are written if a limit is passed, a JSON line each.
+
+    Raises:
+        UserError: a limit is passed; the message names the trajectories, the file and likely causes.
+    """
+    if not limit or not mask.any():
+        return
+    mean = float((log_probs - batch.rollout_log_probs)[mask].double().abs().mean())
+    turns = turn_mismatch(log_probs, batch, mask)
+    worst = float(turns.max())
+    if mean <= limit and worst <= TURN_FACTOR * limit:
+        return
+    by_row = turns.max(dim=1).values
+    order = torch.argsort(by_row, descending=True, stable=True).tolist()
+    bad = [row for row in order if not float(by_row[row]) <= TURN_FACTOR * limit] or order
+    records = [_record(row, log_probs, batch, mask, turns, decode) for row in bad[:MAX_SAVED]]
+    atomic_write(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    names = ", ".join(record["id"] for record in records[:8]) + (", .." if len(bad) > 8 else "")
+    raise UserError(
+        f"step {step}: sampler and trainer disagree about what was sampled. Their log-probabilities differ by "
+        f"{mean:.3g} nats on average over {int(mask.sum())} tokens (limit {limit:.3g}) and by {worst:.3g} in the worst "
+        f"turn (limit {TURN_FACTOR * limit:.3g}). Worst trajectories: {names}; with tokens and both log-probabilities "
+        f"they are in {path}.\n{_CAUSES}"
+    )
+
+
+def _record(
+    row: int, log_probs: Tensor, batch: Batch, mask: Tensor, turns: Tensor, decode: Callable[[list[int]], str]
+) -> dict[str, Any]:
+    """A trajectory for the file: its turns with each token and both log-probabilities, and all of its tokens."""
+    found = []
+    for turn in range(turns.shape[1]):
+        places = (mask[row] & (batch.turn_ids[row] == turn)).nonzero()[:, 0]
+        if len(places):
+            ids = batch.token_ids[row, places + 1].tolist()
+            found.append(
+                {
+                    "turn": turn,
+                    "mean_difference": float(turns[row, turn]),
+                    "token_ids": ids,
+                    "tokens": [decode([i]) for i in ids],
+                    "sampler_log_probs": batch.rollout_log_probs[row, places].tolist(),
+                    "trainer_log_probs": log_probs[row, places].tolist(),
+                }
+            )
+    token_ids = batch.token_ids[row, : int(batch.lengths[row])].tolist()
+    return {"id": batch.ids[row], "turns": found, "token_ids": token_ids, "text": decode(token_ids)}

@@ -1,0 +1,53 @@
+"""Log-probabilities and values of a collected batch, before it is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.batch import Batch
+from sorl_train.learner.update import NonFiniteError
+from sorl_train.models.forward import action_stats, autocast
+
+
+@torch.no_grad()
+def score(
+    batch: Batch, policies: Mapping[str, Any], critic: Any, config: TrainConfig, device: torch.device
+) -> Batch:
+    """Fill in log-probabilities, one field for each of ``policies``, and the critic's values if there is one.
+
+    Raises:
+        NonFiniteError: a log-probability is NaN or infinite, the sampler's or an old one.
+    """
+    fields = {name: torch.zeros(batch.action_mask.shape) for name in policies}
+    if critic is not None:
+        fields["values"] = torch.zeros(batch.action_mask.shape)
+    for index, micro in batch.micro_batches(config.update.log_prob_micro_batch_size):
+        micro = micro.to(device)
+        columns = slice(0, micro.action_mask.shape[1])
+        with autocast(config.hardware, device):
+            for name, model in policies.items():
+                fields[name][index, columns] = _log_probs(model, micro, config)
+            if critic is not None:
+                fields["values"][index, columns] = critic(micro.token_ids).float().cpu()
+    checked = {"a sampled": batch.rollout_log_probs, "a recomputed": fields.get("old_log_probs")}
+    for name, figures in checked.items():
+        if figures is None:
+            continue
+        broken = (~torch.isfinite(figures)).any(dim=1)
+        if broken.any():
+            ids = tuple(batch.ids[i] for i in broken.nonzero()[:, 0].tolist())
+            raise NonFiniteError(f"{name} log-probability", ids)
+    if "values" in fields:  # of the weights that are about to be updated
+        fields["values"].masked_fill_(~batch.action_mask, 0.0)
+    return batch.with_fields(**fields)
+
+
+def _log_probs(model: Any, micro: Batch, config: TrainConfig) -> Tensor:
+    temperature = config.sampler.temperature
+    stats = action_stats(model, micro.token_ids, micro.action_mask, temperature=temperature)
+    return stats.log_probs.float().cpu()

@@ -1,0 +1,105 @@
+"""Advantages: GAE over action tokens, group baselines, whitening, KL in the reward. Pure torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gae(
+    rewards: Tensor, values: Tensor, action_mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation over the policy's tokens, stepping over observations.
+
+    With t+1 the trajectory's next action token, in the same turn or the next one::
+
+        delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},    R_t = A_t + V_t
+
+    so that neither gamma nor lam discounts what the environment wrote, and the critic's values there play no part.
+    The value after a trajectory's last action token is 0, for a truncation too: an agent's episode ends with its
+    budget. The paper sets gamma = lam = 1, where A_t = sum of the rewards from t on, less V_t.
+
+    Args:
+        rewards: (B, T), 0 off the action tokens; a turn's reward lies on its last action token.
+        values: (B, T), the critic's; read on action tokens only.
+        action_mask: (B, T) bool.
+
+    Returns:
+        ``(advantages, returns)``, (B, T) each, 0 off the action tokens, without gradient.
+
+    Raises:
+        ValueError: for a reward off the action tokens, which would be lost.
+    """
+    if bool((rewards.masked_fill(action_mask, 0.0) != 0).any()):
+        raise ValueError("a reward lies off the action tokens; put a turn's reward on its last action token")
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    rank = action_mask.cumsum(dim=1)  # (B, T): 1 for the row's first action token
+    count = int(rank.max()) if rank.numel() else 0
+    slots = torch.where(
+        action_mask, rank - 1, count
+    )  # column of each action token; the spare one takes the rest
+
+    def compact(x: Tensor) -> Tensor:  # (B, T) -> (B, count): action tokens to the left, then zeros
+        return x.new_zeros((len(x), count + 1), dtype=dtype).scatter_(1, slots, x.detach().to(dtype))[
+            :, :count
+        ]
+
+    value = compact(values)
+    total = compact(rewards) - value
+    total[:, :-1] += gamma * value[:, 1:]
+    # A_t = sum_j (gamma lam)^j delta_{t+j}: doubling the number of terms takes log2(T) steps, not T
+    shift, decay = 1, gamma * lam
+    while shift < count:
+        total[:, :-shift] += decay * total[:, shift:]  # the right-hand side is evaluated before it is added
+        shift, decay = 2 * shift, decay * decay
+    advantages = torch.cat([total, total.new_zeros((len(total), 1))], dim=1).gather(1, slots)
+    returns = torch.where(action_mask, advantages + values.detach(), 0.0)
+    return advantages, returns
+
+
+def whiten(advantages: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """``advantages`` (B, T) with mean 0 and variance 1 (population) over the tokens of ``mask``; 0 off them.
+
+    An option of PPO implementations; the paper does not mention it. Takes the whole rollout batch at once.
+    """
+    count = mask.sum().clamp(min=1)
+    mean = advantages.masked_fill(~mask, 0.0).sum() / count
+    centred = (advantages - mean).masked_fill(~mask, 0.0)
+    return centred / (centred.square().sum() / count + eps).sqrt()
+
+
+def group_advantages(
+    rewards: Tensor, group_ids: Tensor, included: Tensor, *, std: bool = True, eps: float = 1e-6
+) -> Tensor:
+    """Group-relative advantages, (r_i - mean) / (std + eps) over the group's included trajectories.
+
+    The paper divides by std({r_j}) without saying which; this is the sample standard deviation (n - 1), which the
+    public GRPO trainers use. ``std=False`` leaves the division out.
+
+    Args:
+        rewards: (B,), a trajectory's total reward.
+        group_ids: (B,) int, equal for rollouts of the same prompt, in any order.
+        included: (B,) bool. Others take no part in mean and std, and get 0.
+
+    Returns:
+        (B,). A group whose rewards are all equal, or with one included trajectory, gets 0 throughout.
+    """
+    kept = included.nonzero().squeeze(1)
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    advantages = torch.zeros(rewards.shape, dtype=dtype, device=rewards.device)
+    if not len(kept):
+        return advantages
+    reward = rewards.detach()[kept].to(dtype)
+    groups, index = torch.unique(group_ids[kept], return_inverse=True)
+
+    def reduce(x: Tensor, how: str) -> Tensor:  # over each group, then back to its members
+        return x.new_zeros(len(groups)).scatter_reduce_(0, index, x, how, include_self=False)[index]
+
+    centred = reward - reduce(reward, "mean")
+    # exactly: the mean of equal rewards may be off by a rounding, which a division by eps would blow up
+    centred = centred.masked_fill(reduce(reward, "amax") == reduce(reward, "amin"), 0.0)
+    if std:
+        count = reduce(torch.ones_like(reward), "sum")
+        variance = reduce(centred.square(), "sum") / (count - 1.0).clamp(min=1.0)
+        centred = centred / (variance.sqrt() + eps)
+    return advantages.index_copy(0, kept, centred)

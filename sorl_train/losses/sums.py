@@ -1,0 +1,37 @@
+"""Sums over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+SumsT = TypeVar("SumsT", bound="Sums")
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Scalars that add up over micro-batches (``+``) and over ranks (``all_reduce``): 0-d detached tensors."""
+
+    def __add__(self: SumsT, other: SumsT) -> SumsT:
+        return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def all_reduce(self: SumsT, group: dist.ProcessGroup | None = None) -> SumsT:
+        """The sum over all ranks of ``group``; itself when torch.distributed is not initialised."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return self
+        packed = torch.stack([getattr(self, f.name) for f in fields(self)])
+        dist.all_reduce(packed, group=group)
+        return type(self)(*packed.unbind())
+
+
+def sum_over_ranks(*values: float) -> tuple[float, ...]:
+    """Each value summed over all ranks; the values themselves where torch.distributed does not run."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return values
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    packed = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(packed)
+    return tuple(packed.tolist())

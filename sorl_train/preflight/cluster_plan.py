@@ -1,0 +1,167 @@
+"""The parts of ``--dry_run`` that only this engine has: placement, OpenRLHF's command, memory of GPUs and hosts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from sorl_env.task import Limits
+from sorl_train.config.settings import CRITIC_ALGOS, TrainConfig
+from sorl_train.models.shape import ModelShape
+from sorl_train.openrlhf.flags import as_arguments, critic_start, openrlhf_flags, unread
+from sorl_train.openrlhf.placement import Placement
+from sorl_train.preflight.cluster_memory import H100, ClusterMemory, estimate_cluster_memory
+from sorl_train.preflight.memory import gigabytes
+from sorl_train.run.folder import RunDir
+
+Part = tuple[str, list[str]]
+
+HOST = "the host's memory"
+
+# What to turn when a phase does not fit, the cheapest first.
+KNOBS = {
+    "sampling": "cluster.vllm_memory, cluster.zero_stage=3, cluster.offload_optimizer",
+    "scoring, policy": "update.micro_batch_size",
+    "scoring, critic": "update.micro_batch_size",
+    "scoring, reference": "update.log_prob_micro_batch_size",
+    "critic update": "update.micro_batch_size, hardware.gradient_checkpointing, cluster.offload_optimizer",
+    "policy update": "update.micro_batch_size, hardware.gradient_checkpointing, cluster.offload_optimizer",
+    "weights to vLLM": "cluster.vllm_tensor_parallel, cluster.zero_stage=3",
+}
+
+
+def openrlhf_parts(
+    config: TrainConfig, shape: ModelShape, limits: Limits, model: str, *, gpu: int = H100
+) -> list[Part]:
+    """Titles and lines; ``model`` is the folder or hub name that the run will load, ``gpu`` the memory of a GPU."""
+    memory = estimate_cluster_memory(config, shape, limits, gpu=gpu)
+    where = "of each process, all in host memory" if config.hardware.device == "cpu" else "per GPU"
+    return [
+        ("Placement", _placement(config, model)),
+        ("OpenRLHF flags", _command(config, limits, model)),
+        (f"Memory {where}, upper bound", _memory(config, memory, limits, gpu)),
+        ("Memory of the host, per node", _host(memory)),
+    ]
+
+
+# --- placement ------------------------------------------------------------------------------------------------
+def _placement(config: TrainConfig, model: str) -> list[str]:
+    cluster, update, place = config.cluster, config.update, Placement.of(config)
+    batch, mini = config.rollout.batch_size, update.mini_batch_size
+    rows = place.micro_batch(update.micro_batch_size, mini)
+    engines = _count(cluster.vllm_engines, "vLLM engine")
+    sampling = (
+        f"{engines} x tensor parallel {cluster.vllm_tensor_parallel} = {_count(place.sample_gpus, 'GPU')}"
+    )
+    lines = [
+        f"cluster: {_count(cluster.nodes, 'node')} x {_count(cluster.gpus_per_node, 'GPU')} = "
+        f"{_count(cluster.nodes * cluster.gpus_per_node, 'GPU')}",
+        f"training: {_count(place.train_nodes, 'node')} x {_count(place.train_gpus_per_node, 'GPU')} = "
+        f"{_count(place.ranks, 'data-parallel rank')}, ZeRO-{cluster.zero_stage}",
+        f"offloading: {_offloading(config)}",
+        f"sampling: {sampling}, "
+        + (
+            "the same ones, in turns with training"
+            if place.shared
+            else "of their own, while the others train"
+        ),
+        f"rollout: {batch} trajectories, {batch // max(1, cluster.vllm_engines)} an engine, {batch // place.ranks} a "
+        "rank to score",
+        f"micro-batch of a GPU: {rows} (policy and critic), "
+        f"{place.micro_batch(update.log_prob_micro_batch_size, batch)} (reference)",
+        f"optimizer step: mini-batch of {mini} = {place.ranks} ranks x {rows} x "
+        f"{_count(mini // place.ranks // rows, 'accumulation step')}",
+    ]
+    if not place.shared:
+        partial = ", sampling goes on through weight updates" if cluster.partial_rollout else ""
+        lines.append(f"staleness: at most {_count(config.rollout.max_staleness, 'training step')}{partial}")
+    if config.algo in CRITIC_ALGOS:
+        lines.append(critic_start(config, model))
+    if config.hardware.device == "cpu":
+        lines.append("on a CPU: Ray counts these GPUs, nobody has them")
+    return lines + unread(config)
+
+
+def _offloading(config: TrainConfig) -> str:
+    cluster = config.cluster
+    if config.hardware.device == "cpu":
+        return "none"
+    text = f"optimizer and gradients in {HOST if cluster.offload_optimizer else 'the GPUs'}"
+    if config.loss.kl_coef <= 0:
+        return text
+    if cluster.offload_reference and cluster.zero_stage != 3:
+        return f"{text}, reference whole on every GPU (ZeRO-2 does not offload it)"
+    return f"{text}, reference in {HOST if cluster.offload_reference else 'the GPUs'}"
+
+
+# --- command --------------------------------------------------------------------------------------------------
+def _command(config: TrainConfig, limits: Limits, model: str) -> list[str]:
+    """The command that ``launch`` runs, a flag a line."""
+    run_dir = RunDir(Path(config.run_dir or "RUN_DIR"))
+    flags = openrlhf_flags(config, run_dir, model, limits, resume=None)
+    variable = f"SORL_RUN_DIR={shlex.quote(str(run_dir.path.absolute()))}"
+    lines = [f"{variable} python -m sorl_train.openrlhf.driver"]
+    off = []
+    for name, value in flags.items():
+        words = as_arguments({name: value})
+        if words:
+            lines.append("  " + shlex.join(words))
+        else:
+            off.append(name)
+    notes = [f"off: {', '.join(off)}"] if off else []
+    return [*(f"{line} \\" for line in lines[:-1]), lines[-1], *notes]
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+def _memory(config: TrainConfig, memory: ClusterMemory, limits: Limits, gpu: int) -> list[str]:
+    place = Placement.of(config)
+    on_cpu = config.hardware.device == "cpu"
+    lines = [_row("held all the time", memory.lasting)]
+    lines += [_row(phase, parts, memory.total(phase)) for phase, parts in memory.phases.items()]
+    peak = memory.total(memory.peak)
+    if on_cpu:
+        lines.append(
+            f"peak {gigabytes(peak)}, in {memory.peak!r}; {_count(place.ranks, 'rank')} on this machine"
+        )
+    else:
+        lines.append(f"peak {gigabytes(peak)} of {gigabytes(gpu)}, in {memory.peak!r}")
+        lines += [_too_large(memory, phase, gpu) for phase in memory.phases if memory.total(phase) > gpu]
+    vllm = memory.vllm
+    share = "" if on_cpu else f" ({config.cluster.vllm_memory:.0%})"
+    lines.append(
+        f"vLLM takes {gigabytes(vllm.total)}{share}: weights {gigabytes(vllm.weights)}, its own work "
+        f"{gigabytes(vllm.work)}, key-value cache {gigabytes(vllm.cache)}"
+    )
+    full = vllm.tokens // limits.max_trajectory_tokens
+    each = -(-config.rollout.batch_size // config.cluster.vllm_engines)
+    lines.append(
+        f"the cache of an engine holds {vllm.tokens:,} tokens, {full:,} full trajectories; a step gives it {each:,}"
+    )
+    if not on_cpu and vllm.total > config.cluster.vllm_memory * gpu:
+        lines.append(
+            "CAUTION: vLLM's weights and work leave nothing for the cache: raise cluster.vllm_memory or "
+            "cluster.vllm_tensor_parallel"
+        )
+    return lines
+
+
+def _too_large(memory: ClusterMemory, phase: str, gpu: int) -> str:
+    over = memory.total(phase) - gpu
+    return f"CAUTION: {phase!r} does not fit, {gigabytes(over)} too much: {KNOBS[phase]}"
+
+
+def _host(memory: ClusterMemory) -> list[str]:
+    return [_row("together", memory.host)]
+
+
+def _row(name: str, parts: Mapping[str, int], total: int | None = None) -> str:
+    """A total and what it is made of; for a phase the parts come on top of what is held all the time."""
+    shown = ", ".join(f"{part} {gigabytes(size)}" for part, size in parts.items() if size)
+    size = gigabytes(sum(parts.values()) if total is None else total)
+    plus = "+ " if total is not None and shown else ""
+    return f"{name:<19}{size:>10}  {plus}{shown}".rstrip()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

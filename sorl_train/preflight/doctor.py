@@ -1,0 +1,95 @@
+"""``sorl-doctor``: looks at everything a run needs before it starts, and says what to do about what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sorl_env.command import Parser, run_command
+
+try:
+    from sorl_train.config.files import DEFAULT_CONFIG, load_config
+    from sorl_train.config.options import parse
+except ModuleNotFoundError as error:  # the core alone is installed
+    raise SystemExit(f"sorl-doctor needs the package {error.name!r}: pip install 'sorl[train]'") from error
+
+if TYPE_CHECKING:
+    from sorl_train.preflight.finding import Finding
+
+_WIDTH = 110
+
+
+def _parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = Parser(
+        prog="sorl-doctor",
+        usage="sorl-doctor [--index DIR] [options of sorl-train]",
+        description="Check what the run that these options of sorl-train describe needs, without starting it.",
+        epilog="Exit status: 0 nothing stands in the way, 1 something does, 2 wrong usage.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--index", type=Path, metavar="DIR", help="the index folder that the server at search.url should hold"
+    )
+    return parser.parse_known_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    return run_command("sorl-doctor", _examine, argv)
+
+
+def _examine(argv: Sequence[str]) -> int:
+    own, rest = _parse_args(argv)
+    arguments = parse(rest)
+    config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
+    from sorl_train.preflight.checks import examine
+
+    findings: list[Finding] = []
+    with _only_errors_logged():
+        for finding in examine(config, own.index, new=not (arguments.resume or arguments.overwrite)):
+            findings.append(finding)
+            print(as_text(finding), flush=True)
+    print(_verdict(findings))
+    return 1 if any(finding.status == "fail" for finding in findings) else 0
+
+
+@contextmanager
+def _only_errors_logged() -> Iterator[None]:
+    """A finding says what a library's warning would say again."""
+    loggers = [logging.getLogger(name) for name in ("sorl_env", "sorl_tools", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def as_text(finding: Finding) -> str:
+    """A row of the table; below it, indented, what to do."""
+    head = f"{finding.status:<5} {finding.name:<10} "
+    lines = textwrap.wrap(finding.detail, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+    if finding.move:
+        arrow = " " * len(head) + "-> "
+        lines += textwrap.wrap(finding.move, _WIDTH, initial_indent=arrow, subsequent_indent=" " * len(arrow))
+    return "\n".join(lines)
+
+
+def _verdict(findings: Sequence[Finding]) -> str:
+    failed = sum(finding.status == "fail" for finding in findings)
+    warned = sum(finding.status == "warn" for finding in findings)
+    if failed:
+        return f"\n{failed} of {len(findings)} checks failed: the run would not work."
+    return f"\nNothing stands in the way{f'; {warned} to look at' if warned else ''}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""The checks of ``sorl-doctor`` that look at what is searched: a corpus, an index, servers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from sorl_env.errors import UserError
+from sorl_env.task import ToolSettings
+from sorl_env.tool import ToolUnavailableError
+from sorl_tools.corpus import PassageFile, read_corpus
+from sorl_tools.index.build.corpora import Corpus
+from sorl_tools.index.manifest import Manifest, read_manifest
+from sorl_tools.index.verify import check_files
+from sorl_tools.progress import Progress
+from sorl_tools.search.http import HttpSearch
+from sorl_tools.search.http_cache import ReplyCache
+from sorl_tools.search.http_protocol import TOKEN_VARIABLE
+from sorl_train.preflight.finding import Finding, Run, existing
+
+HASHED = 20_000_000_000  # bytes of a corpus or an index that are read to compare hashes; more would take long
+PROBE_S = 5.0
+UNASKED = "http://127.0.0.1:8000"
+
+
+def check_corpus(run: Run) -> Iterator[Finding]:
+    """``search.corpus``: a corpus that can be read to its end, or an index folder that is whole."""
+    if run.config.search.corpus is None:
+        return
+    path = Path(run.config.search.corpus).expanduser()
+    if path.is_dir():
+        yield from _index_folder("corpus", path)
+        return
+    count = sum(1 for _ in read_corpus(path))
+    if count == 0:
+        yield Finding("corpus", "fail", f"{path} holds no passages", "name another --search.corpus")
+    else:
+        yield Finding("corpus", "ok", f"{count:,} passages in {path}")
+
+
+def check_tools(run: Run) -> Iterator[Finding]:
+    """Whether the task takes what it is given to search, and whether that is more than a sample."""
+    search, task = run.config.search, run.task
+    if task is None or not callable(task.tools):
+        return
+    given = search.corpus is not None or search.url is not None
+    if not given and not task.embedded_is_sample:
+        return  # it makes what it searches, which may take a while
+    try:  # an address stands for a corpus, too, which would be indexed
+        tools = task.tools(ToolSettings(search_url=(search.url or UNASKED) if given else None))
+    except UserError as error:
+        yield Finding("search", "fail", str(error), "leave out --search.corpus and --search.url")
+        return
+    except OSError:
+        return  # a tool that looks for its server at once: the run will say
+    if any(getattr(tool, "is_sample", False) for tool in tools):
+        yield Finding(
+            "search",
+            "warn",
+            "the run would search the few passages of the task's embedded sample",
+            "give --search.corpus PASSAGES, or --search.url with the address of a sorl-serve",
+        )
+    for tool in tools:
+        getattr(tool, "close", lambda: None)()
+
+
+def check_replies(run: Run) -> Iterator[Finding]:
+    """``search.cache``: a file of replies, or a place for a new one."""
+    if run.config.search.cache is None:
+        return
+    path = Path(run.config.search.cache).expanduser()
+    move = "name another --search.cache"
+    if path.is_file():
+        ReplyCache(path=path).close()
+        yield Finding("replies", "ok", f"{path}: {path.stat().st_size / 1e6:,.1f} MB of replies")
+        return
+    folder = existing(path.absolute().parent)
+    if path.exists() or not os.access(folder, os.W_OK):
+        yield Finding("replies", "fail", f"{path}: cannot be a new file", move)
+    else:
+        yield Finding("replies", "ok", f"{path} will be made")
+
+
+def check_index(run: Run) -> Iterator[Finding]:
+    """The index folder that the server should hold."""
+    if run.index is not None:
+        yield from _index_folder("index", run.index.expanduser())
+
+
+def _index_folder(name: str, folder: Path) -> Iterator[Finding]:
+    """An index: its files against their hashes, and the corpus that it was built from against its own."""
+    manifest = read_manifest(folder)
+    if manifest.bytes > HASHED:
+        yield Finding(
+            name,
+            "ok",
+            f"{folder}: files of the right size, not hashed",
+            f"sorl-index verify {folder} reads all",
+        )
+        return
+    damaged = [
+        check.name for check in check_files(folder, manifest, Progress(quiet=True)) if not check.passed
+    ]
+    if damaged:
+        yield Finding(
+            name, "fail", f"{folder}: {', '.join(damaged)} changed since the build", "build it again"
+        )
+        return
+    again = "sorl-index build it again, or restore the corpus"
+    sources = [Path(source).expanduser() for source in manifest.corpus["source"]]
+    if not all(source.exists() for source in sources):
+        yield Finding(name, "ok", f"{folder}: {_about(manifest)}; its corpus is not here to compare it with")
+    elif _size(sources) > HASHED:
+        yield Finding(name, "ok", f"{folder}: {_about(manifest)}; its corpus is too large to compare it with")
+    elif _hash_corpus(sources) != manifest.corpus["hash"]:
+        said = ", ".join(map(str, sources))
+        yield Finding(name, "fail", f"{folder} was built from another version of {said}", again)
+    else:
+        yield Finding(name, "ok", f"{folder}: {_about(manifest)}, of the corpus as it is now")
+
+
+def _about(manifest: Manifest) -> str:
+    return f"{manifest.backend}, {manifest.passages:,} passages"
+
+
+def _size(sources: list[Path]) -> int:
+    return sum(path.stat().st_size for path, _ in Corpus(sources).files)
+
+
+def _hash_corpus(sources: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for row in Corpus(sources).rows():
+        digest.update(PassageFile.line(row.passage))
+    return f"sha256:{digest.hexdigest()}"
+
+
+def check_server(run: Run) -> Iterator[Finding]:
+    """Every server at ``search.url``: does it listen, is it a retrieval server, does it hold the right index."""
+    if run.config.search.url is None:
+        return
+    search = HttpSearch(run.config.search.url, run.config.search.top_k, PROBE_S)
+    search.close()
+    fingerprints: dict[str, Any] = {}
+    for url in search.urls:
+        yield _one_server(run, url, fingerprints)
+    known = {url: told for url, told in fingerprints.items() if told is not None}
+    if len(set(known.values())) > 1:
+        said = "; ".join(f"{url}: {told}" for url, told in known.items())
+        yield Finding("servers", "fail", f"they hold different indexes: {said}", "start them on the same one")
+
+
+def _one_server(run: Run, url: str, fingerprints: dict[str, Any]) -> Finding:
+    address = httpx.URL(url)
+    host, port = address.host, address.port or (443 if address.scheme == "https" else 80)
+    start = f"start one there: sorl-serve INDEX_OR_CORPUS --port {port}"
+    try:
+        socket.create_connection((host, port), timeout=PROBE_S).close()
+    except OSError as error:
+        return Finding("server", "fail", f"nothing listens at {host}:{port} ({error})", start)
+    search = HttpSearch(url, run.config.search.top_k, PROBE_S)
+    try:
+        health = _health(address)
+        if health.get("ready") is False:
+            return Finding(
+                "server", "fail", f"{url} is opening its index", f"wait until http://{host}:{port}/ready"
+            )
+        search("the")
+    except ToolUnavailableError as error:
+        move = (
+            f"look at what that server says of it; if another program has port {port}, start one on another: "
+            "sorl-serve INDEX_OR_CORPUS --port N, and give its address as --search.url"
+        )
+        return Finding("server", "fail", textwrap.shorten(str(error), 110), move)
+    except ValueError as error:
+        move = f"set {TOKEN_VARIABLE}" if "401" in str(error) else "correct --search.url"
+        return Finding("server", "fail", textwrap.shorten(str(error), 110), move)
+    finally:
+        search.close()
+    told = fingerprints[url] = health.get("fingerprint")
+    if run.index is not None and told is not None:
+        wanted = read_manifest(run.index.expanduser()).hash
+        if told != wanted:
+            return Finding(
+                "server",
+                "fail",
+                f"{url} holds {told}, and {run.index} is {wanted}",
+                f"sorl-serve {run.index}",
+            )
+    if told is None:
+        return Finding("server", "ok", f"{url} answers; it does not tell what it holds")
+    return Finding("server", "ok", f"{url} answers: {health.get('passages', '?'):,} passages, {told}")
+
+
+def _health(address: httpx.URL) -> dict[str, Any]:
+    """What ``sorl-serve`` says of itself; empty for a server of another make."""
+    try:
+        path = address.path.rpartition("/")[0] + "/health"
+        said = httpx.get(address.copy_with(path=path), timeout=PROBE_S).json()
+    except (httpx.HTTPError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}

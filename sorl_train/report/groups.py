@@ -1,0 +1,194 @@
+"""Which runs a report is about, and which of them belong together: those whose settings differ in the seed alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+from sorl_env.text import read_json
+from sorl_train.report.run import ReportRun
+from sorl_train.run.folder import RunDir
+
+RUNS = "runs"
+RESULTS = "results.jsonl"
+_OF_ONE_RUN = ("run_dir", "seed")
+_LABEL_SETTINGS = 4
+_MOST_VALUES = 8  # of a setting that can be chosen from
+_RUN_ID = re.compile(r"-s\d+-[0-9a-f]+$")  # what a study's run folder has after the arm
+_MOVED_ASIDE = re.compile(r"-s\d+-[0-9a-f]{10}-\d+$")  # an earlier start of such a run: no seed of its own
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run to show; in a study, with the name of its cell, or of its arm as long as that is not known."""
+
+    path: Path
+    cell: str | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs with the same settings but for the seed.
+
+    Attributes:
+        settings: those in which groups differ, with this group's values (None where not set).
+        members: positions of its runs.
+    """
+
+    label: str
+    settings: Mapping[str, Any]
+    members: Sequence[int]
+
+
+def find_runs(paths: Sequence[Path]) -> list[RunFolder]:
+    """The runs themselves, and those of studies: a study's folder has them under ``runs/``.
+
+    Raises:
+        UserError: a study without a run or with results that are none, or a run given twice.
+    """
+    found: list[RunFolder] = []
+    for path in paths:
+        found += _runs_of_study(path) if _is_study(path) else [RunFolder(path)]
+    resolved = [folder.path.resolve() for folder in found]
+    twice = {str(path) for path in resolved if resolved.count(path) > 1}
+    if twice:
+        raise UserError(f"the same run is given twice: {', '.join(sorted(twice))}")
+    return found
+
+
+def _is_study(path: Path) -> bool:
+    return (path / RUNS).is_dir() and not RunDir(path).config.is_file()
+
+
+def _runs_of_study(path: Path) -> list[RunFolder]:
+    folders = [config.parent for config in (path / RUNS).glob("*/config.yaml")]
+    runs = sorted((run for run in folders if not _MOVED_ASIDE.search(run.name)), key=_natural)
+    if not runs:
+        raise UserError(f"the study {path} has no run yet: there is no {path / RUNS}/*/config.yaml")
+    cells = _cells(path / RESULTS) if (path / RESULTS).is_file() else {}
+    return [RunFolder(run, cells.get(run.name) or _RUN_ID.sub("", run.name)) for run in runs]
+
+
+def _cells(results: Path) -> dict[str, str]:
+    """The cell of each run that is in the results."""
+    cells = {}
+    for number, line in enumerate(results.read_bytes().splitlines(), start=1):
+        try:
+            result = read_json(line)
+            cells[str(result["id"])] = str(result["cell"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{results}, line {number}: no result of a study ({error}); sorl-lab stability .. --table writes "
+                "the file anew"
+            ) from error
+    return cells
+
+
+def _natural(path: Path) -> list[tuple[str, int]]:
+    """Orders names as a person does: s2 before s10."""
+    return [(text, int(part or 0)) for text, part in re.findall(r"(\D*)(\d*)", path.name)]
+
+
+def group_runs(runs: Sequence[ReportRun]) -> list[Group]:
+    """The groups; in a study in the order of their settings, else as they were given."""
+    members: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        shared = {name: value for name, value in run.config.items() if name not in _OF_ONE_RUN}
+        members.setdefault(
+            json.dumps(shared, sort_keys=True, default=str) if shared else f"run {i}", []
+        ).append(i)
+    firsts = [runs[indices[0]] for indices in members.values()]
+    differing = differing_settings(firsts)
+    settings = [{name: values[i] for name, values in differing.items()} for i in range(len(firsts))]
+    labels = _labels(runs, list(members.values()), settings)
+    groups = [Group(*parts) for parts in zip(labels, settings, members.values(), strict=True)]
+    in_study = any(run.cell for run in runs)
+    return sorted(groups, key=lambda group: _order(group.settings)) if in_study else groups
+
+
+def differing_settings(runs: Sequence[ReportRun]) -> Mapping[str, Sequence[Any]]:
+    """Settings but the seed that are not the same in all runs, with their value in each (None: not set)."""
+    names = dict.fromkeys(name for run in runs for name in run.config if name not in _OF_ONE_RUN)
+    values = {name: [run.config.get(name) for run in runs] for name in names}
+    return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
+
+
+def choices(groups: Sequence[Group]) -> Mapping[str, Sequence[Any]]:
+    """Settings by which groups can be chosen, with their values: those that several groups share, and few values."""
+    found = {}
+    for name, column in _telling([group.settings for group in groups]).items():
+        values = list(dict.fromkeys(column))
+        if len(values) <= _MOST_VALUES and len(values) < len(groups):
+            found[name] = values
+    return found
+
+
+def name_runs(runs: Sequence[ReportRun], groups: Sequence[Group]) -> list[str]:
+    """What to call each run: its folder's name, or in a study, where that is a hash, its group and seed."""
+    names = [run.label for run in runs]
+    for group in groups:
+        for i in group.members if len(groups) > 1 else ():
+            if runs[i].cell:
+                alone = len(group.members) == 1
+                names[i] = group.label if alone else f"{group.label}, seed {runs[i].config.get('seed')}"
+    return names if len(set(names)) == len(names) else [run.label for run in runs]
+
+
+def _telling(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Settings that differ, with their values as text; of several that tell the same groups apart, the first."""
+    found: dict[str, list[str]] = {}
+    partitions = set()
+    for name in settings[0]:
+        column = [setting_text(each[name]) for each in settings]
+        values = list(dict.fromkeys(column))
+        partition = tuple(values.index(value) for value in column)
+        if len(values) > 1 and partition not in partitions:
+            partitions.add(partition)
+            found[name] = column
+    return found
+
+
+def _labels(
+    runs: Sequence[ReportRun], members: Sequence[Sequence[int]], settings: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """The study's name of the cell, or the settings that tell the groups apart, or the run's own label."""
+    if len(members) == 1:
+        return [runs[members[0][0]].title if len(members[0]) > 1 else runs[members[0][0]].label]
+    described = _described(settings)
+    labels = []
+    for indices, words in zip(members, described, strict=True):
+        cell = next((cell for i in indices if (cell := runs[i].cell)), None)
+        labels.append(cell or words or runs[indices[0]].label)
+    for label in {label for label in labels if labels.count(label) > 1}:
+        alike = [i for i, other in enumerate(labels) if other == label]
+        for i, words in zip(alike, _described([settings[i] for i in alike]), strict=True):
+            labels[i] = f"{label}, {words or runs[members[i][0]].label}"
+    return labels
+
+
+def _described(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each group's values of the settings that tell the groups apart; empty where these are many."""
+    telling = _telling(settings)
+    if not 0 < len(telling) <= _LABEL_SETTINGS:
+        return [""] * len(settings)
+    columns = [
+        [text if name == "algo" else f"{name}={text}" for text in column] for name, column in telling.items()
+    ]
+    return [", ".join(words) for words in zip(*columns, strict=True)]
+
+
+def _order(settings: Mapping[str, Any]) -> list[tuple[bool, float, str]]:
+    return [
+        (False, float(value), "") if isinstance(value, (int, float)) else (True, 0.0, str(value))
+        for value in settings.values()
+    ]
+
+
+def setting_text(value: Any) -> str:
+    """A setting as labels and choices show it."""
+    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)

@@ -1,0 +1,269 @@
+"""What the report knows of a run folder: whatever is there, and notes about what is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from sorl_env.errors import UserError, did_you_mean
+from sorl_env.text import read_json
+from sorl_train.report.dialogues import COUNT, Dialogue, choose_dialogues, step_files
+from sorl_train.run.folder import RunDir
+from sorl_train.run.stability import measure
+
+Row = Mapping[str, Any]
+_T = TypeVar("_T")
+
+# name in summary.json, what to call it, kind of number
+HEADLINE = (
+    ("cold_start_success", "After the cold start", "share"),
+    ("final_success", "Final success", "share"),
+    ("best_success", "Best success", "share"),
+    ("search_off_success", "Search switched off", "share"),
+    ("wall_s", "Wall time", "seconds"),
+    ("peak_rss_mb", "Peak memory", "megabytes"),
+)
+# name in what ``measure`` returns, what to call it, kind of number
+STABILITY = (
+    ("kept", "Final / peak", "share"),
+    ("worst_drop", "Worst drop", "share"),
+    ("collapse_step", "Collapse", "step"),
+    ("max_grad_norm", "Max gradient norm", "short"),
+    ("normalized", "Steps normalized", "share"),
+    ("clip_frac", "Tokens clipped", "short"),
+)
+# settings that a reader asks for first
+_KEY_SETTINGS = (
+    "algo task model seed update.steps optim.lr optim.critic_lr rollout.batch_size rollout.group_size "
+    "update.mini_batch_size update.epochs rollout.max_staleness loss.clip_eps loss.clip_bias_norm "
+    "loss.clip_bias_scope loss.clip_bias_target loss.clip_bias_delta loss.kl_coef"
+).split()
+EVENTS = "events.jsonl"
+ALARM = "collapse_alarm"  # the kind of event that the success figure marks
+NORMALIZING = (
+    "s_ppo",
+    "so_ppo",
+    "so_grpo",
+)  # as in sorl_train.losses.policy, whose import would cost the seconds of torch
+
+
+@dataclass(frozen=True)
+class ReportRun:
+    """One run as the page shows it.
+
+    Attributes:
+        config: dotted names to values.
+        metrics, timings: one mapping a step, ``step`` among them, sorted by it.
+        headline: the figures of ``HEADLINE`` that are known.
+        stability: the figures of ``STABILITY`` that are known (``sorl_train.run.stability.measure``).
+        cell: what the run's study calls it and those that differ in the seed alone.
+        events: what the run noticed about itself, as a collapse alarm; each with ``step``, ``kind`` and ``reason``.
+        finished: the run wrote its summary; else the headline is as of the last line of the metrics.
+        data_samples: descriptions of the data that are only an embedded sample of a benchmark.
+        notes: what is missing or unreadable.
+    """
+
+    label: str
+    path: Path
+    config: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    metrics: Sequence[Row]
+    timings: Sequence[Row]
+    headline: Mapping[str, float]
+    stability: Mapping[str, float]
+    events: Sequence[Row]
+    finished: bool
+    data_samples: Sequence[str]
+    dialogues: Sequence[Dialogue]
+    notes: Sequence[str]
+    cell: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Algorithm and task."""
+        return f"{self.algo} on {self.task}" if self.config.get("algo") and self.config.get("task") else "run"
+
+    @property
+    def algo(self) -> str:
+        return str(self.config.get("algo", "unknown"))
+
+    @property
+    def task(self) -> str:
+        return str(self.config.get("task", "unknown"))
+
+    @property
+    def last_step(self) -> int:
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The steps of the run's stage; None where its settings do not say."""
+        planned = self.config.get("sft.steps" if self.config.get("stage") == "sft" else "update.steps")
+        return planned if isinstance(planned, int) else None
+
+    @property
+    def ended_early(self) -> bool:
+        """It finished before its last step: ``eval.patience`` or the alarm ended it."""
+        return self.finished and self.last_step < (self.planned_steps or 0)
+
+    @property
+    def status(self) -> str:
+        """How far the run got."""
+        at = f"step {self.last_step}" + (f" of {self.planned_steps}" if self.planned_steps else "")
+        if self.ended_early:
+            return f"ended early (eval.patience or alarm.action): {at}"
+        return f"finished, {self.last_step} steps" if self.finished else f"unfinished: {at}"
+
+    @property
+    def key_settings(self) -> Mapping[str, Any]:
+        """The settings to show first."""
+        return {name: self.config[name] for name in _KEY_SETTINGS if self.config.get(name) is not None}
+
+
+def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = None) -> ReportRun:
+    """Read a run folder, finished or not; at most so many of its dialogues.
+
+    Raises:
+        UserError: no such folder, or nothing in it to show.
+    """
+    if path.is_file():
+        raise UserError(f"{path} is a file; give the folder of a run or of a study")
+    if not path.is_dir():
+        siblings = [entry.name for entry in path.parent.glob("*/")] if path.parent.is_dir() else []
+        raise UserError(f"no run folder {str(path)!r}. {did_you_mean(path.name, siblings)}")
+    run = RunDir(path)
+    notes: list[str] = []
+    config = _read(run.config, _yaml_settings, notes) or {}
+    manifest = _read(run.manifest, _json_mapping, notes) or {}
+    metrics = _read(run.metrics, lambda file: _rows(file, notes), notes) or []
+    timings = _read(run.timings, lambda file: _rows(file, notes), notes) or []
+    summary = _read(run.summary, _json_mapping, notes) or {}
+    if not (config or metrics or step_files(run.trajectories)):
+        raise UserError(
+            f"{path} is no run folder: none of config.yaml, metrics.jsonl and trajectories/ can be read"
+        )
+    return ReportRun(
+        label=label,
+        path=path,
+        config=config,
+        manifest=manifest,
+        metrics=metrics,
+        timings=timings,
+        headline=_headline_so_far(metrics) | _numbers(summary),
+        stability=_stability(path),
+        events=_events(path / EVENTS, notes),
+        finished=bool(summary),
+        data_samples=sorted(set(_samples(manifest))),
+        dialogues=choose_dialogues(run.trajectories, notes, dialogues) if dialogues else (),
+        notes=notes,
+        cell=cell,
+    )
+
+
+def _read(file: Path, parse: Callable[[Path], _T], notes: list[str]) -> _T | None:
+    """What ``parse`` makes of the file; None, and a note, if it is missing or broken."""
+    try:
+        return parse(file)
+    except FileNotFoundError:
+        notes.append(
+            f"{file.name} is missing" + (": the run has not finished" if file.stem == "summary" else "")
+        )
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        notes.append(f"{file.name} cannot be read: {error}")
+    return None
+
+
+def _rows(file: Path, notes: list[str]) -> list[Row]:
+    """The lines of a metrics file by step. A resumed run may repeat a step: the later line counts."""
+    rows: dict[int, Row] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            row = _mapping(read_json(line))
+            rows[int(row["step"])] = row
+        except (ValueError, KeyError, TypeError):
+            notes.append(f"{file.name}:{number} is left out: not a JSON object with a step")
+    return [rows[step] for step in sorted(rows)]
+
+
+def _stability(path: Path) -> dict[str, float]:
+    """What can be said of a run's stability; nothing before its first evaluation and step, or of broken metrics."""
+    try:
+        figures = measure(path)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return {name: value for name, value in figures.items() if not math.isnan(value)}
+
+
+def _events(file: Path, notes: list[str]) -> list[Row]:
+    """The events in the order in which they came about; most runs have none, and then no file."""
+    if not file.is_file():
+        return []
+    found: list[Row] = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            event = _mapping(read_json(line))
+            found.append(
+                {
+                    "step": int(event["step"]),
+                    "kind": str(event["kind"]),
+                    "reason": str(event.get("reason", "")),
+                    "action": str(event.get("action", "")),
+                }
+            )
+        except (ValueError, KeyError, TypeError):
+            notes.append(f"{file.name}:{number} is left out: not a JSON object with a step and a kind")
+    return found
+
+
+def _headline_so_far(metrics: Sequence[Row]) -> dict[str, float]:
+    evaluated = [(row["step"], row["eval/success"]) for row in metrics if is_number(row.get("eval/success"))]
+    if not evaluated:
+        return {}
+    found = {"final_success": evaluated[-1][1], "best_success": max(value for _, value in evaluated)}
+    return found | ({"cold_start_success": evaluated[0][1]} if evaluated[0][0] == 0 else {})
+
+
+def is_number(value: Any) -> bool:
+    """A finite number: what a curve can show. NaN is written as null."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _numbers(summary: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in summary.items() if is_number(value)}
+
+
+def _samples(facts: Any) -> Iterator[str]:
+    """Sources in the manifest, at any depth, that say of themselves ``is_sample``."""
+    if not isinstance(facts, dict):
+        return
+    if facts.get("is_sample") is True:
+        yield str(facts.get("source", "the task's embedded examples"))
+    for value in facts.values():
+        yield from _samples(value)
+
+
+def _yaml_settings(file: Path) -> dict[str, Any]:
+    """Dotted names to values. Not ``read_resolved``: a report must open runs of other versions of the config."""
+    return _flatten(_mapping(yaml.safe_load(file.read_text(encoding="utf-8"))))
+
+
+def _json_mapping(file: Path) -> dict[str, Any]:
+    return _mapping(read_json(file.read_bytes()))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a mapping, got {type(value).__name__}")
+    return value
+
+
+def _flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in nested.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

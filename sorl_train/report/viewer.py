@@ -1,0 +1,153 @@
+"""``sorl-view RUN``: the dialogues of a run in one self-contained page, to read, search and filter.
+
+A page of its own, not a part of the report: a report is opened to compare runs and stays small, a run's dialogues are
+megabytes. The report links into it. As the report, it works offline, and nothing in it can load or run.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sorl_env.command import Parser, run_command, whole
+from sorl_env.errors import UserError
+from sorl_env.folders import new_folder
+from sorl_train.report.dialogues import step_files
+from sorl_train.report.groups import find_runs
+from sorl_train.report.page import check_place_for, render_page
+from sorl_train.report.run import ReportRun, read_run
+from sorl_train.report.viewer_data import (
+    CHUNK,
+    MOST_BYTES,
+    MOST_DIALOGUES,
+    Packed,
+    StepFile,
+    pack,
+    pack_files,
+)
+from sorl_train.run.files import atomic_write
+from sorl_train.run.folder import RunDir
+
+NAME = "viewer.html"
+_STEPS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_SCRIPTS = (
+    "page.js",
+    "viewer_data.js",
+    "viewer_list.js",
+    "viewer_tokens.js",
+    "viewer_dialogue.js",
+    "viewer.js",
+)
+
+
+def write_viewer(
+    run_dir: Path,
+    out: Path | None = None,
+    *,
+    steps: tuple[int, int] | None = None,
+    most: int = MOST_DIALOGUES,
+    most_bytes: int = MOST_BYTES,
+) -> Path:
+    """Write the page of a run, by default to ``RUN/viewer.html``, and return its path.
+
+    Where there are more dialogues than ``most``, or than fit into ``most_bytes``, each step keeps its lowest and its
+    highest reward and as many others as all steps can; the page says so.
+
+    Args:
+        steps: only the dialogues of these, first and last.
+
+    Raises:
+        UserError: no such folder or that of a study, no dialogues in it, or none of these steps.
+    """
+    first = find_runs([run_dir])[0].path
+    if first != run_dir:
+        raise UserError(f"{run_dir} is a study: give one of its runs, as {first}")
+    run = read_run(run_dir, run_dir.resolve().name, dialogues=0)
+    files = _files(run_dir, steps)
+    notes: list[str] = []
+    packed = pack_files(files, notes, most=most, most_bytes=most_bytes)
+    if not packed.rows:
+        raise UserError(f"no dialogue in {run_dir} can be read: {'; '.join(notes) or 'its files are empty'}")
+    out = out or run_dir / NAME
+    check_place_for(out)
+    page = render(run, packed, notes)
+    with new_folder(out.parent):
+        atomic_write(out, page)
+    return out
+
+
+def render(run: ReportRun, packed: Packed, notes: Sequence[str]) -> str:
+    """The page as text."""
+    clip_eps = run.config.get("loss.clip_eps")
+    high = run.config.get("loss.clip_eps_high")
+    return render_page(
+        "viewer.html.j2",
+        styles=("page.css", "dialogue.css", "viewer.css"),
+        scripts=_SCRIPTS,
+        title=f"{run.title} · {run.label}",
+        run=run,
+        shown=len(packed.rows),
+        found=packed.found,
+        notes=notes,
+        data={
+            "chunk": CHUNK,
+            "clip_eps": clip_eps,
+            "clip_eps_high": clip_eps if high is None else high,
+            "rows": pack(packed.rows),
+            "chunks": packed.chunks,
+        },
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command ``sorl-view``; the exit status."""
+    return run_command("sorl-view", _view, argv, interrupted="interrupted; nothing was written")
+
+
+def _view(argv: Sequence[str]) -> int:
+    parser = Parser(prog="sorl-view", description="A run's dialogues in one page.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("--out", type=Path, help=f"default: RUN/{NAME}")
+    parser.add_argument("--steps", metavar="FIRST-LAST", help="only dialogues of these steps, or of this one")
+    parser.add_argument(
+        "--most",
+        type=whole(1),
+        default=MOST_DIALOGUES,
+        help="dialogues in the page, but two of each step at least (default: %(default)s)",
+    )
+    arguments = parser.parse_args(argv)
+    steps = _parse_steps(arguments.steps) if arguments.steps else None
+    print(write_viewer(arguments.run, arguments.out, steps=steps, most=arguments.most))
+    return 0
+
+
+def _files(run_dir: Path, steps: tuple[int, int] | None) -> list[StepFile]:
+    folder = RunDir(run_dir).trajectories
+    found = step_files(folder)
+    if not found:
+        raise UserError(
+            f"no dialogues: there is no {folder}/step_*.jsonl; training saves some every rollout.save_every steps"
+        )
+    if steps is None:
+        return found
+    chosen = [file for file in found if steps[0] <= file[1] <= steps[1]]
+    if not chosen:
+        saved = ", ".join(map(str, sorted({file[1] for file in found})))
+        raise UserError(f"no dialogues of steps {steps[0]}-{steps[1]}; saved are {saved}")
+    return chosen
+
+
+def _parse_steps(text: str) -> tuple[int, int]:
+    match = _STEPS.fullmatch(text)
+    if not match:
+        raise UserError(f"--steps {text!r} is neither a step nor FIRST-LAST, as 10 or 10-50")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise UserError(f"--steps {text} ends before it begins: did you mean {last}-{first}?")
+    return first, last
+
+
+if __name__ == "__main__":
+    sys.exit(main())

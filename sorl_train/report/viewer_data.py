@@ -1,0 +1,274 @@
+"""What the trajectory viewer shows: a list of all its dialogues, and the dialogues, packed.
+
+The list is small and read at once. Dialogues are packed 32 together (JSON, gzip, base64), and the page unpacks only
+those that are looked at or searched: 2,000 of them with their tokens fit in some megabytes and open at once.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+from sorl_env.trajectory import Trajectory, Turn
+from sorl_train.report.dialogues import (
+    Kind,
+    evenly,
+    extremes,
+    question_of,
+    read_some,
+    segments,
+    share_out,
+    step_files,
+)
+from sorl_train.run.token_stats import TokenRecord, iter_token_records, sidecar_of
+
+MOST_DIALOGUES = 4000
+MOST_BYTES = 20_000_000  # of packed dialogues in a page
+CHUNK = 32
+_LINES_READ = 1 << 20  # bytes at a time, when lines are counted
+
+NO_TOKENS_SAVED = "No per-token figures saved for this step."
+NO_LOSS = "Held-out dialogues have no per-token figures: no loss saw them."
+NOT_IN_LOSS = "No per-token figures for this dialogue: it entered no loss that was recorded."
+MISMATCH = "Per-token figures are left out: they are not of this dialogue's tokens."
+
+StepFile = tuple[Kind, int, Path]
+
+
+@dataclass
+class Packed:
+    """A page's dialogues.
+
+    Attributes:
+        rows: what the list shows of each, in order; row i is dialogue ``i % CHUNK`` of chunk ``i // CHUNK``.
+        chunks: packed dialogues.
+        found: how many dialogues there are of each step, shown or not.
+        size: bytes of all chunks.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    chunks: list[str] = field(default_factory=list)
+    found: int = 0
+    size: int = 0
+
+    def add(self, rows: Sequence[dict[str, Any]], dialogues: Sequence[dict[str, Any]]) -> None:
+        """Append dialogues; all chunks but the last of a page hold ``CHUNK`` of them."""
+        self.rows.extend(rows)
+        self.chunks.append(pack(dialogues))
+        self.size += len(self.chunks[-1])
+
+
+def pack(value: Any) -> str:
+    """JSON, gzip, base64: nothing in it can end a script element, and no word of it is read as HTML."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    data = text.encode(
+        "utf-8", errors="replace"
+    )  # half a surrogate pair, which a tokenizer can make, is no text
+    return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
+
+
+def pack_run(
+    folder: Path, notes: list[str], *, most: int = MOST_DIALOGUES, most_bytes: int = MOST_BYTES
+) -> Packed:
+    """The dialogues of a folder of trajectories, as many as fit. See ``pack_files``."""
+    return pack_files(step_files(folder), notes, most=most, most_bytes=most_bytes)
+
+
+def pack_files(files: Sequence[StepFile], notes: list[str], *, most: int, most_bytes: int) -> Packed:
+    """As many dialogues as ``most`` and ``most_bytes`` allow, shared out equally among the files.
+
+    The lowest and the highest reward of each file are always among them, the others are spread over its rewards.
+
+    Raises:
+        UserError: two of each file are already too much.
+    """
+    counts = {file: _count_lines(file[2]) for file in files}
+    while True:
+        heard: list[str] = []
+        packed = _pack(counts, max(most, 2 * len(files)), most_bytes, heard)
+        if packed.size <= most_bytes:
+            notes += heard
+            _drop_common_start(packed.rows)
+            return packed
+        if most <= 2 * len(files):
+            raise UserError(
+                f"the lowest and the highest reward of {len(files)} files are more than {most_bytes / 1e6:.0f} MB of "
+                "page; choose fewer steps with --steps FIRST-LAST"
+            )
+        most = int(0.9 * len(packed.rows) * most_bytes / packed.size)
+
+
+def _pack(counts: Mapping[StepFile, int], most: int, most_bytes: int, notes: list[str]) -> Packed:
+    packed = Packed()
+    rows: list[dict[str, Any]] = []
+    dialogues: list[dict[str, Any]] = []
+    given = share_out(counts, most)
+    for file in counts:
+        kind, step, path = file
+        trajectories = read_some(path, notes)
+        packed.found += len(trajectories)
+        chosen = _choose(trajectories, max(2, given[file]))
+        tokens, why = _token_records(kind, path, {trajectory.id for trajectory, _ in chosen}, notes)
+        for trajectory, mark in chosen:
+            record = tokens.get(trajectory.id)
+            dialogue = encode(trajectory, record, why)
+            rows.append(row_of(kind, step, trajectory, mark, record if not dialogue["note"] else None))
+            dialogues.append(dialogue)
+            if len(rows) == CHUNK:
+                packed.add(rows, dialogues)
+                rows, dialogues = [], []
+        if packed.size > 2 * most_bytes:
+            break  # enough to know how many will fit
+    if rows:
+        packed.add(rows, dialogues)
+    return packed
+
+
+def _choose(trajectories: Sequence[Trajectory], number: int) -> list[tuple[Trajectory, str]]:
+    """At most so many, in the file's order, with the marks of the lowest and the highest reward."""
+    if not trajectories:
+        return []
+    ranked = sorted(trajectories, key=lambda trajectory: trajectory.reward)
+    lowest, highest = extremes(ranked)
+    marks = {id(highest): "highest", id(lowest): "lowest"} if highest.reward > lowest.reward else {}
+    kept = {id(lowest), id(highest)}
+    others = [trajectory for trajectory in ranked if id(trajectory) not in kept]
+    kept |= {id(trajectory) for trajectory in evenly(others, number - len(kept))}
+    return [
+        (trajectory, marks.get(id(trajectory), "")) for trajectory in trajectories if id(trajectory) in kept
+    ]
+
+
+def _drop_common_start(rows: Sequence[dict[str, Any]]) -> None:
+    """Leave out the sentences with which every question begins ("Search, then answer."): a list has little room."""
+    questions = [row["question"] for row in rows] or [""]
+    first, last = min(questions), max(questions)  # what these two share, all between them do
+    common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    cut = first.rfind(". ", 0, common) + 2
+    if len(set(questions)) > 1 and cut > 1:
+        for row in rows:
+            row["question"] = row["question"][cut:]
+
+
+def _token_records(
+    kind: Kind, path: Path, wanted: set[str], notes: list[str]
+) -> tuple[dict[str, TokenRecord], str]:
+    """The records of the wanted trajectories by id, and what to say of one that has none."""
+    sidecar = sidecar_of(path)
+    if sidecar is None:
+        return {}, NO_LOSS if kind == "eval" else NO_TOKENS_SAVED
+    found: dict[str, TokenRecord] = {}
+    try:
+        found.update((record.id, record) for record in iter_token_records(sidecar) if record.id in wanted)
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.parent.name}/{sidecar.name} is used up to its fault: {error}")
+    return found, NOT_IN_LOSS
+
+
+def row_of(kind: Kind, step: int, t: Trajectory, mark: str, record: TokenRecord | None) -> dict[str, Any]:
+    """What the list shows and filters by. ``clipped`` is a share of the tokens, None where it is not known."""
+    return {
+        "key": f"{kind}-{step}/{t.id}",
+        "kind": kind,
+        "step": step,
+        "reward": _plain(t.reward),
+        "stop": t.stop_reason.value,
+        "turns": len(t.turns),
+        "tokens": t.num_action_tokens,
+        "question": question_of(t),
+        "errors": sorted({turn.format_error for turn in t.turns if turn.format_error}),
+        "excluded": t.excluded,
+        "mark": mark,
+        "clipped": round(sum(record.clipped) / max(1, len(record.clipped)), 4) if record else None,
+    }
+
+
+def encode(t: Trajectory, record: TokenRecord | None, why: str) -> dict[str, Any]:
+    """One dialogue as plain values; ``why`` is shown as its ``note`` where there is no token record."""
+    note = why if record is None else "" if _fits(t, record) else MISMATCH
+    by_turn = _split(record) if record is not None and not note else {}
+    facts = [("trajectory", t.id), ("example", t.example_id), ("data", f"{t.task}, {t.split}, {t.source}")]
+    facts += [("seed", str(t.seed)), ("tokens", f"{t.num_action_tokens} sampled of {len(t.token_ids)}")]
+    facts += [(f"reward {name}", f"{value:.3g}") for name, value in t.reward_items.items()]
+    facts += [
+        (name, value if isinstance(value, str) else json.dumps(value)) for name, value in t.metadata.items()
+    ]
+    return {
+        "facts": facts,
+        "error": t.error or "",
+        "prompt": t.prompt,
+        "turns": [_encode_turn(turn, by_turn.get(turn.index)) for turn in t.turns],
+        "note": note,
+    }
+
+
+def _encode_turn(turn: Turn, tokens: Mapping[str, Any] | None) -> dict[str, Any]:
+    text = turn.text if tokens is None else "".join(tokens["text"])
+    calls = [
+        {
+            "tool": call.tool,
+            "argument": call.argument,
+            "ok": call.ok,
+            "error": call.error or "",
+            "latency_s": _plain(call.latency_s),
+            "hits": call.hits,
+            "attempts": call.attempts,
+            "cached": call.cached,
+            "cut_from": call.cut_from,
+        }
+        for call in turn.tool_calls
+    ]
+    return {
+        "kind": turn.kind,
+        "error": turn.format_error or "",
+        "pieces": segments(text),
+        "tokens": tokens,
+        "length": turn.end - turn.start,
+        "generate_s": _plain(turn.generate_s),
+        "version": turn.policy_version,
+        "calls": calls,
+        "observation": turn.observation.strip(),
+    }
+
+
+def _fits(t: Trajectory, record: TokenRecord) -> bool:
+    """Whether the record has the trajectory's sampled tokens, turn by turn."""
+    expected = [turn.index for turn in t.turns for _ in range(turn.start, turn.end)]
+    return list(record.turn) == expected
+
+
+def _split(record: TokenRecord) -> dict[int, dict[str, Any]]:
+    """The record's columns by turn, NaN as null."""
+    turns: dict[int, dict[str, Any]] = {}
+    names = ("log_ratio", "ratio", "advantage", "entropy", "clipped")
+    for i, turn in enumerate(record.turn):
+        columns = turns.setdefault(turn, {"text": [], **{name: [] for name in names}})
+        columns["text"].append(record.tokens[i])
+        for name in names:
+            columns[name].append(_plain(getattr(record, name)[i]))
+    return turns
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _count_lines(path: Path) -> int:
+    """Lines up to the end or the fault of a file."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    count = 0
+    with opener(path, "rb") as stream:
+        try:
+            while block := stream.read(_LINES_READ):
+                count += block.count(b"\n")
+        except (EOFError, gzip.BadGzipFile, zlib.error):
+            pass  # reading the trajectories will say so
+    return count

@@ -1,0 +1,125 @@
+"""From the config to the environments of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sorl_env.data import ExampleSet, load_examples
+from sorl_env.env import ToolUseEnv
+from sorl_env.errors import UserError
+from sorl_env.registry import load_task
+from sorl_env.task import Example, Limits, Task, ToolSettings
+from sorl_env.text import valid_text
+from sorl_env.tool import ToolReply
+from sorl_env.toolbox import Toolbox
+from sorl_tools.search.stats import findable_answers
+from sorl_train.config.settings import LimitsConfig, TrainConfig
+
+
+def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
+    """The environment of training or of evaluation. Raises ``UserError`` for training on a test split."""
+    task = load_task(config.task, **config.task_args)
+    env = ToolUseEnv(
+        task,
+        data=(config.eval_data or config.data) if evaluation else config.data,
+        split=config.eval.split if evaluation else config.split,
+        tool_settings=tool_settings(config),
+        limits=limits(task, config.limits),
+    )
+    if not evaluation:
+        refuse_test_questions(config, env.examples)
+    return env
+
+
+def training_examples(config: TrainConfig) -> Sequence[Example]:
+    """The examples of training, for those who need no tools. Raises ``UserError`` for a test split."""
+    task = load_task(config.task, **config.task_args)
+    examples = load_examples(task, config.data, config.split)
+    refuse_test_questions(config, examples)
+    return examples.examples
+
+
+def refuse_test_questions(config: TrainConfig, examples: ExampleSet) -> None:
+    """Raise ``UserError`` when what is to be trained on are test questions, whatever the split is called."""
+    if examples.is_test:
+        raise UserError(
+            f"split {config.split!r} of {examples.source} holds test questions (their column 'split' says so), "
+            "nobody trains on those: give another split, or another file"
+        )
+
+
+def answers_of(examples: Sequence[Example]) -> dict[str, tuple[str, ...]]:
+    """By example id, what answers it and can be looked for in passages; for metrics, never shown to the policy."""
+    answers: dict[str, tuple[str, ...]] = {}
+    for example in examples:  # the same question may be in the data twice
+        answers[example.id] = answers.get(example.id, ()) + findable_answers(example)
+    return answers
+
+
+def without_tools(env: ToolUseEnv) -> ToolUseEnv:
+    """The same environment with tools that find nothing."""
+    silent = env.spawn()
+    silent.toolbox = Toolbox(
+        [SilentTool(tool.name, tool.description, tool.schema) for tool in env.toolbox.tools]
+    )
+    return silent
+
+
+def limits(task: Task, config: LimitsConfig) -> Limits:
+    """The task's limits with those that the config sets."""
+    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return dataclasses.replace(
+        task.limits, **{name: value for name, value in given.items() if value is not None}
+    )
+
+
+def tool_settings(config: TrainConfig) -> ToolSettings:
+    """What the task's tools are built from."""
+    search = config.search
+    return ToolSettings(
+        corpus=search.corpus,
+        search_url=search.url,
+        top_k=search.top_k,
+        timeout_s=search.timeout_s,
+        retries=search.retries,
+        cache=search.cache,
+    )
+
+
+class SilentTool:
+    """Stands in for a tool and finds nothing: what a policy scores with it, it knew or guessed."""
+
+    inline = True
+
+    def __init__(self, name: str, description: str, schema: Mapping[str, Any]) -> None:
+        self.name = name
+        self.description = description
+        self.schema = schema
+
+    def __call__(self, *_: Any, **__: Any) -> ToolReply:
+        return ToolReply("Nothing found.", hits=0)
+
+    def call_batch(self, arguments: Sequence[Any]) -> list[ToolReply]:
+        return [self() for _ in arguments]
+
+
+def env_facts(env: ToolUseEnv) -> dict[str, Any]:
+    """What identifies an environment's data, for the run's manifest."""
+    prompts = hashlib.sha256()
+    for example in env.examples.examples:
+        prompts.update(valid_text(env.task.prompt(example)).encode() + b"\0")
+    return {
+        "task": env.task.name,
+        "source": env.examples.source,
+        "split": env.examples.split,
+        "examples": len(env.examples.examples),
+        "sha256": env.examples.sha256,
+        "is_sample": env.examples.is_sample,
+        "prompts_sha256": prompts.hexdigest(),
+        "tools": {tool.name: getattr(tool, "fingerprint", None) for tool in env.toolbox.tools},
+        "limits": json.loads(json.dumps(dataclasses.asdict(env.limits))),
+    }

@@ -1,0 +1,85 @@
+"""Rollouts of the local engine: which examples a step visits, and running them to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, collect
+from sorl_env.tokens import Tokenizer
+from sorl_env.trajectory import Trajectory
+from sorl_train.config.seeds import derive_seed, generator
+from sorl_train.config.settings import TrainConfig
+
+
+class LocalSampler(Sampler, Protocol):
+    """A sampler that shares a machine with the trainer; ``model`` is the trainer's policy."""
+
+    model: Any
+    policy_version: int
+
+    def session(self) -> AbstractContextManager[Any]:
+        """Around one batch: the newest weights at its beginning, what the update needs given back at its end."""
+        ...
+
+
+def training_jobs(config: TrainConfig, num_examples: int, step: int) -> list[RolloutJob]:
+    """The rollouts of step ``step`` (1-based). Every example is visited once before any is visited again."""
+    group_size = config.rollout.group_size
+    num_prompts = config.rollout.batch_size // group_size
+    jobs = []
+    for prompt in range(num_prompts):
+        epoch, place = divmod((step - 1) * num_prompts + prompt, num_examples)
+        index = _order(config.seed, epoch, num_examples)[place]
+        group = f"s{step}-p{prompt}"
+        for member in range(group_size):
+            seed = derive_seed(config.seed, "rollout", step, prompt, member)
+            jobs.append(RolloutJob(id=f"{group}/{member}", group_id=group, example_index=index, seed=seed))
+    return jobs
+
+
+def evaluation_jobs(config: TrainConfig, num_examples: int, limit: int) -> list[RolloutJob]:
+    """A seeded sample of examples, the same at every evaluation of a run."""
+    order = _order(config.seed, 0, num_examples, stream="eval")[:limit]
+    return [
+        RolloutJob(id=f"e{i}", group_id=f"e{i}", example_index=i, seed=derive_seed(config.seed, "eval", i))
+        for i in order
+    ]
+
+
+@functools.lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, size: int, stream: str = "data") -> list[int]:
+    """A permutation of the examples, kept because one step asks for it once a prompt."""
+    order: list[int] = generator(seed, stream, epoch).permutation(size).tolist()
+    return order
+
+
+def run_jobs(
+    env: ToolUseEnv,
+    tokenizer: Tokenizer,
+    sampler: LocalSampler,
+    jobs: Sequence[RolloutJob],
+    config: TrainConfig,
+    *,
+    temperature: float,
+    on_finish: Callable[[Trajectory], None] | None = None,
+) -> list[Trajectory]:
+    """Collect all ``jobs`` in a fresh event loop."""
+    settings = RolloutSettings(
+        temperature=temperature,
+        top_p=config.sampler.top_p if temperature else 1.0,
+        use_chat_template=config.hardware.chat_template,
+        max_concurrency=config.sampler.max_concurrency,
+    )
+    trajectories: list[Trajectory] = []
+
+    async def main() -> None:  # with a result, asyncio.run would print it: to a message that it throws away
+        trajectories.extend(await collect(env, tokenizer, sampler, jobs, settings, on_finish))
+
+    with sampler.session():
+        asyncio.run(main())
+    return trajectories

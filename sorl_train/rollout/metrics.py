@@ -1,0 +1,156 @@
+"""Metrics of a batch of trajectories, under the same names in every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+import numpy as np
+
+from sorl_env.tool import ToolCall
+from sorl_env.trajectory import StopReason, Trajectory
+from sorl_tools.search.stats import search_metrics
+
+_SEARCH = "search"  # the name of the search tools, in process and over HTTP
+
+
+def is_success(trajectory: Trajectory) -> bool:
+    """A trajectory succeeds when its rewards add up to 1 at least: the tasks here reward a right answer with 1."""
+    return trajectory.reward >= 1.0 - 1e-9
+
+
+def success_rate(trajectories: Sequence[Trajectory]) -> float:
+    """Share of successes; an excluded trajectory says nothing about the policy and is not counted."""
+    counted = [is_success(t) for t in trajectories if not t.excluded]
+    return fmean(counted) if counted else 0.0
+
+
+def valid_turn_rate(trajectories: Sequence[Trajectory]) -> float:
+    """Share of turns without a format error."""
+    valid = [turn.format_error is None for t in trajectories if not t.excluded for turn in t.turns]
+    return fmean(valid) if valid else 0.0
+
+
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], answers: Mapping[str, Sequence[str]]
+) -> dict[str, float]:
+    """``rollout/``, ``reward/`` and ``tool/`` metrics of one step's trajectories.
+
+    Where all are excluded, what only the others can tell is left out: an outage is not a success rate of 0.
+
+    Args:
+        answers: by example, what is looked for in the passages it retrieved (``environments.answers_of``).
+    """
+    counted = [t for t in trajectories if not t.excluded]
+    calls = [call for t in trajectories for call in _calls(t)]
+    metrics = {
+        "rollout/excluded_rate": 1.0 - len(counted) / len(trajectories),
+        "tool/calls": float(len(calls)),
+        "tool/error_rate": _mean([not call.ok for call in calls]),
+        "tool/retry_rate": _mean([call.attempts > 1 for call in calls]),
+        "tool/no_hits_rate": _mean([call.hits == 0 for call in calls if call.hits is not None]),
+    }
+    if counted:
+        metrics |= {
+            "rollout/success": success_rate(counted),
+            "rollout/valid_turn_rate": valid_turn_rate(counted),
+            "rollout/num_turns": _mean([len(t.turns) for t in counted]),
+            "rollout/response_tokens": _mean([t.num_action_tokens for t in counted]),
+            "rollout/observation_tokens": _mean([_observation_tokens(t) for t in counted]),
+            "rollout/trajectory_tokens": _mean([len(t.token_ids) for t in counted]),
+            "rollout/reward_mean": _mean([t.reward for t in counted]),
+            "rollout/reward_std": float(np.std([t.reward for t in counted])),
+        }
+    for reason in StopReason:
+        metrics[f"rollout/stop_{reason.value}"] = fmean(t.stop_reason is reason for t in trajectories)
+    for name in sorted({name for t in counted for name in t.reward_items}):
+        metrics[f"reward/{name}"] = fmean(t.reward_items.get(name, 0.0) for t in counted)
+    return metrics | _search_metrics(trajectories, answers)
+
+
+def _search_metrics(
+    trajectories: Sequence[Trajectory], answers: Mapping[str, Sequence[str]]
+) -> dict[str, float]:
+    """An excluded trajectory asked its queries, but what an outage kept from it says nothing about them."""
+    return search_metrics(
+        [
+            (
+                [call for call in _calls(t) if call.tool == _SEARCH],
+                () if t.excluded else answers.get(t.example_id, ()),
+            )
+            for t in trajectories
+        ]
+    )
+
+
+def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """How many training steps before ``version`` the batch's turns were sampled, on average and at most."""
+    lags = [version - turn.policy_version for t in trajectories if not t.excluded for turn in t.turns]
+    return {"rollout/staleness": fmean(lags), "rollout/staleness_max": float(max(lags))} if lags else {}
+
+
+def step_timings(
+    stages: Mapping[str, float], trajectories: Sequence[Trajectory], wall_s: float | None = None
+) -> dict[str, float]:
+    """``time/`` metrics of a step: its stages (``time/STAGE_s``), the whole, and the tokens sampled a second.
+
+    Args:
+        wall_s: of a step whose stages overlap; None: one follows the other, and the whole is their sum.
+    """
+    tokens = sum(t.num_action_tokens for t in trajectories)
+    step_s = sum(stages.values()) if wall_s is None else wall_s
+    figures = {
+        "time/step_s": step_s,
+        "time/tokens_per_s": tokens / max(step_s, 1e-9),
+        "time/rollout_tokens_per_s": tokens / max(stages.get("time/rollout_s", 0.0), 1e-9),
+    }
+    return dict(stages) | figures | tool_timings(trajectories)
+
+
+def tool_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Latencies, seconds, and the share of calls that a cache or a record answered.
+
+    They are kept apart from the metrics that a seed reproduces: what a cache holds is left from earlier runs.
+    """
+    calls = [call for t in trajectories for call in _calls(t)]
+    if not calls:
+        return {}
+    latencies = [call.latency_s for call in calls]
+    return {
+        "time/tool_p50_s": float(np.percentile(latencies, 50)),
+        "time/tool_p99_s": float(np.percentile(latencies, 99)),
+        "time/tool_cached_rate": fmean(call.cached for call in calls),
+    }
+
+
+def eval_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """``eval/`` metrics; of an evaluation whose trajectories are all excluded, only that they are."""
+    counted = [t for t in trajectories if not t.excluded]
+    metrics = {"eval/excluded_rate": 1.0 - len(counted) / len(trajectories)}
+    if counted:
+        metrics |= {
+            "eval/success": success_rate(counted),
+            "eval/valid_turn_rate": valid_turn_rate(counted),
+            "eval/num_turns": _mean([len(t.turns) for t in counted]),
+        }
+    return metrics
+
+
+def search_off_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Of an evaluation without tools; empty where all trajectories are excluded."""
+    counted = [t for t in trajectories if not t.excluded]
+    return {"eval/search_off_success": success_rate(counted)} if counted else {}
+
+
+def _calls(trajectory: Trajectory) -> list[ToolCall]:
+    return [call for turn in trajectory.turns for call in turn.tool_calls]
+
+
+def _observation_tokens(trajectory: Trajectory) -> int:
+    """What the environment wrote after the prompt."""
+    prompt = trajectory.turns[0].start if trajectory.turns else len(trajectory.token_ids)
+    return len(trajectory.token_ids) - prompt - trajectory.num_action_tokens
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(fmean(values)) if values else 0.0

@@ -1,0 +1,196 @@
+"""A check when a model is loaded: trainer and sampler compute the log-probabilities that the model itself computes.
+
+Both have their own way through a model. The trainer pads rows and takes logits of the policy's tokens alone; the
+sampler keeps keys and values of rows of different lengths and makes the attention masks. A model whose attention,
+positions or state are not what they expect would be sampled or trained wrongly without a word, so it is refused here.
+
+The check reads two short random sequences, in float32 whatever the compute dtype, so that rounding cannot hide a
+fault. Attention spans are made shorter than these sequences for the time of the check: that the masks are right is
+seen on 72 tokens as well as on 4,096, and costs about ten passes over the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sorl_env.errors import UserError
+from sorl_train.models.attention import (
+    OTHER_SAMPLER,
+    check_length,
+    model_name,
+    position_table,
+    short_spans,
+)
+from sorl_train.models.forward import action_stats
+from sorl_train.rollout.kv_cache import COLUMNS, RowCache, feed
+
+LENGTH = 72  # tokens of the longer sequence
+SPAN = 16  # tokens that a layer sees while it is checked, if it has a span
+# Nats. In float32 two exact ways differ by 1e-6 on random weights (tests/train/rollout/architectures.py) and by 6e-5
+# for SmolLM2; the smallest fault that is known, a soft cap left out, made .06 on random weights.
+TOLERANCE = 5e-3
+# Of the largest hidden state. Causal models of random weights differ by 2e-7 of it, a small BERT by 2e-3.
+CRITIC_TOLERANCE = 3e-4
+OTHER_MODEL = (
+    "Choose another model: one that attends to earlier tokens only, and gives logits by an output layer"
+)
+# What a model raises when it is given what it does not expect. Memory that runs out is another matter.
+_NOT_FITTING = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def check_policy(model: Any, max_tokens: int, *, sampled: bool, trained: bool) -> None:
+    """Refuse a language model that the trainer or the sampler would not compute as it computes itself.
+
+    Weights, random state and mode of the model stay as they are.
+
+    Args:
+        max_tokens: the longest trajectory there may be.
+        sampled: it draws with ``TransformersSampler``.
+        trained: it is updated, so its log-probabilities are taken in training mode too. Dropout must be off.
+
+    Raises:
+        UserError: it is not exact; the message has the reason, the size of the difference and what to do.
+    """
+    check_length(model, max_tokens)
+    with _undisturbed(model), short_spans(model, SPAN):
+        rows = _random_rows(model, max_tokens)
+        own = [_own_log_probs(model, row) for row in rows]
+        model.train(trained)
+        _compare(_trainer_gap, model, rows, own, "the trainer", OTHER_MODEL)
+        model.eval()
+        if sampled:
+            _compare(_sampler_gap, model, rows, own, "sampler.backend=transformers", OTHER_SAMPLER)
+
+
+def check_critic(critic: Any, max_tokens: int) -> None:
+    """Refuse a critic whose value of a state depends on later tokens or on the other rows of its batch.
+
+    Raises:
+        UserError: as ``check_policy``.
+    """
+    model = critic.backbone
+    check_length(model, max_tokens)
+    with _undisturbed(model), short_spans(model, SPAN), torch.no_grad():
+        rows = _random_rows(model, max_tokens)
+        own = [model(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows]
+        padded = model(input_ids=_padded(rows), use_cache=False).last_hidden_state
+        gap = max(float((padded[i, : len(row)] - own[i]).abs().max()) for i, row in enumerate(rows))
+        scale = max(float(states.abs().max()) for states in own)
+        if not gap <= CRITIC_TOLERANCE * scale:
+            raise UserError(
+                f"the critic {model_name(model)} gives a token another state when its row is padded (they differ by "
+                f"{gap:.2g}): it is no causal model. Choose another one with hardware.critic"
+            )
+
+
+@contextmanager
+def _undisturbed(model: Any) -> Iterator[None]:
+    """Evaluation mode, and the random state and the mode as they were afterwards."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            model.eval()
+            yield
+        finally:
+            model.train(was_training)
+
+
+def _random_rows(model: Any, max_tokens: int) -> list[Tensor]:
+    """Two sequences of ids out of the middle of the vocabulary: what stands for an image is at its ends."""
+    size = len(model.get_input_embeddings().weight)
+    length = max(24, min(LENGTH, max_tokens, position_table(model) or LENGTH))
+    draws = torch.Generator().manual_seed(0)
+    ids = torch.randint(size // 4, max(size // 4 + 1, size * 3 // 4), (2, length), generator=draws)
+    return [row.to(next(model.parameters()).device) for row in (ids[0], ids[1, : length * 3 // 5])]
+
+
+def _padded(rows: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+@torch.no_grad()
+def _own_log_probs(model: Any, row: Tensor) -> Tensor:
+    """What the model says of one sequence without padding, cache or masks from outside, (L, V).
+
+    With plain attention, the one that each model spells out: faster ones may leave out what they do not know.
+    """
+    faster = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        logits: Tensor = model(input_ids=row[None], use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation(faster)
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def _compare(
+    gap: Callable[[Any, list[Tensor], list[Tensor]], float],
+    model: Any,
+    rows: list[Tensor],
+    own: list[Tensor],
+    who: str,
+    advice: str,
+) -> None:
+    try:
+        found = gap(model, rows, own)
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except _NOT_FITTING as error:
+        raise UserError(
+            f"{model_name(model)} does not work with {who} ({type(error).__name__}: {error}). {advice}"
+        ) from error
+    if not found <= TOLERANCE:
+        raise UserError(
+            f"{model_name(model)} is not exact with {who}: on random sequences of {len(rows[0])} and {len(rows[1])} "
+            f"tokens its log-probabilities differ from the model's own by up to {found:.2g} (limit {TOLERANCE:g}). "
+            f"{advice}"
+        )
+
+
+@torch.no_grad()
+def _trainer_gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:
+    """Largest difference of the trainer's log-probabilities, of some tokens of a padded batch."""
+    token_ids = _padded(rows)
+    mask = torch.zeros(token_ids[:, 1:].shape, dtype=torch.bool, device=token_ids.device)
+    for i, row in enumerate(rows):
+        mask[i, len(row) // 4 : len(row) - 1] = True
+    found = action_stats(model, token_ids, mask).log_probs
+    gaps = []
+    for i, row in enumerate(rows):
+        expected = own[i][:-1].gather(1, row[1:, None])[:, 0]
+        gaps.append((found[i, : len(row) - 1] - expected)[mask[i, : len(row) - 1]].abs().max())
+    return float(torch.stack(gaps).max())
+
+
+def _sampler_gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:
+    """Largest difference of the sampler's log-probabilities, of all tokens after each part of two turns."""
+    cache = RowCache(model, len(rows), torch.float32, COLUMNS)
+    gaps = []
+    for parts in zip(*(_parts(len(row)) for row in rows), strict=True):
+        new = [row[part].tolist() for row, part in zip(rows, parts, strict=True)]
+        log_probs = torch.log_softmax(feed(model, cache, slice(0, len(rows)), new).float(), dim=-1)
+        expected = torch.stack([own[i][part.stop - 1] for i, part in enumerate(parts)])
+        gaps.append((log_probs - expected).abs().max())
+    return float(torch.stack(gaps).max())
+
+
+def _parts(length: int) -> list[slice]:
+    """A sequence as the sampler reads it: a prompt, single tokens, a longer reply, and single tokens again."""
+    prompt, reply = length // 3, length - 6 - length // 3
+    ends = [prompt, prompt + 1, prompt + 2, prompt + 3]
+    ends += [ends[-1] + reply, ends[-1] + reply + 1, ends[-1] + reply + 2, length]
+    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]

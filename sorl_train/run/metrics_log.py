@@ -1,0 +1,128 @@
+"""Metrics to ``metrics.jsonl`` and ``timings.jsonl``, TensorBoard and, when asked, Weights & Biases.
+
+``metrics.jsonl`` is reproducible bit for bit: one line a call, keys sorted, floats in their shortest exact form.
+Everything that depends on the clock is named ``time/...`` and goes to ``timings.jsonl``. Log a step before writing its
+checkpoint: that holds the lengths of the files (``log_lengths``), to which a resumed run cuts them back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sorl_env.errors import UserError
+from sorl_train.config.files import read_resolved
+from sorl_train.run.files import append_line, atomic_write, parse_line, whole_lines
+from sorl_train.run.folder import RunDir
+from sorl_train.run.log_lengths import Lengths, cut_logs
+
+
+class MetricsLog:
+    """Appends one line a step; close it, or use it as a context manager."""
+
+    def __init__(self, run_dir: RunDir, *, tensorboard: bool = True, wandb: str | None = None) -> None:
+        """``wandb`` names a Weights & Biases project. Raises ``UserError`` when an asked package is missing."""
+        self._run_dir = run_dir
+        self._writer: Any = None
+        self._wandb: Any = None
+        self._use_tensorboard = tensorboard
+        if tensorboard:
+            require_package("tensorboard", "log.tensorboard=true")
+        if wandb is not None:
+            require_package("wandb", f"log.wandb={wandb}")
+            self._wandb = _start_wandb(wandb, run_dir)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of one step. A value that is not finite becomes null: JSON has no NaN."""
+        timings = {name: value for name, value in metrics.items() if name.startswith("time/")}
+        figures = {name: value for name, value in metrics.items() if name not in timings}
+        for path, values in ((self._run_dir.metrics, figures), (self._run_dir.timings, timings)):
+            if values:
+                append_line(path, _line(step, values))
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        if self._use_tensorboard:
+            writer = self._tensorboard(step)
+            for name, value in finite.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+        if self._wandb is not None:
+            self._wandb.log(finite, step=step)
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps, and the half line that a killed run may have left.
+
+        W&B takes no earlier step again: after a roll-back its curves go on where the steps are new.
+        """
+        self._restart_tensorboard()
+        for path in (self._run_dir.metrics, self._run_dir.timings):
+            if path.is_file():
+                lines = enumerate(whole_lines(path), start=1)
+                kept = [line for number, line in lines if parse_line(path, number, line)["step"] <= step]
+                atomic_write(path, b"".join(line + b"\n" for line in kept))
+
+    def cut_back(self, lengths: Lengths) -> None:
+        """Cut metrics and timings back to where they were when a checkpoint was written; events are kept."""
+        self._restart_tensorboard()
+        cut_logs(self._run_dir, lengths, keep_events=True)
+
+    def _restart_tensorboard(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None  # the next one has TensorBoard hide the steps that come again
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _tensorboard(self, step: int) -> Any:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Events of a killed or rolled-back run at this step or later are hidden by TensorBoard.
+            self._writer = SummaryWriter(log_dir=str(self._run_dir.tensorboard), purge_step=step)
+        return self._writer
+
+
+def _start_wandb(project: str, run_dir: RunDir) -> Any:
+    """The W&B run of a run folder: a resumed run goes on in the same one, a later run of the same name does not."""
+    import wandb
+
+    started = re.sub(r"\D", "", run_dir.read_manifest()["started"])
+    settings = dataclasses.asdict(read_resolved(run_dir.config))
+    name = run_dir.path.name
+    return wandb.init(
+        project=project,
+        name=name,
+        id=f"{name}-{started}",
+        resume="allow",
+        config=settings,
+        dir=str(run_dir.path),
+    )
+
+
+def require_package(name: str, why: str) -> None:
+    """Raise ``UserError`` when the package is not installed."""
+    if importlib.util.find_spec(name) is None:
+        raise UserError(f"{why} needs the package {name!r}: pip install {name}, or turn it off")
+
+
+def _line(step: int, values: Mapping[str, float]) -> str:
+    plain: dict[str, float | int | None] = {"step": step}
+    for name in sorted(values):
+        value = values[name]
+        number = value if type(value) is int else float(value)
+        plain[name] = number if math.isfinite(number) else None
+    return json.dumps(plain, allow_nan=False) + "\n"

@@ -1,0 +1,98 @@
+"""How stable a finished run was: its peak, what it kept of it, and when it collapsed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+from sorl_env.token_classes import CLASSES
+from sorl_train.run.files import read_jsonl
+from sorl_train.run.folder import RunDir
+from sorl_train.run.summary import COLLAPSED
+
+SMALLEST_PEAK = 0.05  # a run that never learned anything has nothing to keep
+
+
+WINDOW = 3  # evaluations that ``kept_mean`` averages
+
+
+def measure(run_dir: Path) -> dict[str, float]:
+    """What a finished run says about stability.
+
+    ``peak`` and ``final``: highest and last greedy success; ``kept``: final / peak (0 where nothing was learned);
+    ``kept_mean``: the same of means over ``WINDOW`` evaluations in a row. The highest of many noisy evaluations lies
+    above what the policy can do, and ``kept`` so below 1 even where nothing is lost;
+    ``worst_drop``: the deepest fall from the peak so far; ``collapse_step``: the first evaluation from which success
+    stayed below half its peak (NaN: none); ``max_grad_norm``; ``normalized``: share of optimizer steps that the
+    clipping bias scaled; ``mean_rate``: mean effective learning rate; ``clip_frac``: mean share of clipped tokens;
+    ``tokens_CLASS`` and ``clipped_CLASS``: the classes' shares of all tokens and of the clipped ones (NaN: none).
+    A step's figure that was not finite counts as infinite in ``max_grad_norm``, and in no mean.
+    """
+    curve = success_curve(run_dir)
+    trained = [line for line in read_jsonl(RunDir(run_dir).metrics) if "loss/grad_norm" in line]
+    if not curve or not trained:
+        raise UserError(f"{run_dir}: no evaluation or no training step in its metrics")
+    steps, success = zip(*curve, strict=True)
+    peaks = list(itertools.accumulate(success, max))
+    peak, final = peaks[-1], success[-1]
+    below = [value < COLLAPSED * top for value, top in zip(success, peaks, strict=True)]
+    lasting = next((steps[i] for i in range(len(below)) if all(below[i:])), math.nan)
+
+    def mean(name: str) -> float:
+        known = [line[name] for line in trained if line[name] is not None]
+        return math.fsum(known) / len(known) if known else math.nan
+
+    return {
+        "peak": peak,
+        "final": final,
+        "kept": _kept(success),
+        "kept_mean": _kept(_means(success)),
+        "worst_drop": max(top - value for value, top in zip(success, peaks, strict=True)),
+        "collapse_step": float(lasting),
+        "max_grad_norm": max(_number(line["loss/grad_norm_max"]) for line in trained),
+        "normalized": mean("loss/normalized_frac"),
+        "mean_rate": mean("loss/effective_lr"),
+        "clip_frac": mean("loss/clip_frac"),
+        "grad_norm": mean("loss/grad_norm"),
+        **_clipped_classes(trained),
+    }
+
+
+def _clipped_classes(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    figures = {}
+    for name in CLASSES:
+        shares = [line.get(f"loss/token_share_{name}") or 0.0 for line in trained]
+        clipped = [
+            share * (line.get(f"loss/clip_frac_{name}") or 0.0)
+            for share, line in zip(shares, trained, strict=True)
+        ]
+        total = math.fsum(line.get("loss/clip_frac") or 0.0 for line in trained)
+        figures[f"tokens_{name}"] = math.fsum(shares) / len(trained)
+        figures[f"clipped_{name}"] = math.fsum(clipped) / total if total else math.nan
+    return figures
+
+
+def success_curve(run_dir: Path) -> list[tuple[int, float]]:
+    """Step and greedy success of each evaluation that has one."""
+    lines = read_jsonl(RunDir(run_dir).metrics)
+    evaluated = [line for line in lines if "eval/success" in line]
+    return [(line["step"], success) for line in evaluated if (success := line["eval/success"]) is not None]
+
+
+def _means(success: Sequence[float]) -> list[float]:
+    """Means of ``WINDOW`` values in a row; of all where there are fewer."""
+    width = min(WINDOW, len(success))
+    return [math.fsum(success[i : i + width]) / width for i in range(len(success) - width + 1)]
+
+
+def _kept(curve: Sequence[float]) -> float:
+    """Last over highest, 0 where nothing was learned."""
+    return curve[-1] / max(curve) if max(curve) >= SMALLEST_PEAK else 0.0
+
+
+def _number(value: float | None) -> float:
+    return math.inf if value is None else value

@@ -1,0 +1,135 @@
+"""What the loss made of each token, in a file beside the trajectories of a training step.
+
+``trajectories/step_000010.tokens.jsonl.gz`` goes with ``step_000010.jsonl``: one line a trajectory, with lists of equal
+length over the tokens that the policy sampled (``action_mask``), in their order::
+
+    {"id": "s10-p3/0", "tokens": ["<think>", "I", ...], "turn": [0, 0, ...], "log_ratio": [0.0123, ...],
+     "ratio": [...], "advantage": [...], "entropy": [...], "clipped": [0, 1, ...]}
+
+Gzipped, the pattern ``step_*.jsonl``, with which ``datasets`` loads trajectories, does not match it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError, did_you_mean
+from sorl_train.run.files import atomic_write
+
+DIGITS = 4
+SUFFIXES = (".tokens.jsonl.gz", ".tokens.jsonl")
+
+
+@dataclass(frozen=True)
+class TokenRecord:
+    """One trajectory's figures, each a sequence over its N sampled tokens; what was not finite is NaN.
+
+    Attributes:
+        id: of the trajectory.
+        tokens: each token's text; together the policy's messages, turn after turn.
+        turn: 0-based turn of each token.
+        log_ratio: log(pi / pi_old) of the token in the last epoch that saw it.
+        ratio: the importance ratio that the loss used, at the level of the algorithm.
+        advantage, entropy: as the loss saw them; entropy in nats.
+        clipped: 1 where the ratio was clipped, so that the token gave no gradient.
+
+    Raises:
+        ValueError: sequences of different lengths.
+    """
+
+    id: str
+    tokens: Sequence[str]
+    turn: Sequence[int]
+    log_ratio: Sequence[float]
+    ratio: Sequence[float]
+    advantage: Sequence[float]
+    entropy: Sequence[float]
+    clipped: Sequence[int]
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(getattr(self, name)) for name in _COLUMNS}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"token record {self.id}: sequences of different lengths: {lengths}")
+
+
+_FLOATS = ("log_ratio", "ratio", "advantage", "entropy")
+_INTEGERS = ("turn", "clipped")
+_FIELDS = tuple(field.name for field in dataclasses.fields(TokenRecord))
+_COLUMNS = _FIELDS[1:]
+
+
+def sidecar_of(trajectories: Path) -> Path | None:
+    """The token records that go with a file of trajectories (``step_000010.jsonl``, ``.gz`` too); None without any."""
+    stem = trajectories.name.removesuffix(".gz").removesuffix(".jsonl")
+    candidates = [trajectories.with_name(stem + suffix) for suffix in SUFFIXES]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def write_token_records(path: Path, records: Iterable[TokenRecord]) -> None:
+    """Write one record a line, gzipped if the name ends in ``.gz``; floats to 4 digits after the point, and null for
+    what is not finite. The file appears whole or not at all."""
+    text = "".join(json.dumps(_encode(record), separators=(",", ":")) + "\n" for record in records)
+    data = text.encode()
+    atomic_write(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+
+def iter_token_records(path: Path) -> Iterator[TokenRecord]:
+    """The records of a file, one at a time.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UserError: a line that is no token record, named by file and line.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    with opener(path, "rb") as stream:
+        try:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield _decode(line, f"{path}:{number}")
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise UserError(
+                f"{path}:{number + 1}: the gzip stream is broken ({error}); was it cut off?"
+            ) from error
+
+
+def _encode(record: TokenRecord) -> dict[str, Any]:
+    plain: dict[str, Any] = {"id": record.id, "tokens": list(record.tokens)}
+    plain |= {name: [int(value) for value in getattr(record, name)] for name in _INTEGERS}
+    plain |= {name: [_rounded(float(value)) for value in getattr(record, name)] for name in _FLOATS}
+    return {name: plain[name] for name in _FIELDS}
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, DIGITS) + 0.0 if math.isfinite(value) else None  # + 0.0: no negative zero
+
+
+def _decode(line: bytes, where: str) -> TokenRecord:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({error})") from error
+    if not isinstance(record, Mapping):
+        raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
+    for name in _FIELDS:
+        if name not in record:
+            raise UserError(f"{where}: the field {name!r} is missing; there are: {', '.join(record)}")
+    for name in record:
+        if name not in _FIELDS:
+            raise UserError(f"{where}: unknown field {name!r}. {did_you_mean(name, _FIELDS)}")
+    try:
+        columns: dict[str, Any] = {name: [int(value) for value in record[name]] for name in _INTEGERS}
+        columns |= {
+            name: [math.nan if value is None else float(value) for value in record[name]] for name in _FLOATS
+        }
+        return TokenRecord(id=str(record["id"]), tokens=[str(token) for token in record["tokens"]], **columns)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: {error}") from error

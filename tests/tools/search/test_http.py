@@ -1,0 +1,289 @@
+"""The retrieval client against a real server on the loopback interface, which misbehaves on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
+from sorl_env.toolbox import Toolbox
+from sorl_tools.search.http import FINGERPRINT_HEADER, HttpSearch
+from sorl_tools.search.http_cache import ReplyCache
+
+Respond = Callable[[dict[str, Any]], tuple[int, bytes]]
+
+
+def passages(request: dict[str, Any]) -> tuple[int, bytes]:
+    """What Search-R1's server sends."""
+    result = [
+        [
+            {"document": {"id": str(rank), "contents": f'"{query}"\npassage {rank}'}, "score": 1.0 - rank}
+            for rank in range(request["topk"])
+        ]
+        for query in request["queries"]
+    ]
+    return 200, json.dumps({"result": result}).encode()
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # connections that come at a time; with 5, the sixth waits a second
+
+
+class Server:
+    """Answers with ``respond``; keeps the requests it got."""
+
+    def __init__(self) -> None:
+        self.respond: Respond = passages
+        self.headers: Callable[[dict[str, Any]], dict[str, str]] = lambda request: {}
+        self.requests: list[dict[str, Any]] = []
+        self.connections: set[Any] = set()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                outer.connections.add(self.client_address)
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.requests.append({"path": self.path, **request})
+                status, body = outer.respond(request)
+                try:
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(body)))
+                    for name, value in outer.headers(request).items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(body)
+                except OSError:
+                    self.close_connection = True  # the client has given up
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = _Listener(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/retrieve"
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def search(server: Server) -> Iterator[HttpSearch]:
+    tool = HttpSearch(server.url, top_k=2, timeout_s=30.0)
+    yield tool
+    tool.close()
+
+
+def fail_first(count: int, status: int) -> Respond:
+    """Fail that many requests, then work."""
+    left = [count]
+
+    def respond(request: dict[str, Any]) -> tuple[int, bytes]:
+        left[0] -= 1
+        return (status, b"sorry") if left[0] >= 0 else passages(request)
+
+    return respond
+
+
+def test_protocol(server: Server, search: HttpSearch) -> None:
+    reply = search("who?")
+    assert server.requests == [{"path": "/retrieve", "queries": ["who?"], "topk": 2, "return_scores": True}]
+    assert reply.text == "Doc 1 (who?): passage 0\nDoc 2 (who?): passage 1"
+    assert reply.hits == 2
+
+
+def test_batch_is_one_request(server: Server, search: HttpSearch) -> None:
+    outcomes = Toolbox([search]).call_batch([ToolRequest("search", query) for query in ("a", "b", "c")])
+    assert [request["queries"] for request in server.requests] == [["a", "b", "c"]]
+    assert [getattr(outcome, "reply", "").splitlines()[0] for outcome in outcomes] == [
+        "Doc 1 (a): passage 0",
+        "Doc 1 (b): passage 0",
+        "Doc 1 (c): passage 0",
+    ]
+
+
+def test_no_hits(server: Server, search: HttpSearch) -> None:
+    server.respond = lambda request: (200, b'{"result": [[]]}')
+    assert search("x").text == "No passages found."
+
+
+def test_connections_are_pooled(server: Server, search: HttpSearch) -> None:
+    for query in "abcde":
+        search(query)
+    assert len(server.connections) == 1
+
+
+def test_many_at_a_time_on_an_event_loop(server: Server, search: HttpSearch) -> None:
+    all_here = threading.Barrier(20, timeout=60)
+
+    def slowly(request: dict[str, Any]) -> tuple[int, bytes]:
+        all_here.wait()  # passes only when 20 requests are under way
+        return passages(request)
+
+    server.respond = slowly
+    box = Toolbox([search])
+
+    async def ask(count: int) -> list[Any]:
+        return await asyncio.gather(*(box.acall(ToolRequest("search", str(i))) for i in range(count)))
+
+    for _ in range(2):  # one client serves one event loop after another
+        outcomes = asyncio.run(ask(20))
+        assert [outcome.reply.split("\n")[0] for outcome in outcomes] == [
+            f"Doc 1 ({i}): passage 0" for i in range(20)
+        ]
+
+
+def test_replies_are_kept_under_the_index_that_gave_them(server: Server) -> None:
+    """The server changes its index between two requests of one call; the first reply comes last."""
+    last = threading.Event()
+
+    def index_of(request: dict[str, Any]) -> str:
+        return "old" if "0" in request["queries"] else "new"
+
+    def respond(request: dict[str, Any]) -> tuple[int, bytes]:
+        if index_of(request) == "old":
+            assert last.wait(60)
+        else:
+            last.set()
+        found = [[{"document": {"id": "1", "contents": index_of(request)}}] for _ in request["queries"]]
+        return 200, json.dumps({"result": found}).encode()
+
+    server.respond = respond
+    server.headers = lambda request: {FINGERPRINT_HEADER: index_of(request)}
+    cache = ReplyCache()
+    search = HttpSearch(server.url, top_k=1, timeout_s=60.0, cache=cache)
+    queries = [str(number) for number in range(300)]
+    replies = search.call_batch(queries)
+    assert {reply.text.rpartition(" ")[2] for reply in replies} == {"old", "new"}
+    for query in queries:
+        kept = {index: cache.get((index, 1, query)) for index in ("old", "new")}
+        assert [index for index, passages in kept.items() if passages] == [
+            index for index, passages in kept.items() if passages and passages[0].text == index
+        ]
+        assert sum(passages is not None for passages in kept.values()) == 1
+    search.close()
+
+
+@pytest.mark.parametrize("way", ["threads", "loop"])
+def test_a_search_that_is_interrupted_gives_its_turn_back(search: HttpSearch, way: str) -> None:
+    """A turn that is kept would leave a server that is being probed unasked for ever."""
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    search._ask = search._aask = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        search("x") if way == "threads" else asyncio.run(search.acall("x"))
+    assert [server.in_flight for server in search._pool.servers] == [0]
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, 408])
+def test_a_server_in_trouble_is_tried_again(server: Server, search: HttpSearch, status: int) -> None:
+    server.respond = fail_first(2, status)
+    outcome = Toolbox([search], backoff_s=0.01).call(ToolRequest("search", "x"))
+    assert isinstance(outcome, ToolCall)
+    assert (outcome.ok, outcome.attempts, outcome.hits) == (True, 3, 2)
+
+
+def test_a_server_that_stays_down_is_an_outage(server: Server, search: HttpSearch) -> None:
+    server.respond = lambda request: (500, b"out of memory")
+    outcome = Toolbox([search], retries=2, backoff_s=0.01).call(ToolRequest("search", "x"))
+    assert isinstance(outcome, ToolUnavailableError)
+    assert "answered 500: 'out of memory'" in str(outcome)
+    assert len(server.requests) == 3
+
+
+def test_timeout(server: Server) -> None:
+    over = threading.Event()
+
+    def hang(request: dict[str, Any]) -> tuple[int, bytes]:
+        over.wait(60)
+        return passages(request)
+
+    server.respond = hang
+    search = HttpSearch(server.url, timeout_s=0.1)
+    with pytest.raises(ToolUnavailableError, match="ReadTimeout"):
+        search("x")
+    outcome = Toolbox([search], timeout_s=0.35, backoff_s=0.01).call(ToolRequest("search", "x"))
+    assert isinstance(
+        outcome, ToolUnavailableError
+    )  # the server still hangs: only the deadline can have ended this
+    over.set()
+    search.close()
+
+
+def test_no_server() -> None:
+    running = Server()
+    running.close()
+    search = HttpSearch(running.url, timeout_s=1.0)
+    with pytest.raises(ToolUnavailableError, match="ConnectError"):
+        search("x")
+    search.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>It works!</html>",
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b'{"result": null}',
+        b'{"result": [["text"]]}',
+        b'{"result": [[{"score": 1.0}]]}',
+        b'{"result": [[{"document": {"id": "0"}}]]}',
+        b'{"result": [5]}',
+    ],
+)
+def test_garbage_is_an_outage_that_quotes_it(server: Server, search: HttpSearch, body: bytes) -> None:
+    server.respond = lambda request: (200, body)
+    with pytest.raises(ToolUnavailableError, match="breaks the protocol"):
+        search("x")
+
+
+def test_too_few_results(server: Server, search: HttpSearch) -> None:
+    server.respond = lambda request: (200, b'{"result": [[]]}')
+    with pytest.raises(ToolUnavailableError, match="1 results for 2 queries"):
+        search.call_batch(["x", "y"])
+
+
+@pytest.mark.parametrize("status", [301, 400, 404, 422])
+def test_a_wrong_address_or_request_is_not_tried_again(
+    server: Server, search: HttpSearch, status: int
+) -> None:
+    server.respond = lambda request: (status, b'{"detail": "no"}')
+    with pytest.raises(ValueError, match=f"answered {status}: .* is search_url its /retrieve"):
+        search("x")
+    server.requests.clear()
+    outcome = Toolbox([search]).call(ToolRequest("search", "x"))
+    assert isinstance(outcome, ToolUnavailableError)
+    assert f"answered {status}" in str(outcome)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host/retrieve", "http://", "http://host:port/", "retrieve"]
+)
+def test_addresses_that_cannot_be(url: str) -> None:
+    with pytest.raises(UserError, match="search_url="):
+        HttpSearch(url)

@@ -1,0 +1,314 @@
+"""Config files, layers, overrides, checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_train.config.checks import validate
+from sorl_train.config.files import (
+    config_hash,
+    load_config,
+    packaged_configs,
+    parse_yaml,
+    read_resolved,
+    to_yaml,
+    value_from_text,
+)
+from sorl_train.config.schema import build, fields, flatten, suggest_key
+from sorl_train.config.settings import ALGOS, CRITIC_ALGOS, GROUP_ALGOS, OptimConfig, TrainConfig
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def with_values(**dotted: Any) -> TrainConfig:
+    """A valid config with some fields replaced, ``__`` for the dot."""
+    config = TrainConfig()
+    for name, value in dotted.items():
+        section, _, leaf = name.rpartition("__")
+        if section:
+            config = dataclasses.replace(
+                config, **{section: dataclasses.replace(getattr(config, section), **{leaf: value})}
+            )
+        else:
+            config = dataclasses.replace(config, **{leaf: value})
+    return config
+
+
+# -- the fields ------------------------------------------------------------------------------------------------
+def test_every_field_is_documented() -> None:
+    assert all(field.help for field in fields())
+    assert len({field.name for field in fields()}) == len(list(fields())) > 80
+
+
+def test_algorithms_agree_with_the_losses() -> None:
+    losses = pytest.importorskip("sorl_train.losses.policy")
+    by_advantage = {name: algorithm.advantage for name, algorithm in losses.ALGORITHMS.items()}
+    assert by_advantage == dict.fromkeys(CRITIC_ALGOS, "gae") | dict.fromkeys(GROUP_ALGOS, "group")
+
+
+def test_defaults_are_valid_and_the_papers() -> None:
+    config = TrainConfig()
+    validate(config)
+    assert (config.optim.lr, config.optim.critic_lr, config.rollout.batch_size) == (1e-6, 1e-5, 512)
+    assert (config.update.mini_batch_size, config.loss.clip_eps) == (256, 0.2)
+    # the paper's delta of 1 on the token norm, at its mini-batch of 256 trajectories of 500 tokens
+    assert config.loss.clip_bias_norm == "rms"
+    assert config.loss.clip_bias_delta == pytest.approx(1 / math.sqrt(256 * 500), abs=0.0003)
+
+
+# -- packaged configs ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize("name", sorted(packaged_configs()))
+def test_every_packaged_config_runs_every_algorithm(name: str, algo: str) -> None:
+    config = load_config(name, {"algo": algo})
+    assert config.algo == algo
+    assert (config.rollout.group_size >= 2) is (algo in GROUP_ALGOS)
+
+
+def test_packaged_configs_describe_themselves() -> None:
+    about = packaged_configs()
+    assert {"quickstart", "smollm2_hotpotqa"} <= set(about)
+    assert all(len(text) > 20 for text in about.values())
+
+
+# -- layers ----------------------------------------------------------------------------------------------------
+def test_each_layer_wins_over_the_one_below(tmp_path: Path) -> None:
+    write(
+        tmp_path / "base.yaml",
+        "optim: {lr: 1e-3, critic_lr: 2e-3, weight_decay: 0.1}\nupdate: {steps: 7}\n"
+        "algos: {so_grpo: {rollout: {group_size: 4}, optim: {critic_lr: 9e-3}}}\n",
+    )
+    top = write(
+        tmp_path / "top.yaml",
+        "base: base.yaml\nalgo: so_grpo\noptim: {lr: 5e-4}\nalgos: {so_grpo: {update: {steps: 8}}}\n",
+    )
+    config = load_config(top, {"optim.weight_decay": 0.2})
+    assert config.optim == OptimConfig(lr=5e-4, critic_lr=9e-3, weight_decay=0.2)
+    assert (config.rollout.group_size, config.update.steps) == (4, 8)
+    other = load_config(top, {"algo": "ppo"})
+    assert (other.optim.critic_lr, other.rollout.group_size, other.update.steps) == (2e-3, 1, 7)
+
+
+def test_the_command_line_wins_over_the_algorithms_section(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", "algos: {grpo: {rollout: {group_size: 4}}}")
+    assert load_config(path, {"algo": "grpo", "rollout.group_size": 2}).rollout.group_size == 2
+
+
+def test_a_base_may_be_a_packaged_config(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", "base: quickstart\nseed: 3\n")
+    assert load_config(path) == dataclasses.replace(load_config("quickstart"), seed=3)
+
+
+def test_another_task_drops_what_belongs_to_the_old_one(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "c.yaml", "task: minihop\ntask_args: {hops: [1]}\ndata: a.jsonl\neval_data: b.jsonl\n"
+    )
+    assert load_config(path).task_args == {"hops": [1]}
+    assert load_config(path, {"task": "minihop", "task_args.top_k": 2}).task_args == {"hops": [1], "top_k": 2}
+    config = load_config(path, {"task": "hotpotqa", "eval_data": "c.jsonl"})
+    assert (config.task_args, config.data, config.eval_data) == ({}, None, "c.jsonl")
+
+
+def test_an_empty_file_and_an_empty_section_change_nothing(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path / "empty.yaml", "")) == TrainConfig()
+    assert load_config(write(tmp_path / "section.yaml", "optim:\n# lr: 1\nalgos:\n")) == TrainConfig()
+    child = write(tmp_path / "child.yaml", "base: some.yaml\noptim:\n")
+    write(tmp_path / "some.yaml", "optim: {lr: 0.5}")
+    assert load_config(child).optim.lr == 0.5
+
+
+def test_loading_leaves_its_input_alone() -> None:
+    overrides = {"task_args": {"hops": [1]}, "task_args.top_k": 2}
+    assert load_config("quickstart", overrides).task_args == {"hasty": 0.75, "hops": [1], "top_k": 2}
+    assert overrides == {"task_args": {"hops": [1]}, "task_args.top_k": 2}
+
+
+# -- errors name the place, the value and the next move --------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("optim: {lrr: 1}", ["unknown key 'optim.lrr'", "Did you mean 'optim.lr'?"]),
+        ("lr: 1e-4", ["unknown key 'lr'", "'optim.lr'"]),
+        ("optimm: {lr: 1}", ["unknown key 'optimm'"]),
+        ("optim.lr: 1", ["unknown key 'optim.lr'", "Write it nested: optim: {lr: ...}"]),
+        ("optim: {lr: fast}", ["optim.lr: expected a finite number, got 'fast'"]),
+        ("optim: {lr: .nan}", ["optim.lr: expected a finite number, got nan"]),
+        ("optim: 3", ["optim is a section of settings, it cannot be 3"]),
+        ("update: {epochs: 1.5}", ["update.epochs: expected a whole number, got 1.5"]),
+        ("update: {epochs: true}", ["update.epochs: expected a whole number, got True"]),
+        ("update: {epochs: null}", ["update.epochs: expected a whole number, got None"]),
+        ("model: 7", ["model: expected text, got 7"]),
+        ("data: 7", ["data: expected text or null, got 7"]),
+        ("hardware: {gradient_checkpointing: 1}", ["expected true or false, got 1"]),
+        ("task_args: [1]", ["task_args: expected a mapping, got [1]"]),
+        ("algo: so_pppo", ["algo: unknown value 'so_pppo'", "Did you mean 'so_ppo'"]),
+        ("loss: {kl_type: k9}", ["loss.kl_type: unknown value 'k9'"]),
+        ("algos: {soppo: {}}", ["unknown algorithm 'soppo' in 'algos'", "'so_ppo'"]),
+        ("algos: {grpo: {rolout: {}}}", ["algos.grpo: unknown key 'rolout'", "'rollout"]),
+        ("algos: {grpo: {algo: ppo}}", ["'algos.grpo' cannot change 'algo'"]),
+        ("algos: [grpo]", ["'algos' maps algorithms to settings"]),
+        ("base: [a]", ["'base' is the name or the path of one config"]),
+        ("base: c.yaml", ["'base' comes back to itself: c.yaml -> c.yaml"]),
+        ("base: nowhere", ["unknown config 'nowhere'"]),
+        ("seed: 1\noptim: {lr: 1\n", ["line 3: not valid YAML"]),
+        ("seed: 1\nseed: 2\n", ["line 2", "'seed' is given twice"]),
+        ("- a", ["a config maps keys to values, this is list"]),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = write(tmp_path / "c.yaml", text)
+    with pytest.raises(UserError) as error:
+        load_config(path)
+    for part in parts:
+        assert part in str(error.value)
+    if "nowhere" not in text:
+        assert "c.yaml" in str(error.value)
+
+
+def test_a_mistake_in_an_unused_algorithms_section_is_found_too(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"algos\.grpo: rollout\.group_size: expected a whole number, got 'x'"
+    ):
+        load_config(write(tmp_path / "c.yaml", "algos: {grpo: {rollout: {group_size: x}}}"), {"algo": "ppo"})
+
+
+def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
+    write(tmp_path / "mine.yaml", "")
+    with pytest.raises(UserError, match=r"no config file .*min\.yaml.*Did you mean 'mine\.yaml'"):
+        load_config(tmp_path / "min.yaml")
+    with pytest.raises(UserError, match="Did you mean 'quickstart'"):
+        load_config("quikstart")
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("batch_size", "'rollout.batch_size' or 'sft.batch_size'"),
+        ("update.batch_size", "batch_size'"),
+        ("clip_bias_norms", "'loss.clip_bias_norm'"),
+        ("rollout.groupsize", "'rollout.group_size'"),
+        ("zzz", "sorl-train --help"),
+    ],
+)
+def test_suggestions(name: str, suggestion: str) -> None:
+    assert suggestion in suggest_key(name)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"algo": "so_grpo"}, "algo so_grpo .* rollout.group_size must be at least 2, it is 1"),
+        ({"rollout__group_size": 3}, "group_size 3 does not divide rollout.batch_size 512"),
+        ({"update__mini_batch_size": 100}, "mini_batch_size 100 does not divide rollout.batch_size 512"),
+        ({"update__critic_warmup_steps": 150}, "critic_warmup_steps 150 leaves the policy none"),
+        ({"rollout__max_staleness": -1}, "rollout.max_staleness cannot be negative, it is -1"),
+        ({"rollout__batch_size": 0}, "rollout.batch_size must be at least 1, it is 0"),
+        ({"optim__lr": 0.0}, "optim.lr must be above 0, it is 0.0"),
+        ({"optim__beta2": 1.0}, "below 1"),
+        ({"loss__gamma": 1.5}, "loss.gamma must lie between 0 and 1, it is 1.5"),
+        ({"loss__clip_eps": 1.0}, "loss.clip_eps must be below 1"),
+        ({"sampler__top_p": 0.0}, "sampler.top_p must be above 0"),
+        ({"sampler__temperature": 0.0}, "sampler.temperature must be above 0"),
+        ({"limits__max_turns": 0}, "limits.max_turns must be at least 1"),
+    ],
+)
+def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate(with_values(**values))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"search.corpus": "a", "search.url": "b"},
+            r"search.corpus \(a\) and search.url \(b\) exclude each other",
+        ),
+        (
+            {"loss.clip_bias_norm": "gradient", "loss.clip_bias_scope": "trajectory"},
+            "clip_bias_scope=mini_batch",
+        ),
+        ({"limits.max_prompt_tokens": 9, "limits.max_trajectory_tokens": 9}, "leaves no room"),
+        ({"search.corpus": "a", "search.cache": "b"}, r"search.cache \(b\) keeps .* give search.url"),
+    ],
+)
+def test_settings_that_do_not_fit_together(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config("quickstart", overrides)
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    with pytest.raises(UserError, match="2 settings do not fit") as error:
+        validate(with_values(seed=-1, optim__lr=-1.0))
+    assert "seed" in str(error.value) and "optim.lr" in str(error.value)
+
+
+def test_overrides_that_contradict_each_other() -> None:
+    with pytest.raises(UserError, match="optim is set to 3 as a whole"):
+        load_config("quickstart", {"optim": 3, "optim.lr": 1})
+
+
+# -- values ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-4", 1e-4), ("-2E3", -2000.0), ("1e4x", "1e4x"), ("2020-01-02", "2020-01-02")]
+)
+def test_yaml_numbers_and_dates(text: str, value: object) -> None:
+    assert parse_yaml(text, "here") == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("optim.lr", "1e-4", 1e-4),
+        ("model", "2024", "2024"),
+        ("model", "a: b", "a: b"),
+        ("data", "none", None),
+        ("data", "12", "12"),
+        ("optim.max_grad_norm", "none", None),
+        ("optim.max_grad_norm", "0.5", 0.5),
+        ("log.tensorboard", "false", False),
+        ("task_args.hops", "[1, 2]", [1, 2]),
+        ("task_args", "{hops: [1]}", {"hops": [1]}),
+        ("algo", "ppo", "ppo"),
+    ],
+)
+def test_values_from_the_command_line(name: str, text: str, value: object) -> None:
+    assert value_from_text(name, text) == value
+
+
+def test_a_whole_number_becomes_a_float_where_one_is_wanted() -> None:
+    rate = build({"optim": {"lr": 1}}).optim.lr
+    assert rate == 1.0 and type(rate) is float
+
+
+# -- saving ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", sorted(packaged_configs()))
+def test_a_saved_config_comes_back_equal(tmp_path: Path, name: str) -> None:
+    config = load_config(
+        name, {"algo": "so_grpo", "task_args.note": "yes: no # ü", "hardware.tiny": {"a": 1}}
+    )
+    path = write(tmp_path / "config.yaml", to_yaml(config))
+    assert read_resolved(path) == config
+    assert read_resolved(path, {"update.steps": 3}).update.steps == 3
+
+
+def test_the_hash_sees_every_setting_but_the_run_folder() -> None:
+    config = TrainConfig()
+    assert config_hash(dataclasses.replace(config, run_dir="elsewhere")) == config_hash(config)
+    assert config_hash(with_values(optim__lr=2e-6)) != config_hash(config)
+    assert config_hash(dataclasses.replace(config, task_args={"a": 1})) != config_hash(config)
+
+
+def test_flatten_names_every_field() -> None:
+    flat = flatten(TrainConfig())
+    assert list(flat) == [field.name for field in fields()]
+    assert flat["optim.lr"] == 1e-6

@@ -1,0 +1,273 @@
+"""Every run of the paper: what it changes from its base, its plan, and two real steps of it, shrunk."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+
+from sorl_env import Example, ToolUseEnv
+from sorl_env.registry import load_task
+from sorl_train.config.files import config_folder, load_config, packaged_configs
+from sorl_train.config.schema import flatten
+from sorl_train.config.settings import GROUP_ALGOS, ModelConfig
+from sorl_train.models.policy import load_policy, load_tokenizer
+from sorl_train.models.tiny import build_tiny_policy
+from sorl_train.preflight.dry_run import plan_text
+from sorl_train.run.files import read_jsonl
+from sorl_train.run.folder import RunDir
+from sorl_train.sft.demos import expert_demos
+from sorl_train.sft.fine_tune import fine_tune
+
+NQ, HOTPOTQA, ALPHAMED = "nq_so_ppo_8gpu", "hotpotqa_so_ppo_8gpu", "alphamed_so_ppo_8gpu"
+GROUPED = {"rollout.group_size": 8}
+# run -> the run that it is compared with, and all that it may change of it
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nq_ppo_8gpu": (NQ, {"algo": "ppo"}),
+    "nq_turn_ppo_8gpu": (NQ, {"algo": "turn_ppo"}),
+    "nq_grpo_8gpu": (NQ, {"algo": "grpo", **GROUPED}),
+    "nq_gspo_8gpu": (NQ, {"algo": "gspo", **GROUPED}),
+    "nq_so_grpo_8gpu": (NQ, {"algo": "so_grpo", **GROUPED}),
+    "nq_ppo_mini128_8gpu": (NQ, {"algo": "ppo", "update.mini_batch_size": 128}),
+    "nq_so_ppo_mini128_8gpu": (NQ, {"update.mini_batch_size": 128}),
+    "nq_so_ppo_2nodes": (NQ, {"cluster.nodes": 2, "cluster.vllm_engines": 4}),
+    "nq_so_ppo_8gpu_async": (
+        NQ,
+        {
+            "rollout.max_staleness": 1,
+            "cluster.vllm_engines": 1,
+            "cluster.vllm_memory": 0.85,
+            "cluster.async_rollout": True,
+            "cluster.partial_rollout": True,
+        },
+    ),
+    HOTPOTQA: (NQ, {"task": "hotpotqa", "update.steps": 706, "eval.num_examples_final": 7405}),
+    "hotpotqa_ppo_8gpu": (HOTPOTQA, {"algo": "ppo"}),
+    "hotpotqa_turn_ppo_8gpu": (HOTPOTQA, {"algo": "turn_ppo"}),
+    ALPHAMED: (
+        NQ,
+        {
+            "task": "alphamed19k",
+            "model": "meta-llama/Llama-3.1-8B-Instruct",
+            "eval_data": "hf:GBaker/MedQA-USMLE-4-options",
+            "update.steps": 154,
+            "eval.num_examples_final": 1273,
+            "checkpoint.keep": 5,
+        },
+    ),
+    "alphamed_ppo_8gpu": (ALPHAMED, {"algo": "ppo"}),
+    "alphamed_so_grpo_8gpu": (ALPHAMED, {"algo": "so_grpo", **GROUPED}),
+}
+EVERY_RUN = [NQ, *RUNS]
+
+# Two steps of a few short trajectories on this machine.
+SHRUNK: dict[str, Any] = {
+    "engine": "local",
+    "search.url": None,
+    "hardware.device": "cpu",
+    "hardware.threads": 1,
+    "limits.max_turns": 2,
+    "limits.max_prompt_tokens": 512,
+    "limits.max_new_tokens": 12,
+    "limits.max_observation_tokens": 24,
+    "limits.max_trajectory_tokens": 640,
+    "rollout.batch_size": 8,
+    "update.steps": 2,
+    "update.mini_batch_size": 4,
+    "update.micro_batch_size": 4,
+    "optim.warmup_ratio": 0.0,
+    "eval.num_examples": 2,
+    "eval.num_examples_final": 2,
+    "log.tensorboard": False,
+}
+
+
+class Silent:
+    """A display that shows nothing."""
+
+    def start(self, title: str, steps: int, first_step: int = 0) -> None: ...
+
+    def step(self, step: int, metrics: Any) -> None: ...
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
+        yield lambda done: None
+
+    def message(self, text: str) -> None: ...
+
+    def close(self, summary: Any = None) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of a few thousand weights. It knows no word of these questions, so it only stands in for a policy."""
+    folder = tmp_path_factory.mktemp("tiny")
+    build_tiny_policy(load_task("minihop"), folder, hidden_size=32, num_layers=1, num_heads=2)
+    return folder
+
+
+def guess(example: Example, observations: Sequence[str]) -> str:
+    """One of a few answers, whatever is asked: right now and then, which is all a step needs."""
+    number = sum(map(ord, example.id)) // 2
+    options = [*example.options] if example.options else ["Paris", "Rome"]
+    return f"<think> so </think> <answer> {options[number % len(options)]} </answer>"
+
+
+@pytest.fixture(scope="module")
+def guessing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Task -> model and data: a policy that has learned to guess, and questions on which that is right at times."""
+    made: dict[str, dict[str, Any]] = {}
+
+    def build(name: str) -> dict[str, Any]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            data = None
+            if name != "alphamed19k":
+                cities = ("Paris", "Rome")
+                rows = [
+                    {"id": f"q{i}", "question": f"City {i}?", "golden_answers": [cities[i % 2]]}
+                    for i in range(8)
+                ]
+                data = str(folder / "questions.jsonl")
+                Path(data).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            task = replace(load_task(name), expert=guess, vocabulary=lambda: ["Paris Rome A B C D so"])
+            build_tiny_policy(task, folder / "policy", hidden_size=32, num_layers=1, num_heads=2)
+            learn(ToolUseEnv(task, data=data), folder / "policy")
+            made[name] = {"model": str(folder / "policy"), "data": data, "eval_data": None}
+        return made[name]
+
+    return build
+
+
+def learn(env: ToolUseEnv, folder: Path) -> None:
+    """Supervised steps on the guesses."""
+    config = load_config(
+        "quickstart", {"sft.steps": 60, "sft.batch_size": 8, "sft.micro_batch_size": 8, "sft.lr": 1e-2}
+    )
+    tokenizer, model = load_tokenizer(str(folder)), load_policy(str(folder), ModelConfig())
+    demos = expert_demos(env, tokenizer, 64, use_chat_template=False)
+    fine_tune(model, demos, config, tokenizer.pad_token_id, lambda step, metrics: None)
+    model.save_pretrained(folder)
+
+
+# --- what the files say ---------------------------------------------------------------------------------------
+def test_every_file_is_one_of_these_runs() -> None:
+    files = {path.stem for path in (config_folder() / "paper").glob("*.yaml")}
+    assert files == set(EVERY_RUN)
+    assert {f"paper/{name}" for name in EVERY_RUN} <= set(packaged_configs())
+
+
+def test_the_papers_comparisons_are_all_there() -> None:
+    found = {(c.task, c.algo) for c in (load_config(f"paper/{name}") for name in EVERY_RUN)}
+    assert found == {
+        *(("nq", algo) for algo in ("ppo", "turn_ppo", "so_ppo", "grpo", "gspo", "so_grpo")),
+        *(("hotpotqa", algo) for algo in ("ppo", "turn_ppo", "so_ppo")),
+        *(("alphamed19k", algo) for algo in ("ppo", "so_ppo", "so_grpo")),
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_differs_from_its_base_only_in_what_it_is_about(name: str) -> None:
+    base, changes = RUNS[name]
+    before, after = flatten(load_config(f"paper/{base}")), flatten(load_config(f"paper/{name}"))
+    assert {key: value for key, value in after.items() if value != before[key]} == changes
+
+
+@pytest.mark.parametrize("name", EVERY_RUN)
+def test_the_papers_settings(name: str) -> None:
+    config = load_config(f"paper/{name}", {"seed": 2})
+    loss = config.loss
+    assert (config.optim.lr, config.optim.critic_lr, loss.kl_coef, loss.clip_eps) == (1e-6, 1e-5, 0.001, 0.2)
+    assert (config.rollout.batch_size, config.update.epochs, config.seed) == (512, 1, 2)
+    assert config.update.mini_batch_size == (128 if "mini128" in name else 256)
+    # what the paper leaves open is named, so that another default changes no run
+    text = (config_folder() / "paper" / f"{NQ}.yaml").read_text()
+    for key in ("clip_bias_norm: token", "clip_bias_delta: 1.0", "clip_bias_target: update", "kl_type: k3"):
+        assert key in text
+    assert (loss.clip_bias_norm, loss.clip_bias_delta, loss.clip_bias_scope) == ("token", 1.0, "mini_batch")
+    assert (loss.kl_type, loss.kl_in) == ("k3", "loss")
+
+
+def test_steps_are_four_epochs_of_alphamed19k_and_table_1_is_kept() -> None:
+    config = load_config(f"paper/{ALPHAMED}")
+    assert config.update.steps == 4 * 19_778 // 512
+    table_1 = 150 * 256 // 512  # the paper's 150 steps count mini-batches
+    saved = [
+        *range(config.checkpoint.every, config.update.steps, config.checkpoint.every),
+        config.update.steps,
+    ]
+    assert table_1 in saved[-config.checkpoint.keep :]
+    assert table_1 * 512 / 19_778 == pytest.approx(2, abs=0.1)  # "2 epochs"
+
+
+def test_they_are_described() -> None:
+    about = packaged_configs()
+    texts = [about[f"paper/{name}"] for name in EVERY_RUN]
+    assert len(set(texts)) == len(texts)
+
+
+# --- docs/reproduce.md ----------------------------------------------------------------------------------------
+REPOSITORY = Path(__file__).parents[3]
+
+
+def test_the_page_names_every_run_and_only_what_exists() -> None:
+    page = (REPOSITORY / "docs" / "reproduce.md").read_text()
+    for name in EVERY_RUN:
+        assert f"`{name}`" in page
+    for name in re.findall(r"paper/(\w+_\w+)", page):
+        assert f"paper/{name}" in packaged_configs()
+    for name in re.findall(r"`((?:sorl_env|sorl_train|tasks|tests)/[\w/]+(?:\.py|/))`", page):
+        assert (REPOSITORY / name).exists(), name
+    for name in re.findall(r"--((?:loss|update|optim)\.\w+)", page):
+        assert name in flatten(load_config()), name
+
+
+def test_the_page_has_every_table_figure_and_equation_of_the_paper(shared_data: Path) -> None:
+    paper = shared_data.parent / "paper" / "sorl.tex"
+    if not paper.is_file():
+        pytest.skip(f"no paper at {paper}")
+    page = (REPOSITORY / "docs" / "reproduce.md").read_text()
+    labels = re.findall(r"\\label\{((?:eq|fig|tab|tb|alg|lm):[^}]+)\}", paper.read_text())
+    assert len(labels) > 30
+    assert [label for label in labels if label not in page] == []
+
+
+# --- what they do ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", EVERY_RUN)
+def test_dry_run(name: str, tiny: Path) -> None:
+    overrides = {"model": str(tiny), "data": None, "eval_data": None, "run_dir": "runs/x"}
+    text = plan_text(load_config(f"paper/{name}", overrides))
+    assert "Placement" in text and "OpenRLHF flags" in text and "Memory per GPU" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY_RUN)
+def test_two_real_steps(name: str, guessing: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
+    from sorl_train.train_rl import run
+
+    start = load_config(f"paper/{name}")
+    grouped = {"rollout.group_size": 4} if start.algo in GROUP_ALGOS else {}
+    config = load_config(f"paper/{name}", {**SHRUNK, **guessing(start.task), **grouped})
+    run_dir = RunDir.create(tmp_path / "run", config)
+    assert run(config, run_dir, Silent(), False)["steps"] == 2
+    lines = list(read_jsonl(run_dir.metrics))
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
+    reward = "reward/multiple_choice" if start.task == "alphamed19k" else "reward/exact_match"
+    assert any(0 < line[reward] < 1 for line in lines[1:])
+    assert any(line["loss/grad_norm"] > 0 for line in lines[1:])
+    before = load_policy(config.model, ModelConfig()).state_dict()
+    after = load_policy(str(run_dir.checkpoints / "step_000002" / "policy"), ModelConfig()).state_dict()
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+    assert json.loads(run_dir.manifest.read_text())["data"]["train"]["task"] == start.task

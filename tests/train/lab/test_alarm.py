@@ -1,0 +1,146 @@
+"""``sorl-lab alarm``: judging by hand, records, the command; and the alarm on recorded runs of docs/stability.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_train.config.settings import AlarmConfig
+from sorl_train.lab.alarm import Figures, Recorded, count, judge, read_runs, table, write_records
+from sorl_train.lab.cli import main
+from sorl_train.run.folder import RunDir
+
+CALM = {
+    "loss/grad_norm": 0.1,
+    "loss/grad_norm_max": 0.2,
+    "loss/entropy": 0.5,
+    "rollout/valid_turn_rate": 0.95,
+}
+
+
+def run(success: tuple[float, ...], strain: float = 0.01, **first: Any) -> Recorded:
+    """A run with an evaluation after each step; ``first`` is what its first step has instead."""
+    every = CALM | {"loss/approx_kl": strain**2 / 2}
+    lines = [every | {"step": step, "eval/success": value} for step, value in enumerate(success, start=1)]
+    return Recorded("a study", "an arm", 3, [lines[0] | first, *lines[1:]])
+
+
+def test_half_the_peak_is_lost_when_success_stays_below_it() -> None:
+    """Half of .8 is lost in step 3 for good, in step 2 only for a while; .2 alarms at once."""
+    lost = judge(run((0.8, 0.7, 0.3, 0.2), strain=0.2), AlarmConfig())
+    back = judge(run((0.8, 0.3, 0.5, 0.6)), AlarmConfig())
+    assert (lost.lost, lost.alarm and lost.alarm.step, lost.lead) == (3, 1, 2)
+    assert (back.lost, back.alarm, back.lead) == (None, None, None)
+    assert (lost.strain, back.strain) == (
+        None,
+        pytest.approx(0.01),
+    )  # five steps ahead of step 3 there is none
+    assert count([lost, back]) == Figures(1, 0, 1, 1, possible=0, healthy=1, alarmed=0)
+
+
+def test_an_evaluation_without_a_figure_says_nothing() -> None:
+    silent = run((0.8, 0.7, 0.6))
+    silent = Recorded("a study", "an arm", 3, [*silent.lines, CALM | {"step": 4, "eval/success": None}])
+    assert judge(silent, AlarmConfig()).lost is None
+    assert "| 0.800 | 0.600 |" in table([silent], [judge(silent, AlarmConfig())])
+
+
+def test_strain_is_that_of_the_steps_with_time_left() -> None:
+    """Half is lost in step 7: what counts is what was seen up to step 2."""
+    early = run((0.8,) * 6 + (0.1,), **{"loss/approx_kl": 0.1**2 / 2})
+    assert judge(early, AlarmConfig()).strain == pytest.approx(0.1)
+    assert count([judge(early, AlarmConfig())]) == Figures(1, 1, 1, 1, possible=1, healthy=0, alarmed=0)
+    assert count([judge(early, AlarmConfig(strain=0.2))]) == Figures(
+        1, 0, 0, 0, possible=1, healthy=0, alarmed=0
+    )
+
+
+def test_records_are_read_back(tmp_path: Path) -> None:
+    """A figure that was not finite stays one, and what a step does not have stays away."""
+    odd = run((0.5, 0.25, 0.125), **{"loss/approx_kl": None})
+    bare = Recorded("a study", "cold start", 0, [{"step": 0, "eval/success": 0.5}])
+    write_records([odd, bare], tmp_path / "records.jsonl")
+    assert read_runs([tmp_path / "records.jsonl"]) == [odd, bare]
+
+
+def test_the_command_on_a_run_and_on_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = RunDir(tmp_path / "mine")
+    run_dir.path.mkdir()
+    run_dir.config.write_text("algo: so_ppo\nseed: 4\n")
+    lines = [dict(line) | {"loss/other": 1.0} for line in run((0.8,) * 6 + (0.1,), strain=0.08).lines]
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    records = tmp_path / "records.jsonl"
+    assert main(["alarm", str(run_dir.path), "--records", str(records)]) == 0
+    first = capsys.readouterr().out
+    assert "| mine | 4 | 7 | 0.800 | 0.100 | 7 | 1 | 6 | 0.080 | strain |" in first
+    assert "1 collapsed" in first and "1 were alarmed 5 steps ahead or more" in first
+    assert main(["alarm", str(records)]) == 0
+    assert capsys.readouterr().out == first
+    assert main(["alarm", str(records), "--strain", "0.1"]) == 0
+    assert "| 7 |  |  | 0.080 |  |" in capsys.readouterr().out
+
+
+def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.jsonl").write_text('{"study": "x"}\n')
+    (tmp_path / "page.html").write_text("<html></html>\n")
+    for path, said in (
+        ("nothing", "it has no metrics.jsonl"),
+        ("notes.jsonl", "notes.jsonl, line 1: no recorded run"),
+        ("page.html", "page.html, line 1: no recorded run"),
+    ):
+        assert main(["alarm", str(tmp_path / path)]) == 2
+        assert said in capsys.readouterr().err
+
+
+# Recorded runs.
+STABILITY = Path(__file__).resolve().parents[3] / "docs/stability"
+
+
+def figures(name: str, *, quickstarts: bool = False, rising: bool | None = None) -> Figures:
+    """Of a file's runs: the quickstarts or the others; those at rising rates, at constant ones, or both."""
+    runs = [
+        run
+        for run in read_runs([STABILITY / f"{name}.jsonl"])
+        if (run.study == "quickstart") is quickstarts and rising in (None, run.study == "alarm")
+    ]
+    return count([judge(run, AlarmConfig()) for run in runs])
+
+
+def meets_the_bar(found: Figures) -> bool:
+    return found.ahead >= 0.8 * found.collapsed and found.alarmed <= 0.05 * found.healthy
+
+
+def test_runs_that_the_limits_were_set_on() -> None:
+    """Rising rates, and whole quickstarts: not what the alarm is judged on."""
+    assert figures("alarm_runs") == Figures(20, 19, 20, 20, possible=20, healthy=18, alarmed=0)
+    assert figures("alarm_other_runs", quickstarts=True) == Figures(0, 0, 0, 0, 0, 15, 0)
+
+
+def test_the_alarm_sees_strain_and_not_the_outcome() -> None:
+    """At constant rates, many far too high: what has five steps gets five, and so do runs that come through."""
+    assert figures("alarm_other_runs") == Figures(54, 16, 39, 54, possible=16, healthy=68, alarmed=53)
+
+
+# Runs looked at only after the rule and its limits had been committed.
+def test_held_out_runs_at_rising_rates() -> None:
+    found = figures("alarm_held_out", rising=True)
+    assert found == Figures(13, 13, 13, 13, possible=13, healthy=19, alarmed=0)
+    assert meets_the_bar(found)
+
+
+def test_held_out_runs_at_constant_rates() -> None:
+    """Collapses that have five steps are seen, and so is most of what comes through."""
+    assert figures("alarm_held_out", rising=False) == Figures(
+        71, 31, 59, 70, possible=34, healthy=152, alarmed=126
+    )
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="44 of 84 collapses are seen early (47 could be), 126 of 171 healthy runs alarm: docs/stability.md",
+)
+def test_held_out_runs_in_all_settings() -> None:
+    assert meets_the_bar(figures("alarm_held_out"))

@@ -1,0 +1,36 @@
+"""docs/stability.md says what the committed results say: its tables are those of benchmarks/stability_tables.py."""
+
+from __future__ import annotations
+
+import math
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_tables_of_the_page_are_made_from_the_results() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/stability_tables.py")]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (made.returncode, made.stderr) == (0, ""), made.stdout
+
+
+def test_averages_over_a_grid() -> None:
+    """Shares of cells above a bar, means, and differences at the same points, with intervals."""
+    average = runpy.run_path(str(ROOT / "benchmarks/stability_runs.py"))["average"]
+    three = {("a", 1.0): [1.0, 1.0, 1.0], ("b", 1.0): [0.2, 0.3, 0.1], ("c", 1.0): [1.0, 0.2, 1.0]}
+    assert average(three, bar=0.95) == (pytest.approx(2 / 3), 0.0, 1.0)  # three cells say little
+    assert average(three)[0] == pytest.approx((1.0 + 0.2 + 1.0) / 3)
+    halves = {("x", float(i)): [float(i % 2)] for i in range(40)}
+    share, low, high = average(halves, bar=0.95)
+    spread = 1.96 * math.sqrt(0.25 / 40)
+    assert share == pytest.approx(0.5)
+    assert (low, high) == pytest.approx((0.5 - spread, 0.5 + spread), abs=0.03)
+    assert average(halves, halves, bar=0.95) == pytest.approx((0.0, 0.0, 0.0))  # the same points are drawn
+    shifted = {point: [values[0] / 2] for point, values in halves.items()}
+    more, low, high = average(halves, shifted)
+    assert more == pytest.approx(0.25) and low == pytest.approx(0.25 - spread / 2, abs=0.02) and high > more

@@ -1,0 +1,198 @@
+"""``sorl-lab``: what a study is, what it measures, and whole small studies."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_train.algorithms import ALGORITHMS
+from sorl_train.config.settings import GROUP_ALGOS
+from sorl_train.lab.cli import main, write_results
+from sorl_train.lab.study import interval, load_study, table
+from sorl_train.run.folder import RunDir
+from sorl_train.run.stability import measure
+
+WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
+SMALL = {
+    "task_args": WORLD,
+    "hardware.tiny": {"hidden_size": 48, "num_layers": 2, "num_heads": 4},
+    "hardware.threads": 1,
+    "sft.num_demos": 48,
+    "sft.steps": 60,
+    "sft.batch_size": 8,
+    "sft.lr": 6e-3,
+    "rollout.batch_size": 16,
+    "update.steps": 2,
+    "update.mini_batch_size": 8,
+    "eval.num_examples_final": 8,
+    "eval.every": 1,
+    "eval.num_examples": 8,
+    "checkpoint.every": 1,
+    "log.tensorboard": False,
+}
+
+
+def write_study(path: Path, **changes: Any) -> Path:
+    study = {
+        "base": "quickstart",
+        "settings": SMALL,
+        "seeds": [0, 1],
+        "arms": {"ppo": {"algo": "ppo"}, "so_grpo": {"algo": "so_grpo", "rollout.group_size": 4}},
+        "axes": {"optim.lr": [1e-4, 1e-3]},
+    }
+    path.write_text(json.dumps(study | changes))  # YAML is a superset of JSON
+    return path
+
+
+def test_runs_are_every_combination_first_seeds_first(tmp_path: Path) -> None:
+    study = load_study(str(write_study(tmp_path / "mine.yaml")))
+    assert study.name == "mine" and len(study.runs) == 8 and len({run.id for run in study.runs}) == 8
+    assert [run.seed for run in study.runs] == [0] * 4 + [1] * 4
+    assert study.runs[0].cell == "ppo, optim.lr=0.0001"
+    assert (study.runs[3].config.algo, study.runs[3].config.optim.lr) == ("so_grpo", 1e-3)
+
+
+def test_packaged_studies_are_valid() -> None:
+    severe = load_study("severe")
+    assert {run.config.algo for run in severe.runs} == set(ALGORITHMS)
+    grouped = [run.config.rollout.group_size for run in severe.runs if run.config.algo in GROUP_ALGOS]
+    assert set(grouped) == {8}
+    assert len(load_study("region").runs) == 4 * 14 * 5
+    assert load_study("alarm").runs[0].config.optim.warmup_ratio == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"axis": {}}, r"a study has the keys .* not \['axis'\]"),
+        ({"arms": {"ppo": {"algo": "pppo"}}}, "ppo at .*pppo"),
+        ({"axes": {"optim.learning_rate": [1]}}, "optim.learning_rate"),
+        ({"arms": ["ppo"]}, r"arms: \['ppo'\]: expected names with their settings"),
+        ({"arms": {"ppo": "ppo"}}, "arm ppo: ppo: expected settings"),
+        ({"arms": {"a/b": {"algo": "ppo"}}}, "arm 'a/b': expected a name without '/'"),
+        ({"arms": {"fast": {"optim.lr": 1e-2}}}, "arm fast sets optim.lr: .* not in both"),
+        ({"axes": {"optim.lr": 1e-3}}, "axes, optim.lr: 0.001: expected a list"),
+        ({"axes": {"optim.lr": []}}, "axes, optim.lr: .*: expected a list"),
+        ({"axes": {"seed": [1, 2]}}, "the seeds in the key seeds"),
+        ({"axes": {"optim.lr": [1e-3, 1e-3]}}, "ppo, optim.lr=0.001, seed 0 is there twice"),
+        ({"settings": ["algo"]}, "settings: expected"),
+        ({"seeds": 3}, "seeds: 3: expected a list"),
+        ({"seeds": []}, "seeds: .*: expected a list"),
+        ({"seeds": [0, 0]}, "seed 0 is there twice"),
+    ],
+)
+def test_mistakes_are_named(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=complaint):
+        load_study(str(write_study(tmp_path / "mine.yaml", **changes)))
+    with pytest.raises(UserError, match="Did you mean 'severe'"):
+        load_study("sevre")
+
+
+def run_with(folder: Path, curve: list[float], grad_norm: float | None = 1.0) -> Path:
+    """A run folder with a success curve, one evaluation a step."""
+    folder.mkdir()
+    lines = [{"step": 0, "eval/success": curve[0]}]
+    for step, success in enumerate(curve[1:], start=1):
+        figures = {
+            "grad_norm": 0.5,
+            "grad_norm_max": grad_norm,
+            "normalized_frac": 0.25,
+            "effective_lr": 2e-4,
+        }
+        line = {
+            "step": step,
+            "eval/success": success,
+            **{f"loss/{name}": value for name, value in figures.items()},
+        }
+        lines.append(line | {"loss/clip_frac": 0.1})
+    RunDir(folder).metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return folder
+
+
+def test_measures_by_hand(tmp_path: Path) -> None:
+    fell = measure(run_with(tmp_path / "fell", [0.6, 0.8, 0.5, 0.3, 0.1], grad_norm=None))
+    assert (fell["peak"], fell["final"], fell["collapse_step"]) == (0.8, 0.1, 3.0)
+    assert fell["kept"] == pytest.approx(0.125) and fell["worst_drop"] == pytest.approx(0.7)
+    assert math.isinf(fell["max_grad_norm"])
+    assert (fell["normalized"], fell["mean_rate"]) == (0.25, pytest.approx(2e-4))
+    dipped = measure(run_with(tmp_path / "dipped", [0.6, 0.2, 0.9]))
+    assert (
+        dipped["kept"] == 1.0
+        and math.isnan(dipped["collapse_step"])
+        and dipped["worst_drop"] == pytest.approx(0.4)
+    )
+    never = measure(run_with(tmp_path / "never", [0.0, 0.02]))
+    assert never["kept"] == 0.0
+
+
+def test_what_was_not_finite_is_in_no_mean(tmp_path: Path) -> None:
+    """Of .5 and a figure that was not finite the mean is .5, not .25."""
+    run = run_with(tmp_path / "run", [0.6, 0.8, 0.5])
+    first, second, last = [json.loads(line) for line in RunDir(run).metrics.read_text().splitlines()]
+    figures = {name: None for name in last if name.startswith("loss/")}
+    classes = {"loss/token_share_reasoning": 1.0, "loss/clip_frac_reasoning": None}
+    lines = [first, second, last | figures | classes | {"eval/success": None}]
+    RunDir(run).metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = measure(run)
+    assert (found["peak"], found["final"], found["worst_drop"]) == (0.8, 0.8, 0.0)
+    assert (found["grad_norm"], found["normalized"], found["clip_frac"]) == (0.5, 0.25, 0.1)
+    assert math.isinf(found["max_grad_norm"]) and found["clipped_reasoning"] == 0.0
+    RunDir(run).metrics.write_text("".join(f"{json.dumps(line)}\n" for line in (first, lines[2])))
+    assert math.isnan(measure(run)["clip_frac"])
+
+
+def test_results_are_json_and_a_table_of_medians(tmp_path: Path) -> None:
+    """Two seeds, of which one exploded, and a cell of one seed, which has no interval."""
+    study = load_study(str(write_study(tmp_path / "mine.yaml", axes={})))
+    curves = {0: [0.5, 0.8, 0.6], 1: [0.5, 0.8, 0.2]}
+    for run in [run for run in study.runs if (run.arm, run.seed) != ("so_grpo", 1)]:
+        folder = tmp_path / "runs" / run.id
+        folder.parent.mkdir(exist_ok=True)
+        run_with(folder, curves[run.seed], grad_norm=None if run.seed else 2.0)
+        RunDir(folder).summary.write_text("{}")
+    write_results(study, tmp_path)
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    results = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [row["max_grad_norm"] for row in results] == [2.0, 2.0, None]
+    assert [row["collapse_step"] for row in results] == [None, None, 2.0]
+    *_, ppo, so_grpo = table(results).splitlines()
+    assert ppo.startswith("| ppo | 2 | 0.800 (0.800-0.800) | 0.400 (0.200-0.600) | 0.50 (0.25-0.75) |")
+    assert "| 1/2, median step 2 | inf (2-inf) | 0.25 (0.25-0.25) | 2.0e-04 |" in ppo
+    assert so_grpo.startswith("| so_grpo | 1 | 0.800 | 0.600 | 0.75 |") and "| 0/1 | 2 | 0.25 |" in so_grpo
+
+
+def test_interval() -> None:
+    assert interval([0.5]) == (0.5, 0.5, 0.5)
+    assert interval([1.0, math.inf, math.inf]) == (math.inf, 1.0, math.inf)
+    values = np.random.default_rng(1).normal(0.7, 0.1, size=25)
+    middle, low, high = interval(values.tolist())
+    assert low < middle < high and high - low < 0.2 and middle == pytest.approx(np.median(values))
+
+
+@pytest.mark.slow
+def test_a_study_runs_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
+    study = write_study(tmp_path / "mine.yaml", axes={}, seeds=[0])
+    command = ["stability", "--config", str(study), "--out", str(tmp_path / "out"), "--jobs", "1"]
+    assert main([*command, "--only", "ppo,"]) == 0
+    results = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    assert len(results) == 1 and json.loads(results[0])["arm"] == "ppo"
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "2 runs, 1 done" in out and out.count("| ppo | 1 |") == 2 and "| so_grpo | 1 |" in out
+    first = (tmp_path / "out" / "results.jsonl").read_text()
+    run_id = json.loads(first.splitlines()[1])["id"]
+    run_dir = RunDir(tmp_path / "out" / "runs" / run_id)
+    run_dir.summary.unlink()  # as if it had been killed before its end
+    assert main(command) == 0
+    assert (tmp_path / "out" / "results.jsonl").read_text() == first
+    assert main([*command, "--only", "gspo"]) == 2
+    assert "the cells are\n  ppo\n  so_grpo" in capsys.readouterr().err

@@ -1,0 +1,63 @@
+"""Collating trajectories: the layout, shifted by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sorl_env.trajectory import StopReason, Trajectory, Turn
+from sorl_train.learner.batch import collate
+
+
+def trajectory(
+    name: str, token_ids: list[int], turn_ids: list[int], rewards: list[float], **fields: object
+) -> Trajectory:
+    spans = [[i for i, turn in enumerate(turn_ids) if turn == k] for k in range(max(turn_ids) + 1)]
+    turns = tuple(
+        Turn(k, "", "tool", "", None, "", {"item": rewards[k]}, (), start=span[0], end=span[-1] + 1)
+        for k, span in enumerate(spans)
+    )
+    ids = np.asarray(turn_ids, dtype=np.int16)
+    defaults: dict[str, object] = {"stop_reason": StopReason.ANSWER, "group_id": "g"}
+    return Trajectory(
+        id=name,
+        task="t",
+        source="s",
+        split="train",
+        example_id="e",
+        prompt="",
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        action_mask=ids >= 0,
+        turn_ids=ids,
+        rollout_log_probs=np.where(ids >= 0, -0.5, 0.0).astype(np.float32),
+        turns=turns,
+        reward=sum(rewards),
+        reward_items={},
+        **(defaults | fields),  # type: ignore[arg-type]
+    )
+
+
+def test_layout() -> None:
+    long = trajectory("a", [1, 2, 3, 4, 5, 6, 7], [-1, -1, 0, 0, -1, 1, 1], [0.25, 1.0])
+    short = trajectory("b", [1, 2, 3], [-1, 0, 0], [0.5], stop_reason=StopReason.ERROR, group_id="h")
+    batch = collate([long, short], pad_id=9)
+    assert batch.token_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9, 9, 9, 9]]
+    assert batch.turn_ids.tolist() == [[-1, 0, 0, -1, 1, 1], [0, 0, -1, -1, -1, -1]]
+    assert batch.action_mask.int().tolist() == [[0, 1, 1, 0, 1, 1], [1, 1, 0, 0, 0, 0]]
+    assert batch.loss_mask.int().tolist() == [[0, 1, 1, 0, 1, 1], [0, 0, 0, 0, 0, 0]]
+    assert batch.token_rewards.tolist() == [[0, 0, 0.25, 0, 0, 1.0], [0, 0.5, 0, 0, 0, 0]]
+    assert batch.rewards.tolist() == [1.25, 0.5]
+    assert batch.group_ids.tolist() == [0, 1]
+    assert batch.rollout_log_probs.tolist() == [[0, -0.5, -0.5, 0, -0.5, -0.5], [-0.5, -0.5, 0, 0, 0, 0]]
+
+
+def test_rows_trim_padding_and_micro_batches_cover_all() -> None:
+    rows = [trajectory(str(n), list(range(n)), [-1] + [0] * (n - 1), [1.0]) for n in (3, 9, 5, 7, 4)]
+    batch = collate(rows)
+    part = batch.rows([0, 4])
+    assert part.token_ids.shape == (2, 4) and part.action_mask.shape == (2, 3) and part.ids == ("3", "4")
+    index, pieces = zip(*batch.micro_batches(2), strict=True)
+    assert [i.tolist() for i in index] == [[1, 3], [2, 4], [0]]
+    assert [p.ids for p in pieces] == [("9", "7"), ("5", "4"), ("3",)]
+    assert sum(int(p.action_mask.sum()) for p in pieces) == int(batch.action_mask.sum())
+    assert torch.equal(batch.lengths, torch.tensor([3, 9, 5, 7, 4]))

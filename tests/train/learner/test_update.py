@@ -1,0 +1,176 @@
+"""Optimizer steps: what reaches the gradient, and what does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.trajectory import StopReason, Trajectory
+from sorl_train.algorithms import get_algorithm
+from sorl_train.config.settings import ModelConfig, TrainConfig
+from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.schedule import learning_rate
+from sorl_train.learner.update import Means, NonFiniteError, PolicyUpdate, past_target_kl
+from sorl_train.models.policy import load_policy, load_tokenizer
+
+from ..conftest import short_config
+from ..rollout.test_sampler import roll
+
+
+@pytest.fixture(scope="module")
+def trajectories(tiny_folder: str, minihop_env: ToolUseEnv) -> list[Trajectory]:
+    return roll(minihop_env, load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder), 8)[0]
+
+
+def off_policy(batch: Batch, seed: int = 0, spread: float = 0.4) -> Batch:
+    """Old log-probabilities away from the current ones and random advantages: much is clipped."""
+    noise = torch.Generator().manual_seed(seed)
+    shape = batch.rollout_log_probs.shape
+    drift = torch.randn((shape[0], 1), generator=noise) + 0.3 * torch.randn(shape, generator=noise)
+    old = batch.rollout_log_probs + spread * drift
+    advantages = torch.randn(old.shape, generator=noise) * batch.action_mask
+    return batch.with_fields(old_log_probs=old * batch.action_mask, advantages=advantages)
+
+
+def step(
+    folder: str, batch: Batch, config: TrainConfig, optimizer: str = "sgd"
+) -> tuple[Any, dict[str, float]]:
+    """Parameters after one optimizer step, and its metrics."""
+    model = load_policy(folder, config.hardware)
+    kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
+    update = PolicyUpdate(model, kind(model.parameters(), lr=0.1), get_algorithm(config.algo), config)
+    means = Means()
+    update.step(batch, 0.1, means)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()
+
+
+@pytest.mark.parametrize("norm", ["scalar", "trajectory", "token", "token_mean", "rms", "logit", "gradient"])
+@pytest.mark.parametrize("target", ["gradient", "update"])
+def test_micro_batches_do_not_matter(
+    norm: str, target: str, tiny_folder: str, trajectories: list[Trajectory]
+) -> None:
+    batch = off_policy(collate(trajectories))
+    options = {"loss.clip_bias_norm": norm, "loss.clip_bias_target": target, "loss.clip_bias_delta": 1e-3}
+    whole, one = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 8}))
+    pieces, many = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 3}))
+    torch.testing.assert_close(whole, pieces, atol=1e-6, rtol=1e-5)
+    assert one["loss/normalizer"] == pytest.approx(many["loss/normalizer"], rel=1e-5)
+    assert one["loss/normalizer"] != 1.0
+    assert one["loss/clip_frac"] > 0.1
+
+
+@pytest.mark.parametrize("scope", ["mini_batch", "trajectory"])
+def test_targets_agree_under_sgd_and_differ_under_adam(
+    scope: str, tiny_folder: str, trajectories: list[Trajectory]
+) -> None:
+    """With plain SGD scaling the gradient is scaling the step; Adam divides a constant scale out again."""
+    batch = off_policy(collate(trajectories))
+    results = {}
+    for target in ("gradient", "update"):
+        options = {
+            "loss.clip_bias_scope": scope,
+            "loss.clip_bias_target": target,
+            "loss.clip_bias_delta": 0.01,
+        }
+        config = short_config(**options, **{"optim.max_grad_norm": None})
+        results[target] = [step(tiny_folder, batch, config, kind)[0] for kind in ("sgd", "adam")]
+    torch.testing.assert_close(results["gradient"][0], results["update"][0], atol=1e-7, rtol=1e-5)
+    assert (results["gradient"][1] - results["update"][1]).abs().max() > 0.01
+
+
+def test_normalization_comes_before_gradient_clipping(
+    tiny_folder: str, trajectories: list[Trajectory]
+) -> None:
+    """A gradient of norm 5 that is normalized by 1/100 passes a limit of 1 unclipped."""
+    batch = off_policy(collate(trajectories), spread=2.0)
+    base = {"loss.clip_bias_target": "gradient", "loss.clip_bias_norm": "token", "loss.clip_bias_delta": 1.0}
+    free, metrics = step(tiny_folder, batch, short_config(**base, **{"optim.max_grad_norm": None}))
+    limit = metrics["loss/grad_norm"] / 50
+    clipped_later, _ = step(tiny_folder, batch, short_config(**base, **{"optim.max_grad_norm": limit}))
+    assert metrics["loss/normalizer"] <= 0.01
+    torch.testing.assert_close(free, clipped_later)
+
+
+def test_clipping_before_normalization_leaves_a_product_of_both(
+    tiny_folder: str, trajectories: list[Trajectory]
+) -> None:
+    """clip(g) f: with a limit of half the gradient's norm, half of what normalization alone leaves."""
+    batch = off_policy(collate(trajectories), spread=2.0)
+    base = {"loss.clip_bias_target": "gradient", "loss.clip_bias_norm": "token", "loss.clip_bias_delta": 1.0}
+    start = torch.cat([p.detach().flatten() for p in load_policy(tiny_folder, ModelConfig()).parameters()])
+    free, metrics = step(tiny_folder, batch, short_config(**base, **{"optim.max_grad_norm": None}))
+    first = {"optim.max_grad_norm": metrics["loss/grad_norm"] / 2, "optim.clip_before_normalization": True}
+    clipped, _ = step(tiny_folder, batch, short_config(**base, **first))
+    assert float((clipped - start).norm() / (free - start).norm()) == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_mini_batch_without_advantages_moves_nothing_if_asked(
+    skip: bool, tiny_folder: str, trajectories: list[Trajectory]
+) -> None:
+    """Adam's momentum of the step before goes on by itself."""
+    config = short_config(**{"update.skip_without_signal": skip, "optim.max_grad_norm": None})
+    model = load_policy(tiny_folder, config.hardware)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    update = PolicyUpdate(model, optimizer, get_algorithm(config.algo), config)
+    batch = off_policy(collate(trajectories))
+    means = Means()
+    update.step(batch, 1e-3, means)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    update.step(batch.with_fields(advantages=torch.zeros_like(batch.rollout_log_probs)), 1e-3, means)
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(before, after) == skip
+    assert means.latest("signal_frac") == 0.0 and means.result()["loss/signal_frac"] > 0.4
+
+
+def test_past_target_kl_is_the_newest_mini_batch() -> None:
+    means = Means()
+    means.add(approx_kl=0.5)
+    assert not past_target_kl(short_config(), means)  # off by default
+    assert past_target_kl(short_config(**{"update.target_kl": 0.4}), means)
+    means.add(approx_kl=0.1)
+    assert not past_target_kl(short_config(**{"update.target_kl": 0.4}), means)
+
+
+def test_excluded_trajectories_leave_no_trace(tiny_folder: str, trajectories: list[Trajectory]) -> None:
+    """A batch with tool outages in it gives the gradient of the batch without them."""
+    broken = [
+        dataclasses.replace(t, stop_reason=StopReason.ERROR, id=f"{t.id}-out") for t in trajectories[:3]
+    ]
+    clean, mixed = collate(trajectories), collate([*broken, *trajectories])
+    assert mixed.included.tolist() == [False] * 3 + [True] * 8
+    config = short_config(**{"update.micro_batch_size": 16})
+    expected, _ = step(tiny_folder, off_policy(clean), config)
+    filled = off_policy(clean)
+    assert filled.old_log_probs is not None and filled.advantages is not None
+    width = mixed.action_mask.shape[1]
+    old, advantages = torch.full((11, width), -3.0), torch.full((11, width), 100.0)
+    old[3:, : filled.old_log_probs.shape[1]] = filled.old_log_probs
+    advantages[3:, : filled.advantages.shape[1]] = filled.advantages
+    actual, _ = step(tiny_folder, mixed.with_fields(old_log_probs=old, advantages=advantages), config)
+    torch.testing.assert_close(actual, expected, atol=1e-7, rtol=1e-6)
+
+
+def test_non_finite_loss_names_its_trajectories(tiny_folder: str, trajectories: list[Trajectory]) -> None:
+    batch = off_policy(collate(trajectories))
+    assert batch.advantages is not None
+    advantages = batch.advantages.clone()
+    advantages[2][batch.action_mask[2]] = float("nan")
+    config = short_config(**{"update.micro_batch_size": 1})
+    with pytest.raises(NonFiniteError) as caught:
+        step(tiny_folder, batch.with_fields(advantages=advantages), config)
+    assert caught.value.trajectory_ids == (batch.ids[2],)
+
+
+def test_learning_rate_schedule() -> None:
+    optim = dataclasses.replace(short_config().optim, schedule="constant")
+    rates = [learning_rate(optim, 1.0, 0.25, i, 8) for i in range(8)]
+    assert rates == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    linear = dataclasses.replace(optim, schedule="linear")
+    assert [learning_rate(linear, 1.0, 0.0, i, 4) for i in range(4)] == [1.0, 0.75, 0.5, 0.25]
+    cosine = dataclasses.replace(optim, schedule="cosine")
+    assert learning_rate(cosine, 1.0, 0.0, 2, 4) == pytest.approx(0.5)

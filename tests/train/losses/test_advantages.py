@@ -1,0 +1,143 @@
+"""GAE, whitening, group baselines and KL in the reward against loops and arithmetic done by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from sorl_train.losses.advantages import gae, group_advantages, whiten
+from sorl_train.losses.kl import kl_in_reward
+
+F64 = torch.float64
+
+
+def gae_by_loop(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    advantages = torch.zeros_like(values)
+    for b in range(len(mask)):
+        following_value = following = 0.0
+        for t in reversed(range(mask.shape[1])):
+            if mask[b, t]:
+                delta = rewards[b, t] + gamma * following_value - values[b, t]
+                following = delta + gamma * lam * following
+                following_value = values[b, t]
+                advantages[b, t] = following
+    return advantages
+
+
+def test_gae_steps_over_observations_by_hand() -> None:
+    #                     A0   A0   O    O    A1   pad
+    mask = torch.tensor([[1, 1, 0, 0, 1, 0]], dtype=torch.bool)
+    values = torch.tensor([[0.1, 0.2, 9.0, 9.0, 0.4, 9.0]], dtype=F64)
+    rewards = torch.tensor([[0.0, 0.5, 0.0, 0.0, 1.0, 0.0]], dtype=F64)
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.5)
+    last = 1.0 - 0.4
+    middle = 0.5 + 0.9 * 0.4 - 0.2 + 0.45 * last  # the next value is that of A1, not of the observation
+    first = 0.9 * 0.2 - 0.1 + 0.45 * middle
+    assert advantages[0].tolist() == pytest.approx([first, middle, 0, 0, last, 0])
+    assert returns[0].tolist() == pytest.approx([first + 0.1, middle + 0.2, 0, 0, 1.0, 0])
+
+
+def test_gae_of_the_paper_is_the_reward_to_come_less_the_value() -> None:
+    """gamma = lambda = 1."""
+    mask = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0]], dtype=torch.bool)
+    values = torch.tensor([[0.3, math.nan, 0.6, 0.9], [math.nan, 0.5, math.nan, math.nan]], dtype=F64)
+    rewards = torch.tensor([[0.25, 0, 0, 1.0], [0, -1.0, 0, 0]], dtype=F64)
+    advantages, returns = gae(rewards, values, mask)
+    expected = torch.tensor([[1.25 - 0.3, 0, 1.0 - 0.6, 1.0 - 0.9], [0, -1.5, 0, 0]], dtype=F64)
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(returns, torch.tensor([[1.25, 0, 1.0, 1.0], [0, -1.0, 0, 0]], dtype=F64))
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0), (1.0, 0.5)])
+@pytest.mark.parametrize("columns", [1, 2, 3, 33, 64])
+def test_gae_equals_the_loop(gamma: float, lam: float, columns: int) -> None:
+    g = torch.Generator().manual_seed(columns)
+    mask = torch.rand(7, columns, generator=g) < 0.6
+    mask[3] = False
+    values = torch.randn(7, columns, dtype=F64, generator=g)
+    rewards = torch.randn(7, columns, dtype=F64, generator=g) * mask
+    copies = [x.clone() for x in (rewards, values, mask)]
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    expected = gae_by_loop(rewards, values, mask, gamma, lam)
+    torch.testing.assert_close(advantages, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(returns, (expected + values) * mask, atol=1e-12, rtol=0)
+    assert all(torch.equal(a, b) for a, b in zip((rewards, values, mask), copies, strict=True))
+
+
+def test_gae_of_a_long_trajectory_in_float32() -> None:
+    g = torch.Generator().manual_seed(0)
+    mask = torch.rand(2, 4096, generator=g) < 0.7
+    values = torch.rand(2, 4096, generator=g)
+    rewards = torch.zeros(2, 4096)
+    rewards[torch.arange(2), [int(row.nonzero().max()) for row in mask]] = 1.0
+    advantages, returns = gae(rewards, values, mask)
+    assert advantages.dtype == torch.float32
+    torch.testing.assert_close(returns[mask], torch.ones(int(mask.sum())), atol=2e-4, rtol=0)
+    torch.testing.assert_close(advantages[mask], 1 - values[mask], atol=2e-4, rtol=0)
+
+
+def test_gae_without_tokens_and_without_gradient() -> None:
+    values = torch.ones(2, 3, requires_grad=True)
+    advantages, returns = gae(torch.zeros(2, 3), values, torch.zeros(2, 3, dtype=torch.bool))
+    assert not advantages.any() and not returns.any()
+    advantages, returns = gae(torch.zeros(2, 3), values, torch.ones(2, 3, dtype=torch.bool))
+    assert not advantages.requires_grad and not returns.requires_grad
+    empty = torch.zeros(2, 0)
+    assert gae(empty, empty, empty.bool())[0].shape == (2, 0)
+
+
+def test_a_reward_off_the_action_tokens_is_an_error() -> None:
+    mask = torch.tensor([[True, False]])
+    with pytest.raises(ValueError, match="a reward lies off the action tokens"):
+        gae(torch.tensor([[0.0, 1.0]]), torch.zeros(1, 2), mask)
+
+
+def test_whiten_by_hand() -> None:
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    x = torch.tensor([[1.0, 2.0, math.nan], [6.0, 50.0, math.nan]], dtype=F64)
+    deviation = math.sqrt((4 + 1 + 9) / 3)
+    expected = torch.tensor([[-2.0, -1.0, 0.0], [3.0, 0.0, 0.0]], dtype=F64) / deviation
+    torch.testing.assert_close(whiten(x, mask, eps=0.0), expected)
+    assert not whiten(x, torch.zeros_like(mask)).any()
+    assert not whiten(torch.full((1, 2), 0.1), torch.ones(1, 2, dtype=torch.bool)).any()
+
+
+def groups(rewards: list[float], ids: list[int], included: list[int] | None = None, **options) -> list[float]:
+    kept = torch.ones(len(ids), dtype=torch.bool) if included is None else torch.tensor(included).bool()
+    return group_advantages(torch.tensor(rewards), torch.tensor(ids), kept, **options).tolist()
+
+
+def test_group_advantages_by_hand() -> None:
+    # group 7: 1, 0, 0, 1 has mean 1/2 and sample variance (4 / 4) / 3; group -2: 3, 1 has mean 2, variance 2
+    deviation, other = math.sqrt(1 / 3), math.sqrt(2)
+    expected = [0.5 / deviation, 1 / other, -0.5 / deviation, -0.5 / deviation, -1 / other, 0.5 / deviation]
+    assert groups([1, 3, 0, 0, 1, 1], [7, -2, 7, 7, -2, 7]) == pytest.approx(expected, abs=1e-5)
+    assert groups([1, 3, 0, 0, 1, 1], [7, -2, 7, 7, -2, 7], std=False) == [0.5, 1.0, -0.5, -0.5, -1.0, 0.5]
+
+
+def test_excluded_trajectories_leave_the_baseline_and_get_nothing() -> None:
+    with_outage = groups([1, 0, math.nan, 0.5], [1, 1, 1, 1], [1, 1, 0, 1])
+    assert with_outage == pytest.approx([1.0, -1.0, 0.0, 0.0], abs=1e-5)  # mean 1/2, sample deviation 1/2
+    assert groups([1, 0, 9], [1, 1, 1], [0, 0, 0]) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, -3.3, 1e8])
+@pytest.mark.parametrize("size", [1, 3, 5, 7])
+def test_a_group_of_equal_rewards_gets_exactly_zero(reward: float, size: int) -> None:
+    assert groups([reward] * size + [5.0], [0] * size + [0], [1] * size + [0]) == [0.0] * (size + 1)
+
+
+def test_one_included_trajectory_gets_zero() -> None:
+    assert groups([1.0, 0.0, 1.0], [0, 0, 1], [1, 0, 1]) == [0.0, 0.0, 0.0]
+    assert groups([], []) == []
+
+
+def test_kl_in_reward_by_hand() -> None:
+    rewards = torch.tensor([[0.0, 1.0, 0.0]])
+    kl = torch.tensor([[0.5, -0.25, math.nan]], requires_grad=True)
+    shaped = kl_in_reward(rewards, kl, torch.tensor([[True, True, False]]), 0.1)
+    assert shaped[0].tolist() == pytest.approx([-0.05, 1.025, 0.0])
+    assert not shaped.requires_grad

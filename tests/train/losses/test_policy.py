@@ -1,0 +1,406 @@
+"""Policy losses against arithmetic done by hand, and their edges."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from sorl_train.algorithms import ALGORITHMS, get_algorithm
+from sorl_train.losses.advantages import gae, group_advantages
+from sorl_train.losses.aggregate import aggregate, loss_denominator
+from sorl_train.losses.clip_bias import normalization
+from sorl_train.losses.policy import LossOutput, policy_loss
+
+F64 = torch.float64
+
+# Two trajectories of two turns. Row 0 has an observation between its turns; the turns of row 1 are adjacent, the
+# second has one token, and their ids neither start at 0 nor are contiguous.
+MASK = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 1, 1, 0, 0, 0]], dtype=torch.bool)
+TURNS = torch.tensor([[-1, 0, 0, -1, 1, 1], [3, 3, 7, -1, -1, -1]])
+RATIOS = torch.tensor([[9.0, 2.0, 0.5, 9.0, 1.96, 1.0], [0.81, 1.0, 0.5, 9.0, 9.0, 9.0]], dtype=F64)
+OLD = torch.tensor([[-9.0, -1.0, -2.0, -9.0, -0.7, -3.0], [-0.1, -1.0, -2.5, -9.0, -9.0, -9.0]], dtype=F64)
+ADVANTAGES = torch.tensor([[9.0, 1, -1, 9, 2, -3], [1, -2, -1, 9, 9, 9]], dtype=F64)
+
+A = math.sqrt(0.5)  # advantage of reward 1 in a group {1, 0}: (1 - 1/2) / sqrt(1/2); that of reward 0 is -A
+W = (
+    1.96**0.25
+)  # sequence ratio of row 0: (2 * 0.5 * 1.96 * 1)^(1/4); that of row 1, 0.405^(1/3) = 0.74, is clipped
+
+# loss; gradient of the loss; the clipped c_t = w_t A_t
+TOKEN_GAE = (
+    -((1.2 - 0.8 + 2.4 - 3.0) / 4 + (0.81 - 2.0 - 0.8) / 3) / 2,
+    [[0, 0, 0, 0, 0, 3 / 8], [-0.81 / 6, 2 / 6, 0, 0, 0, 0]],
+    [2.0, -0.5, 3.92, -0.5],
+)
+TURN_GAE = (  # turn ratios 1, 1.4; 0.9, 0.5
+    -((1.0 - 1.0 + 2.4 - 4.2) / 4 + (0.9 - 1.8 - 0.8) / 3) / 2,
+    [[0, 0, 0, 0, 1.4 * 3 / 2 / 8, 1.4 * 3 / 2 / 8], [0.9 / 2 / 6, 0.9 / 2 / 6, 0, 0, 0, 0]],
+    [2.8, -0.5],
+)
+TOKEN_GROUP = (
+    -((1.2 + 0.5 + 1.2 + 1.0) * A / 4 - (0.81 + 1.0 + 0.8) * A / 3) / 2,
+    [[0, 0, -0.5 * A / 8, 0, 0, -A / 8], [0.81 * A / 6, A / 6, 0, 0, 0, 0]],
+    [2.0 * A, 1.96 * A, -0.5 * A],
+)
+SEQUENCE_GROUP = (
+    -(W * A - 0.8 * A) / 2,
+    [[0, -W * A / 8, -W * A / 8, 0, -W * A / 8, -W * A / 8], [0, 0, 0, 0, 0, 0]],
+    [-(0.405 ** (1 / 3)) * A] * 3,
+)
+EXPECTED = {
+    "ppo": TOKEN_GAE,
+    "turn_ppo": TURN_GAE,
+    "s_ppo": TOKEN_GAE,
+    "so_ppo": TURN_GAE,
+    "grpo": TOKEN_GROUP,
+    "gspo": SEQUENCE_GROUP,
+    "so_grpo": TOKEN_GROUP,
+}
+
+
+def log_probs() -> Tensor:
+    return (OLD + RATIOS.log()).requires_grad_()
+
+
+def hand_loss(
+    level: str = "turn", lp: Tensor | None = None, advantages: Tensor = ADVANTAGES, **options
+) -> LossOutput:
+    return policy_loss(
+        log_probs() if lp is None else lp, OLD, advantages, MASK, TURNS, ratio_level=level, **options
+    )
+
+
+def advantages_of(algorithm: str) -> Tensor:
+    if ALGORITHMS[algorithm].advantage == "group":
+        per_row = group_advantages(
+            torch.tensor([1.0, 0.0], dtype=F64), torch.tensor([4, 4]), torch.tensor([True, True]), eps=0.0
+        )
+        return per_row[:, None].expand(2, 6)
+    rewards = torch.zeros(2, 6, dtype=F64)
+    rewards[0, 5] = 1.0  # with gamma = lambda = 1 the advantage is the return, 1 or 0, less the value
+    values = torch.tensor([[1.0], [0.0]], dtype=F64) - ADVANTAGES
+    return gae(rewards, values, MASK)[0]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_each_algorithm_by_hand(name: str) -> None:
+    loss, gradient, clipped = EXPECTED[name]
+    algorithm, lp = get_algorithm(name), log_probs()
+    output = hand_loss(algorithm.ratio, lp, advantages_of(name))
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(loss, abs=1e-12)
+    torch.testing.assert_close(lp.grad, torch.tensor(gradient, dtype=F64), atol=1e-12, rtol=0)
+    assert output.clip_bias.norm("token") == pytest.approx(math.hypot(*clipped), abs=1e-12)
+    scales = normalization(output.clip_bias, norm="token", target="gradient")
+    assert scales.grad_scale == pytest.approx(1 / max(math.hypot(*clipped), 1.0), abs=1e-12)
+    assert output.stats.metrics()["clip_frac"] == pytest.approx(
+        len(clipped) / 7 if name != "turn_ppo" else 2 / 7
+    )
+
+
+def test_the_table_of_algorithms() -> None:
+    table = {name: (a.ratio, a.normalize, a.advantage) for name, a in ALGORITHMS.items()}
+    assert table == {
+        "ppo": ("token", False, "gae"),
+        "turn_ppo": ("turn", False, "gae"),
+        "s_ppo": ("token", True, "gae"),
+        "so_ppo": ("turn", True, "gae"),
+        "grpo": ("token", False, "group"),
+        "gspo": ("sequence", False, "group"),
+        "so_grpo": ("token", True, "group"),
+    }
+    with pytest.raises(ValueError, match=r"unknown algorithm 'so_pppo'.*Did you mean 'so_ppo'\?"):
+        get_algorithm("so_pppo")
+    with pytest.raises(ValueError, match="unknown ratio level 'turns'"):
+        get_algorithm("so_ppo", "turns")
+
+
+def test_another_ratio_level_changes_nothing_else() -> None:
+    changed = get_algorithm("so_grpo", "turn")
+    assert (changed.ratio, changed.normalize, changed.advantage) == ("turn", True, "group")
+    assert get_algorithm("so_grpo").ratio == "token"
+
+
+def test_metrics_by_hand() -> None:
+    metrics = hand_loss("turn").stats.metrics()
+    ratios = [1.0, 1.0, 1.4, 1.4, 0.9, 0.9, 0.5]
+    mean = sum(ratios) / 7
+    assert metrics["ratio_mean"] == pytest.approx(mean)
+    assert metrics["ratio_std"] == pytest.approx(math.sqrt(sum((r - mean) ** 2 for r in ratios) / 7))
+    logs = [math.log(r) for r in (2.0, 0.5, 1.96, 1.0, 0.81, 1.0, 0.5)]  # the tokens' own, at every level
+    assert metrics["approx_kl"] == pytest.approx(0.5 * sum(x * x for x in logs) / 7)
+
+
+def test_upper_clip_range_of_its_own() -> None:
+    output = hand_loss("token", clip_eps=0.2, clip_eps_high=1.5)  # 2.0 and 1.96 are inside now
+    assert output.loss.item() == pytest.approx(-((2.0 - 0.8 + 3.92 - 3.0) / 4 + (0.81 - 2.0 - 0.8) / 3) / 2)
+    assert output.clip_bias.norm("token") == pytest.approx(math.hypot(0.5, 0.5))
+
+
+def test_token_mean_divides_by_the_tokens_of_the_batch() -> None:
+    terms = (1.2 - 0.8 + 2.4 - 3.0) + (0.81 - 2.0 - 0.8)
+    assert hand_loss("token", aggregation="token_mean").loss.item() == pytest.approx(-terms / 7)
+    given = hand_loss("token", aggregation="token_mean", denominator=70)
+    assert given.loss.item() == pytest.approx(-terms / 70)
+    assert loss_denominator(MASK) == 2.0
+    assert loss_denominator(MASK, "token_mean") == 7.0
+
+
+def test_trajectory_scope_weighs_each_trajectory_by_its_own_bias() -> None:
+    lp = log_probs()
+    output = hand_loss("token", lp, trajectory_norm="token")
+    output.loss.backward()
+    factor = 1 / math.hypot(2.0, 0.5, 3.92)  # row 1 has norm 0.5 < delta = 1, so factor 1
+    assert output.loss.item() == pytest.approx(
+        -(factor * (1.2 - 0.8 + 2.4 - 3.0) / 4 + (0.81 - 2.0 - 0.8) / 3) / 2
+    )
+    assert lp.grad is not None
+    assert lp.grad[0, 5].item() == pytest.approx(factor * 3 / 8)
+    assert lp.grad[1, 1].item() == pytest.approx(2 / 6)
+    assert output.clip_bias.factor_sum.item() == pytest.approx(1 + factor)
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    lp = log_probs().detach().to(torch.bfloat16).requires_grad_()
+    output = hand_loss("turn", lp)
+    output.loss.backward()
+    assert output.loss.dtype == torch.float32 and output.clip_bias.square_sum.dtype == torch.float32
+    assert lp.grad is not None and lp.grad.dtype == torch.bfloat16
+    exact = hand_loss("turn", lp.detach().float().requires_grad_())
+    assert output.loss.item() == exact.loss.item()
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+def test_what_lies_off_the_loss_mask_is_never_read(level: str) -> None:
+    def spoil(x: Tensor, value: float) -> Tensor:
+        return torch.where(MASK, x.detach(), value).requires_grad_(x.requires_grad)
+
+    clean, spoilt = log_probs(), spoil(log_probs(), math.nan)
+    scale = torch.rand(2, 6, dtype=F64)
+    expected = hand_loss(level, clean, logit_scale=scale)
+    output = policy_loss(
+        spoilt,
+        spoil(OLD, -math.inf),
+        spoil(ADVANTAGES, math.nan),
+        MASK,
+        torch.where(MASK, TURNS, 10**9),
+        ratio_level=level,
+        logit_scale=spoil(scale, math.inf),
+    )
+    expected.loss.backward()
+    output.loss.backward()
+    assert output.loss.item() == expected.loss.item()
+    assert spoilt.grad is not None and torch.equal(spoilt.grad, clean.grad)
+    assert output.clip_bias.norms() == expected.clip_bias.norms()
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+def test_inputs_are_left_as_they_were(level: str) -> None:
+    inputs = [log_probs(), OLD.clone(), ADVANTAGES.clone(), MASK.clone(), TURNS.clone(), torch.rand(2, 6)]
+    copies = [x.detach().clone() for x in inputs]
+    *tensors, scale = inputs
+    output = policy_loss(
+        *tensors, ratio_level=level, logit_scale=scale, trajectory_norm="logit", clip_bias_objective=True
+    )
+    (output.loss + output.clip_bias_objective).backward()
+    assert all(torch.equal(x, copy) for x, copy in zip(inputs, copies, strict=True))
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+def test_a_trajectory_without_tokens_changes_nothing(level: str) -> None:
+    lp = log_probs()
+    expected = hand_loss(level, lp)
+    expected.loss.backward()
+    empty = torch.zeros(1, 6, dtype=F64)
+    padded = torch.cat([empty, log_probs().detach(), empty]).requires_grad_()
+    output = policy_loss(
+        padded,
+        torch.cat([empty, OLD, empty]),
+        torch.cat([empty, ADVANTAGES, empty]),
+        torch.cat([empty.bool(), MASK, empty.bool()]),
+        torch.cat([empty.long(), TURNS, empty.long()]),  # turn 0 exists there, without a loss token
+        ratio_level=level,
+        trajectory_norm=None,
+    )
+    output.loss.backward()
+    assert output.loss.item() == expected.loss.item()
+    assert padded.grad is not None and lp.grad is not None
+    assert torch.equal(padded.grad[1:3], lp.grad) and not padded.grad[[0, 3]].any()
+    assert output.clip_bias.norms() == expected.clip_bias.norms()
+    assert output.clip_bias.trajectories.item() == 2
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+@pytest.mark.parametrize("shape", [(2, 6), (0, 6), (2, 0)])
+def test_no_tokens_at_all_is_zero_and_not_nan(level: str, shape: tuple[int, int]) -> None:
+    lp = torch.zeros(shape, requires_grad=True)
+    output = policy_loss(
+        lp,
+        lp.detach(),
+        lp.detach(),
+        torch.zeros(shape, dtype=torch.bool),
+        torch.full(shape, -1),
+        ratio_level=level,
+        trajectory_norm="token",
+        clip_bias_objective=True,
+    )
+    output.loss.backward()
+    assert output.loss.item() == 0.0 and lp.grad is not None and not lp.grad.any()
+    assert set(output.clip_bias.norms().values()) == {0.0} and output.clip_bias_objective is None
+    assert set(output.stats.metrics().values()) == {0.0}
+    assert normalization(output.clip_bias, scope="trajectory").update_scale == 1.0
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+def test_all_clipped_has_no_gradient_and_none_clipped_no_bias(level: str) -> None:
+    advantages = torch.ones(2, 6, dtype=F64)
+    far = (OLD + math.log(3.0)).requires_grad_()
+    output = hand_loss(level, far, advantages)
+    output.loss.backward()
+    assert far.grad is not None and not far.grad.any()
+    assert output.loss.item() == pytest.approx(-1.2) and output.stats.metrics()["clip_frac"] == 1.0
+    assert output.clip_bias.norm("scalar") == pytest.approx(3.0)
+
+    near = OLD.clone().requires_grad_()
+    output = hand_loss(level, near, ADVANTAGES, clip_bias_objective=True)
+    output.loss.backward()
+    assert output.stats.metrics()["clip_frac"] == 0.0 and set(output.clip_bias.norms().values()) == {0.0}
+    assert output.clip_bias_objective is None
+    rows = (ADVANTAGES * MASK).sum(1) / MASK.sum(1)
+    assert output.loss.item() == pytest.approx(-rows.mean().item())
+
+
+def test_zero_advantage_is_not_clipped() -> None:
+    output = hand_loss("token", advantages=torch.zeros(2, 6, dtype=F64))
+    assert output.stats.metrics()["clip_frac"] == 0.0
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+@pytest.mark.parametrize("gap", [50.0, 1e4, math.inf])
+def test_extreme_log_ratios_stay_finite(level: str, gap: float) -> None:
+    for sign in (1.0, -1.0):
+        lp = (OLD.float() + sign * gap).nan_to_num(posinf=1e30, neginf=-1e30).requires_grad_()
+        output = hand_loss(level, lp, ADVANTAGES.float(), trajectory_norm="token", clip_bias_objective=True)
+        output.loss.backward()
+        assert torch.isfinite(output.loss) and lp.grad is not None and torch.isfinite(lp.grad).all()
+        assert all(math.isfinite(x) for x in output.clip_bias.norms().values())
+        if sign > 0:  # beyond the clamp the loss does not move, while the bias still reports w = exp(20)
+            assert not lp.grad.any() and output.clip_bias.norm("token") > math.exp(20)
+
+
+def test_a_nan_in_a_loss_token_is_not_hidden() -> None:
+    lp = log_probs().detach()
+    lp[0, 4] = math.nan
+    assert torch.isnan(hand_loss("turn", lp.requires_grad_()).loss)
+
+
+def test_loss_mask_may_be_a_part_of_a_turn() -> None:
+    mask = MASK.clone()
+    mask[0, 4] = False  # turn 1 of row 0 is left with the token of ratio 1, which then has ratio 1
+    output = policy_loss(log_probs(), OLD, ADVANTAGES, mask, TURNS, ratio_level="turn")
+    assert output.loss.item() == pytest.approx(-((1.0 - 1.0 - 3.0) / 3 + (0.9 - 1.8 - 0.8) / 3) / 2)
+
+
+def test_neighbouring_rows_with_the_same_turn_id_stay_apart() -> None:
+    lp = torch.log(torch.tensor([[1.1, 1.1], [0.9, 0.9]], dtype=F64)).requires_grad_()
+    ones = torch.ones(2, 2, dtype=F64)
+    output = policy_loss(
+        lp,
+        ones * 0,
+        ones,
+        torch.ones(2, 2, dtype=torch.bool),
+        torch.zeros(2, 2, dtype=torch.int16),
+        ratio_level="turn",
+    )
+    assert output.loss.item() == pytest.approx(-(1.1 + 0.9) / 2)
+    assert output.stats.metrics()["ratio_std"] == pytest.approx(0.1)
+
+
+def test_turn_ids_that_break_their_contract() -> None:
+    negative = TURNS.clone()
+    negative[1, 2] = -1
+    with pytest.raises(ValueError, match="turn_ids is -1 on a loss token"):
+        policy_loss(log_probs(), OLD, ADVANTAGES, MASK, negative, ratio_level="turn")
+    falling = TURNS.clone()
+    falling[1, 2] = 2
+    with pytest.raises(ValueError, match="of trajectory 1 fall from 3 to 2"):
+        policy_loss(log_probs(), OLD, ADVANTAGES, MASK, falling, ratio_level="turn")
+
+
+def test_clear_errors() -> None:
+    with pytest.raises(ValueError, match=r"unknown ratio_level 'turns'.*Did you mean 'turn'\?"):
+        hand_loss("turns")
+    with pytest.raises(ValueError, match=r"advantages has shape \(2, 1\), the first input \(2, 6\)"):
+        hand_loss("token", advantages=ADVANTAGES[:, :1])
+    with pytest.raises(ValueError, match="unknown aggregation 'mean'"):
+        hand_loss("token", aggregation="mean")
+    with pytest.raises(ValueError, match="denominator must not be negative, not -1"):
+        hand_loss("token", denominator=-1)
+    with pytest.raises(ValueError, match="trajectory_norm 'logit' needs logit_scale"):
+        hand_loss("token", trajectory_norm="logit")
+    with pytest.raises(ValueError, match="'gradient' with scope 'trajectory'"):
+        hand_loss("token", trajectory_norm="gradient")
+    with pytest.raises(ValueError, match=r"delta.*must be positive, not 0"):
+        hand_loss("token", trajectory_norm="token", delta=0.0)
+
+
+def test_the_gradient_is_taken_once() -> None:
+    lp = log_probs()
+    (first,) = torch.autograd.grad(hand_loss("turn", lp).loss, lp, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        first.sum().backward()
+
+
+def test_aggregate_by_hand() -> None:
+    x = torch.tensor([[math.nan, 1.0, 3.0], [2.0, math.nan, math.nan]], requires_grad=True)
+    mask = torch.tensor([[False, True, True], [True, False, False]])
+    mean = aggregate(x, mask)
+    assert mean.item() == pytest.approx((2.0 + 2.0) / 2)
+    assert aggregate(x, mask, aggregation="token_mean").item() == pytest.approx(2.0)
+    assert aggregate(x, mask, denominator=8).item() == pytest.approx(0.5)
+    (gradient,) = torch.autograd.grad(mean, x)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.25, 0.25], [0.5, 0.0, 0.0]]))
+
+
+def test_dual_clip_by_hand() -> None:
+    """Row 0: A = -1 at ratio 3 is held at 2 A without a gradient, at ratio 1.5 it is not; A = 1 at ratio 3 is PPO's to
+    clip, and the only one counted as clipped."""
+    ratios = torch.tensor([[3.0, 1.5, 3.0]], dtype=F64)
+    advantages = torch.tensor([[-1.0, -1.0, 1.0]], dtype=F64)
+    log_probs = ratios.log().requires_grad_()
+    mask, turns = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.long)
+    found = policy_loss(
+        log_probs, torch.zeros_like(ratios), advantages, mask, turns, ratio_level="token", dual_clip=2.0
+    )
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx(-(-2.0 - 1.5 + 1.2) / 3)
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, 1.5 / 3, 0.0]], dtype=F64))
+    assert float(found.clip_bias.clipped) == 1
+
+
+def test_dual_clip_of_a_turn_holds_its_negative_tokens() -> None:
+    """A turn at ratio 3: its token with A = -1 is held, that with A = 1 clipped, that with A = 0 neither."""
+    log_probs = torch.full((1, 3), math.log(3.0), dtype=F64, requires_grad=True)
+    advantages = torch.tensor([[-1.0, 1.0, 0.0]], dtype=F64)
+    mask, turns = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.long)
+    how = {"ratio_level": "turn", "dual_clip": 2.0}
+    found = policy_loss(log_probs, torch.zeros(1, 3, dtype=F64), advantages, mask, turns, **how)  # type: ignore[arg-type]
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx(-(-2.0 + 1.2) / 3)
+    assert log_probs.grad is not None and not log_probs.grad.any()
+
+
+def test_dual_clip_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="dual_clip must be above 1"):
+        policy_loss(
+            RATIOS.log(),
+            torch.zeros_like(RATIOS),
+            ADVANTAGES,
+            MASK,
+            TURNS,
+            ratio_level="token",
+            dual_clip=0.5,
+        )

@@ -1,0 +1,218 @@
+"""A mini-batch cut into micro-batches, or over ranks, is the same mini-batch: gradient and normalizer."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sorl_train.learner.diagnostics import RatioDiagnostics, diagnose_ratios
+from sorl_train.losses.aggregate import loss_denominator
+from sorl_train.losses.clip_bias import Normalization, normalization
+from sorl_train.losses.policy import LossOutput, policy_loss
+from sorl_train.losses.value import value_loss
+
+ROOT = Path(__file__).resolve().parents[3]
+NORMS = ("scalar", "trajectory", "token", "token_mean", "rms", "logit")
+SETTINGS = tuple(
+    itertools.product(
+        ("token", "turn", "sequence"),
+        ("trajectory_mean", "token_mean"),
+        NORMS,
+        ("mini_batch", "trajectory"),
+        ("gradient", "update"),
+    )
+)
+RANK_SETTINGS = tuple(s for s in SETTINGS if s[:2] in {("turn", "trajectory_mean"), ("token", "token_mean")})
+DELTA = 0.05  # low enough for every norm to bind
+
+
+@dataclass(frozen=True)
+class Result:
+    gradient: Tensor  # scaled, as the optimizer sees it
+    normalization: Normalization
+    loss: float
+    metrics: dict[str, float]
+
+
+def inputs() -> dict[str, Tensor]:
+    """Nine trajectories; the third and the last two carry no loss."""
+    g = torch.Generator().manual_seed(7)
+    rows, columns = 9, 24
+    mask = torch.rand(rows, columns, generator=g) < 0.6
+    mask[[2, 7, 8]] = False
+    return {
+        "features": torch.randn(rows, columns, 5, generator=g),
+        "old": 0.8 * torch.randn(rows, columns, generator=g),
+        "advantages": torch.randn(rows, columns, generator=g),
+        "mask": mask,
+        "turns": (torch.rand(rows, columns, generator=g) < 0.2).cumsum(1),
+        "scale": torch.rand(rows, columns, generator=g),
+    }
+
+
+def micro(
+    data: dict[str, Tensor], rows: slice, theta: Tensor, denominator: float, setting: tuple, **options
+) -> LossOutput:
+    level, aggregation, norm, scope, _ = setting
+    part = {name: tensor[rows] for name, tensor in data.items()}
+    return policy_loss(
+        part["features"] @ theta,
+        part["old"],
+        part["advantages"],
+        part["mask"],
+        part["turns"],
+        ratio_level=level,
+        aggregation=aggregation,
+        denominator=denominator,
+        logit_scale=part["scale"],
+        trajectory_norm=norm if scope == "trajectory" else None,
+        delta=DELTA,
+        **options,
+    )
+
+
+def run(
+    data: dict[str, Tensor], cuts: list[slice], denominator: float, setting: tuple, reduce: bool = False
+) -> Result:
+    """What a trainer does: backward for each micro-batch, sums over them and over the ranks, scale."""
+    theta = torch.full((5,), 0.3, requires_grad=True)
+    outputs = [micro(data, rows, theta, denominator, setting) for rows in cuts]
+    for output in outputs:
+        output.loss.backward()
+    bias, stats = outputs[0].clip_bias, outputs[0].stats
+    for output in outputs[1:]:
+        bias, stats = bias + output.clip_bias, stats + output.stats
+    loss = sum(output.loss.detach() for output in outputs)
+    assert isinstance(loss, Tensor) and theta.grad is not None
+    if reduce:
+        bias, stats = bias.all_reduce(), stats.all_reduce()
+        dist.all_reduce(theta.grad)
+        dist.all_reduce(loss)
+    _, _, norm, scope, target = setting
+    scales = normalization(bias, norm=norm, scope=scope, target=target, delta=DELTA)
+    return Result(theta.grad * scales.grad_scale, scales, loss.item(), stats.metrics())
+
+
+def same(result: Result, expected: Result) -> None:
+    torch.testing.assert_close(result.gradient, expected.gradient, atol=1e-6, rtol=1e-6)
+    assert asdict(result.normalization) == pytest.approx(asdict(expected.normalization), rel=1e-6, abs=1e-6)
+    assert result.loss == pytest.approx(expected.loss, rel=1e-6, abs=1e-6)
+    assert result.metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-6)
+
+
+def whole(data: dict[str, Tensor], setting: tuple) -> Result:
+    result = run(data, [slice(0, 9)], loss_denominator(data["mask"], setting[1]), setting)
+    assert result.normalization.factor < 1.0, "the norm is to exceed delta"
+    return result
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids="-".join)
+def test_uneven_micro_batches(setting: tuple) -> None:
+    data = inputs()
+    cuts = [
+        slice(0, 1),
+        slice(1, 2),
+        slice(2, 3),
+        slice(3, 7),
+        slice(7, 9),
+    ]  # two of them carry no loss at all
+    denominators = [loss_denominator(data["mask"][rows], setting[1]) for rows in cuts]
+    same(run(data, cuts, sum(denominators), setting), whole(data, setting))
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+def test_the_gradient_of_the_clipping_bias_adds_up(level: str) -> None:
+    data = inputs()
+    theta = torch.full((5,), 0.3, requires_grad=True)
+    setting = (level, "trajectory_mean", "gradient", "mini_batch", "gradient")
+
+    def bias_gradient(rows: slice) -> Tensor:
+        objective = micro(data, rows, theta, 6.0, setting, clip_bias_objective=True).clip_bias_objective
+        return torch.zeros(5) if objective is None else torch.autograd.grad(objective, theta)[0]
+
+    parts = [bias_gradient(rows) for rows in (slice(0, 2), slice(2, 3), slice(3, 9))]
+    expected = bias_gradient(slice(0, 9))
+    assert not parts[1].any() and expected.norm() > 0.1
+    torch.testing.assert_close(torch.stack(parts).sum(0), expected, atol=1e-6, rtol=1e-6)
+
+
+# of two ranks; the last one has no loss token
+SHARES = ((slice(0, 3), slice(3, 9)), (slice(0, 7), slice(7, 9)))
+
+
+def diagnostics(data: dict[str, Tensor], rows: slice) -> RatioDiagnostics:
+    part = {name: tensor[rows] for name, tensor in data.items()}
+    log_probs, turns = part["features"][..., 0], part["turns"]
+    arguments = (log_probs, part["old"], part["advantages"], part["mask"], turns, (turns % 5).to(torch.int8))
+    return diagnose_ratios(*arguments, ratio_level="turn", clip_eps=0.2)
+
+
+def rank_main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    data = inputs()
+    cuts = [[slice(0, 2), slice(2, 3)], [slice(3, 4), slice(4, 9)]][rank]
+    results = []
+    for setting in RANK_SETTINGS:
+        count = torch.tensor(sum(loss_denominator(data["mask"][rows], setting[1]) for rows in cuts))
+        dist.all_reduce(count)
+        results.append(run(data, cuts, count.item(), setting, reduce=True))
+    torch.save(
+        [(r.gradient, asdict(r.normalization), r.loss, r.metrics) for r in results], f"{folder}/{rank}.pt"
+    )
+    diagnosed = [diagnostics(data, shares[rank]).all_reduce().metrics() for shares in SHARES]
+    torch.save(diagnosed, f"{folder}/diagnostics_{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(
+        str(ROOT)
+    )  # the spawned processes import this file as tests.train.test_losses_split
+    torch.multiprocessing.spawn(rank_main, args=(str(tmp_path),), nprocs=2)
+    data = inputs()
+    for rank in range(2):
+        saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert len(saved) == len(RANK_SETTINGS)
+        for setting, (gradient, scales, loss, metrics) in zip(RANK_SETTINGS, saved, strict=True):
+            same(Result(gradient, Normalization(**scales), loss, metrics), whole(data, setting))
+        expected = diagnostics(data, slice(0, 9)).metrics()
+        assert {"log_ratio_p01_turn", "ess_sequence", "clip_frac_turn3", "clip_frac_tag"} <= set(expected)
+        for found in torch.load(tmp_path / f"diagnostics_{rank}.pt", weights_only=True):
+            assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_all_reduce_is_the_identity_without_a_process_group() -> None:
+    data = inputs()
+    bias = micro(data, slice(0, 9), torch.zeros(5), 1.0, SETTINGS[0]).clip_bias
+    assert bias.all_reduce() is bias
+
+
+@pytest.mark.parametrize("aggregation", ["trajectory_mean", "token_mean"])
+def test_value_loss_in_micro_batches(aggregation: str) -> None:
+    data = inputs()
+    values = data["old"].clone().requires_grad_()
+
+    def part(rows: slice, denominator: float):
+        return value_loss(
+            values[rows],
+            data["advantages"][rows],
+            data["mask"][rows],
+            old_values=data["scale"][rows],
+            clip_eps=0.1,
+            aggregation=aggregation,
+            denominator=denominator,
+        )
+
+    count = loss_denominator(data["mask"], aggregation)
+    full, parts = part(slice(0, 9), count), [part(slice(0, 2), count), part(slice(2, 9), count)]
+    expected = torch.autograd.grad(full.loss, values)[0]
+    gradient = torch.autograd.grad(parts[0].loss + parts[1].loss, values)[0]
+    torch.testing.assert_close(gradient, expected, atol=1e-7, rtol=1e-6)
+    assert (parts[0].stats + parts[1].stats).metrics() == pytest.approx(full.stats.metrics(), rel=1e-5)

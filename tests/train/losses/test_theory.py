@@ -1,0 +1,255 @@
+"""The losses against the paper's lemmas, and against the objectives written down as loops and left to autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from sorl_train.losses.policy import policy_loss
+
+F64 = torch.float64
+LEVELS = ("token", "turn", "sequence")
+EPS = 0.2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A log-linear policy over V tokens with parameters theta (D, V), and what it is trained on."""
+
+    theta: Tensor
+    features: Tensor  # (B, T, D)
+    targets: Tensor  # (B, T)
+    old: Tensor
+    advantages: Tensor
+    mask: Tensor
+    turns: Tensor
+
+    def log_probs(self) -> Tensor:
+        logits = self.features @ self.theta
+        return torch.log_softmax(logits, -1).gather(-1, self.targets[..., None]).squeeze(-1)
+
+    def loss(self, level: str, **options):
+        return policy_loss(
+            self.log_probs(), self.old, self.advantages, self.mask, self.turns, ratio_level=level, **options
+        )
+
+    def gradient(self, scalar: Tensor) -> Tensor:
+        return torch.autograd.grad(scalar, self.theta, retain_graph=True)[0]
+
+    def segments(self, level: str) -> list[list[tuple[int, list[int]]]]:
+        """For each trajectory its segments as (row, token positions), in plain Python."""
+        rows = []
+        for b in range(len(self.mask)):
+            tokens = [t for t in range(self.mask.shape[1]) if self.mask[b, t]]
+            keys = {"token": list(range(self.mask.shape[1])), "turn": self.turns[b].tolist()}.get(
+                level, [0] * self.mask.shape[1]
+            )
+            distinct = sorted({keys[t] for t in tokens})
+            rows.append([(b, [t for t in tokens if keys[t] == k]) for k in distinct])
+        return rows
+
+
+def case(seed: int, drift: float = 0.7) -> Case:
+    """Random layouts: prompts, one-token turns, turns with and without observations between, an empty row."""
+    g = torch.Generator().manual_seed(seed)
+    rows, columns, width, vocabulary = 5, 19, 4, 6
+    mask = torch.zeros(rows, columns, dtype=torch.bool)
+    turns = torch.full((rows, columns), -1)
+    for b in range(rows - 1):
+        t, turn = int(torch.randint(0, 4, (), generator=g)), 0
+        while t < columns:
+            end = t + int(torch.randint(1, 6, (), generator=g))
+            mask[b, t:end], turns[b, t:end] = True, turn
+            t = end + int(torch.randint(0, 3, (), generator=g))
+            turn += int(torch.randint(1, 3, (), generator=g))
+    theta = torch.randn(width, vocabulary, dtype=F64, generator=g)
+    features = torch.randn(rows, columns, width, dtype=F64, generator=g)
+    targets = torch.randint(0, vocabulary, (rows, columns), generator=g)
+    advantages = torch.randn(rows, columns, dtype=F64, generator=g)
+    before = theta + drift * torch.randn(theta.shape, dtype=F64, generator=g)
+    old = Case(before, features, targets, advantages, advantages, mask, turns).log_probs()
+    return Case(theta.requires_grad_(), features, targets, old, advantages, mask, turns)
+
+
+def ratio_of(c: Case, log_probs: Tensor, b: int, tokens: list[int]) -> Tensor:
+    """eq:turn_level_IS."""
+    return torch.exp((log_probs[b, tokens] - c.old[b, tokens]).sum() / len(tokens))
+
+
+def unclipped(w: float, advantage: float) -> bool:
+    """Membership in B, the paper's B^+ and B^-."""
+    return w <= 1 + EPS if advantage >= 0 else w >= 1 - EPS
+
+
+def objective(c: Case, level: str) -> Tensor:
+    """J of eq:ppo_obj, eq:turn_level_PPO and GSPO with min and clip, for autograd to differentiate."""
+    log_probs, rows = c.log_probs(), []
+    for segments in c.segments(level):
+        terms = []
+        for b, tokens in segments:
+            w = ratio_of(c, log_probs, b, tokens)
+            terms += [torch.minimum(w * a, w.clamp(1 - EPS, 1 + EPS) * a) for a in c.advantages[b, tokens]]
+        if terms:
+            rows.append(torch.stack(terms).mean())
+    return torch.stack(rows).mean()
+
+
+def bias_terms(c: Case, level: str) -> list[Tensor]:
+    """c_t of each loss token, by trajectory."""
+    log_probs, rows = c.log_probs().detach(), []
+    for segments in c.segments(level):
+        terms = []
+        for b, tokens in segments:
+            w = ratio_of(c, log_probs, b, tokens)
+            terms += [w * a * (not unclipped(float(w), float(a))) for a in c.advantages[b, tokens]]
+        if terms:
+            rows.append(torch.stack(terms))
+    return rows
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("seed", range(5))
+def test_value_and_gradient_are_those_of_the_objective(level: str, seed: int) -> None:
+    c = case(seed)
+    output, expected = c.loss(level), objective(c, level)
+    torch.testing.assert_close(output.loss, -expected, atol=1e-10, rtol=0)
+    torch.testing.assert_close(c.gradient(output.loss), -c.gradient(expected), atol=1e-10, rtol=0)
+    assert output.clip_bias.clipped.item() == sum((terms != 0).sum().item() for terms in bias_terms(c, level))
+    assert output.clip_bias.clipped.item() > 0, "the case is to exercise clipping"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gradient_is_turn_level_credit_assignment(seed: int) -> None:
+    """Lemma eq:turn_level_credit_assignment: (1/|y|) sum_k w_k (A^k / |y^k|) grad log pi(y^k | ..)."""
+    c = case(seed)
+    log_probs, rows = c.log_probs(), []
+    for turns in c.segments("turn"):
+        length = sum(len(tokens) for _, tokens in turns)
+        total = torch.zeros_like(c.theta)
+        for b, tokens in turns:
+            w = ratio_of(c, log_probs.detach(), b, tokens)
+            credit = sum(a for a in c.advantages[b, tokens] if unclipped(float(w), float(a)))  # A^k
+            total += w * credit / len(tokens) * c.gradient(log_probs[b, tokens].sum()) / length
+        if turns:
+            rows.append(total)
+    expected = torch.stack(rows).mean(0)
+    torch.testing.assert_close(-c.gradient(c.loss("turn").loss), expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gradient_decomposes_into_policy_gradient_and_clipping_bias(seed: int) -> None:
+    """Lemma eq:ppo_composition: (1/|y|) sum w A grad log pi, less C. In parameters, and per log-probability."""
+    c = case(seed)
+    log_probs = c.log_probs()
+    leaf = log_probs.detach().requires_grad_()
+    loss = policy_loss(leaf, c.old, c.advantages, c.mask, c.turns, ratio_level="token").loss
+    (per_token,) = torch.autograd.grad(loss, leaf)
+    lengths = c.mask.sum(1, keepdim=True)
+    weight = c.mask.to(F64) / lengths.clamp(min=1) / (lengths > 0).sum()
+    w = torch.exp(log_probs - c.old).detach()
+    outside = torch.where(c.advantages >= 0, w > 1 + EPS, w < 1 - EPS)
+    policy, bias = weight * w * c.advantages, weight * outside * w * c.advantages
+    torch.testing.assert_close(-per_token, policy - bias, atol=1e-10, rtol=0)
+
+    output = c.loss("token", clip_bias_objective=True)
+    policy_gradient = c.gradient((policy * log_probs).sum())
+    bias_gradient = c.gradient((bias * log_probs).sum())
+    torch.testing.assert_close(-c.gradient(output.loss), policy_gradient - bias_gradient, atol=1e-10, rtol=0)
+    torch.testing.assert_close(c.gradient(output.clip_bias_objective), bias_gradient, atol=1e-10, rtol=0)
+    torch.testing.assert_close(output.clip_bias_objective, bias.sum(), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("aggregation", ["trajectory_mean", "token_mean"])
+def test_the_decomposition_holds_at_every_level(level: str, aggregation: str) -> None:
+    """Loss gradient = -(gradient without clipping - gradient of C), whatever the level and the aggregation."""
+    c = case(3)
+    clipped = c.loss(level, aggregation=aggregation, clip_bias_objective=True)
+    free = c.loss(level, aggregation=aggregation, clip_eps=1.0, clip_eps_high=1e6)
+    assert free.clip_bias.clipped.item() == 0
+    expected = c.gradient(free.loss) + c.gradient(clipped.clip_bias_objective)
+    torch.testing.assert_close(c.gradient(clipped.loss), expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("seed", range(4))
+def test_norms_of_the_clipping_bias_are_their_definitions(level: str, seed: int) -> None:
+    c = case(seed)
+    scale = torch.rand(c.mask.shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+    norms = c.loss(level, logit_scale=scale).clip_bias.norms()
+    rows = bias_terms(c, level)
+    means = torch.stack([terms.mean() for terms in rows])
+    scales = [scale[b][c.mask[b]] for b in range(len(c.mask)) if c.mask[b].any()]
+    expected = {
+        "scalar": means.mean().abs(),
+        "trajectory": means.norm(),
+        "token": torch.cat(rows).norm(),
+        "token_mean": torch.stack([terms.norm() for terms in rows]).mean(),
+        "rms": torch.cat(rows).square().mean().sqrt(),
+        "logit": (torch.cat(rows) * torch.cat(scales)).norm(),
+    }
+    assert norms == pytest.approx({name: float(value) for name, value in expected.items()}, abs=1e-10)
+
+
+def test_logit_norm_is_the_gradient_norm_in_logit_space() -> None:
+    """At level token, sqrt(1 - 2 p + sum p^2) |c_t| is the L2 norm of the gradient of w_t A_t by the logits."""
+    c = case(1)
+    logits = (c.features @ c.theta).detach().requires_grad_()
+    log_p = torch.log_softmax(logits, -1)
+    log_probs = log_p.gather(-1, c.targets[..., None]).squeeze(-1)
+    p = log_p.exp().detach()
+    scale = (1 - 2 * log_probs.detach().exp() + p.square().sum(-1)).sqrt()
+    w = torch.exp(log_probs - c.old)
+    outside = c.mask & torch.where(c.advantages >= 0, w > 1 + EPS, w < 1 - EPS)
+    (gradient,) = torch.autograd.grad((w * c.advantages)[outside].sum(), logits)
+    norm = policy_loss(
+        log_probs, c.old, c.advantages, c.mask, c.turns, ratio_level="token", logit_scale=scale
+    ).clip_bias.norm("logit")
+    assert norm == pytest.approx(float(gradient.norm()), abs=1e-10)
+
+
+@pytest.mark.parametrize("norm", ["scalar", "trajectory", "token", "token_mean", "rms", "logit"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_trajectory_scope_is_each_trajectory_normalized_alone(level: str, norm: str) -> None:
+    c = case(2, drift=1.5)
+    scale = torch.rand(c.mask.shape, dtype=F64, generator=torch.Generator().manual_seed(0))
+    options = {"ratio_level": level, "denominator": 4.0}
+    expected, factors = torch.zeros_like(c.theta), []
+    for b in range(len(c.mask)):
+        row = [x[b : b + 1] for x in (c.log_probs(), c.old, c.advantages, c.mask, c.turns)]
+        alone = policy_loss(*row, logit_scale=scale[b : b + 1], **options)
+        factor = 0.1 / max(alone.clip_bias.norm(norm), 0.1)
+        factors += [factor] * bool(c.mask[b].any())
+        expected += factor * c.gradient(alone.loss)
+    output = c.loss(level, logit_scale=scale, trajectory_norm=norm, delta=0.1, denominator=4.0)
+    torch.testing.assert_close(c.gradient(output.loss), expected, atol=1e-10, rtol=0)
+    assert output.clip_bias.factor_sum.item() == pytest.approx(sum(factors), abs=1e-10)
+    assert len(set(factors)) > 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_float32_is_enough_for_long_turns(level: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    old = -torch.rand(2, 4096, dtype=F64, generator=g)
+    log_probs = (old + 0.3 * torch.randn(2, 4096, dtype=F64, generator=g)).requires_grad_()
+    advantages = torch.randn(2, 4096, dtype=F64, generator=g)
+    mask = torch.ones(2, 4096, dtype=torch.bool)
+    turns = torch.arange(4096).div(1500, rounding_mode="floor").expand(2, 4096)
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
+        output = policy_loss(
+            log_probs.to(dtype), old.to(dtype), advantages.to(dtype), mask, turns, ratio_level=level
+        )
+        return (
+            output.loss.double(),
+            torch.autograd.grad(output.loss, log_probs)[0],
+            output.clip_bias.norm("token"),
+        )
+
+    (loss, gradient, norm), (loss64, gradient64, norm64) = run(torch.float32), run(F64)
+    torch.testing.assert_close(loss, loss64, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(gradient, gradient64, atol=1e-9, rtol=2e-4)
+    assert norm == pytest.approx(norm64, rel=1e-5)

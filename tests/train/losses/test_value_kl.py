@@ -1,0 +1,124 @@
+"""Value loss and KL estimates against arithmetic done by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sorl_train.algorithms import KLKind
+from sorl_train.config.settings import LossConfig
+from sorl_train.losses.kl import kl_penalty
+from sorl_train.losses.value import value_loss
+
+F64 = torch.float64
+MASK = torch.tensor([[False, True, True], [True, False, False]])
+VALUES = torch.tensor([[math.nan, 1.0, 0.0], [3.0, math.nan, math.nan]], dtype=F64)
+RETURNS = torch.tensor([[math.nan, 0.5, 2.0], [2.0, math.nan, math.nan]], dtype=F64)
+
+
+def test_value_loss_by_hand() -> None:
+    values = VALUES.clone().requires_grad_()
+    output = value_loss(values, RETURNS, MASK)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(0.5 * ((0.25 + 4.0) / 2 + 1.0) / 2)
+    expected = torch.tensor([[0.0, 0.5 / 4, -2.0 / 4], [1.0 / 2, 0.0, 0.0]], dtype=F64)
+    torch.testing.assert_close(values.grad, expected)
+    assert torch.equal(values.detach().nan_to_num(7), VALUES.nan_to_num(7))
+    by_token = value_loss(VALUES, RETURNS, MASK, aggregation="token_mean", denominator=6)
+    assert by_token.loss.item() == pytest.approx(0.5 * 5.25 / 6)
+
+
+def test_clipped_value_loss_by_hand() -> None:
+    old = torch.tensor([[math.nan, 0.0, 0.1], [3.0, math.nan, math.nan]], dtype=F64)
+    values = VALUES.clone().requires_grad_()
+    output = value_loss(values, RETURNS, MASK, old_values=old, clip_eps=0.2)
+    output.loss.backward()
+    # held values: 0 + 0.2 (error .09 < .25); 0.1 - 0.1 = 0 (the same); 3 (the same)
+    assert output.loss.item() == pytest.approx(0.5 * ((0.25 + 4.0) / 2 + 1.0) / 2)
+    assert output.stats.metrics()["value_clip_frac"] == 0.0
+    pulled = value_loss(values, RETURNS, MASK, old_values=old - 1.0, clip_eps=0.2)
+    # held values: -1 + 0.2 (error 1.69 > .25); -0.9 + 0.2 (error 7.29 > 4); 2 + 0.2 (error .04 < 1)
+    assert pulled.loss.item() == pytest.approx(0.5 * ((1.69 + 7.29) / 2 + 1.0) / 2)
+    assert pulled.stats.metrics()["value_clip_frac"] == pytest.approx(2 / 3)
+    with pytest.raises(ValueError, match=r"returns has shape \(2, 1\)"):
+        value_loss(VALUES, RETURNS[:, :1], MASK)
+    with pytest.raises(ValueError, match="needs old_values"):
+        value_loss(VALUES, RETURNS, MASK, clip_eps=0.2)
+
+
+def test_value_metrics_by_hand() -> None:
+    metrics = value_loss(VALUES, RETURNS, MASK).stats.metrics()
+    errors, returns = [-0.5, 2.0, -1.0], [0.5, 2.0, 2.0]
+
+    def variance(x: list[float]) -> float:
+        return sum(v * v for v in x) / 3 - (sum(x) / 3) ** 2
+
+    assert metrics["value_mean"] == pytest.approx(4 / 3)
+    assert metrics["explained_variance"] == pytest.approx(1 - variance(errors) / variance(returns))
+    constant = value_loss(VALUES, torch.ones(2, 3, dtype=F64), MASK).stats.metrics()
+    assert constant["explained_variance"] == 0.0
+
+
+def test_value_loss_without_tokens_is_zero() -> None:
+    values = VALUES.clone().requires_grad_()
+    output = value_loss(values, RETURNS, torch.zeros_like(MASK))
+    output.loss.backward()
+    assert output.loss.item() == 0.0 and values.grad is not None and not values.grad.any()
+
+
+def test_kl_by_hand() -> None:
+    log_probs, ref = torch.tensor([[-1.0, -2.0]], dtype=F64), torch.tensor([[-1.5, -1.0]], dtype=F64)
+    assert kl_penalty(log_probs, ref, "k1")[0].tolist() == pytest.approx([0.5, -1.0])
+    assert kl_penalty(log_probs, ref, "k2")[0].tolist() == pytest.approx([0.125, 0.5])
+    assert kl_penalty(log_probs, ref, "k3")[0].tolist() == pytest.approx([math.exp(-0.5) - 0.5, math.e - 2])
+    with pytest.raises(ValueError, match="unknown kl kind 'k4'"):
+        kl_penalty(log_probs, ref, "k4")
+
+
+def test_kl_estimates_in_expectation() -> None:
+    """k1 and k3 are unbiased; the gradient of k2 is that of the KL, and the gradient of k1 is 0."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, dtype=F64, generator=g).requires_grad_()
+    log_p, log_q = torch.log_softmax(logits, 0), torch.log_softmax(torch.randn(6, dtype=F64, generator=g), 0)
+    p = log_p.exp()
+    kl = (p * (log_p - log_q)).sum()
+    expected = {kind: (p * kl_penalty(log_p, log_q, kind)).sum() for kind in ("k1", "k3")}
+    torch.testing.assert_close(expected["k1"], kl)
+    torch.testing.assert_close(expected["k3"], kl)
+    (kl_gradient,) = torch.autograd.grad(kl, logits, retain_graph=True)
+
+    def sampled_gradient(
+        kind: str,
+    ) -> torch.Tensor:  # expectation over tokens of the gradient of the estimate
+        return torch.autograd.grad(
+            (p.detach() * kl_penalty(log_p, log_q, kind)).sum(), logits, retain_graph=True
+        )[0]
+
+    torch.testing.assert_close(sampled_gradient("k2"), kl_gradient)
+    torch.testing.assert_close(sampled_gradient("k1"), torch.zeros_like(kl_gradient), atol=1e-12, rtol=0)
+
+
+def test_the_gradient_of_k2_stays_small_where_that_of_k3_explodes() -> None:
+    """At a coefficient of .001, for tokens 10 and 19 nats less likely than under the reference; docs/stability.md."""
+    gradients = {}
+    kind: KLKind
+    for kind in ("k2", "k3"):
+        log_probs = torch.tensor([[-10.0, -19.0]], dtype=torch.float64, requires_grad=True)
+        (0.001 * kl_penalty(log_probs, torch.zeros_like(log_probs), kind).sum()).backward()
+        assert log_probs.grad is not None
+        gradients[kind] = log_probs.grad[0].tolist()
+    assert gradients["k2"] == pytest.approx([-0.01, -0.019])
+    assert gradients["k3"] == pytest.approx([-22.02547, -178482.3], rel=1e-6)
+    default = kl_penalty(log_probs, torch.zeros_like(log_probs))
+    assert torch.equal(default, kl_penalty(log_probs, torch.zeros_like(log_probs), "k2"))
+    assert LossConfig().kl_type == "k2"
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_stays_finite(kind: str) -> None:
+    log_probs = torch.tensor([[-1e5, 0.0]], requires_grad=True)
+    kl = kl_penalty(log_probs, torch.tensor([[0.0, -1e5]]), kind)
+    kl.sum().backward()
+    assert torch.isfinite(kl).all() and log_probs.grad is not None and torch.isfinite(log_probs.grad).all()

@@ -1,0 +1,259 @@
+"""The memory estimate by hand, and against what DeepSpeed really holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from sorl_env.task import Limits
+from sorl_train.config.settings import (
+    ClusterConfig,
+    LossConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainConfig,
+    UpdateConfig,
+)
+from sorl_train.models.shape import ModelShape
+from sorl_train.preflight.cluster_memory import (
+    BUCKET,
+    PROCESS,
+    VLLM_WORK,
+    ClusterMemory,
+    estimate_cluster_memory,
+)
+
+from ..openrlhf.conftest import run_ranks
+
+SHAPE = ModelShape(
+    parameters=8000,
+    backbone_parameters=7000,
+    trained=8000,
+    layers=2,
+    hidden=10,
+    intermediate=20,
+    key_value_width=40,
+    vocabulary=50,
+    key_value_heads=4,
+)
+LIMITS = Limits(max_turns=2, max_new_tokens=30, max_trajectory_tokens=100, max_prompt_tokens=20)
+CONFIG = TrainConfig(
+    engine="openrlhf",
+    rollout=RolloutConfig(batch_size=64),
+    update=UpdateConfig(mini_batch_size=32, micro_batch_size=4, log_prob_micro_batch_size=2),
+    hardware=ModelConfig(gradient_checkpointing=True),
+)  # 8 ranks, ZeRO-3, everything offloaded, 2 vLLM engines of 4 GPUs
+
+
+def estimate(config: TrainConfig = CONFIG, **cluster: Any) -> ClusterMemory:
+    settings = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, **cluster))
+    return estimate_cluster_memory(settings, SHAPE, LIMITS, gpu=10_000_000_000, bucket=100)
+
+
+def test_zero_3_with_offloading_by_hand() -> None:
+    memory = estimate()
+    critic = 7000 + 10
+    # an eighth of the weights in bfloat16, and a bucket of 100; policy, critic, reference and vLLM are processes
+    assert memory.lasting == {
+        "policy": 2 * 1000 + 2 * 100,
+        "critic": 2 * (critic // 8) + 2 * 100,
+        "reference": 0,
+        "processes": 4 * PROCESS,
+    }
+    # 4 rows of 100 tokens, 60 of them the policy's; all weights fit into what ZeRO-3 keeps gathered
+    stored = 2 * 4 * 100 * (2 * 10 + 5 * 10)
+    logits = 2 * 4 * (100 + 60) * 50
+    of_actions = 4 * 60 * 50
+    chunks = 4 * 60 * 50 * 4 * 4
+    block = 2 * 4 * 100 * (12 * 10 + 4 * 20)
+    assert (
+        4 * of_actions + chunks > block + 2 * 8000 + 2 * 100 > logits
+    )  # so small a vocabulary fits into one chunk of float32
+    assert memory.phases["policy update"] == {
+        "woken up": 0,
+        "gradients": 0,
+        "gathered weights": 2 * 8000,
+        "activations": stored,
+        "logits": 4 * of_actions + chunks,
+    }
+    assert memory.phases["critic update"] == {
+        "woken up": 0,
+        "gradients": 0,
+        "gathered weights": 2 * critic,
+        "activations": stored,
+        "a block again, transfers": block + 2 * 100,
+    }
+    assert memory.phases["scoring, reference"] == {
+        "gathered weights": 2 * 8000,
+        "logits": 2 * 2 * 100 * 10 + 6 * 2 * 100 * 50,
+    }
+    assert memory.phases["scoring, critic"] == {
+        "woken up": 0,
+        "gathered weights": 2 * critic,
+        "arriving weights": 2 * critic,
+        "activations": 2 * 4 * 100 * (4 * 10 + 3 * 20),
+    }
+    assert memory.phases["weights to vLLM"] == {
+        "vLLM's weights": 2 * 8000 // 4,
+        "a weight and its copy": 4 * 50 * 10,
+    }
+    assert memory.host == {
+        "policy": 18 * 8000,
+        "critic": 18 * (critic // 8) * 8,
+        "reference": 2 * 8000,
+        "vLLM asleep": 2 * 8000 // 4 * 8,
+        "a policy being saved": 2 * 8000,
+    }
+    assert memory.total("policy update") == sum(memory.lasting.values()) + sum(
+        memory.phases["policy update"].values()
+    )
+    assert memory.peak == "sampling"
+
+
+def test_vllm_by_hand() -> None:
+    vllm = estimate().vllm
+    assert (vllm.weights, vllm.work, vllm.total) == (2 * 8000 // 4, VLLM_WORK, 6_000_000_000)
+    # two numbers of 2 bytes in 2 layers of width 40, a quarter of it on each GPU
+    assert vllm.tokens == vllm.cache // (4 * 2 * 40 // 4)
+    # two heads cannot be cut into four parts
+    few = dataclasses.replace(SHAPE, key_value_heads=2)
+    assert estimate_cluster_memory(CONFIG, few, LIMITS, gpu=10_000_000_000).vllm.tokens == vllm.cache // (
+        4 * 2 * 40 // 2
+    )
+    assert estimate(vllm_memory=0.1).vllm.cache == 0
+
+
+def test_without_offloading_what_does_not_work_sleeps() -> None:
+    memory = estimate(offload_optimizer=False, offload_reference=False)
+    assert memory.lasting["policy"] == 2 * 1000  # the weights alone
+    assert memory.lasting["reference"] == 2 * 1000
+    assert memory.phases["policy update"]["woken up"] == (12 + 2) * 1000 + 2 * 100
+    assert memory.phases["scoring, policy"]["woken up"] == (12 + 2) * 1000 + 2 * 100
+    assert memory.host["policy"] == (12 + 2) * 8000
+    assert memory.host["reference"] == 0
+
+
+def test_zero_2() -> None:
+    memory = estimate(zero_stage=2, offload_optimizer=False)
+    assert memory.lasting["policy"] == 2 * 8000
+    assert memory.lasting["reference"] == 2 * 8000  # offload_reference has no effect
+    update = memory.phases["policy update"]
+    assert update["woken up"] == 12 * 1000 + 2 * 100
+    assert update["gradients"] == 2 * 1000
+    assert update["gathered weights"] == 0
+    offloaded = estimate(zero_stage=2)
+    assert offloaded.lasting["policy"] == 2 * 8000 + 2 * 100 + 2 * 500
+    assert offloaded.host["policy"] == 20 * 8000 + 8 * 2 * 500
+
+
+def test_gpus_of_their_own() -> None:
+    config = dataclasses.replace(CONFIG, rollout=RolloutConfig(batch_size=64, max_staleness=1))
+    memory = estimate(config, async_rollout=True, vllm_engines=1, offload_optimizer=False)
+    assert "sampling" not in memory.phases  # vLLM is elsewhere
+    assert memory.lasting["policy"] == (2 + 12 + 2) * 2000 + 2 * 100  # 4 ranks, nobody sleeps
+    assert memory.phases["policy update"]["woken up"] == 0
+    assert memory.lasting["processes"] == 3 * PROCESS
+    assert memory.phases["weights to vLLM"]["vLLM's weights"] == 0
+    assert memory.host["vLLM asleep"] == 0
+
+
+def test_what_is_not_there_takes_nothing() -> None:
+    group = dataclasses.replace(
+        CONFIG,
+        algo="so_grpo",
+        loss=LossConfig(kl_coef=0.0),
+        rollout=RolloutConfig(batch_size=64, group_size=8),
+    )
+    memory = estimate(group)
+    assert memory.lasting["critic"] == memory.lasting["reference"] == 0
+    assert memory.lasting["processes"] == 2 * PROCESS
+    assert not any("critic" in phase or "reference" in phase for phase in memory.phases)
+    assert estimate_cluster_memory(group, SHAPE, LIMITS).lasting["policy"] == 2 * 1000 + 2 * BUCKET
+
+
+# --- against DeepSpeed ----------------------------------------------------------------------------------------
+CASE = {
+    "vocabulary": 16384,
+    "hidden": 384,
+    "intermediate": 1024,
+    "layers": 6,
+    "heads": 6,
+    "rows": 8,
+    "micro": 4,
+    "tokens": 385,
+    "actions": 192,
+    "bucket": 7_000_000,  # more than the largest weight, as in a real model
+}  # 23.2 million parameters
+
+
+def estimated(case: dict[str, Any], held: dict[str, int], ranks: int, device: str = "cpu") -> ClusterMemory:
+    """The estimate of a case."""
+    shape = ModelShape(
+        parameters=held["policy parameters"],
+        backbone_parameters=held["critic parameters"] - case["hidden"],
+        trained=held["policy parameters"],
+        layers=case["layers"],
+        hidden=case["hidden"],
+        intermediate=case["intermediate"],
+        key_value_width=case["hidden"],
+        vocabulary=case["vocabulary"],
+    )
+    config = TrainConfig(
+        engine="openrlhf",
+        rollout=RolloutConfig(batch_size=case["rows"] * ranks),
+        update=UpdateConfig(mini_batch_size=case["rows"] * ranks, micro_batch_size=case["micro"]),
+        hardware=ModelConfig(device=device, gradient_checkpointing=case["checkpointing"]),
+        cluster=ClusterConfig(
+            gpus_per_node=ranks, vllm_engines=ranks, vllm_tensor_parallel=1, zero_stage=case["stage"]
+        ),
+    )
+    limits = Limits(
+        max_turns=1,
+        max_new_tokens=case["actions"],
+        max_trajectory_tokens=case["tokens"],
+        max_prompt_tokens=case["tokens"] - case["actions"],
+    )
+    return estimate_cluster_memory(config, shape, limits, bucket=case["bucket"])
+
+
+def measured(folder: Path, ranks: int, **settings: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """A case, and what rank 0 held in it."""
+    case = CASE | settings
+    (folder / "case.json").write_text(json.dumps(case))
+    run_ranks(Path(__file__).with_name("deepspeed_memory.py"), folder, ranks)
+    return case, json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.openrlhf
+@pytest.mark.parametrize(
+    ("stage", "ranks", "checkpointing"), [(2, 1, True), (2, 1, False), (2, 2, True), (3, 2, True)]
+)
+def test_the_estimate_is_within_15_percent_of_what_deepspeed_holds(
+    tmp_path: Path, stage: int, ranks: int, checkpointing: bool
+) -> None:
+    case, held = measured(tmp_path, ranks, stage=stage, checkpointing=checkpointing, offload=False)
+    memory = estimated(case, held, ranks)
+    for role in ("policy", "critic"):
+        for phase in (f"{role} update", f"scoring, {role}"):
+            own = memory.lasting[role] + sum(memory.phases[phase].values())
+            print(f"{phase}: {own / 1e6:.1f} MB, {held[phase] / 1e6:.1f} MB, {own / held[phase]:.3f}")
+            # an upper bound, and a close one
+            assert 0.99 <= own / held[phase] <= 1.15, (phase, memory.phases[phase], held)
+
+
+@pytest.mark.openrlhf
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_offloaded_goes_to_the_host(tmp_path: Path, stage: int) -> None:
+    """On a CPU the two memories are one, which holds what the estimate gives to the GPU and to the host."""
+    case, held = measured(tmp_path, 1, stage=stage, checkpointing=True, offload=True)
+    memory = estimated(case, held, 1, device="auto")
+    bucket = 2 * case["bucket"] if stage == 2 else 0  # which ZeRO-2 has only while it reduces gradients
+    for role in ("policy", "critic"):
+        both = memory.lasting[role] + memory.host[role] - bucket
+        assert both == pytest.approx(held[f"{role} between steps"], rel=0.01)

@@ -1,0 +1,262 @@
+"""The dry run of this engine, and the paper's configs; nothing here needs OpenRLHF."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from sorl_env.errors import UserError
+from sorl_env.registry import load_task
+from sorl_train.config.files import find_config, load_config, packaged_configs
+from sorl_train.models.shape import model_shape
+from sorl_train.models.tiny import build_tiny_policy
+from sorl_train.openrlhf.flags import as_arguments, openrlhf_flags
+from sorl_train.preflight.cluster_plan import openrlhf_parts
+from sorl_train.preflight.dry_run import plan_text
+from sorl_train.rollout.environments import limits
+from sorl_train.run.folder import RunDir
+
+# SO-PPO on NQ and HotpotQA, in its placements; tests/train/config/test_paper_configs.py has all runs of the paper
+PAPER = [
+    f"paper/{name}"
+    for name in ("hotpotqa_so_ppo_8gpu", "nq_so_ppo_2nodes", "nq_so_ppo_8gpu", "nq_so_ppo_8gpu_async")
+]
+
+# Qwen2.5-7B's published sizes.
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    build_tiny_policy(load_task("minihop"), folder, hidden_size=64, num_layers=2, num_heads=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """A folder with a 7B model's configuration and some tokenizer, without weights."""
+    folder = tmp_path_factory.mktemp("qwen")
+    for file in tiny.glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
+    return folder
+
+
+def plan(name: str, model: Path, **overrides: Any) -> str:
+    """The plan of a packaged config with the task's embedded questions; ``a__b=1`` overrides ``a.b``."""
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return plan_text(load_config(name, {"model": str(model), "data": None, "run_dir": "runs/x"} | dotted))
+
+
+def part(text: str, title: str) -> str:
+    """The lines under a title."""
+    (found,) = [block for block in text.split("\n\n") if block.startswith(title)]
+    return found
+
+
+# --- the paper's configs --------------------------------------------------------------------------------------
+def test_the_papers_configs_are_there() -> None:
+    assert set(PAPER) <= set(packaged_configs())
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_paper_config_has_the_papers_settings(name: str) -> None:
+    config = load_config(name)
+    assert (config.algo, config.model) == ("so_ppo", "Qwen/Qwen2.5-7B")
+    assert (config.optim.lr, config.optim.critic_lr) == (1e-6, 1e-5)
+    assert (config.optim.warmup_ratio, config.optim.critic_warmup_ratio) == (0.285, 0.015)
+    assert (config.rollout.batch_size, config.update.mini_batch_size, config.update.epochs) == (512, 256, 1)
+    loss = config.loss
+    assert (loss.kl_coef, loss.clip_eps, loss.clip_bias_delta) == (0.001, 0.2, 1.0)
+    assert (loss.gamma, loss.gae_lambda) == (1.0, 1.0)
+    assert (config.sampler.temperature, config.sampler.top_p, config.search.top_k) == (1.0, 1.0, 3)
+    found = limits(load_task(config.task), config.limits)
+    assert (found.max_prompt_tokens, found.max_new_tokens) == (2048, 500)
+    assert (found.max_observation_tokens, found.max_trajectory_tokens, found.max_turns) == (500, 4096, 4)
+    assert (config.cluster.vllm_tensor_parallel, config.cluster.zero_stage) == (4, 3)
+    assert config.cluster.offload_optimizer and config.hardware.gradient_checkpointing
+    assert config.search.url  # never the task's few passages by accident
+
+
+@pytest.mark.parametrize(("name", "questions"), [("nq", 79_168), ("hotpotqa", 90_447)])
+def test_steps_are_four_epochs(name: str, questions: int) -> None:
+    config = load_config(f"paper/{name}_so_ppo_8gpu")
+    assert config.update.steps == 4 * questions // config.rollout.batch_size
+
+
+PLACEMENT = {
+    "paper/nq_so_ppo_8gpu": (
+        "cluster: 1 node x 8 GPUs = 8 GPUs",
+        "training: 1 node x 8 GPUs = 8 data-parallel ranks, ZeRO-3",
+        "offloading: optimizer and gradients in the host's memory, reference in the host's memory",
+        "sampling: 2 vLLM engines x tensor parallel 4 = 8 GPUs, the same ones, in turns with training",
+        "rollout: 512 trajectories, 256 an engine, 64 a rank to score",
+        "micro-batch of a GPU: 8 (policy and critic), 8 (reference)",
+        "optimizer step: mini-batch of 256 = 8 ranks x 8 x 4 accumulation steps",
+    ),
+    "paper/nq_so_ppo_2nodes": (
+        "cluster: 2 nodes x 8 GPUs = 16 GPUs",
+        "training: 2 nodes x 8 GPUs = 16 data-parallel ranks, ZeRO-3",
+        "sampling: 4 vLLM engines x tensor parallel 4 = 16 GPUs, the same ones, in turns with training",
+        "rollout: 512 trajectories, 128 an engine, 32 a rank to score",
+        "optimizer step: mini-batch of 256 = 16 ranks x 8 x 2 accumulation steps",
+    ),
+    "paper/nq_so_ppo_8gpu_async": (
+        "training: 1 node x 4 GPUs = 4 data-parallel ranks, ZeRO-3",
+        "sampling: 1 vLLM engine x tensor parallel 4 = 4 GPUs, of their own, while the others train",
+        "optimizer step: mini-batch of 256 = 4 ranks x 8 x 8 accumulation steps",
+        "staleness: at most 1 training step, sampling goes on through weight updates",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_plan_of_a_paper_config(name: str, tiny: Path) -> None:
+    text = plan(name, tiny)
+    for line in PLACEMENT.get(name, ()):
+        assert f"  {line}\n" in part(text, "Placement") + "\n"
+    assert "Memory per GPU" in text and "Memory of the host, per node" in text
+    assert "Memory, upper bound" not in text  # the local engine's
+
+
+# --- the command ----------------------------------------------------------------------------------------------
+def test_the_plan_shows_the_command_that_is_run(tiny: Path) -> None:
+    config = load_config(
+        "paper/nq_so_ppo_8gpu", {"model": str(tiny), "data": None, "run_dir": "runs/with space"}
+    )
+    shown = part(plan_text(config), "OpenRLHF flags").splitlines()[1:]
+    command = [line for line in shown if not line.strip().startswith("off: ")]
+    assert all(line.endswith(" \\") for line in command[:-1]) and not command[-1].endswith("\\")
+    # a shell reads it as the words that launch passes on
+    echo = " ".join(line.removesuffix("\\") for line in command).replace(
+        "python -m sorl_train.openrlhf.driver", "printf '%s\\n'"
+    )
+    words = subprocess.run(["bash", "-c", echo], capture_output=True, text=True, check=True).stdout
+    task_limits = limits(load_task("nq"), config.limits)
+    flags = openrlhf_flags(config, RunDir(Path("runs/with space")), str(tiny), task_limits, resume=None)
+    assert words.splitlines() == as_arguments(flags)
+    assert f"SORL_RUN_DIR='{Path('runs/with space').absolute()}'" in command[0]
+    off = {name for name, value in flags.items() if value is False}
+    assert shown[-1].strip() == f"off: {', '.join(name for name in flags if name in off)}"
+
+
+def test_the_users_own_flags_are_shown(tiny: Path) -> None:
+    text = plan("paper/nq_so_ppo_8gpu", tiny, cluster__flags={"ds.overlap_comm": True})
+    assert "--ds.overlap_comm" in text
+
+
+def test_an_impossible_config_is_refused(tiny: Path) -> None:
+    with pytest.raises(UserError, match="has to be all of them"):
+        plan("paper/nq_so_ppo_8gpu", tiny, cluster__vllm_engines=1)
+
+
+def test_a_hub_model_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="as a hub name it could not be fetched"):
+        plan("paper/nq_so_ppo_8gpu", Path("no-one/has-this-model"))
+
+
+def test_the_quickstart_can_be_planned_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SORL_CACHE", str(tmp_path))
+    config = load_config(
+        "quickstart",
+        {
+            "engine": "openrlhf",
+            "hardware.device": "cpu",
+            "cluster.gpus_per_node": 1,
+            "cluster.vllm_engines": 1,
+            "cluster.vllm_tensor_parallel": 1,
+        },
+    )
+    text = plan_text(config)
+    assert "tiny, built for the task, after a cold start" in text
+    assert f"--actor.model_name_or_path {tmp_path}/policies/minihop-" in text
+    assert "Memory of each process, all in host memory" in text
+    assert not any(tmp_path.iterdir())  # nothing was built
+
+
+@pytest.mark.slow
+def test_it_works_without_openrlhf(tiny: Path) -> None:
+    code = (
+        "import sys; from sorl_train.config.files import load_config;"
+        "from sorl_train.preflight.dry_run import plan_text;"
+        f"plan_text(load_config('paper/nq_so_ppo_8gpu', {{'model': {str(tiny)!r}, 'data': None}}));"
+        "found = {'openrlhf', 'ray', 'vllm', 'deepspeed'} & set(sys.modules); assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+def test_the_memory_of_a_7b_model(qwen: Path) -> None:
+    """The figures that docs/scaling_out.md works out by hand."""
+    memory = part(plan("paper/nq_so_ppo_8gpu", qwen), "Memory per GPU")
+    rows = dict(re.findall(r"^  (.{19}) +([\d.]+) GB", memory, re.MULTILINE))
+    parameters, ranks, critic = 7_615_616_512, 8, 7_070_619_136 + 3584
+    held = 2 * parameters / ranks + 1e9 + 2 * critic / ranks + 1e9 + 4e9
+    assert float(rows["held all the time  "]) == pytest.approx(held / 1e9, abs=0.01)
+    assert float(rows["sampling           "]) == pytest.approx((held + 0.6 * 80e9) / 1e9, abs=0.01)
+    largest = 152_064 * 3584
+    gathered = 2 * (1.05e9 + largest)
+    kept = 2 * 8 * 4096 * (28 * 3584 + 5 * 3584)
+    logits = 2 * 8 * 152_064 * (4096 + 2000)
+    update = held + gathered + kept + logits
+    assert float(rows["policy update      "]) == pytest.approx(update / 1e9, abs=0.01)
+    reference = held + gathered + 2 * 8 * 4096 * 3584 + 6 * 8 * 4096 * 152_064
+    assert float(rows["scoring, reference "]) == pytest.approx(reference / 1e9, abs=0.01)
+    assert "of 80.00 GB, in 'sampling'" in memory and "CAUTION" not in memory
+    documented = (Path(__file__).parents[3] / "docs" / "scaling_out.md").read_text()
+    for line in memory.splitlines()[1:]:
+        assert line.strip() in documented
+
+
+def test_what_does_not_fit_says_what_to_turn(qwen: Path) -> None:
+    text = plan("paper/nq_so_ppo_8gpu", qwen, update__log_prob_micro_batch_size=64)
+    assert re.search(
+        r"CAUTION: 'scoring, reference' does not fit, .* GB too much: update.log_prob_micro_batch_size", text
+    )
+    squeezed = plan("paper/nq_so_ppo_8gpu", qwen, cluster__vllm_memory=0.05)
+    assert "leave nothing for the cache: raise cluster.vllm_memory" in squeezed
+    zero_2 = plan("paper/nq_so_ppo_8gpu", qwen, cluster__zero_stage=2)
+    assert "reference whole on every GPU" in zero_2
+
+
+def test_another_size_of_gpu(qwen: Path) -> None:
+    config = load_config("paper/nq_so_ppo_8gpu", {"data": None})
+    parts = dict(
+        openrlhf_parts(
+            config, model_shape(str(qwen)), limits(load_task("nq"), config.limits), "m", gpu=141_000_000_000
+        )
+    )
+    assert "of 141.00 GB, in 'sampling'" in "\n".join(parts["Memory per GPU, upper bound"])
+
+
+# --- names ----------------------------------------------------------------------------------------------------
+def test_a_packaged_config_in_a_folder_is_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = find_config("paper/nq_so_ppo_8gpu")
+    assert path.name == "nq_so_ppo_8gpu.yaml" and path == find_config("paper/nq_so_ppo_8gpu.yaml")
+    with pytest.raises(UserError, match=r"unknown config 'paper/nq_so_pppo'\. Did you mean 'paper/nq_so_ppo"):
+        find_config("paper/nq_so_pppo")
+    (tmp_path / "mine.yaml").write_text("base: paper/nq_so_ppo_2nodes\nseed: 3\n")
+    assert load_config("mine.yaml").cluster.nodes == 2

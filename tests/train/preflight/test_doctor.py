@@ -1,0 +1,340 @@
+"""``sorl-doctor`` finds planted faults, and only those."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from sorl_env.registry import load_task
+from sorl_tools.index.build.build import build
+from sorl_train.models.tiny import build_tiny_policy
+from sorl_train.preflight import checks as doctor_checks
+from sorl_train.preflight import doctor
+
+FREE = 64_000_000_000
+
+
+class World(NamedTuple):
+    """A run that lacks nothing: files, and the options that name them."""
+
+    folder: Path
+    options: dict[str, str]
+
+    def __call__(self, **changes: str) -> list[str]:
+        options = {**self.options, **{name.replace("__", "."): value for name, value in changes.items()}}
+        return [part for name, value in options.items() for part in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    build_tiny_policy(load_task("minihop"), str(folder), seed=0)
+    return folder
+
+
+@pytest.fixture
+def world(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(doctor_checks, "_free_memory", lambda: FREE)
+    shutil.copytree(model, tmp_path / "model")
+    rows = [{"id": str(i), "question": f"who {i}?", "golden_answers": ["x"]} for i in range(4)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "test.jsonl").write_text('{"id": "t", "question": "what?", "golden_answers": ["y"]}\n')
+    passages = [{"id": str(i), "contents": f'"T{i}"\nthe word{i} river'} for i in range(9)]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in passages))
+    return World(
+        tmp_path,
+        {
+            "task": "nq",
+            "model": str(tmp_path / "model"),
+            "data": str(tmp_path / "data.jsonl"),
+            "eval_data": str(tmp_path / "test.jsonl"),
+            "search.corpus": str(tmp_path / "corpus.jsonl"),
+            "run_dir": str(tmp_path / "runs" / "one"),
+        },
+    )
+
+
+@pytest.fixture
+def index(world: World) -> Path:
+    build([world.folder / "corpus.jsonl"], world.folder / "index")
+    return world.folder / "index"
+
+
+@pytest.fixture
+def examine(capsys: pytest.CaptureFixture[str]) -> Callable[[list[str]], tuple[int, dict[str, str]]]:
+    """Exit status, and the findings that are not ok: name to text."""
+
+    def run(argv: list[str]) -> tuple[int, dict[str, str]]:
+        status = doctor.main(argv)
+        said = capsys.readouterr()
+        found: dict[str, str] = {}
+        for line in said.out.splitlines():
+            word, _, rest = line.partition(" ")
+            if word in ("ok", "warn", "fail"):
+                name = rest.lstrip()[:10].strip()
+                if word != "ok":
+                    found[name] = line
+            elif found and line.startswith(" ") and name in found:
+                found[name] += " " + line.strip()
+        return status, found
+
+    return run
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., str]]:
+    """Starts stand-ins for retrieval servers."""
+    running: list[ThreadingHTTPServer] = []
+
+    def start(
+        fingerprint: str | None = None, status: int = 200, body: bytes | None = None, **health: Any
+    ) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                told = {"fingerprint": fingerprint, "passages": 9, **health}
+                self.answer(404 if fingerprint is None and not health else 200, json.dumps(told).encode())
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.answer(status, b'{"result": [[]]}' if body is None else body)
+
+            def answer(self, status: int, content: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        running.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(
+            target=running[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
+        return f"http://127.0.0.1:{running[-1].server_address[1]}"
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def with_server(world: World, url: str) -> World:
+    options = {name: value for name, value in world.options.items() if name != "search.corpus"}
+    return World(world.folder, {**options, "search.url": url})
+
+
+Examine = Callable[[list[str]], tuple[int, dict[str, str]]]
+Serve = Callable[..., str]
+
+
+def test_a_run_that_lacks_nothing(world: World, examine: Examine) -> None:
+    status, found = examine(world())
+    found.pop("versions", None)  # the checkout may be used without being installed
+    assert (status, found) == (0, {})
+
+
+def test_the_quickstart(examine: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, found = examine([])
+    assert status == 0 and set(found) <= {"versions"}
+    assert list(tmp_path.iterdir()) == []  # it changes nothing
+
+
+def test_no_model_folder(world: World, examine: Examine) -> None:
+    status, found = examine(world(model=str(world.folder / "modle")))
+    assert status == 1 and set(found) - {"versions"} == {"model"}
+    assert "-> give --model a transformers folder" in found["model"]
+
+
+def test_a_model_folder_without_weights(world: World, examine: Examine) -> None:
+    for file in (world.folder / "model").glob("*.safetensors"):
+        file.unlink()
+    status, found = examine(world())
+    assert status == 1 and "holds no weights" in found["model"]
+
+
+def test_a_tiny_policy_for_a_task_that_cannot_have_one(world: World, examine: Examine) -> None:
+    status, found = examine(world(model="tiny"))
+    assert status == 1 and "which nq does not have -> give --model" in found["model"]
+
+
+def test_a_broken_data_row(world: World, examine: Examine) -> None:
+    with (world.folder / "data.jsonl").open("a") as file:
+        file.write('{"id": "4", "question": "who?"}\n')
+    status, found = examine(world())
+    assert status == 1 and "data.jsonl:5: no column 'golden_answers'" in found["data"]
+    assert "eval data" not in found  # a file of its own, looked at all the same
+    (world.folder / "test.jsonl").write_text("{'question': 1}\n")
+    _, found = examine(world())
+    assert (
+        "test.jsonl:1: not valid JSON" in found["eval data"]
+        and "-> correct --eval_data" in found["eval data"]
+    )
+
+
+def test_evaluation_on_the_training_questions(world: World, examine: Examine) -> None:
+    options = {name: value for name, value in world.options.items() if name != "eval_data"}
+    status, found = examine(World(world.folder, options)())
+    assert status == 0 and "the training questions, too -> give --eval_data" in found["eval data"]
+
+
+def test_a_model_folder_without_a_tokenizer(world: World, examine: Examine) -> None:
+    for file in (world.folder / "model").glob("tokenizer*"):
+        file.unlink()
+    status, found = examine(world())
+    assert status == 1 and "no tokenizer could be loaded from the folder" in found["model"]
+    assert "-> copy the model's tokenizer.json" in found["model"] and "one of" not in found["model"]
+
+
+def test_a_task_that_takes_no_corpus(examine: Examine, world: World) -> None:
+    options = ["--search.corpus", world.options["search.corpus"]]
+    status, found = examine(options)
+    assert status == 1 and "minihop searches the world it generates" in found["search"]
+    assert "-> leave out --search.corpus and --search.url" in found["search"]
+
+
+def test_real_questions_and_nothing_real_to_search(world: World, examine: Examine) -> None:
+    options = {name: value for name, value in world.options.items() if name != "search.corpus"}
+    status, found = examine(World(world.folder, options)())
+    assert status == 0 and "embedded sample -> give --search.corpus PASSAGES" in found["search"]
+
+
+def test_a_file_of_replies(world: World, examine: Examine, serve: Serve) -> None:
+    served, path = with_server(world, serve("sha256:beef")), world.folder / "new" / "replies.db"
+    status, found = examine(served(search__cache=str(path)))
+    assert status == 0 and not path.parent.exists()
+    status, found = examine(served(search__cache=world.options["data"]))
+    assert status == 1 and "cannot keep replies there" in found["replies"]
+    status, found = examine(served(search__cache=str(world.folder)))
+    assert status == 1 and "-> name another --search.cache" in found["replies"]
+
+
+def test_an_embedded_sample_is_only_a_warning(world: World, examine: Examine) -> None:
+    options = {name: value for name, value in world.options.items() if not name.endswith("data")}
+    status, found = examine(World(world.folder, options)())
+    assert (
+        status == 0
+        and "embedded sample" in found["data"]
+        and "-> give --data a file or a folder" in found["data"]
+    )
+
+
+def test_too_little_memory(world: World, examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks, "_free_memory", lambda: 100_000_000)
+    status, found = examine(world())
+    assert status == 1 and "0.10 GB free" in found["memory"] and "--dry_run" in found["memory"]
+
+
+def test_too_little_disk(world: World, examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(world.folder)
+    monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
+    status, found = examine(world())
+    assert status == 1 and "1.0 MB free" in found["disk"] and "-> give a --run_dir" in found["disk"]
+
+
+def test_a_cache_folder_that_is_a_file(
+    world: World, examine: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SORL_CACHE", "/proc/nothing/here")
+    status, found = examine(world())
+    assert status == 1 and "-> set SORL_CACHE" in found["cache"]
+
+
+def test_wrong_versions(world: World, examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        doctor_checks.metadata,
+        "requires",
+        lambda name: ["torch>=99", "nothing-of-this; extra == 'train'", "x; extra == 'dev'"],
+    )
+    status, found = examine(world())
+    assert status == 1 and "wanted >=99; nothing-of-this is missing" in found["versions"]
+    assert "pip install -U 'sorl[train]'" in found["versions"]
+
+
+def test_a_corpus_that_breaks_off(world: World, examine: Examine) -> None:
+    with (world.folder / "corpus.jsonl").open("a") as file:
+        file.write('{"id": "9", "cont')
+    status, found = examine(world())
+    assert status == 1 and "corpus.jsonl:10: not valid JSON" in found["corpus"]
+
+
+def test_an_index_as_it_was_built(world: World, index: Path, examine: Examine) -> None:
+    status, found = examine(world(search__corpus=str(index)))
+    assert status == 0 and set(found) <= {"versions"}
+
+
+def test_a_corpus_that_changed_since(world: World, index: Path, examine: Examine) -> None:
+    corpus = world.folder / "corpus.jsonl"
+    corpus.write_text(corpus.read_text().replace("word3", "word33"))
+    status, found = examine(world(search__corpus=str(index)))
+    assert status == 1 and "was built from another version of" in found["corpus"]
+
+
+def test_a_damaged_index(world: World, index: Path, examine: Examine) -> None:
+    file = index / "passages.jsonl"
+    file.write_bytes(file.read_bytes().replace(b"word3", b"werd3"))
+    status, found = examine(world(search__corpus=str(index)))
+    assert status == 1 and "passages.jsonl changed since the build" in found["corpus"]
+    file.unlink()
+    status, found = examine([*world(), "--index", str(index)])
+    assert status == 1 and "passages.jsonl is missing" in found["index"]
+
+
+def test_nobody_listens(world: World, examine: Examine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    status, found = examine(with_server(world, f"http://127.0.0.1:{port}")())
+    assert status == 1 and f"-> start one there: sorl-serve INDEX_OR_CORPUS --port {port}" in found["server"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"body": b"<html>It works!</html>"}, "if another program has port"),
+        ({"status": 404, "body": b"no"}, "answered 404"),
+        ({"status": 401, "body": b"no"}, "-> set SORL_SEARCH_TOKEN"),
+        ({"status": 500, "body": b"no"}, "answered 500"),
+        ({"ready": False}, "is opening its index"),
+    ],
+)
+def test_a_server_that_is_none(
+    world: World, examine: Examine, serve: Serve, answer: dict[str, Any], message: str
+) -> None:
+    status, found = examine(with_server(world, serve(**answer))())
+    assert status == 1 and message in found["server"]
+
+
+def test_a_server_of_another_make(world: World, examine: Examine, serve: Serve) -> None:
+    status, found = examine(with_server(world, serve())())
+    assert status == 0 and set(found) <= {"versions"}
+
+
+def test_a_server_that_holds_another_index(world: World, index: Path, examine: Examine, serve: Serve) -> None:
+    from sorl_tools.index.manifest import read_manifest
+
+    wrong, right = serve("sha256:beef"), serve(read_manifest(index).hash)
+    status, found = examine([*with_server(world, wrong)(), "--index", str(index)])
+    assert (
+        status == 1 and "holds sha256:beef" in found["server"] and f"-> sorl-serve {index}" in found["server"]
+    )
+    status, found = examine([*with_server(world, right)(), "--index", str(index)])
+    assert status == 0
+    status, found = examine(with_server(world, f"{wrong},{right}")())
+    assert status == 1 and "they hold different indexes" in found["servers"]
+
+
+def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--serch.url", "x"]) == 2
+    assert "Did you mean '--search.url'?" in capsys.readouterr().err
+    assert doctor.main(["--rollout.batch_size", "7", "--rollout.group_size", "2"]) == 2
+    assert "does not divide" in capsys.readouterr().err

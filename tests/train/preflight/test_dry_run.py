@@ -1,0 +1,140 @@
+"""The memory estimate against hand arithmetic and real models."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sorl_env.errors import UserError
+from sorl_env.task import Limits
+from sorl_train.config.settings import ModelConfig, RolloutConfig, SamplerConfig, TrainConfig, UpdateConfig
+from sorl_train.models.shape import ModelShape, model_shape
+from sorl_train.preflight.memory import estimate_memory
+
+SHAPE = ModelShape(
+    parameters=1000,
+    backbone_parameters=900,
+    trained=1000,
+    layers=2,
+    hidden=10,
+    intermediate=20,
+    key_value_width=5,
+    vocabulary=50,
+)
+LIMITS = Limits(max_turns=2, max_new_tokens=30, max_trajectory_tokens=100, max_prompt_tokens=20)
+CONFIG = TrainConfig(
+    sampler=SamplerConfig(max_concurrency=7),
+    rollout=RolloutConfig(batch_size=8),
+    update=UpdateConfig(
+        mini_batch_size=4, micro_batch_size=2, critic_micro_batch_size=1, log_prob_micro_batch_size=8
+    ),
+)
+
+
+def test_the_estimate_by_hand() -> None:
+    need = estimate_memory(CONFIG, SHAPE, LIMITS, compute_bytes=4)
+    critic = 900 + 10 + 1
+    assert need.weights == 4 * (1000 + critic)
+    assert need.gradients == 4 * (1000 + critic)
+    assert need.optimizer == 8 * (1000 + critic)
+    assert need.reference == 4 * 1000
+    assert need.sampling == 3 * 7 * 100 * (2 * 2 * 5 * 4)
+    assert need.scoring == 4 * 8 * (100 * (4 * 10 + 3 * 20) + 60 * 50)
+    assert need.updating == 4 * 2 * (100 * 2 * (12 * 10 + 4 * 20) + 2 * 60 * 50)
+    assert need.lasting == need.weights + need.gradients + need.optimizer + need.reference
+    # scoring is the largest of the three here, and so small a cache is kept beside it
+    assert need.peak == need.lasting + need.sampling + need.scoring
+
+
+def test_what_makes_it_smaller() -> None:
+    full = estimate_memory(CONFIG, SHAPE, LIMITS, 4)
+    group = estimate_memory(dataclasses.replace(CONFIG, algo="so_grpo"), SHAPE, LIMITS, 4)
+    assert group.weights == 4 * 1000 and group.optimizer == 8 * 1000
+    checkpointed = dataclasses.replace(CONFIG, hardware=ModelConfig(gradient_checkpointing=True))
+    assert estimate_memory(checkpointed, SHAPE, LIMITS, 4).updating < full.updating
+    assert estimate_memory(CONFIG, SHAPE, LIMITS, 2).sampling == full.sampling // 2
+    no_kl = dataclasses.replace(CONFIG, loss=dataclasses.replace(CONFIG.loss, kl_coef=0.0))
+    assert estimate_memory(no_kl, SHAPE, LIMITS, 4).reference == 0
+    lora = dataclasses.replace(SHAPE, trained=10)
+    assert estimate_memory(CONFIG, lora, LIMITS, 4).optimizer == 8 * (10 + 911)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_shape_of_a_real_model(tmp_path: Path, tied: bool) -> None:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    shape = model_shape(str(tmp_path))
+    assert shape.parameters == shape.trained == sum(p.numel() for p in model.parameters())
+    assert shape.backbone_parameters == sum(p.numel() for p in model.model.parameters())
+    assert (shape.layers, shape.key_value_width, shape.vocabulary) == (2, 2 * 4, 64)
+
+
+def test_lora_counts_the_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    expected = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules="all-linear"))
+    adapters = sum(p.numel() for name, p in expected.named_parameters() if "lora_" in name)
+    assert model_shape(str(tmp_path), lora_rank=3).trained == adapters
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no model configuration could be read from"):
+        model_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_bounded_by_the_estimate_and_not_far_from_it(checkpointing: bool) -> None:
+    """The bytes that autograd really keeps in one forward pass of a micro-batch, the logits left out."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: list[torch.Tensor] = []  # alive, so that no storage is counted under another one's address
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(input_ids=torch.zeros((2, 100), dtype=torch.long), use_cache=False)
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    measured = sum(size for address, size in sizes.items() if address not in weights)
+
+    shape = dataclasses.replace(SHAPE, layers=6, hidden=64, intermediate=256, vocabulary=0)
+    settings = dataclasses.replace(
+        CONFIG, algo="grpo", hardware=ModelConfig(gradient_checkpointing=checkpointing)
+    )
+    estimate = estimate_memory(settings, shape, LIMITS, compute_bytes=4).updating
+    again = (
+        4 * 2 * 100 * (12 * 64 + 4 * 256) if checkpointing else 0
+    )  # one block computed again, in the backward pass
+    assert 0.6 * (estimate - again) < measured <= estimate

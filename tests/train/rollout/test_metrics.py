@@ -1,0 +1,122 @@
+"""Metrics of a step's trajectories, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sorl_env.task import Example
+from sorl_env.tool import ToolCall
+from sorl_env.trajectory import StopReason, Trajectory, Turn
+from sorl_train.rollout.environments import answers_of
+from sorl_train.rollout.metrics import (
+    eval_metrics,
+    rollout_metrics,
+    search_off_metrics,
+    step_timings,
+    tool_timings,
+)
+from sorl_train.run.summary import Summary
+
+EXAMPLES = [
+    Example("q0", "who?", ("Bizet",)),
+    Example("q1", "where?", ("Rome",)),
+    Example("q2", "?", ("yes",)),
+]
+
+
+def trajectory(
+    example: str, *calls: ToolCall, stop_reason: StopReason = StopReason.ANSWER, **more: Any
+) -> Trajectory:
+    turns = tuple(
+        Turn(i, "", "tool", call.argument, None, call.reply, {}, (call,), i, i + 1)
+        for i, call in enumerate(calls)
+    )
+    length = len(calls) + 1
+    return Trajectory(
+        id=f"{example}/0",
+        group_id=example,
+        task="t",
+        source="s",
+        split="train",
+        example_id=example,
+        prompt="",
+        token_ids=np.zeros(length, np.int32),
+        action_mask=np.ones(length, np.bool_),
+        turn_ids=np.zeros(length, np.int16),
+        rollout_log_probs=np.zeros(length, np.float32),
+        turns=turns,
+        reward=0.0,
+        reward_items={},
+        stop_reason=stop_reason,
+        **more,
+    )
+
+
+def search(query: str, reply: str = "", **more: Any) -> ToolCall:
+    return ToolCall("search", query, reply, **more)
+
+
+def test_searches_by_hand() -> None:
+    step = [
+        trajectory("q0", search("composer", "Doc 1: by Verdi"), search("Composer", "Doc 1: by Bizet.")),
+        trajectory("q1", search("city", "Doc 1: Paris"), ToolCall("calculator", "city", "Rome")),
+        trajectory("q2", search("yes?", "Doc 1: yes")),  # nothing to look for
+        trajectory(
+            "q1", search("town", ok=False, error="out"), stop_reason=StopReason.ERROR, error="search is out"
+        ),
+        trajectory("unknown", search("x", "Doc 1: Bizet")),
+    ]
+    metrics = rollout_metrics(step, answers_of(EXAMPLES))
+    assert metrics["tool/answer_in_top_k"] == pytest.approx(1 / 2)  # q0 of q0 and the first q1
+    assert metrics["tool/duplicate_query_rate"] == pytest.approx(1 / 6)  # six searches, one asked before
+    assert metrics["tool/error_rate"] == pytest.approx(1 / 7)
+    assert metrics["rollout/excluded_rate"] == pytest.approx(1 / 5)
+
+
+def test_without_searches_there_is_nothing_to_say() -> None:
+    metrics = rollout_metrics([trajectory("q0", ToolCall("calculator", "1+1", "2"))], answers_of(EXAMPLES))
+    assert not {"tool/answer_in_top_k", "tool/duplicate_query_rate"} & set(metrics)
+
+
+def test_what_a_seed_does_not_reproduce_is_named_time() -> None:
+    calls = [search("a", latency_s=0.1), search("b", latency_s=0.3), search("c", latency_s=0.2, cached=True)]
+    timings = tool_timings([trajectory("q0", *calls)])
+    assert timings["time/tool_p50_s"] == pytest.approx(0.2)
+    assert timings["time/tool_cached_rate"] == pytest.approx(1 / 3)
+    assert set(timings) == {"time/tool_p50_s", "time/tool_p99_s", "time/tool_cached_rate"}
+    assert not any("cached" in name for name in rollout_metrics([trajectory("q0", *calls)], {}))
+    assert tool_timings([trajectory("q0")]) == {}
+
+
+def test_an_outage_is_not_a_success_rate_of_zero() -> None:
+    call = search("town", ok=False, error="out")
+    lost = trajectory("q1", call, stop_reason=StopReason.ERROR, error="search is out")
+    metrics = rollout_metrics([lost, lost], {})
+    assert (
+        metrics["rollout/excluded_rate"] == metrics["rollout/stop_error"] == metrics["tool/error_rate"] == 1.0
+    )
+    assert not {"rollout/success", "rollout/valid_turn_rate", "rollout/reward_mean"} & set(metrics)
+    assert eval_metrics([lost]) == {"eval/excluded_rate": 1.0} and search_off_metrics([lost]) == {}
+    summary = Summary()
+    summary.observe(0, {"eval/success": 0.8})
+    assert not summary.observe(10, eval_metrics([lost]))
+    assert summary.final_success == 0.8 and summary.evaluations_below == 0  # no sign of a collapse
+
+
+def test_timings_of_a_step_by_hand() -> None:
+    stages = {"time/rollout_s": 2.0, "time/update_s": 6.0}
+    three_tokens = [trajectory("q0", search("a"), search("b", latency_s=0.5))]
+    timings = step_timings(stages, three_tokens)
+    assert timings["time/step_s"] == 8.0 and timings["time/update_s"] == 6.0
+    assert timings["time/tokens_per_s"] == 3 / 8 and timings["time/rollout_tokens_per_s"] == 3 / 2
+    assert timings["time/tool_p99_s"] > 0
+    overlapping = step_timings(stages, three_tokens, wall_s=6.0)
+    assert overlapping["time/step_s"] == 6.0 and overlapping["time/tokens_per_s"] == 3 / 6
+
+
+def test_answers_of_a_question_that_is_there_twice() -> None:
+    twice = [Example("q", "?", ("Rome",)), Example("q", "?", ("Roma", "no"))]
+    assert answers_of(twice) == {"q": ("Rome", "Roma")}

@@ -1,0 +1,223 @@
+"""The sampler: the same tokens as plain generation, the same log-probabilities as the trainer, exact ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, Sampler, SamplingParams, collect
+from sorl_env.trajectory import Trajectory
+from sorl_train.config.settings import ModelConfig
+from sorl_train.learner.batch import collate
+from sorl_train.models.forward import action_stats
+from sorl_train.models.policy import load_policy, load_tokenizer
+from sorl_train.rollout.sampler import TransformersSampler, _draw, _StopTokens
+from sorl_train.rollout.slots import Row
+
+
+def jobs(count: int) -> list[RolloutJob]:
+    return [RolloutJob(f"g{i}/0", f"g{i}", example_index=i, seed=1000 * i) for i in range(count)]
+
+
+class Recorder:
+    """A sampler that notes every id that goes in and comes out."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.seen: dict[str, list[int]] = {}
+
+    async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
+        before = list(token_ids)
+        turn = await self.sampler.generate(session, token_ids, params)
+        self.seen[session] = before + turn.token_ids
+        return turn
+
+    def release(self, session: str) -> None:
+        self.sampler.release(session)
+
+
+def roll(
+    env: ToolUseEnv, model: Any, tokenizer: Any, count: int, max_rows: int = 64, temperature: float = 1.0
+) -> tuple[list[Trajectory], dict[str, list[int]]]:
+    sampler = TransformersSampler(model, tokenizer, max_rows)
+    recorder = Recorder(sampler)
+    settings = RolloutSettings(temperature=temperature, max_concurrency=max_rows)
+    with sampler.session():
+        trajectories = asyncio.run(collect(env, tokenizer, recorder, jobs(count), settings))
+    return trajectories, recorder.seen
+
+
+def assert_exact(trajectories: list[Trajectory], seen: dict[str, list[int]], model: Any) -> None:
+    """Ids are those of the sampler, and the trainer computes the same log-probabilities."""
+    for trajectory in trajectories:
+        ids = trajectory.token_ids.tolist()
+        assert (
+            ids == seen[trajectory.id][: len(ids)] or ids[: len(seen[trajectory.id])] == seen[trajectory.id]
+        )
+    batch = collate(trajectories)
+    with torch.no_grad():
+        log_probs = action_stats(model, batch.token_ids, batch.action_mask).log_probs
+    assert batch.action_mask.sum() > 0
+    torch.testing.assert_close(log_probs, batch.rollout_log_probs, atol=1e-4, rtol=0)
+
+
+def test_word_level_tokens_are_exact(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
+    model = load_policy(tiny_folder, ModelConfig())
+    trajectories, seen = roll(minihop_env, model, load_tokenizer(tiny_folder), 12)
+    assert_exact(trajectories, seen, model)
+    assert any(len(t.turns) > 1 for t in trajectories)
+
+
+@pytest.fixture(scope="module")
+def byte_level(minihop_env: ToolUseEnv) -> tuple[Any, Any]:
+    """A byte-level BPE trained on the world's text, and a random model over it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(
+        [minihop_env.task.prompt(e) for e in minihop_env.examples.examples], trainer
+    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(wrapped),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,  # grouped heads
+        max_position_embeddings=2048,
+        eos_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval(), wrapped
+
+
+def test_byte_level_tokens_are_exact(byte_level: tuple[Any, Any], minihop_env: ToolUseEnv) -> None:
+    model, tokenizer = byte_level
+    env = minihop_env.spawn()
+    env.limits = type(env.limits)(max_turns=3, max_new_tokens=24, max_trajectory_tokens=600)
+    trajectories, seen = roll(env, model, tokenizer, 6)
+    assert_exact(trajectories, seen, model)
+
+
+def test_greedy_turns_equal_plain_generation(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
+    """Rows of different lengths that join and leave the batch draw what ``generate`` draws for each alone."""
+    model, tokenizer = load_policy(tiny_folder, ModelConfig()).eval(), load_tokenizer(tiny_folder)
+    trajectories, _ = roll(minihop_env, model, tokenizer, 10, max_rows=4, temperature=0.0)
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            context = torch.from_numpy(trajectory.token_ids[: turn.start].astype(np.int64))[None]
+            expected = model.generate(context, max_new_tokens=turn.end - turn.start, do_sample=False)
+            assert expected[0, turn.start :].tolist() == trajectory.token_ids[turn.start : turn.end].tolist()
+
+
+def test_draws_do_not_depend_on_the_batch(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
+    model, tokenizer = load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder)
+    few, _ = roll(minihop_env, model, tokenizer, 9, max_rows=2)
+    many, _ = roll(minihop_env, model, tokenizer, 9, max_rows=64)
+    again, _ = roll(minihop_env, model, tokenizer, 9, max_rows=64)
+    assert [t.token_ids.tolist() for t in few] == [t.token_ids.tolist() for t in many]
+    for one, other in zip(many, again, strict=True):
+        np.testing.assert_array_equal(one.rollout_log_probs, other.rollout_log_probs)  # bit for bit
+
+
+def test_a_group_reads_its_prompt_once(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
+    model, tokenizer = load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder)
+    group = [RolloutJob(f"g{i % 2}/{i}", f"g{i % 2}", example_index=i % 2, seed=1000 * i) for i in range(8)]
+    read: list[int] = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    trajectories = []
+    for max_rows in (8, 1):
+        sampler = TransformersSampler(model, tokenizer, max_rows)
+        settings = RolloutSettings(max_concurrency=max_rows)
+        with sampler.session():
+            trajectories.append(asyncio.run(collect(minihop_env, tokenizer, sampler, group, settings)))
+    assert read[:2] == [2, 8]  # two prompts, then the second token of all eight
+    for together, alone in zip(*trajectories, strict=True):
+        assert together.token_ids.tolist() == alone.token_ids.tolist()
+        np.testing.assert_allclose(together.rollout_log_probs, alone.rollout_log_probs, atol=1e-5)
+
+
+def test_what_a_sampler_did_before_leaves_no_trace(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
+    """A resumed run starts with a small cache, the run it repeats had a grown one: not a bit may differ."""
+    model, tokenizer = load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder)
+    sampler = TransformersSampler(model, tokenizer, 16)
+    before, after = [], []
+    for _ in range(2):
+        with sampler.session():
+            before.append(sampler._cache.capacity)
+            after.append(asyncio.run(collect(minihop_env, tokenizer, sampler, jobs(16))))
+    assert before[0] < before[1]
+    for one, other in zip(*after, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.rollout_log_probs, other.rollout_log_probs)
+
+
+def test_history_that_was_rewritten_is_refused(tiny_folder: str) -> None:
+    sampler = TransformersSampler(load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder), 2)
+
+    async def rewrite() -> None:
+        await sampler.generate("a", [5, 6, 7], SamplingParams(2))
+        await sampler.generate("a", [5, 9, 7, 8], SamplingParams(2))
+
+    with sampler.session(), pytest.raises(ValueError, match="must extend"):
+        asyncio.run(rewrite())
+
+
+class Uniform:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def random(self) -> float:
+        return self.value
+
+
+def draw(probs: list[float], uniform: float, **params: Any) -> tuple[int, float]:
+    row = Row("s", 0, params=SamplingParams(1, **params), draws=Uniform(uniform))  # type: ignore[arg-type]
+    tokens, log_probs = _draw(torch.tensor([probs]).log(), [row])
+    return tokens[0], log_probs[0]
+
+
+@pytest.mark.parametrize(
+    ("uniform", "token"), [(0.0, 0), (0.099, 0), (0.101, 1), (0.299, 1), (0.31, 2), (0.9999, 2)]
+)
+def test_draw_inverts_the_cumulative_distribution(uniform: float, token: int) -> None:
+    drawn, log_prob = draw([0.1, 0.2, 0.7], uniform)
+    assert drawn == token
+    assert log_prob == pytest.approx(np.log([0.1, 0.2, 0.7][token]), abs=1e-6)
+
+
+def test_draw_greedy_and_nucleus() -> None:
+    assert draw([0.1, 0.2, 0.7], 0.0, temperature=0.0)[0] == 2
+    # the nucleus of .8 holds .7 and .2: a low number draws the first of them, never token 0
+    assert draw([0.1, 0.2, 0.7], 0.01, top_p=0.8)[0] == 1
+    assert draw([0.1, 0.2, 0.7], 0.01, top_p=0.5)[0] == 2
+    # temperature 2 flattens: the log-probability is that of the scaled distribution
+    root = np.sqrt([0.1, 0.2, 0.7])
+    assert draw([0.1, 0.2, 0.7], 0.99, temperature=2.0)[1] == pytest.approx(
+        np.log(root[2] / root.sum()), abs=1e-6
+    )
+
+
+def test_stop_string_across_tokens(byte_level: tuple[Any, Any]) -> None:
+    _, tokenizer = byte_level
+    stops = _StopTokens(tokenizer, len(tokenizer))
+    ids = tokenizer.encode("<think> x </think> <search> Ilmar </search> more")
+    stop = ("</search>", "</answer>")
+    ends = [n for n in range(1, len(ids) + 1) if stops.completes(ids[:n], stop)]
+    text = tokenizer.decode(ids[: ends[0]])
+    assert text.rstrip().endswith("</search>")
+    assert "</search>" not in tokenizer.decode(ids[: ends[0] - 1])
+    assert not any(stops.completes(ids[:n], ()) for n in range(1, len(ids)))

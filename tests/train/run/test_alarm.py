@@ -1,0 +1,151 @@
+"""The collapse alarm: signals by hand. Recorded runs are in test_alarm_lab.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_train.config.settings import AlarmConfig
+from sorl_train.run.alarm import (
+    BASELINE,
+    MEMORY,
+    SPIKE,
+    CollapseAlarm,
+    alarm_so_far,
+    append_event,
+    drop_events_after,
+)
+from sorl_train.run.files import read_jsonl
+from sorl_train.run.folder import RunDir
+
+LIMITS = AlarmConfig(strain=9.0, ratio_tail=1.0, invalid_turns=0.1, grad_norm=10.0, entropy=1.0)
+CALM = {
+    "loss/grad_norm": 0.1,
+    "loss/grad_norm_max": 0.2,
+    "loss/entropy": 0.5,
+    "loss/approx_kl": 0.02,
+    "rollout/valid_turn_rate": 0.95,
+}
+
+
+def observe(alarm: CollapseAlarm, steps: list[dict[str, Any]]) -> list[int]:
+    return [step for step, changed in enumerate(steps, start=1) if alarm.observe(step, CALM | changed)]
+
+
+def test_a_calm_run_raises_none() -> None:
+    assert observe(CollapseAlarm(LIMITS), [{}] * 50) == []
+
+
+@pytest.mark.parametrize(
+    ("once", "lasting"),
+    [
+        ({"loss/approx_kl": 0.9}, {"loss/approx_kl": 0.6}),
+        ({"rollout/valid_turn_rate": 0.7}, {"rollout/valid_turn_rate": 0.8}),
+        ({"loss/grad_norm_max": 5.0}, {"loss/grad_norm_max": 2.5}),
+        ({"loss/entropy": 0.1}, {"loss/entropy": 0.15}),
+        ({"loss/entropy": 4.0}, {"loss/entropy": 2.0}),
+    ],
+)
+def test_a_signal_alarms_once_it_lasts(once: dict[str, Any], lasting: dict[str, Any]) -> None:
+    """A step beyond the limit does not; three in a row do, once."""
+    start = [{}] * BASELINE
+    assert observe(CollapseAlarm(LIMITS), [*start, once, {}, {}]) == []
+    assert observe(CollapseAlarm(LIMITS), [*start, *[lasting] * 6]) == [BASELINE + 3]
+
+
+def far(*ratio_tails: float) -> list[dict[str, Any]]:
+    """Steps with these root mean squares of the log-ratios."""
+    return [{"loss/approx_kl": value**2 / 2.0} for value in ratio_tails]
+
+
+def test_strain_is_a_mean_in_which_older_steps_count_for_less() -> None:
+    older = math.exp(-1.0 / MEMORY)
+    mean = (older * 0.1 + 0.2) / (older + 1.0)
+    for limit, raised in ((mean - 1e-6, [2]), (mean + 1e-6, [])):
+        assert observe(CollapseAlarm(AlarmConfig(strain=limit)), far(0.1, 0.2)) == raised
+
+
+def test_lone_steps_are_no_strain_and_many_small_ones_are() -> None:
+    """A step counts as at most SPIKE: (9 * .03 + .3) / 10 < .07. One of .08 after the other comes above it."""
+    assert SPIKE == 0.3
+    limits = AlarmConfig(strain=0.07, ratio_tail=9.0)
+    assert observe(CollapseAlarm(limits), far(*[0.03] * 9, 5.0, *[0.03] * 20)) == []
+    (step,) = observe(CollapseAlarm(limits), far(*[0.03] * 9, *[0.08] * 50))
+    assert 30 < step < 50  # without forgetting, 9 * .03 + n * .08 = (9 + n) * .07 has n = 36
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf])  # as it is read back, and as the step has it
+def test_a_figure_that_is_not_finite_alarms_at_once(value: float | None) -> None:
+    alarm = CollapseAlarm(LIMITS)
+    assert observe(alarm, [{}]) == [] and alarm.strain == pytest.approx(0.2)
+    found = alarm.observe(2, CALM | {"loss/approx_kl": value})
+    assert found is not None and math.isfinite(alarm.strain)
+    event = json.loads(json.dumps(found.event("warn")), parse_constant=pytest.fail)
+    assert event["signals"] == {"ratio_tail": None} and "square of inf" in event["reason"]
+
+
+def test_an_alarm_says_why_and_since_when() -> None:
+    alarm = CollapseAlarm(LIMITS)
+    assert observe(alarm, [{}] * 4) == []
+    beyond = CALM | {"loss/approx_kl": 2.0, "rollout/valid_turn_rate": 0.95 - 0.24}
+    found = alarm.observe(5, beyond)  # root mean squares .2, .2, 2; shares .24, 0, 0
+    assert found is None
+    found = alarm.observe(6, beyond)
+    assert found is not None and (found.step, found.since) == (6, 4)
+    assert "square of 1.40" in found.reason and "0.160 below its best" in found.reason
+    assert found.event("warn")["signals"] == {
+        "ratio_tail": pytest.approx(1.4),
+        "invalid_turns": pytest.approx(0.16),
+    }
+
+
+def test_the_baseline_is_made_of_steps_with_a_gradient() -> None:
+    alarm = CollapseAlarm(LIMITS)
+    silent = {"loss/grad_norm_max": 0.0}
+    assert observe(alarm, [silent, silent, silent, {}, {}, {}, {}, {}]) == []
+
+
+def test_off_and_steps_without_an_update_are_silent() -> None:
+    beyond = {"loss/approx_kl": 9.0, "rollout/valid_turn_rate": 0.0}
+    assert observe(CollapseAlarm(AlarmConfig(action="off")), [beyond] * 3) == []
+    assert CollapseAlarm(LIMITS).observe(1, {"eval/success": 0.5}) is None
+
+
+def test_a_resumed_run_goes_on_with_the_strain_so_far(tmp_path: Path) -> None:
+    limits, run_dir = AlarmConfig(strain=0.11), RunDir(tmp_path)
+    steps = [
+        {"step": step} | CALM | line for step, line in enumerate(far(0.05, 0.05, 0.2, 0.2, 0.2), start=1)
+    ]
+    whole = CollapseAlarm(limits)
+    raised = [whole.observe(line["step"], line) for line in steps]
+    assert [alarm.step for alarm in raised if alarm] == [4]  # the means: .05, .05, just over .1, about .126
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in steps))
+    resumed = alarm_so_far(limits, run_dir, 3)
+    assert resumed.observe(4, steps[3]) == raised[3]
+    assert alarm_so_far(limits, run_dir, 4).observe(5, steps[4]) is None  # it was raised before
+
+
+def test_events_are_lines_of_json(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    append_event(run_dir, {"step": 1, "kind": "collapse_alarm"})
+    append_event(run_dir, {"step": 2, "kind": "roll_back"})
+    assert [line["step"] for line in read_jsonl(run_dir.events)] == [1, 2]
+    assert json.loads(run_dir.events.read_text().splitlines()[1])["kind"] == "roll_back"
+
+
+def test_a_resumed_run_takes_back_the_events_that_it_comes_to_again(tmp_path: Path) -> None:
+    """An alarm in step 8 and its roll-back to step 5 stay; of the alarms after it, the one of step 7 does."""
+    run_dir = RunDir(tmp_path)
+    drop_events_after(run_dir, 7)
+    assert not run_dir.events.exists()
+    for step, kind in ((8, "collapse_alarm"), (5, "roll_back"), (7, "collapse_alarm"), (9, "collapse_alarm")):
+        append_event(run_dir, {"step": step, "kind": kind})
+    with run_dir.events.open("a") as stream:
+        stream.write('{"step": 10, "ki')
+    drop_events_after(run_dir, 7)
+    append_event(run_dir, {"step": 9, "kind": "collapse_alarm"})
+    assert [line["step"] for line in read_jsonl(run_dir.events)] == [8, 5, 7, 9]

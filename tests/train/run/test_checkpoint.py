@@ -1,0 +1,323 @@
+"""Which checkpoint a run goes on from, when files of its folder are damaged."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_train.config.settings import TrainConfig
+from sorl_train.run.checkpoint import (
+    list_checkpoints,
+    prune_checkpoints,
+    resume_point,
+    set_aside,
+    write_json,
+)
+from sorl_train.run.folder import RunDir, saved_config
+from sorl_train.run.hashed_folder import HASHES, find_damage, put_in_place, remove_folder, seal, write_folder
+from sorl_train.run.log_lengths import cut_logs, log_lengths
+
+from ..damage import DAMAGES, append, delete, flip_a_bit, truncate
+
+FILES = [
+    "state.json",
+    "optimizer.safetensors",
+    "policy/model.safetensors",
+    "policy/config.json",
+    "stale_0.jsonl",
+]
+
+
+def save(run: RunDir, step: int) -> Path:
+    """A checkpoint as the engine writes it, of files that nobody loads."""
+    run.metrics.open("a").write(f'{{"step": {step}, "loss/a": 0.5}}\n')
+    run.timings.open("a").write(f'{{"step": {step}, "time/a": 0.5}}\n')
+
+    def write(folder: Path) -> None:
+        (folder / "policy").mkdir()
+        for name in FILES[1:]:
+            (folder / name).write_text(f"{name} of step {step}\n" * 20)
+        (folder / "policy" / "README.md").write_text("a card")
+        write_json(folder / "state.json", {"step": step, "logs": log_lengths(run)})
+
+    return write_folder(run.checkpoints / f"step_{step:06d}", write, run.run_id)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = RunDir.create(tmp_path_factory.mktemp("template") / "run", TrainConfig())
+    for step in (1, 2, 3):
+        save(run, step)
+    return run.path
+
+
+@pytest.fixture
+def run(template: Path, tmp_path: Path) -> RunDir:
+    """A run of three checkpoints, killed after the last one."""
+    return RunDir(shutil.copytree(template, tmp_path / "run"))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def state_of(folder: Path) -> dict[Path, tuple[int, int, int]]:
+    """What would show that anything was written."""
+    found = {path: path.lstat() for path in folder.rglob("*")}
+    return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
+
+
+def test_the_newest_checkpoint_is_taken(run: RunDir) -> None:
+    point = resume_point(run)
+    assert point.path.name == "step_000003" and not point.passed_over
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", [*FILES, HASHES])
+def test_a_damaged_checkpoint_is_passed_over_and_the_file_named(
+    run: RunDir, name: str, damage: Callable[[Path], None]
+) -> None:
+    newest = run.checkpoints / "step_000003"
+    damage(newest / name)
+    point = resume_point(run)
+    assert point.path.name == "step_000002"
+    assert list(point.damaged) == [newest]
+    (told,) = point.passed_over
+    assert told.startswith("passed over step_000003: ") and name in told
+    assert list_checkpoints(run.checkpoints)[-1] == newest  # to look changes nothing
+    set_aside(point.damaged)
+    assert resume_point(run).passed_over == []
+    assert (run.checkpoints / "damaged_step_000003").is_dir()
+
+
+def test_every_single_bit_of_the_hashes_counts(run: RunDir) -> None:
+    """A flip is found out, or it changes no more than the layout of the JSON."""
+    file = run.checkpoints / "step_000003" / HASHES
+    whole = file.read_bytes()
+    for place in range(0, 8 * len(whole), 41):
+        content = bytearray(whole)
+        content[place // 8] ^= 1 << place % 8
+        file.write_bytes(content)
+        if not find_damage(file.parent, run.run_id):
+            assert json.loads(content) == json.loads(whole)
+
+
+def test_a_file_of_another_run_or_a_whole_checkpoint_of_one(run: RunDir, tmp_path: Path) -> None:
+    other = RunDir.create(tmp_path / "other", TrainConfig(seed=1))
+    foreign = save(other, 3)
+    (foreign / "optimizer.safetensors").write_text("another run's")
+    seal(foreign, other.run_id)
+    newest = run.checkpoints / "step_000003"
+    shutil.copy(foreign / "optimizer.safetensors", newest / "optimizer.safetensors")
+    assert "optimizer.safetensors has 13 bytes" in resume_point(run).passed_over[0]
+    remove_folder(newest)
+    shutil.copytree(foreign, newest)
+    point = resume_point(run)
+    assert point.path.name == "step_000002" and "belongs to another run" in point.passed_over[0]
+
+
+def test_a_file_that_was_added_is_named_and_cards_may_be_edited(run: RunDir) -> None:
+    """A loader would take up an adapter_config.json; what people and file systems leave is harmless."""
+    policy = run.checkpoints / "step_000003" / "policy"
+    (policy / "README.md").write_text("license: mit")
+    (policy / ".DS_Store").write_text("")
+    assert not resume_point(run).passed_over
+    (policy / "adapter_config.json").write_text("{}")
+    assert "policy/adapter_config.json was added" in resume_point(run).passed_over[0]
+
+
+def test_two_damaged_ones_and_an_older_good_one(run: RunDir) -> None:
+    delete(run.checkpoints / "step_000003" / "state.json")
+    flip_a_bit(run.checkpoints / "step_000002" / "policy" / "model.safetensors")
+    point = resume_point(run)
+    assert point.path.name == "step_000001"
+    assert [line.split(":")[0] for line in point.passed_over] == [
+        "passed over step_000003",
+        "passed over step_000002",
+    ]
+
+
+def test_no_checkpoint_is_whole(run: RunDir) -> None:
+    for number, name in ((1, FILES[0]), (2, FILES[1]), (3, HASHES)):
+        truncate(run.checkpoints / f"step_00000{number}" / name)
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole") as caught:
+        resume_point(run)
+    for expected in (
+        "step_000003: hashes.json",
+        "step_000002: optimizer",
+        "step_000001: state",
+        "copy",
+        "anew",
+    ):
+        assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl"])
+@pytest.mark.parametrize(
+    "damage", [damage for damage in DAMAGES if damage is not append], ids=lambda damage: damage.__name__
+)
+def test_damaged_metrics_are_refused_by_name(run: RunDir, name: str, damage: Callable[[Path], None]) -> None:
+    damage(run.path / name)
+    with pytest.raises(UserError, match=rf"(?s){name}.*copy"):
+        resume_point(run)
+
+
+def test_metrics_are_cut_back_to_what_the_checkpoint_saw(run: RunDir) -> None:
+    """Whatever came after it: whole lines, a half one, a file that was not there."""
+    before = run.metrics.read_bytes(), run.timings.read_bytes()
+    lengths = log_lengths(run)
+    run.metrics.open("a").write('{"step": 4}\n{"step": 5, "lo')
+    run.timings.open("ab").write(b"\xff\xfe")
+    run.events.write_text('{"step": 4, "kind": "collapse_alarm"}\n')
+    resume_point(run)
+    cut_logs(run, lengths)
+    assert (run.metrics.read_bytes(), run.timings.read_bytes()) == before
+    assert not run.events.exists()
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", ["config.yaml", "manifest.json"])
+def test_a_damaged_config_or_manifest_is_refused_by_name(
+    run: RunDir, name: str, damage: Callable[[Path], None]
+) -> None:
+    damage(run.path / name)
+    before = state_of(run.path)
+    with pytest.raises(UserError, match=name):
+        RunDir.resume(run.path, TrainConfig())
+    assert state_of(run.path) == before
+
+
+@pytest.mark.parametrize(
+    "text", ["", " \n", "{}", "seed: 0\n", "sead: 0\n", "algo: ppo\n", "[1]", "a: [", "\0"]
+)
+def test_a_config_that_the_run_did_not_write_is_refused(run: RunDir, text: str) -> None:
+    run.config.write_text(text)
+    with pytest.raises(UserError, match=r"config\.yaml"):
+        RunDir.resume(run.path, TrainConfig())
+
+
+def test_an_emptied_config_is_no_default_for_others_either(run: RunDir) -> None:
+    """What sorl-eval reads of a run; of one whose version recorded no hash, it takes what is there."""
+    assert saved_config(run.path) == TrainConfig()
+    text = run.config.read_text()
+    run.config.write_text(text.replace("seed: 0", "seed: 5"))
+    with pytest.raises(UserError, match=r"config\.yaml is not the file that this run wrote"):
+        saved_config(run.path)
+    manifest = run.read_manifest()
+    del manifest["config_files"]
+    run.manifest.write_text(json.dumps(manifest))
+    assert saved_config(run.path).seed == 5
+    run.config.write_text("")
+    with pytest.raises(UserError, match=r"config\.yaml is empty"):
+        saved_config(run.path)
+
+
+def test_a_config_is_the_runs_own_over_resumes_and_kills_between_two_writes(run: RunDir) -> None:
+    old = run.config.read_bytes()
+    again, _ = RunDir.resume(run.path, TrainConfig(run_dir="moved"))
+    assert run.config.read_bytes() != old
+    resume_point(again)
+    run.config.write_bytes(old)  # killed after the manifest was written, before the config was
+    RunDir.resume(run.path, TrainConfig())
+
+
+def test_a_run_of_a_version_without_hashes_is_refused_with_what_can_be_done(run: RunDir) -> None:
+    manifest = run.read_manifest()
+    for name in ("sha256", "run_id", "config_files"):
+        del manifest[name]
+    run.manifest.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"(?s)earlier version of sorl \(0\.1\.0\).*--model"):
+        RunDir.resume(run.path, TrainConfig())
+
+
+def test_a_full_disk_leaves_the_older_checkpoints_and_nothing_else(run: RunDir) -> None:
+    def write(folder: Path) -> None:
+        (folder / "state.json").write_text("{}")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_folder(run.checkpoints / "step_000003", write, run.run_id)
+    assert names(run.checkpoints) == ["step_000001", "step_000002", "step_000003"]
+    assert resume_point(run).path.name == "step_000003"
+
+
+def test_weights_that_do_not_fit_are_an_error_of_the_disk(tmp_path: Path) -> None:
+    """safetensors raises an error of its own, which no command takes for a full disk. A real limit on a file's size."""
+    code = """
+import resource, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from sorl_train.run.hashed_folder import write_folder
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    write_folder(Path(sys.argv[1]), lambda folder: save_file({"a": torch.zeros(9999)}, folder / "a.safetensors"))
+except OSError as error:
+    print(type(error).__name__, error.errno, error.filename)
+"""
+    folder = tmp_path / "weights"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["OSError", str(errno.EFBIG), str(folder)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_between_two_renames_loses_no_checkpoint(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = run.checkpoints / "step_000003"
+    successor = run.checkpoints / ".step_000003.1"
+    shutil.copytree(newest, successor)
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if self == successor:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        put_in_place(successor, newest)
+    assert not newest.exists()
+    assert resume_point(run).path == newest
+    prune_checkpoints(run.checkpoints, 2)
+    assert names(run.checkpoints) == ["step_000002", "step_000003"]
+
+
+def test_a_checkpoint_that_is_being_deleted_has_no_name(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        prune_checkpoints(run.checkpoints, 1)
+    assert resume_point(run).path.name == "step_000003" and not resume_point(run).passed_over
+    prune_checkpoints(run.checkpoints, 1)
+    assert names(run.checkpoints) == ["step_000003"]
+
+
+def test_pruning_leaves_what_is_not_ours(run: RunDir) -> None:
+    (run.checkpoints / ".nfs0001").write_text("")
+    (run.checkpoints / "notes.txt").write_text("")
+    (run.checkpoints / ".step_000009.77").mkdir()
+    prune_checkpoints(run.checkpoints, 9)
+    assert not (run.checkpoints / ".step_000009.77").exists()
+    assert (run.checkpoints / ".nfs0001").exists() and (run.checkpoints / "notes.txt").exists()
+
+
+def test_a_linked_checkpoint_is_read_and_pruned_as_any_other(run: RunDir, tmp_path: Path) -> None:
+    """Somebody moved it to a larger disk: only the link goes."""
+    elsewhere = (run.checkpoints / "step_000001").rename(tmp_path / "elsewhere")
+    (run.checkpoints / "step_000001").symlink_to(elsewhere)
+    delete(run.checkpoints / "step_000003" / "state.json")
+    delete(run.checkpoints / "step_000002" / "state.json")
+    assert resume_point(run).path.name == "step_000001"
+    prune_checkpoints(run.checkpoints, 1)
+    assert elsewhere.is_dir() and names(run.checkpoints) == ["step_000003"]

@@ -1,0 +1,169 @@
+"""What a person sees of a run."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+
+import pytest
+from rich.console import Console
+
+from sorl_train.run.display import (
+    LiveDisplay,
+    PlainDisplay,
+    duration,
+    make_display,
+    sparkline,
+    summary_block,
+)
+
+STEP = {
+    "rollout/success": 0.75,
+    "rollout/valid_turn_rate": 0.9875,
+    "loss/clip_frac": 0.01234,
+    "loss/clip_bias_norm": 1.5,
+    "loss/grad_norm": 12345.6,
+    "loss/approx_kl": 0.00123,
+    "time/tokens_per_s": 1834.4,
+}
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_plain_lines_are_aligned_and_count_down() -> None:
+    stream, clock = io.StringIO(), Clock()
+    display = PlainDisplay(stream, clock)
+    display.start("so_ppo on minihop", steps=10)
+    display.step(0, {"eval/success": 0.69, "eval/valid_turn_rate": 0.98, "time/step_s": 1.0})
+    for step in (1, 2):
+        clock.now += 3.0
+        with display.stage("rollout", 4) as advance:
+            advance(4)
+        display.step(step, STEP | ({"eval/success": 0.8} if step == 2 else {}))
+    display.close({"final_success": 0.8})
+    assert stream.getvalue().splitlines() == [
+        "so_ppo on minihop",
+        "evaluation before training: success 0.690, valid turns 0.980",
+        "   step  success    valid     clip     bias     grad       KL    tok/s      ETA",
+        "   1/10    0.750    0.988   0.0123      1.5 1.23e+04   0.0012     1834      27s",
+        "   2/10    0.750    0.988   0.0123      1.5 1.23e+04   0.0012     1834      24s",
+        "evaluation after step 2: success 0.800",
+        "",
+        "final success  0.8",
+    ]
+
+
+def test_the_reference_kl_is_shown_before_the_approximate_one() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    display.start("t", steps=1)
+    display.step(1, STEP | {"loss/ref_kl": 0.5})
+    assert " 0.5 " in stream.getvalue()
+
+
+def test_a_step_without_an_update_shows_dashes() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    display.start("t", steps=3)
+    display.step(1, {"rollout/success": 0.0})
+    assert stream.getvalue().splitlines()[-1].split() == ["1/3", "0.000", "-", "-", "-", "-", "-", "-", "0s"]
+
+
+def test_a_step_and_an_evaluation_that_lost_all_trajectories_are_shown() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    display.start("t", steps=3)
+    display.step(1, {"rollout/excluded_rate": 1.0, "eval/excluded_rate": 1.0})
+    row, evaluation = stream.getvalue().splitlines()[-2:]
+    assert row.split() == ["1/3", *["-"] * 7, "0s"]
+    assert evaluation == "evaluation after step 1: every trajectory was excluded, it says nothing"
+
+
+def test_supervised_steps_have_columns_of_their_own() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    display.start("sft", steps=2)
+    display.step(1, {"sft/loss": 2.5, "sft/confident": 0.25, "sft/grad_norm": 1.0})
+    header, row = stream.getvalue().splitlines()[1:]
+    assert header.split() == ["step", "loss", "conf", "grad", "ETA"]
+    assert row.split()[:4] == ["1/2", "2.5000", "0.250", "1"]
+
+
+def test_a_resumed_run_counts_only_its_own_time() -> None:
+    stream, clock = io.StringIO(), Clock()
+    display = PlainDisplay(stream, clock)
+    display.start("t", steps=100, done=90)
+    clock.now = 2.0
+    display.step(91, STEP)
+    assert stream.getvalue().splitlines()[-1].endswith(" 18s")
+
+
+def test_the_live_panel_shows_steps_stage_and_figures() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100, color_system=None, highlight=False)
+    display = LiveDisplay(console)
+    with display.stage("cold start", 2) as advance:
+        advance(2)
+    display.start("so_ppo [x] on minihop", steps=2)
+    for step in (1, 2):
+        with display.stage("rollout", 4) as advance:
+            advance(4)
+        display.step(step, STEP | {"rollout/success": step / 2, "loss/grad_norm": float("nan")})
+    display.message("a [note]")
+    display.close({"best_success": 1.0})
+    display.close()
+    text = stream.getvalue()
+    for part in (
+        "cold start",
+        "so_ppo [x] on minihop",
+        "2/2",
+        "a [note]",
+        "best success  1",
+        "valid turns",
+        "▁█",
+    ):
+        assert part in text
+    assert "gradient norm" not in text  # it had no finite value to show
+
+
+def test_pipes_ci_and_dumb_terminals_get_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in ("CI", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(make_display(Terminal()), LiveDisplay)
+    assert isinstance(make_display(io.StringIO()), PlainDisplay)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(make_display(Terminal()), PlainDisplay)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("CI", "true")
+    assert isinstance(make_display(Terminal()), PlainDisplay)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (0.4, "0s"), (59.6, "1m00s"), (185, "3m05s"), (7800, "2h10m")]
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("values", "text"), [([], ""), ([2.0], "▁"), ([0.0, 0.5, 1.0], "▁▅█"), ([1.0, 1.0], "▁▁")]
+)
+def test_sparklines(values: list[float], text: str) -> None:
+    assert sparkline(deque(values)) == text
+
+
+def test_the_summary_has_units_and_leaves_out_what_is_missing() -> None:
+    block = summary_block({"wall_s": 61.2, "peak_rss_mb": 1834.2, "best_step": None, "parameters": 487584})
+    assert block.splitlines() == ["wall        1m01s", "peak rss    1,834 MB", "parameters  487,584"]

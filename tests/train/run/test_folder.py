@@ -1,0 +1,304 @@
+"""The run folder and its metrics files."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.machinery
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_train.config.files import config_hash, read_resolved
+from sorl_train.config.settings import TrainConfig, UpdateConfig
+from sorl_train.run.files import atomic_write, read_jsonl
+from sorl_train.run.folder import RunDir
+from sorl_train.run.manifest import environment_facts, git_facts
+from sorl_train.run.metrics_log import MetricsLog
+
+
+def with_steps(steps: int) -> TrainConfig:
+    return TrainConfig(update=UpdateConfig(steps=steps))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "run", with_steps(4))
+
+
+# -- atomic writes ---------------------------------------------------------------------------------------------
+def test_atomic_write_replaces_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    atomic_write(path, "old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        atomic_write(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_atomic_write_keeps_usual_permissions(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        atomic_write(tmp_path / "file", b"x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+
+
+# -- a new run -------------------------------------------------------------------------------------------------
+def test_a_new_run_records_what_it_is(run: RunDir) -> None:
+    assert read_resolved(run.config) == with_steps(4)
+    manifest = run.read_manifest()
+    assert manifest["seed"] == 0
+    assert manifest["config_sha256"] == config_hash(with_steps(4))
+    assert {"python", "torch"} <= set(manifest["versions"])
+    assert manifest["hardware"]["cores"] >= 1
+    assert run.trajectories.is_dir() and run.checkpoints.is_dir()
+
+
+def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert RunDir.create(tmp_path / "run", TrainConfig()).config.is_file()
+
+
+def test_an_unfinished_run_is_not_overwritten(run: RunDir) -> None:
+    with pytest.raises(UserError, match="unfinished run") as error:
+        RunDir.create(run.path, with_steps(4))
+    assert "--resume" not in str(error.value)  # there is no checkpoint yet
+    (run.checkpoints / "step_000000").mkdir()
+    with pytest.raises(UserError, match="unfinished run") as error:
+        RunDir.create(run.path, with_steps(4))
+    for next_move in (f"--resume --run_dir {run.path}", f"--run_dir {run.path}-2", "--overwrite"):
+        assert next_move in str(error.value)
+
+
+def test_a_finished_run_is_not_overwritten(run: RunDir) -> None:
+    run.write_summary({"final_success": 1.0})
+    with pytest.raises(UserError, match="finished run") as error:
+        RunDir.create(run.path, with_steps(4))
+    assert "--resume" not in str(error.value)
+
+
+def test_overwrite_moves_the_old_run_aside(run: RunDir) -> None:
+    run.write_summary({"final_success": 1.0})
+    for number in (2, 3):
+        new = RunDir.create(run.path, with_steps(4), overwrite=True)
+        assert not new.summary.exists()
+        assert run.path.with_name(f"run-{number}").is_dir()
+    assert json.loads((run.path.with_name("run-2") / "summary.json").read_text()) == {"final_success": 1.0}
+
+
+def test_a_foreign_folder_or_file_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match="holds no run of ours"):
+        RunDir.create(tmp_path / "notes", TrainConfig())
+    with pytest.raises(UserError, match="holds no run of ours"):
+        RunDir.create(tmp_path / "notes", TrainConfig(), overwrite=True)
+    with pytest.raises(UserError, match="is a file"):
+        RunDir.create(tmp_path / "notes" / "thesis.tex", TrainConfig())
+
+
+def test_a_run_in_which_nothing_happened_can_be_discarded(run: RunDir) -> None:
+    run.discard_if_unused()
+    assert not run.path.exists()
+
+
+def test_a_run_in_which_something_happened_is_never_discarded(run: RunDir) -> None:
+    run.metrics.write_text("{}\n")
+    run.discard_if_unused()
+    assert run.config.is_file() and run.metrics.is_file()
+
+
+# -- resuming --------------------------------------------------------------------------------------------------
+def test_resume_of_the_same_run(run: RunDir) -> None:
+    again, changes = RunDir.resume(run.path, with_steps(4))
+    assert changes == []
+    assert [resume["changes"] for resume in again.read_manifest()["resumes"]] == [[]]
+
+
+def test_resume_names_what_may_change_and_what_may_not(run: RunDir) -> None:
+    _, changes = RunDir.resume(run.path, with_steps(9))
+    assert changes == ["update.steps: 4 -> 9"]
+    assert read_resolved(run.config).update.steps == 9
+    other = dataclasses.replace(with_steps(9), seed=5, algo="ppo")
+    with pytest.raises(UserError) as error:
+        RunDir.resume(run.path, other)
+    assert "seed: 0 in the run, 5 now" in str(error.value)
+    assert "algo: 'so_ppo' in the run, 'ppo' now" in str(error.value)
+    assert read_resolved(run.config).seed == 0
+
+
+def test_a_moved_run_folder_resumes(run: RunDir) -> None:
+    moved = run.path.rename(run.path.with_name("moved"))
+    _, changes = RunDir.resume(moved, dataclasses.replace(with_steps(4), run_dir=str(moved)))
+    assert changes == []
+
+
+def test_a_finished_run_resumes_only_for_more_steps(run: RunDir) -> None:
+    run.write_summary({})
+    with pytest.raises(UserError, match=r"finished run; train it longer with --update\.steps"):
+        RunDir.resume(run.path, with_steps(4))
+    again, _ = RunDir.resume(run.path, with_steps(5))
+    assert not again.summary.exists()
+
+
+def test_resume_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nothing to resume: .*nowhere"):
+        RunDir.resume(tmp_path / "nowhere", TrainConfig())
+
+
+# -- the manifest ----------------------------------------------------------------------------------------------
+def test_facts_are_recorded_once_and_checked_afterwards(run: RunDir) -> None:
+    facts = {"train": {"source": "embedded", "sha256": "aa", "sizes": (1, 2)}}
+    run.record("data", facts)
+    run.record("data", facts)
+    assert run.read_manifest()["data"] == {"train": {"source": "embedded", "sha256": "aa", "sizes": [1, 2]}}
+    with pytest.raises(UserError, match=r"data\.train\.sha256: 'aa' then, 'bb' now"):
+        run.record("data", {"train": {"source": "embedded", "sha256": "bb", "sizes": (1, 2)}})
+
+
+def test_git_facts_only_of_a_checkout(tmp_path: Path) -> None:
+    assert git_facts(tmp_path) is None
+    assert "command" in environment_facts()
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------
+def test_metrics_and_timings_go_to_their_own_files(run: RunDir) -> None:
+    with MetricsLog(run, tensorboard=False) as log:
+        log.log(1, {"loss/b": 0.1, "time/step_s": 2.5, "loss/a": 3})
+        log.log(2, {"loss/a": float("nan"), "loss/b": float("-inf")})
+    assert run.metrics.read_text() == (
+        '{"step": 1, "loss/a": 3, "loss/b": 0.1}\n{"step": 2, "loss/a": null, "loss/b": null}\n'
+    )
+    assert run.timings.read_text() == '{"step": 1, "time/step_s": 2.5}\n'
+
+
+def test_numpy_and_torch_numbers_are_written_as_floats(run: RunDir) -> None:
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    with MetricsLog(run, tensorboard=False) as log:
+        log.log(1, {"a": numpy.float64(0.1), "b": torch.tensor(2.0), "c": True})
+    assert run.metrics.read_text() == '{"step": 1, "a": 0.1, "b": 2.0, "c": 1.0}\n'
+
+
+def test_the_order_of_the_metrics_does_not_matter(run: RunDir) -> None:
+    with MetricsLog(run, tensorboard=False) as log:
+        log.log(1, {"x": 1 / 3, "y": 2.0})
+        log.log(1, {"y": 2.0, "x": 1 / 3})
+    first, second = run.metrics.read_text().splitlines()
+    assert first == second == '{"step": 1, "x": 0.3333333333333333, "y": 2.0}'
+
+
+def test_truncation_drops_later_steps_and_half_a_line(run: RunDir) -> None:
+    with MetricsLog(run, tensorboard=False) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"loss/a": float(step), "time/s": 1.0})
+        for path in (run.metrics, run.timings):
+            with path.open("a") as file:
+                file.write('{"step": 4, "lo')
+        log.truncate_after(2)
+        assert [line["step"] for line in read_jsonl(run.metrics)] == [1, 2]
+        assert [line["step"] for line in read_jsonl(run.timings)] == [1, 2]
+        log.log(3, {"loss/a": 3.0})
+        assert run.metrics.read_text().endswith('{"step": 3, "loss/a": 3.0}\n')
+        log.truncate_after(-1)
+        assert run.metrics.read_text() == ""
+
+
+def test_truncation_of_a_run_without_metrics(run: RunDir) -> None:
+    with MetricsLog(run, tensorboard=False) as log:
+        log.truncate_after(0)
+    assert not run.metrics.exists()
+
+
+def test_tensorboard_events(run: RunDir) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLog(run) as log:
+        log.log(1, {"loss/a": 0.5, "loss/b": float("nan")})
+    events = EventAccumulator(str(run.tensorboard)).Reload()
+    assert events.Tags()["scalars"] == ["loss/a"]
+    assert [(event.step, event.value) for event in events.Scalars("loss/a")] == [(1, 0.5)]
+
+
+def test_tensorboard_shows_a_step_that_was_taken_back_once(run: RunDir) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLog(run) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"loss/a": float(step)})
+        log.truncate_after(1)
+        log.log(2, {"loss/a": 20.0})
+    events = EventAccumulator(str(run.tensorboard)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss/a")] == [(1, 1.0), (2, 20.0)]
+
+
+def test_a_missing_package_is_said_before_training(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"log\.wandb=mine needs the package 'wandb'"):
+        MetricsLog(run, tensorboard=False, wandb="mine")
+
+
+def test_weights_and_biases_gets_the_finite_metrics_of_one_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+    logged: list[tuple[dict[str, float], int]] = []
+    finished: list[bool] = []
+
+    class FakeRun:
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            logged.append((metrics, step))
+
+        def finish(self) -> None:
+            finished.append(True)
+
+    def init(**settings: Any) -> FakeRun:
+        started.append(settings)
+        return FakeRun()
+
+    module = types.ModuleType("wandb")
+    vars(module).update(init=init, __spec__=importlib.machinery.ModuleSpec("wandb", None))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for _ in range(2):
+        with MetricsLog(run, tensorboard=False, wandb="mine") as log:
+            log.log(3, {"loss/a": 1.0, "loss/b": float("nan"), "time/s": 2.0})
+    assert logged == [({"loss/a": 1.0, "time/s": 2.0}, 3)] * 2
+    assert finished == [True, True]
+    assert started[0]["id"] == started[1]["id"] and started[0]["id"].startswith("run-20")
+    assert (started[0]["project"], started[0]["resume"], started[0]["config"]["seed"]) == ("mine", "allow", 0)
+
+
+@pytest.mark.parametrize(
+    "line", [b"{", b"[1]", b"\xff\xfe\x00", b'"x', b"nul", b"[" * 100_000, b'{"step": 1e']
+)
+def test_a_damaged_line_of_the_metrics_is_named(run: RunDir, line: bytes) -> None:
+    run.metrics.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    for read in (
+        lambda: read_jsonl(run.metrics),
+        lambda: MetricsLog(run, tensorboard=False).truncate_after(1),
+    ):
+        with pytest.raises(UserError, match=r"metrics\.jsonl:2: .*copy"):
+            read()
+
+
+def test_a_line_is_written_whole_where_the_disk_takes_parts(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
+    with MetricsLog(run, tensorboard=False) as log:
+        log.log(1, {"loss/a": 0.5})
+    assert run.metrics.read_text() == '{"step": 1, "loss/a": 0.5}\n'

@@ -1,0 +1,459 @@
+"""``sorl-serve-agent``: the wire format against a real server process, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("msgspec", reason="needs the search extra: pip install 'sorl[search]'")
+pytest.importorskip("prometheus_client", reason="needs the search extra: pip install 'sorl[search]'")
+pytest.importorskip("uvicorn", reason="needs the search extra: pip install 'sorl[search]'")
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.rollout import RolloutSettings, SampledTurn, SamplingParams
+from sorl_env.task import Example
+from sorl_env.tool import ToolReply, ToolUnavailableError
+from sorl_env.toolbox import Toolbox
+from sorl_train.evaluate.arguments import find_source, make_envs, make_policy
+from sorl_train.evaluate.ask import _parser as ask_parser
+from sorl_train.evaluate.ask import ask
+from sorl_train.evaluate.runner import Policy
+from sorl_train.serve_agent.agent import Agent
+from sorl_train.serve_agent.app import App
+from sorl_train.serve_agent.chat import ChatRequest, RequestError, parse_request
+from sorl_train.serve_agent.cli import main
+
+from ...waiting import wait_until
+from ..evaluate.completions_server import serving
+
+CHAT = "/v1/chat/completions"
+
+
+def asking(question: str, **more: Any) -> dict[str, Any]:
+    return {"model": "agent", "messages": [{"role": "user", "content": question}], **more}
+
+
+class Server:
+    """``sorl-serve-agent`` on a free port."""
+
+    def __init__(self, *options: str) -> None:
+        command = [sys.executable, "-m", "sorl_train.serve_agent.cli", "--port", "0", *options]
+        self.process = subprocess.Popen(
+            [*command, "--served_name", "agent"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"(http://127\.0\.0\.1:\d+)/v1: agent on minihop", line)
+        if found is None:
+            self.process.kill()
+            raise AssertionError(line + self.process.communicate()[1])
+        self.client = httpx.Client(base_url=found[1], timeout=60)
+
+    def end(self) -> int:
+        self.client.close()
+        self.process.send_signal(signal.SIGTERM)
+        self.process.communicate(timeout=60)
+        return self.process.returncode
+
+
+@contextmanager
+def served(*options: str) -> Iterator[Server]:
+    server = Server(*options)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def run(cold_started_run: Path) -> Path:
+    return cold_started_run
+
+
+@pytest.fixture(scope="module")
+def server(run: Path) -> Iterator[Server]:
+    limits = ("--head_timeout_s", "2", "--body_timeout_s", "2")
+    with served("--model", str(run), "--threads", "1", "--concurrency", "4", *limits) as started:
+        yield started
+
+
+# --- a real process -------------------------------------------------------------------------------------------
+def test_questions_in_flight_together_are_answered_as_sorl_ask_answers_them(
+    run: Path, server: Server
+) -> None:
+    args = ask_parser().parse_args(["x", "--model", str(run), "--threads", "1"])
+    source = find_source(args, args.model)
+    assert source is not None
+    (env,) = make_envs(args, [], source.config).values()
+    policy, examples = make_policy(args, source, [env]), env.examples.examples[:8]
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda e: server.client.post(CHAT, json=asking(e.question)), examples))
+    kinds = set()
+    for example, reply in zip(examples, replies, strict=True):
+        expected, content = ask(policy, env, example), reply.json()
+        assert reply.status_code == 200 and content["object"] == "chat.completion"
+        (choice,) = content["choices"]
+        assert [turn["text"] for turn in content["sorl"]["turns"]] == [turn.text for turn in expected.turns]
+        assert [turn["observation"] for turn in content["sorl"]["turns"]] == [
+            turn.observation for turn in expected.turns
+        ]
+        last = expected.turns[-1]
+        answered = last.kind == "answer"
+        kinds.add(answered)
+        assert choice["message"]["content"] == (last.content if answered else None)
+        assert choice["finish_reason"] == ("stop" if answered else "length")
+        usage = content["usage"]
+        assert usage["completion_tokens"] == expected.num_action_tokens
+        assert (
+            usage["total_tokens"]
+            == len(expected.token_ids)
+            == usage["prompt_tokens"] + usage["completion_tokens"]
+        )
+    assert True in kinds
+    assert server.client.get("/health").json() == {
+        "status": "ok", "model": "agent", "task": "minihop", "in_flight": 0, "waiting": 0, "refused_connections": {},
+    }  # fmt: skip
+
+
+def events(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The objects of a streamed reply, which ends with [DONE]."""
+    with server.client.stream("POST", CHAT, json=body) as reply:
+        assert reply.status_code == 200 and reply.headers["content-type"] == "text/event-stream"
+        lines = [line for line in reply.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def test_a_stream_tells_the_turns_then_the_answer(run: Path, server: Server) -> None:
+    question = "What is the employer of nobody?"
+    whole = server.client.post(CHAT, json=asking(question)).json()
+    first, *turns = events(server, asking(question, stream=True, stream_options={"include_usage": True}))
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    *turns, last, usage = turns
+    if whole["choices"][0]["message"]["content"] is not None:
+        *turns, answer = turns
+        assert answer["choices"][0]["delta"]["content"] == whole["choices"][0]["message"]["content"]
+    texts = [chunk["sorl"]["turn"]["text"] for chunk in turns]
+    assert texts == [turn["text"] for turn in whole["sorl"]["turns"]] and texts
+    assert last["sorl"] == whole["sorl"]
+    assert last["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    assert {chunk["id"] for chunk in (first, *turns, last, usage)} == {first["id"]}
+
+
+def test_draws_repeat_with_their_seed(server: Server) -> None:
+    def turns(seed: int) -> list[dict[str, Any]]:
+        body = asking("Who is it?", temperature=1.0, seed=seed)
+        content = server.client.post(CHAT, json=body).json()
+        assert content["sorl"]["seed"] == seed
+        found: list[dict[str, Any]] = content["sorl"]["turns"]
+        return found
+
+    assert turns(3) == turns(3)
+    assert len({json.dumps(turns(seed)) for seed in range(4)}) > 1
+
+
+def test_max_tokens_bounds_what_follows_the_prompt(server: Server) -> None:
+    whole = server.client.post(CHAT, json=asking("Who is it?")).json()
+    cut = server.client.post(CHAT, json=asking("Who is it?", max_tokens=3)).json()
+    assert (cut["sorl"]["stop_reason"], cut["choices"][0]["finish_reason"]) == ("max_tokens", "length")
+    assert cut["usage"]["completion_tokens"] == 3 < whole["usage"]["completion_tokens"]
+    assert len(cut["sorl"]["turns"]) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_question_that_does_not_fit(server: Server, stream: bool) -> None:
+    reply = server.client.post(CHAT, json=asking("why " * 2000, stream=stream))
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "max_prompt_tokens" in error["message"]
+
+
+def test_the_other_paths(server: Server) -> None:
+    assert [entry["id"] for entry in server.client.get("/v1/models").json()["data"]] == ["agent"]
+    assert server.client.get(CHAT).status_code == 405
+    missing = server.client.post("/v1/completions", json={})
+    assert missing.status_code == 404 and CHAT in missing.json()["error"]["message"]
+    assert server.client.post(CHAT, content=b"{").status_code == 400
+    assert server.client.post(CHAT, content=b" " * (2 << 20)).status_code == 413
+
+
+@pytest.mark.slow
+def test_over_a_served_model_with_a_token(run: Path, tmp_path: Path) -> None:
+    """The policy is on another server; ours holds the dialogue. It ends in order."""
+    policy = str(run / "checkpoints" / "best" / "policy")
+    (tmp_path / "token").write_text("secret\n")
+    task = ["--task", "minihop", "--task_args", *world_of(run)]
+    with serving(policy, vllm=True) as upstream:
+        options = [
+            "--endpoint",
+            upstream.url,
+            "--model_name",
+            "tiny",
+            "--tokenizer",
+            policy,
+            "--timeout_s",
+            "2",
+        ]
+        with served(*options, *task, "--token_file", str(tmp_path / "token")) as server:
+            client, body = server.client, asking("What is the employer of nobody?")
+            assert client.get("/health").status_code == 200
+            refused = client.post(CHAT, json=body)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+            client.headers["authorization"] = "Bearer wrong"
+            assert client.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
+            client.headers["authorization"] = "Bearer secret"
+            answered = client.post(CHAT, json=body)
+            assert answered.status_code == 200 and answered.json()["sorl"]["turns"]
+            upstream.faults[:] = [500] * 9
+            out = client.post(CHAT, json=body)
+            assert (out.status_code, out.json()["error"]["code"]) == (502, "policy_unavailable")
+            assert server.end() == 0
+
+
+def world_of(run: Path) -> list[str]:
+    from sorl_train.run.folder import saved_config
+
+    return [f"{name}={json.dumps(value)}" for name, value in saved_config(run).task_args.items()]
+
+
+# --- requests -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ([], 400, None),
+        ({"model": "agent"}, 400, "messages"),
+        ({"messages": []}, 404, "model"),
+        (asking("x", model="other"), 404, "model"),
+        (asking("x", temprature=1), 400, "temprature"),
+        (asking("x", temperature=3), 400, "temperature"),
+        (asking("x", temperature=True), 400, "temperature"),
+        (asking("x", top_p=0), 400, "top_p"),
+        (asking("x", seed=-1), 400, "seed"),
+        (asking("x", seed=0.5), 400, "seed"),
+        (asking("x", max_tokens=0), 400, "max_tokens"),
+        (asking("x", n=2), 400, "n"),
+        (asking("x", stop=["."]), 400, "stop"),
+        (asking("x", stream=1), 400, "stream"),
+        (asking("x", stream_options={"include_usage": True}), 400, "stream_options"),
+        (asking("x", tools=[{"type": "function"}]), 400, "tools"),
+        (asking("x", response_format={"type": "json_object"}), 400, "response_format"),
+        (asking("x", sorl={"options": {"1": "zinc"}}), 400, "sorl"),
+        (asking(" "), 400, "messages"),
+        ({"model": "agent", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+        ({"model": "agent", "messages": [{"role": "system", "content": "be kind"}]}, 400, "messages"),
+        ({"model": "agent", "messages": [{"role": "user", "content": "x"}] * 2}, 400, "messages"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_is_refused_by_name(body: Any, status: int, param: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request(json.dumps(body).encode(), "agent")
+    assert (caught.value.status, caught.value.param) == (status, param)
+    assert caught.value.content["error"]["type"] == "invalid_request_error"
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    parts = [{"type": "text", "text": "Which?"}, {"type": "text", "text": "Now."}]
+    body = asking("", user="me", n=1, stop=None, tools=[], presence_penalty=0, max_tokens=9, temperature=0)
+    body["messages"][0]["content"] = parts
+    body |= {
+        "max_completion_tokens": 7,
+        "sorl": {"options": {"A": "iron"}},
+        "response_format": {"type": "text"},
+    }
+    expected = ChatRequest("Which?\nNow.", options={"A": "iron"}, temperature=0.0, max_tokens=7)
+    assert parse_request(json.dumps(body).encode(), "agent") == expected
+
+
+# --- dialogues with a scripted policy -------------------------------------------------------------------------
+class Script:
+    """A sampler that writes the same turns in every dialogue; without any it waits until it is let go."""
+
+    def __init__(self, tokenizer: Any, turns: Sequence[str]) -> None:
+        self.tokenizer, self.turns = tokenizer, turns
+        self.drawn: dict[str, int] = {}
+        self.released: list[str] = []
+        self.waiting = threading.Event()
+
+    async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
+        if not self.turns:
+            self.waiting.set()
+            await asyncio.sleep(60)
+        number = self.drawn[session] = self.drawn.get(session, -1) + 1
+        ids = self.tokenizer.encode(self.turns[number], add_special_tokens=False)
+        return SampledTurn(ids, [0.0] * len(ids), "stop")
+
+    def release(self, session: str) -> None:
+        self.released.append(session)
+
+
+class Out:
+    """A search that is out, or finds one thing."""
+
+    inline = True
+
+    def __init__(self, tool: Any, works: bool) -> None:
+        self.name, self.description, self.schema = tool.name, tool.description, tool.schema
+        self.works = works
+
+    def __call__(self, query: str) -> ToolReply:
+        if not self.works:
+            raise ToolUnavailableError("nobody there")
+        return ToolReply("it", hits=1)
+
+
+# of words that every such world has
+TURNS = [f"<think> </think> <{tag}> employer </{tag}>" for tag in ("search", "answer")]
+
+
+def scripted(
+    env: ToolUseEnv, tokenizer: Any, turns: Sequence[str], works: bool = True, **options: Any
+) -> tuple[Script, Agent]:
+    with_tool = env.spawn()
+    with_tool.toolbox = Toolbox([Out(tool, works) for tool in env.toolbox.tools], retries=0)
+    script = Script(tokenizer, turns)
+    settings = RolloutSettings(temperature=0.0, max_concurrency=1)
+    return script, Agent(Policy(script, tokenizer, nullcontext, settings), with_tool, **options)
+
+
+def post(agent: Agent, body: dict[str, Any]) -> httpx.Response:
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(App(agent, "agent"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            return await client.post(CHAT, json=body)
+
+    return asyncio.run(send())
+
+
+def test_a_dialogue_in_the_reply(minihop: ToolUseEnv, tokenizer: Any) -> None:
+    script, agent = scripted(minihop, tokenizer, TURNS)
+    with agent.running():
+        content = post(agent, asking("who?")).json()
+    assert content["choices"][0]["message"] == {"role": "assistant", "content": "employer", "refusal": None}
+    search, answer = content["sorl"]["turns"]
+    assert search["tool_calls"] == [{"tool": "search", "argument": "employer", "ok": True, "hits": 1}]
+    assert "it" in search["observation"] and answer["observation"] == ""
+    assert content["sorl"]["stop_reason"] == "answer" and len(script.released) == 1
+    assert content["sorl"]["unknown_words"] == ["who"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_that_is_out_is_no_answer(minihop: ToolUseEnv, tokenizer: Any, stream: bool) -> None:
+    _, agent = scripted(minihop, tokenizer, TURNS, works=False)
+    with agent.running():
+        reply = post(agent, asking("who?", stream=stream))
+    if not stream:
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
+        assert "nobody there" in reply.json()["error"]["message"]
+        return
+    *_, last, done = [line for line in reply.text.splitlines() if line]
+    assert done == "data: [DONE]" and json.loads(last[6:])["error"]["code"] == "tool_unavailable"
+
+
+def test_who_leaves_gives_the_place_free_and_who_comes_too_late_is_told(
+    minihop: ToolUseEnv, tokenizer: Any
+) -> None:
+    script, agent = scripted(minihop, tokenizer, [], max_waiting=0)
+    body = json.dumps(asking("who?")).encode()
+    scope = {"type": "http", "path": CHAT, "method": "POST", "headers": []}
+    sent: list[Any] = []
+
+    async def leave_when_it_waits() -> None:
+        messages = iter([{"type": "http.request", "body": body}])
+
+        async def receive() -> Any:
+            message = next(messages, None)
+            if message is not None:
+                return message
+            await asyncio.to_thread(script.waiting.wait, 60)
+            with pytest.raises(RequestError, match="come back later"):
+                await agent.answer(await agent.prepare(ChatRequest("and I?")))
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await App(agent, "agent")(scope, receive, send)
+
+    with agent.running():
+        asyncio.run(leave_when_it_waits())
+        wait_until(lambda: script.released)
+    assert sent == [] and script.released == ["question 0"] and agent.open == 0
+
+
+def test_a_bug_of_a_task_is_told_and_ends_no_other_dialogue(minihop: ToolUseEnv, tokenizer: Any) -> None:
+    """A task's prompt that needs more of an example than a question has."""
+    from dataclasses import replace
+
+    _, agent = scripted(minihop, tokenizer, TURNS)
+    whole = agent._env.task
+
+    def prompt(example: Example) -> str:
+        return str(example.metadata["gone"]) if "bug" in example.question else whole.prompt(example)
+
+    agent._env.task = replace(whole, prompt=prompt)
+    with agent.running():
+        assert post(agent, asking("a bug?")).status_code == 500
+        assert post(agent, asking("who?")).status_code == 200
+
+
+# --- the command ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([], "give a model folder"),
+        (["--model", "RUN", "--port", "70000"], "--port must lie between 0 and 65535, it is 70000"),
+        (["--model", "RUN", "--token_file", "nowhere"], "nowhere"),
+        (["--model", "RUN", "--max_waiting", "-1"], "--max_waiting cannot be negative, it is -1"),
+        (["--endpoint", "http://127.0.0.1:1/v1"], "--model_name"),
+        (["--mode", "x"], "--mode"),
+    ],
+)
+def test_mistakes_are_named(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], command: list[str], message: str
+) -> None:
+    assert main([part.replace("RUN", str(run_folder)) for part in command]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sorl-serve-agent: ") and message in error
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded(
+    run_folder: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = str(server.client.base_url.port)
+    assert main(["--model", str(run_folder), "--port", port]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+# --- before there is a request --------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_heads_that_are_too_large_or_never_end(server: Server) -> None:
+    """The limits are sorl-serve's, and tested there; this is that they hold here, too."""
+    address = (server.client.base_url.host, server.client.base_url.port)
+    with socket.create_connection(address, timeout=20) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nX: " + b"a" * 20_000)
+        assert client.recv(65536).startswith(b"HTTP/1.1 431 ")
+    with socket.create_connection(address, timeout=20) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nX: ")
+        assert client.recv(65536).startswith(b"HTTP/1.1 408 ")
+    with socket.create_connection(address, timeout=20) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+        assert client.recv(65536).startswith(b"HTTP/1.1 408 ")
+    refused = server.client.get("/health").json()["refused_connections"]
+    assert refused["head_too_large"] == 1 and refused["head_timeout"] == 1

@@ -1,0 +1,315 @@
+"""Dialogues in flight together are those held one at a time: rollouts, ``sorl-eval`` and ``sorl-serve-agent``.
+
+A cold-started policy searches with a tool whose replies take a random time, so that dialogues come, wait and go in any
+order. Nothing of that may show in an answer, a token or a transcript.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.rollout import RolloutJob, RolloutSettings, collect, run_trajectory
+from sorl_env.trajectory import Trajectory
+from sorl_train.evaluate.arguments import find_source, make_envs, make_policy
+from sorl_train.evaluate.ask import _parser as ask_parser
+from sorl_train.evaluate.cli import main
+from sorl_train.evaluate.rows import Key, Row
+from sorl_train.evaluate.runner import Policy, plan_jobs, run_evaluation
+from sorl_train.serve_agent.agent import Agent
+from sorl_train.serve_agent.app import App
+
+from ..evaluate.conftest import WORLD
+from .test_serve_agent import CHAT, asking, served
+
+TASK = f"""
+import asyncio
+import random
+from dataclasses import replace
+
+from sorl_tasks.minihop import minihop
+
+
+class Late:
+    '''A tool whose replies take a random time: some turns of the event loop, and now and then longer.'''
+
+    inline = False
+
+    def __init__(self, tool):
+        self.name, self.description, self.schema = tool.name, tool.description, tool.schema
+        self._tool = tool
+
+    def __call__(self, query):
+        return self._tool(query)
+
+    async def acall(self, query):
+        for _ in range(random.randrange(40)):
+            await asyncio.sleep(0)
+        if random.random() < 0.3:
+            await asyncio.sleep(0.02 * random.random())
+        return self._tool(query)
+
+
+whole = minihop(**{WORLD!r})
+TASK = replace(
+    whole,
+    tools=lambda settings: tuple(Late(tool) for tool in whole.tools(settings)),
+    limits=replace(whole.limits, max_new_tokens=17, max_trajectory_tokens=130),  # some turns and dialogues are cut
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with MiniHop, whose search takes its time."""
+    path = tmp_path_factory.mktemp("task") / "late.py"
+    path.write_text(TASK)
+    return path
+
+
+def policy_of(run: Path, task: Path, concurrency: int) -> tuple[Policy, ToolUseEnv]:
+    options = ["--model", str(run), "--task", str(task), "--threads", "1", "--concurrency", str(concurrency)]
+    args: argparse.Namespace = ask_parser().parse_args(["x", *options])
+    source = find_source(args, args.model)
+    (env,) = make_envs(args, [args.task], None).values()
+    return make_policy(args, source, [env]), env
+
+
+# --- rollouts -------------------------------------------------------------------------------------------------
+async def staggered(
+    env: ToolUseEnv, policy: Policy, jobs: Sequence[RolloutJob], settings: RolloutSettings
+) -> list[Trajectory]:
+    """As ``collect``, but each begins when it likes, and some are given up before they are held to the end."""
+    rng, places = random.Random(0), asyncio.Semaphore(settings.max_concurrency)
+
+    async def hold(job: RolloutJob) -> Trajectory:
+        for _ in range(rng.randrange(60 * len(jobs))):
+            await asyncio.sleep(0)
+        async with places:
+            while True:
+                held = asyncio.ensure_future(
+                    run_trajectory(env.spawn(), policy.tokenizer, policy.sampler, job, settings)
+                )
+                if rng.random() < 0.3:
+                    for _ in range(rng.randrange(200)):
+                        await asyncio.sleep(0)
+                    held.cancel()
+                await asyncio.wait([held])
+                if not held.cancelled():
+                    return held.result()
+
+    return list(await asyncio.gather(*(hold(job) for job in jobs)))
+
+
+def roll(
+    run: Path, task: Path, jobs: Sequence[RolloutJob], temperature: float, at_once: int, stagger: bool
+) -> list[Trajectory]:
+    policy, env = policy_of(run, task, at_once)
+    settings = RolloutSettings(temperature=temperature, max_concurrency=at_once)
+
+    async def all_of_them() -> list[Trajectory]:
+        if stagger:
+            return await staggered(env, policy, jobs, settings)
+        return await collect(env, policy.tokenizer, policy.sampler, jobs, settings)
+
+    with policy.session():  # type: ignore[union-attr]  # a local sampler's
+        return asyncio.run(all_of_them())
+
+
+def assert_same_dialogue(one: Trajectory, other: Trajectory) -> None:
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert one.turn_ids.tolist() == other.turn_ids.tolist()
+    np.testing.assert_allclose(one.rollout_log_probs, other.rollout_log_probs, rtol=0, atol=1e-4)
+    told = [
+        [(turn.text, turn.kind, turn.content, turn.observation, turn.reward_items) for turn in it.turns]
+        for it in (one, other)
+    ]
+    assert told[0] == told[1]
+    assert (one.reward, one.stop_reason, one.prompt) == (other.reward, other.stop_reason, other.prompt)
+
+
+def check_rollouts(run: Path, task: Path, count: int, temperature: float, stagger: Sequence[bool]) -> None:
+    """Of groups of two, which share a prompt."""
+    jobs = [RolloutJob(f"g{i // 2}/{i % 2}", f"g{i // 2}", i // 2, 1000 * i) for i in range(count)]
+    alone = roll(run, task, jobs, temperature, 1, stagger=False)
+    assert len({trajectory.stop_reason for trajectory in alone}) > 1
+    assert sum(len(turn.tool_calls) for t in alone for turn in t.turns) >= count // 2
+    for arriving_late in stagger:
+        together = roll(run, task, jobs, temperature, 7, arriving_late)
+        for one, other in zip(alone, together, strict=True):
+            assert_same_dialogue(one, other)
+
+
+def test_rollouts(cold_started_run: Path, task: Path) -> None:
+    check_rollouts(cold_started_run, task, 12, 1.0, [True])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_many_rollouts(cold_started_run: Path, task: Path, temperature: float) -> None:
+    check_rollouts(cold_started_run, task, 80, temperature, [False, True])
+
+
+# --- sorl-eval ------------------------------------------------------------------------------------------------
+def evaluate(run: Path, task: Path, out: Path, at_once: int, *options: str) -> bytes:
+    fixed = ["--task", str(task), "--threads", "1", "--quiet", "--concurrency", str(at_once)]
+    assert main([str(run), *fixed, "--out", str(out), *options]) == 0
+    return (out / "results.jsonl").read_bytes()
+
+
+def check_evaluation(run: Path, task: Path, folder: Path, places: Sequence[int], *options: str) -> None:
+    """The results are the same, byte for byte."""
+    rows = evaluate(run, task, folder / "alone", 1, *options)
+    assert len({json.loads(row)["stop_reason"] for row in rows.splitlines()}) > 1
+    for at_once in places:
+        assert evaluate(run, task, folder / f"at once {at_once}", at_once, *options) == rows
+
+
+def check_mixed_modes(run: Path, task: Path, count: int, temperature: float, places: Sequence[int]) -> None:
+    """A question of mode ``rag`` takes its row after its search, so that rows are free while others wait for tools."""
+
+    def rows_of(at_once: int) -> dict[Key, Row]:
+        policy, env = policy_of(run, task, at_once)
+        settings = RolloutSettings(temperature=temperature, max_concurrency=at_once)
+        jobs = plan_jobs({"minihop": env}, ["agent", "rag"], count, 1, seed=0)
+        random.Random(0).shuffle(jobs)
+        rows: dict[Key, Row] = {}
+        mixed = replace(policy, settings=settings)
+        run_evaluation(mixed, {"minihop": env}, jobs, lambda row, _: rows.update({row.key: row}))
+        return rows
+
+    alone = rows_of(1)
+    assert len(alone) == 2 * count and sum(row.searches for row in alone.values()) > count
+    for at_once in places:
+        assert rows_of(at_once) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_evaluation_of_mixed_modes(cold_started_run: Path, task: Path, temperature: float) -> None:
+    check_mixed_modes(cold_started_run, task, 48, temperature, [4, 7, 16])
+
+
+def test_an_evaluation(cold_started_run: Path, task: Path, tmp_path: Path) -> None:
+    check_evaluation(cold_started_run, task, tmp_path, [5], "--mode", "agent", "--limit", "10")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", ["1", "3"])  # greedy, drawn
+def test_a_whole_evaluation(cold_started_run: Path, task: Path, tmp_path: Path, samples: str) -> None:
+    options = ["--mode", "direct", "rag", "agent", "--limit", "24", "--samples", samples]
+    check_evaluation(cold_started_run, task, tmp_path, [3, 16], *options)
+
+
+# --- sorl-serve-agent -----------------------------------------------------------------------------------------
+def requests_of(env: ToolUseEnv, count: int) -> list[dict[str, Any]]:
+    """Greedy and drawn, whole and streamed, some of them cut short."""
+    rng, examples = random.Random(1), env.examples.examples
+    bodies = []
+    for i in range(count):
+        body = asking(examples[i % len(examples)].question, seed=rng.randrange(1 << 31))
+        body["temperature"] = rng.choice([0.0, 0.0, 1.0])
+        if rng.random() < 0.3:
+            body["max_tokens"] = rng.randrange(1, 200)
+        if rng.random() < 0.4:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        bodies.append(body)
+    return bodies
+
+
+def said(body: dict[str, Any], reply: httpx.Response) -> dict[str, Any]:
+    """What a reply says, streamed or not: the answer, how it ended, its tokens, and the whole dialogue."""
+    assert reply.status_code == 200, reply.text
+    if "stream" not in body:
+        content = reply.json()
+        (choice,) = content["choices"]
+        answer, finish = choice["message"]["content"], choice["finish_reason"]
+        return {"answer": answer, "finish": finish, "usage": content["usage"], "sorl": content["sorl"]}
+    chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    *parts, last, usage = chunks
+    told = [part["choices"][0]["delta"].get("content") for part in parts[1:]]
+    texts = [part["sorl"]["turn"]["text"] for part in parts[1:] if "sorl" in part]
+    assert texts == [turn["text"] for turn in last["sorl"]["turns"]]
+    answer = next((text for text in told if text is not None), None)
+    finish = last["choices"][0]["finish_reason"]
+    return {"answer": answer, "finish": finish, "usage": usage["usage"], "sorl": last["sorl"]}
+
+
+def leave_early(client: httpx.Client, body: dict[str, Any], after_s: float) -> None:
+    """Hang up before the reply is there."""
+    try:
+        client.post(CHAT, json=body, timeout=httpx.Timeout(30.0, read=after_s))
+    except httpx.ReadTimeout:
+        return
+
+
+def overlapping(client: httpx.Client, bodies: Sequence[dict[str, Any]], clients: int) -> list[dict[str, Any]]:
+    """What is said to each of ``bodies``, asked by so many clients that come when they like, and at times hang up."""
+
+    def ask(body: dict[str, Any]) -> dict[str, Any]:
+        rng = random.Random(body["seed"])
+        time.sleep(rng.random())
+        if rng.random() < 0.25:
+            leave_early(client, body, 0.001 + 0.3 * rng.random())
+        return said(body, client.post(CHAT, json=body))
+
+    with ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(ask, bodies))
+
+
+def assert_same_replies(alone: Sequence[dict[str, Any]], together: Sequence[dict[str, Any]]) -> None:
+    assert len(Counter(one["sorl"]["stop_reason"] for one in alone)) > 1
+    assert sum(len(turn["tool_calls"]) for one in alone for turn in one["sorl"]["turns"]) >= len(alone) // 2
+    different = [pair for pair in zip(alone, together, strict=True) if pair[0] != pair[1]]
+    assert not different, f"{len(different)} of {len(alone)} dialogues differ, the first: {different[0]}"
+
+
+def test_a_service_in_process(cold_started_run: Path, task: Path) -> None:
+    _, env = policy_of(cold_started_run, task, 1)
+    bodies = requests_of(env, 12)
+
+    async def ask(app: App, body: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(random.Random(body["seed"]).random())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            return said(body, await client.post(CHAT, json=body, timeout=60))
+
+    async def ask_all(app: App) -> list[dict[str, Any]]:
+        return list(await asyncio.gather(*(ask(app, body) for body in bodies)))
+
+    replies = []
+    for places in (1, 5):
+        agent = Agent(*policy_of(cold_started_run, task, places))
+        with agent.running():
+            replies.append(asyncio.run(ask_all(App(agent, "agent"))))
+    assert_same_replies(*replies)
+
+
+@pytest.mark.slow
+def test_a_service_with_64_overlapping_clients(cold_started_run: Path, task: Path) -> None:
+    """Over HTTP; where there are fewer places than clients, and where each has one."""
+    _, env = policy_of(cold_started_run, task, 1)
+    bodies = requests_of(env, 128)
+    options = ["--model", str(cold_started_run), "--task", str(task), "--threads", "1"]
+    with served(*options, "--concurrency", "1") as server:
+        alone = [said(body, server.client.post(CHAT, json=body)) for body in bodies]
+        assert server.end() == 0
+    for places in (12, 64):
+        with served(*options, "--concurrency", str(places)) as server:
+            together = overlapping(server.client, bodies, 64)
+            assert server.client.get("/health").json()["in_flight"] == 0
+            assert server.end() == 0
+        assert_same_replies(alone, together)

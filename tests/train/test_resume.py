@@ -1,0 +1,217 @@
+"""A run whose files were damaged is resumed as if it had not been, or refused with the name of the file."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_train import train_rl as trainer
+from sorl_train.engine import LocalEngine
+from sorl_train.evaluate.find_policy import find_policy
+from sorl_train.run.files import read_jsonl
+from sorl_train.run.folder import RunDir
+from sorl_train.run.hashed_folder import HASHES, find_damage, hash_file
+from sorl_train.sft.cold_start import resolve_model
+
+from .conftest import QuietDisplay, short_config, train_short
+from .damage import append, delete, empty, flip_a_bit, truncate
+from .outcomes import UNDERSCORED, Killed, outcome
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the uninterrupted run leaves."""
+    return outcome(train_short(tmp_path_factory.mktemp("whole") / "run", **UNDERSCORED)[0])
+
+
+def stop_in_step(folder: Path, step: int, **settings: Any) -> RunDir:
+    """A run that ends when it is about to save the trajectories of a step."""
+    save = LocalEngine.save_trajectories
+
+    def killed(self: LocalEngine, number: int, trajectories: Any) -> None:
+        if number == step:
+            raise Killed
+        save(self, number, trajectories)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(LocalEngine, "save_trajectories", killed)
+        train_short(folder, **(UNDERSCORED | settings))
+    return RunDir(folder)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 1 to 3, which ended in step 4."""
+    return stop_in_step(tmp_path_factory.mktemp("stopped") / "run", 4).path
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of another seed."""
+    return stop_in_step(tmp_path_factory.mktemp("other") / "run", 4, seed=1).path
+
+
+NEWEST, OLDER, OLDEST = (f"checkpoints/step_{step:06d}" for step in (3, 2, 1))
+
+
+def to(name: str, damage: Callable[[Path], None]) -> Callable[[Path, Path], None]:
+    return lambda run, other: damage(run / name)
+
+
+def swap(name: str) -> Callable[[Path, Path], None]:
+    def copy(run: Path, other: Path) -> None:
+        target = run / name
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+        shutil.copytree(other / name, target) if (other / name).is_dir() else shutil.copy(
+            other / name, target
+        )
+
+    return copy
+
+
+def write(name: str, text: str) -> Callable[[Path, Path], None]:
+    def put(run: Path, other: Path) -> None:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(text)
+
+    return put
+
+
+def both(*damages: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+    return lambda run, other: [damage(run, other) for damage in damages] and None
+
+
+# What is done to the run; the file that has to be named (empty: nothing to say); whether the resume is refused.
+KINDS: dict[str, tuple[Callable[[Path, Path], None], str, bool]] = {
+    "nothing": (lambda run, other: None, "", False),
+    "weights cut": (to(f"{NEWEST}/policy/model.safetensors", truncate), "policy/model.safetensors", False),
+    "weights emptied": (to(f"{NEWEST}/policy/model.safetensors", empty), "policy/model.safetensors", False),
+    "weights gone": (to(f"{NEWEST}/policy/model.safetensors", delete), "policy/model.safetensors", False),
+    "weights, one bit": (
+        to(f"{NEWEST}/policy/model.safetensors", flip_a_bit),
+        "policy/model.safetensors",
+        False,
+    ),
+    "another run's weights": (swap(f"{NEWEST}/policy/model.safetensors"), "policy/model.safetensors", False),
+    "another run's checkpoint": (swap(NEWEST), "another run", False),
+    "model config, one bit": (to(f"{NEWEST}/policy/config.json", flip_a_bit), "policy/config.json", False),
+    "tokenizer cut": (to(f"{NEWEST}/policy/tokenizer.json", truncate), "policy/tokenizer.json", False),
+    "critic, one bit": (
+        to(f"{NEWEST}/critic/model.safetensors", flip_a_bit),
+        "critic/model.safetensors",
+        False,
+    ),
+    "critic's head gone": (
+        to(f"{NEWEST}/critic/value_head.safetensors", delete),
+        "value_head.safetensors",
+        False,
+    ),
+    "moments, one bit": (to(f"{NEWEST}/optimizer.safetensors", flip_a_bit), "optimizer.safetensors", False),
+    "moments cut": (to(f"{NEWEST}/optimizer.safetensors", truncate), "optimizer.safetensors", False),
+    "state emptied": (to(f"{NEWEST}/state.json", empty), "state.json", False),
+    "waiting batch cut": (to(f"{NEWEST}/stale_0.jsonl", truncate), "stale_0.jsonl", False),
+    "its scores, one bit": (to(f"{NEWEST}/stale_0.safetensors", flip_a_bit), "stale_0.safetensors", False),
+    "a file more": (write(f"{NEWEST}/policy/adapter_config.json", "{}"), "adapter_config.json", False),
+    "hashes gone": (to(f"{NEWEST}/{HASHES}", delete), HASHES, False),
+    "hashes, one bit": (to(f"{NEWEST}/{HASHES}", flip_a_bit), HASHES, False),
+    "two damaged": (
+        both(to(f"{NEWEST}/state.json", delete), to(f"{OLDER}/optimizer.safetensors", flip_a_bit)),
+        "optimizer.safetensors",
+        False,
+    ),
+    "all damaged": (
+        both(*(to(f"{folder}/state.json", truncate) for folder in (NEWEST, OLDER, OLDEST))),
+        "step_000001: state.json",
+        True,
+    ),
+    "a half-written folder": (write("checkpoints/.step_000004.99/state.json", "{"), "", False),
+    "config emptied": (to("config.yaml", empty), "config.yaml", True),
+    "another run's config": (swap("config.yaml"), "config.yaml", True),
+    "config with an unknown key": (write("config.yaml", "sead: 1\n"), "config.yaml", True),
+    "manifest gone": (to("manifest.json", delete), "manifest.json", True),
+    "manifest cut": (to("manifest.json", truncate), "manifest.json", True),
+    "another run's manifest": (swap("manifest.json"), "config.yaml", True),
+    "metrics with half a line": (to("metrics.jsonl", append), "", False),
+    "metrics gone": (to("metrics.jsonl", delete), "metrics.jsonl", True),
+    "metrics, one bit": (to("metrics.jsonl", flip_a_bit), "metrics.jsonl", True),
+    "timings emptied": (to("timings.jsonl", empty), "timings.jsonl", True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damage_is_told_and_the_run_is_the_same_or_refused(
+    kind: str, whole: dict[str, Any], stopped: Path, other: Path, tmp_path: Path
+) -> None:
+    damage, named, refused = KINDS[kind]
+    path = shutil.copytree(stopped, tmp_path / "run")
+    damage(path, other)
+    config, display = short_config(**UNDERSCORED), QuietDisplay()
+    if refused:
+        with pytest.raises(UserError) as caught:
+            trainer.run(config, RunDir.resume(path, config)[0], display, True)
+        assert named in str(caught.value)
+        return
+    run = RunDir.resume(path, config)[0]
+    trainer.run(config, run, display, True)
+    found = outcome(run)
+    events = found.pop("events").decode()
+    assert found == {name: value for name, value in whole.items() if name != "events"}
+    told = [message for message in display.messages if "passed over" in message]
+    assert bool(named) == bool(told) == ("damaged_checkpoint" in events)
+    if named:
+        assert named in "".join(told) and named in events
+
+
+@pytest.mark.slow
+def test_what_was_passed_over_is_still_told_after_another_kill(stopped: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(stopped, tmp_path / "run")
+    flip_a_bit(path / NEWEST / "optimizer.safetensors")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(LocalEngine, "collect", lambda *_: (_ for _ in ()).throw(Killed))
+        train_short(path, resume=True, **UNDERSCORED)
+    run, _ = train_short(path, resume=True, **UNDERSCORED)
+    (event,) = read_jsonl(run.events)
+    assert event["step"] == 2 and "optimizer.safetensors" in event["reason"]
+    assert (run.checkpoints / "damaged_step_000003").is_dir()
+
+
+def test_a_damaged_best_policy_is_not_evaluated(tmp_path: Path) -> None:
+    run, _ = train_short(tmp_path / "run", update__steps=1)
+    best = run.checkpoints / "best"
+    (best / "policy" / "README.md").write_text("license: mit")
+    assert find_policy(str(run.path)).folder == str(best / "policy")
+    flip_a_bit(best / "policy" / "model.safetensors")
+    for name in (run.path, best, best / "policy"):
+        with pytest.raises(UserError, match=r"(?s)best is damaged.*policy/model\.safetensors has changed"):
+            find_policy(str(name))
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate, delete], ids=lambda damage: damage.__name__)
+def test_a_damaged_cold_start_is_built_again(
+    damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SORL_CACHE", str(tmp_path))
+    config, display = short_config(sft__steps=1), QuietDisplay()
+    folder = Path(resolve_model(config, display))
+    whole = hash_file(folder / "model.safetensors")
+    damage(folder / "model.safetensors")
+    assert resolve_model(config, display) == str(folder)
+    assert any("built again: model.safetensors" in message for message in display.messages)
+    assert hash_file(folder / "model.safetensors") == whole and not find_damage(folder)
+
+
+@pytest.mark.slow
+def test_another_model_folder_is_refused_by_a_resume(tmp_path: Path) -> None:
+    """The reference, the frozen half of LoRA and the tokenizer come from it again."""
+    model = shutil.copytree(resolve_model(short_config(), QuietDisplay()), tmp_path / "model")
+    settings: dict[str, Any] = {"model": str(model), "hardware__lora_rank": 4}
+    train_short(tmp_path / "run", update__steps=1, **settings)
+    flip_a_bit(model / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.sha256"):
+        train_short(tmp_path / "run", resume=True, update__steps=2, **settings)

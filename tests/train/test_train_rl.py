@@ -1,0 +1,407 @@
+"""Whole runs of seconds: every algorithm, resume, outages, NaN, interruption."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sorl_env.errors import UserError
+from sorl_env.tool import ToolReply, ToolUnavailableError
+from sorl_env.toolbox import Toolbox
+from sorl_env.trajectory_io import read_jsonl
+from sorl_train import train_rl as trainer
+from sorl_train.algorithms import ALGORITHMS
+from sorl_train.engine import LocalEngine
+from sorl_train.learner import scoring
+from sorl_train.run.files import read_jsonl as read_metrics
+from sorl_train.run.folder import RunDir
+from sorl_train.run.token_stats import iter_token_records, sidecar_of
+from sorl_train.sft.cold_start import resolve_model
+
+from ..waiting import wait_until
+from .conftest import SHORT, QuietDisplay, short_config, train_short
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    return [part for name, value in settings.items() for part in (f"--{name}", json.dumps(value))]
+
+
+def command(run_dir: Path, *more: str, **settings: Any) -> list[str]:
+    dotted = {name.replace("__", "."): value for name, value in settings.items()}
+    return [sys.executable, "-m", "sorl_train.cli", "--run_dir", str(run_dir), *more, *flags(dotted)]
+
+
+@pytest.mark.parametrize("algo", list(ALGORITHMS))
+def test_every_algorithm_leaves_a_complete_run_folder(algo: str, tmp_path: Path) -> None:
+    group_size = 4 if ALGORITHMS[algo].advantage == "group" else 1
+    run_dir, summary = train_short(tmp_path / "run", algo=algo, rollout__group_size=group_size)
+    lines = read_metrics(run_dir.metrics)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[2]["loss/grad_norm"] > 0
+    assert ("loss/value" in lines[2]) == (ALGORITHMS[algo].advantage == "gae")
+    for norm in ("scalar", "trajectory", "token", "token_mean", "rms", "logit"):
+        assert f"loss/clip_bias_{norm}" in lines[2]
+    assert {p.name for p in run_dir.checkpoints.iterdir()} >= {"step_000002", "best"}
+    assert {p.name for p in run_dir.trajectories.iterdir()} >= {"step_000001.jsonl", "step_000002.jsonl"}
+    assert summary["steps"] == 2 and summary["peak_rss_mb"] > 0
+    assert json.loads(run_dir.summary.read_text()) == json.loads(json.dumps(summary))
+    manifest = run_dir.read_manifest()
+    assert manifest["data"]["train"]["examples"] == 48 and manifest["versions"]["torch"]
+    assert not [p for p in run_dir.path.rglob("*") if p.suffix in (".pt", ".bin", ".pkl", ".pth")]
+
+
+def test_a_checkpoint_is_a_plain_transformers_folder(tmp_path: Path) -> None:
+    run_dir, _ = train_short(tmp_path / "run")
+    folder = run_dir.checkpoints / "step_000002" / "policy"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("Search, then answer.", return_tensors="pt", return_token_type_ids=False)
+    assert torch.isfinite(model(**ids).logits).all()
+
+
+def test_one_seed_gives_one_run_and_another_seed_another(tmp_path: Path) -> None:
+    first, _ = train_short(tmp_path / "a")
+    second, _ = train_short(tmp_path / "b")
+    other, _ = train_short(tmp_path / "c", seed=1)
+    assert first.metrics.read_bytes() == second.metrics.read_bytes()
+    assert first.metrics.read_bytes() != other.metrics.read_bytes()
+
+
+@pytest.mark.parametrize("algo", ["ppo", "so_ppo"])
+def test_a_saved_step_tells_what_the_loss_made_of_each_token(algo: str, tmp_path: Path) -> None:
+    settings = {
+        "update__epochs": 2,
+        "update__mini_batch_size": 4,
+        "optim__lr": 1e-2,
+        "optim__warmup_ratio": 0.0,
+    }
+    run_dir, _ = train_short(tmp_path / "run", algo=algo, **settings)
+    saved = (
+        run_dir.trajectories / "step_000002.jsonl"
+    )  # in step 1 the critic knows nothing, and no advantage is negative
+    sidecar = sidecar_of(saved)
+    assert sidecar is not None
+    trajectories = {t.id: t for t in read_jsonl(saved)}
+    records = list(iter_token_records(sidecar))
+    assert {r.id for r in records} == set(trajectories)
+    for record in records:
+        trajectory = trajectories[record.id]
+        assert len(record.tokens) == trajectory.num_action_tokens
+        assert list(record.turn) == trajectory.turn_ids[trajectory.action_mask].tolist()
+        for turn in trajectory.turns:
+            mine = [i for i, of in enumerate(record.turn) if of == turn.index]
+            mean = sum(record.log_ratio[i] for i in mine) / len(mine)
+            for i in mine:
+                expected = mean if algo == "so_ppo" else record.log_ratio[i]
+                assert record.ratio[i] == pytest.approx(math.exp(expected), abs=2e-3)
+                below, above = record.ratio[i] < 0.8 - 1e-4, record.ratio[i] > 1.2 + 1e-4
+                clips = (below and record.advantage[i] < 0) or (above and record.advantage[i] > 0)
+                assert clips <= record.clipped[i]
+    assert any(any(record.clipped) for record in records)
+    assert all(entropy > 0 for record in records for entropy in record.entropy)
+
+
+def test_target_kl_ends_the_actors_steps_on_a_batch(tmp_path: Path) -> None:
+    """A limit that any change is above: the first mini-batch is on policy and passes, the second one ends it."""
+    settings = {"update__epochs": 2, "update__mini_batch_size": 4, "optim__lr": 1e-2, "loss__kl_coef": 0.0}
+    kept, _ = train_short(tmp_path / "kept", **settings)
+    cut, _ = train_short(tmp_path / "cut", **settings, update__target_kl=1e-12)
+    free, limited = read_metrics(kept.metrics)[1], read_metrics(cut.metrics)[1]
+    assert limited["loss/policy_updates"] == 2 < free["loss/policy_updates"]
+    assert limited["loss/value"] == free["loss/value"]  # the critic goes on
+
+
+def test_gradient_checkpointing_recomputes_both_models_and_scoring_is_in_eval_mode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A first layer runs twice for each micro-batch that it learns from: in the forward and in the backward pass."""
+    with_gradient, modes, load = Counter[str](), set[tuple[bool, bool]](), LocalEngine.load
+
+    def load_and_watch(engine: LocalEngine, folder: Path | None) -> None:
+        load(engine, folder)
+        assert engine.critic_update is not None
+        critic: Any = engine.critic_update.critic
+        for name, layer in (
+            ("policy", engine.policy.base_model.layers[0]),
+            ("critic", critic.backbone.layers[0]),
+        ):
+
+            def watch(module: Any, *_: Any, name: str = name) -> None:
+                with_gradient[name] += torch.is_grad_enabled()
+                modes.add((torch.is_grad_enabled(), module.training))
+
+            layer.self_attn.register_forward_hook(watch)
+
+    monkeypatch.setattr(LocalEngine, "load", load_and_watch)
+    train_short(tmp_path / "run", hardware__gradient_checkpointing=True)
+    assert with_gradient == {"policy": 8, "critic": 8}  # 2 steps of 2 mini-batches
+    assert modes == {(True, True), (False, False)}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id=""),
+        pytest.param({"rollout__max_staleness": 2, "update__epochs": 2}, id="stale", marks=pytest.mark.slow),
+    ],
+)
+def test_resume_after_kill_9_repeats_the_uninterrupted_run(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"update__steps": 8, "checkpoint__every": 2, "eval__every": 3} | settings
+    whole, _ = train_short(tmp_path / "whole", **settings)
+    killed = tmp_path / "killed"
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command(killed, **SHORT, **settings), stdout=log, stderr=subprocess.STDOUT)
+        wait_for_step(killed / "metrics.jsonl", 3, process, tmp_path / "log")
+        time.sleep(random.uniform(0.0, 1.0))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    resumed, summary = train_short(killed, resume=True, **settings)
+    assert resumed.metrics.read_bytes() == whole.metrics.read_bytes()
+    assert summary["steps"] == 8
+
+
+def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    def has_come() -> bool:
+        assert process.poll() is None, log.read_text()
+        return metrics.exists() and len(metrics.read_text().splitlines()) > step
+
+    wait_until(has_come, log.read_text)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_says_how_to_resume(tmp_path: Path) -> None:
+    settings = SHORT | {"update.steps": 400, "checkpoint.every": 0}
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        command(run_dir, **settings), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(os.environ)
+    )
+    (tmp_path / "log").write_text("no step in time")
+    wait_for_step(run_dir / "metrics.jsonl", 2, process, tmp_path / "log")
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 130, output
+    assert f"sorl-train --resume --run_dir {run_dir}" in output
+    done = len((run_dir / "metrics.jsonl").read_text().splitlines()) - 1
+    assert (run_dir / "checkpoints" / f"step_{done:06d}" / "state.json").is_file()
+    more = ["--resume", "--update.steps", str(done + 2)]
+    resumed = subprocess.run(command(run_dir, *more), capture_output=True, text=True, timeout=120)
+    assert resumed.returncode == 0, resumed.stderr
+    assert [line["step"] for line in read_metrics(run_dir / "metrics.jsonl")] == list(range(done + 3))
+
+
+class Flaky:
+    """Search that is out for every ``period``-th call, for good."""
+
+    inline = True
+
+    def __init__(self, tool: Any, period: int) -> None:
+        self.tool, self.period, self.calls = tool, period, 0
+        self.name, self.description, self.schema = tool.name, tool.description, tool.schema
+
+    def __call__(self, query: str) -> ToolReply:
+        self.calls += 1
+        if self.calls % self.period == 0:
+            raise ToolUnavailableError("timed out")
+        reply: ToolReply = self.tool(query)
+        return reply
+
+
+def make_flaky(monkeypatch: pytest.MonkeyPatch, period: int) -> None:
+    original = LocalEngine.__init__
+
+    def patched(self: LocalEngine, *arguments: Any) -> None:
+        original(self, *arguments)
+        flaky = [Flaky(tool, period) for tool in self.env.toolbox.tools]
+        self.env.toolbox = Toolbox(flaky, retries=0)
+
+    monkeypatch.setattr(LocalEngine, "__init__", patched)
+
+
+def test_a_tool_that_is_out_for_a_fifth_of_calls_does_not_stop_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_flaky(monkeypatch, 5)
+    run_dir, _ = train_short(tmp_path / "run")
+    lines = read_metrics(run_dir.metrics)[1:]
+    assert all(0.0 < line["rollout/excluded_rate"] < 1.0 for line in lines)
+    assert all(line["rollout/stop_error"] == line["rollout/excluded_rate"] for line in lines)
+    trajectories = list(read_jsonl(run_dir.trajectories / "step_000002.jsonl"))
+    assert any(t.excluded and t.error and "timed out" in t.error for t in trajectories)
+
+
+def test_a_tool_that_is_out_for_good_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_flaky(monkeypatch, 1)
+    monkeypatch.setattr(trainer, "MAX_LOST_STEPS", 2)
+    monkeypatch.setattr("sorl_env.trajectory.StopReason.excluded", property(lambda self: True))
+    with pytest.raises(UserError, match="2 steps in a row"):
+        train_short(tmp_path / "run", update__steps=9)
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[0] == {"step": 0, "eval/excluded_rate": 1.0}
+    assert lines[1]["rollout/excluded_rate"] == 1.0 and "rollout/success" not in lines[1]
+
+
+def test_a_run_closes_its_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of training and those of evaluation, whether it ends well or not."""
+    closed: list[Toolbox] = []
+    monkeypatch.setattr(Toolbox, "close", lambda self: closed.append(self))
+    train_short(tmp_path / "run")
+    assert len(set(map(id, closed))) == len(closed) == 2
+    monkeypatch.setattr(LocalEngine, "update", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_short(tmp_path / "lost")
+    assert len(set(map(id, closed))) == len(closed) == 4
+
+
+def test_non_finite_numbers_stop_the_run_and_keep_the_last_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    update = LocalEngine.update
+
+    def poisoned(self: LocalEngine, batch: Any, step: int) -> dict[str, float]:
+        if step == 3:
+            advantages = batch.advantages.clone()
+            advantages[1] = float("inf")
+            batch = batch.with_fields(advantages=advantages)
+        return update(self, batch, step)
+
+    monkeypatch.setattr(LocalEngine, "update", poisoned)
+    path = tmp_path / "run"
+    with pytest.raises(UserError, match=r"step 3: .* not finite; trajectories: s3-") as caught:
+        train_short(path, update__steps=5, checkpoint__every=1)
+    assert "non_finite_000003.jsonl" in str(caught.value) and "step_000002" in str(caught.value)
+    dumped = list(read_jsonl(path / "non_finite_000003.jsonl"))
+    assert len(dumped) == 16
+    for tensor in AutoModelForCausalLM.from_pretrained(path / "checkpoints/step_000002/policy").parameters():
+        assert torch.isfinite(tensor).all()
+
+
+def test_reference_kl_in_loss_and_in_reward(tmp_path: Path) -> None:
+    for where in ("loss", "reward"):
+        run_dir, _ = train_short(tmp_path / where, loss__kl_coef=0.05, loss__kl_in=where, algo="ppo")
+        lines = read_metrics(run_dir.metrics)
+        assert 0.0 <= lines[2]["loss/ref_kl"] < 1.0
+
+
+@pytest.mark.parametrize("algo", ["so_ppo", "so_grpo"])
+def test_one_on_policy_step_needs_no_scoring_pass(
+    algo: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its own log-probabilities are the old ones: the same metrics as with a pass before it."""
+    settings = {"algo": algo, "update__mini_batch_size": 16, "rollout__group_size": 4}
+    calls: list[int] = []
+    log_probs = scoring._log_probs
+    monkeypatch.setattr(scoring, "_log_probs", lambda *args: calls.append(1) or log_probs(*args))
+    run_dir, _ = train_short(tmp_path / "without", **settings)
+    assert not calls
+    without = read_metrics(run_dir.metrics)
+    monkeypatch.setattr(LocalEngine, "on_policy", False)
+    run_dir, _ = train_short(tmp_path / "with", **settings)
+    assert calls
+    scored = read_metrics(run_dir.metrics)
+    assert [row.keys() for row in without] == [row.keys() for row in scored]
+    for ours, theirs in zip(without, scored, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_options_that_change_the_model_train(tmp_path: Path) -> None:
+    """bfloat16, gradient checkpointing, LoRA, whitening, token mean, critic warm-up: each for two steps."""
+    for number, options in enumerate(
+        [
+            {"hardware__dtype": "bfloat16"},
+            {"hardware__gradient_checkpointing": True},
+            {"hardware__lora_rank": 4},
+            {"loss__whiten_advantages": True, "loss__aggregation": "token_mean", "loss__value_clip": 0.2},
+            {"loss__entropy_coef": 0.01, "optim__schedule": "cosine", "optim__warmup_ratio": 0.5},
+        ]
+    ):
+        run_dir, _ = train_short(tmp_path / str(number), **options)
+        assert read_metrics(run_dir.metrics)[-1]["loss/grad_norm"] > 0
+    run_dir, _ = train_short(tmp_path / "warmup", update__critic_warmup_steps=1)
+    lines = read_metrics(run_dir.metrics)
+    assert "loss/grad_norm" not in lines[1] and lines[2]["loss/grad_norm"] > 0
+
+
+def test_supervised_stage(tmp_path: Path) -> None:
+    from sorl_train.train_sft import run
+
+    config = short_config(stage="sft", sft__steps=150, sft__lr=5e-3)
+    run_dir = RunDir.create(tmp_path / "run", config)
+    summary = run(config, run_dir, QuietDisplay(), False)
+    losses = [line["sft/loss"] for line in read_metrics(run_dir.metrics) if "sft/loss" in line]
+    assert losses[-1] < 0.6 * losses[0]
+    assert summary["demos"] == 48
+    assert (
+        AutoModelForCausalLM.from_pretrained(run_dir.checkpoints / "best" / "policy").config.hidden_size == 48
+    )
+
+
+def test_a_prompt_longer_than_the_limit_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the prompt of example '\w+-\d+' has \d+ tokens, the limit is 5"):
+        train_short(tmp_path / "run", limits__max_prompt_tokens=5)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tiny_folder: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((Path(tiny_folder) / name).read_bytes())
+    with pytest.raises(
+        UserError, match=r"no tokenizer could be loaded from the folder .*model \(it holds config"
+    ):
+        train_short(tmp_path / "run", model=str(folder))
+
+
+def test_a_reward_that_raises_ends_its_own_trajectory_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original = LocalEngine.__init__
+
+    def patched(self: LocalEngine, *arguments: Any) -> None:
+        original(self, *arguments)
+        task = self.env.task
+
+        def reward(example: Any, turns: Any) -> Any:
+            if example.id.endswith("3"):
+                raise KeyError("no gold answer")
+            return task.reward(example, turns)
+
+        self.env.task = dataclasses.replace(task, reward=reward)
+
+    monkeypatch.setattr(LocalEngine, "__init__", patched)
+    run_dir, _ = train_short(tmp_path / "run", update__steps=3)
+    lines = read_metrics(run_dir.metrics)[1:]
+    assert 0 < sum(line["rollout/excluded_rate"] for line in lines) < 1.5
+    errors = {t.error for t in read_jsonl(run_dir.trajectories / "step_000003.jsonl") if t.excluded}
+    assert errors <= {"KeyError: 'no gold answer'"}
+
+
+@pytest.mark.slow
+def test_lora_resumes_exactly_and_its_checkpoints_are_plain_folders(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"hardware__lora_rank": 4, "optim__lr": 5e-3, "optim__schedule": "constant"}
+    whole, _ = train_short(tmp_path / "whole", update__steps=4, **settings)
+    path = tmp_path / "stopped"
+    train_short(path, update__steps=2, **settings)
+    resumed, _ = train_short(path, resume=True, update__steps=4, **settings)
+    lines, expected = read_metrics(resumed.metrics), read_metrics(whole.metrics)
+    assert lines[4] == expected[4] and lines[3] == expected[3]
+    folder = whole.checkpoints / "step_000004" / "policy"
+    plain, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    base = AutoModelForCausalLM.from_pretrained(resolve_model(short_config(**settings), QuietDisplay()))
+    moved = [n for n, p in plain.named_parameters() if not torch.equal(p, base.get_parameter(n))]
+    assert moved and all("proj" in name for name in moved)
