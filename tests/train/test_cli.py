@@ -48,7 +48,7 @@ def install(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
 
     for name, contents in (
         ("sorl_train.train_rl", {"run": run}),
-        ("sorl_train.sft.fine_tune", {"run": run}),
+        ("sorl_train.train_sft", {"run": run}),
         ("sorl_train.report.report", {"write_report": write_report}),
     ):
         module = types.ModuleType(name)
