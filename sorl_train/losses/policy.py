@@ -153,8 +153,9 @@ def policy_loss(
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
     segments = Segments.of(settings.ratio_level, loss_mask, turn_ids)
     advantage = segments.pick(advantages.detach()).to(dtype)  # (N,), as all that follows
-    token_log_ratio = segments.pick(log_probs).to(dtype) - segments.pick(old_log_probs.detach()).to(dtype)
-    log_ratio = segments.spread(segments.mean(token_log_ratio))
+    log_ratio = segments.pick(log_probs).to(dtype) - segments.pick(old_log_probs.detach()).to(dtype)
+    log_ratio_square_sum = torch.dot(log_ratio.detach(), log_ratio.detach())
+    log_ratio = segments.spread_mean(log_ratio)  # each token now has that of its segment
     ratio = importance_ratio(log_ratio)
     surrogate = settings.surrogate(ratio, advantage, settings.clip)
     check_shapes(ratio, surrogate=surrogate)
@@ -165,7 +166,14 @@ def policy_loss(
         weights = factors * row_weights(
             segments.row_lengths, settings.aggregation, denominator, dtype
         )  # (B,)
-        stats = _statistics(token_log_ratio, ratio, advantage, clip_bias)
+        stats = LossStats(
+            tokens=clip_bias.tokens,
+            signal=advantage.count_nonzero().to(dtype),
+            clipped=clip_bias.clipped,
+            ratio_sum=ratio.sum(),
+            ratio_square_sum=torch.dot(ratio, ratio),
+            log_ratio_square_sum=log_ratio_square_sum,
+        )
     loss = -(segments.row_sums(surrogate) * weights).sum()
     objective = None
     if settings.clip_bias_objective and bool(clip_bias.clipped):
@@ -173,14 +181,3 @@ def policy_loss(
         differentiable = bias * (1.0 + log_ratio - log_ratio.detach())
         objective = (segments.row_sums(differentiable) * weights).sum()
     return LossOutput(loss, clip_bias, stats, objective)
-
-
-def _statistics(log_ratio: Tensor, ratio: Tensor, advantage: Tensor, clip_bias: ClipBias) -> LossStats:
-    return LossStats(
-        tokens=clip_bias.tokens,
-        signal=advantage.count_nonzero().to(ratio.dtype),
-        clipped=clip_bias.clipped,
-        ratio_sum=ratio.sum(),
-        ratio_square_sum=torch.dot(ratio, ratio),
-        log_ratio_square_sum=torch.dot(log_ratio, log_ratio),
-    )

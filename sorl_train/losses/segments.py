@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +20,18 @@ class Segments:
 
         loss_mask = [[0 1 1 1 0 1 1],   turn_ids = [[-1 0 0 0 -1 1 1],   positions = [1 2 3 5 6 8 9]
                      [0 1 1 0 0 0 0]]               [-1 0 0 -1 -1 -1 -1]]
-        row_lengths = [5, 2]; at level turn: lengths = [3, 2, 2], index = [0 0 0 1 1 2 2]
+        row_lengths = [5, 2]; at level turn: lengths = [3, 2, 2]
 
     Attributes:
         positions: (N,) places of the tokens in the flattened (B, T).
         row_lengths: (B,) loss tokens of each trajectory, |y|.
         lengths: (S,) tokens of each segment, |y^k| at level turn. At level sequence every trajectory is one segment,
             possibly empty. None at level token, where every segment is one token.
-        index: (N,) number of each token's segment; None at level token.
     """
 
     positions: Tensor
     row_lengths: Tensor
     lengths: Tensor | None
-    index: Tensor | None
 
     @staticmethod
     def of(level: RatioLevel, loss_mask: Tensor, turn_ids: Tensor) -> Segments:
@@ -45,12 +44,11 @@ class Segments:
         row_starts = torch.arange(len(loss_mask) + 1, device=loss_mask.device) * loss_mask.shape[1]
         row_lengths = torch.searchsorted(positions, row_starts).diff()  # a sum would copy the mask to int64
         if level == "token":
-            return Segments(positions, row_lengths, None, None)
+            return Segments(positions, row_lengths, None)
         lengths = row_lengths
         if level == "turn":
             lengths = _turn_lengths(turn_ids.flatten().index_select(0, positions), row_lengths)
-        index = torch.repeat_interleave(lengths, output_size=len(positions))
-        return Segments(positions, row_lengths, lengths, index)
+        return Segments(positions, row_lengths, lengths)
 
     def pick(self, values: Tensor) -> Tensor:
         """(B, T) -> (N,): the values of the loss tokens."""
@@ -58,15 +56,39 @@ class Segments:
 
     def mean(self, values: Tensor) -> Tensor:
         """(N,) -> (S,): means over each segment's tokens, 0 for an empty segment."""
-        return values if self.lengths is None else _sums(values, self.lengths) / self.lengths.clamp(min=1)
+        return values if self.lengths is None else _means(values, self.lengths)
 
     def spread(self, values: Tensor) -> Tensor:
         """(S,) -> (N,): each segment's value on each of its tokens."""
-        return values if self.index is None else values.index_select(0, self.index)
+        return values if self.lengths is None else _spread(values, self.lengths, len(self.positions))
+
+    def spread_mean(self, values: Tensor) -> Tensor:
+        """(N,) -> (N,): on each token the mean over its segment, differentiable."""
+        if self.lengths is None:
+            return values
+        spread_mean: Tensor = _SpreadMean.apply(values, self.lengths)
+        return spread_mean
 
     def row_sums(self, values: Tensor) -> Tensor:
-        """(N,) -> (B,): sums over each trajectory's tokens."""
+        """(N,) -> (B,): sums over each trajectory's tokens, differentiable."""
         return _sums(values, self.row_lengths)
+
+
+class _SpreadMean(torch.autograd.Function):
+    """``spread(mean(values))``. As a matrix it is symmetric, so its gradient is the same mean, of the gradient.
+
+    Autograd would find the same. But it would keep an index of every token's segment for that, and on a GPU add up in
+    an order that differs from run to run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, lengths: Tensor) -> Tensor:
+        ctx.save_for_backward(lengths)
+        return _spread(_means(values, lengths), lengths, len(values))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _SpreadMean.apply(gradient, *ctx.saved_tensors), None
 
 
 def _sums(values: Tensor, lengths: Tensor) -> Tensor:
@@ -75,6 +97,14 @@ def _sums(values: Tensor, lengths: Tensor) -> Tensor:
         return values[:0]
     # unsafe skips a check that the lengths add up, which they do by construction
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+
+
+def _means(values: Tensor, lengths: Tensor) -> Tensor:
+    return _sums(values, lengths) / lengths.clamp(min=1)
+
+
+def _spread(values: Tensor, lengths: Tensor, size: int) -> Tensor:
+    return torch.repeat_interleave(values, lengths, output_size=size)
 
 
 def _turn_lengths(ids: Tensor, row_lengths: Tensor) -> Tensor:
