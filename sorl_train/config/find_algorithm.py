@@ -41,7 +41,7 @@ def installed_algorithms() -> list[str]:
 def short_name(reference: str) -> str:
     """A name without folders, suffix and attribute: ``my_algo`` of ``path/to/my_algo.py``."""
     location, _, attribute = reference.partition(":")
-    return attribute or Path(location).stem
+    return attribute or (Path(location).stem if location.endswith(".py") else location)
 
 
 def _from_outside(reference: str) -> Algorithm:

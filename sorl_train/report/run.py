@@ -13,6 +13,7 @@ import yaml
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.text import read_json
 from sorl_train.algorithms import ALGORITHMS
+from sorl_train.config.find_algorithm import short_name
 from sorl_train.report.dialogues import COUNT, Dialogue, choose_dialogues, step_files
 from sorl_train.run.folder import RunDir
 from sorl_train.run.stability import measure
@@ -86,7 +87,7 @@ class ReportRun:
 
     @property
     def algo(self) -> str:
-        return str(self.config.get("algo", "unknown"))
+        return short_name(str(self.config.get("algo", "unknown")))
 
     @property
     def normalizes(self) -> bool:
