@@ -51,7 +51,11 @@ def load_config(
     build(top)  # a mistake in an override is reported as such, not as one of the file
     settings, algos = _read_layers(path, above=())
     algo = top.get("algo", settings.get("algo", TrainConfig.algo))
-    for section in (find_algorithm(algo).advantage, algo):
+    try:
+        kind = find_algorithm(algo).advantage
+    except UserError as error:
+        raise UserError(f"{'' if 'algo' in top else f'{path}: '}algo: {error}") from error
+    for section in (kind, algo):
         settings = _merge(settings, algos.get(section))
     config = build(_merge(settings, top), source=str(path))
     validate(config)

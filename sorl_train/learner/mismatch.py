@@ -49,7 +49,7 @@ Training on it would be wrong, so the run ends here. sampler.max_mismatch sets t
 
 
 def mismatch_limit(config: TrainConfig, dtype: torch.dtype) -> float:
-    """``sampler.max_mismatch``, or a default for the sampler and the precision ``dtype`` of forward passes; 0: no check.
+    """``sampler.max_mismatch``, or a default for the sampler and for ``dtype``, that of forward passes; 0: no check.
 
     vLLM reports log-probabilities after ``top_p``, which are higher by up to -log(top_p), so its limit is that much
     higher.

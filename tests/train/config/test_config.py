@@ -145,7 +145,7 @@ def test_loading_leaves_its_input_alone() -> None:
         ("data: 7", ["data: expected text or null, got 7"]),
         ("hardware: {gradient_checkpointing: 1}", ["expected true or false, got 1"]),
         ("task_args: [1]", ["task_args: expected a mapping, got [1]"]),
-        ("algo: so_pppo", ["algo: unknown value 'so_pppo'", "Did you mean 'so_ppo'"]),
+        ("algo: so_pppo", ["c.yaml: algo: unknown algorithm 'so_pppo'", "Did you mean 'so_ppo'"]),
         ("loss: {kl_type: k9}", ["loss.kl_type: unknown value 'k9'"]),
         ("algos: {soppo: {}}", ["unknown algorithm 'soppo' in 'algos'", "'so_ppo'"]),
         ("algos: {grpo: {rolout: {}}}", ["algos.grpo: unknown key 'rolout'", "'rollout"]),
