@@ -113,7 +113,7 @@ def sorl_step(model: str, folder: Path) -> Callable[[int], int]:
         collected = engine.collect(number)
         assert collected.batch is not None
         metrics = rollout_metrics(collected.trajectories, engine.answers)
-        metrics |= engine.update(estimate_advantages(collected.batch, "grpo", engine.config.loss), number)
+        metrics |= engine.update(estimate_advantages(collected.batch, "group", engine.config.loss), number)
         return sum(trajectory.num_action_tokens for trajectory in collected.trajectories)
 
     return step

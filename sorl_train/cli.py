@@ -20,6 +20,7 @@ from sorl_train.config.settings import TrainConfig
 try:
     from sorl_train.config.checks import check_tiny
     from sorl_train.config.files import DEFAULT_CONFIG, load_config, packaged_configs
+    from sorl_train.config.find_algorithm import short_name
     from sorl_train.config.options import Arguments, help_text, parse
 except ModuleNotFoundError as error:  # the core alone is installed
     raise SystemExit(f"sorl-train needs the package {error.name!r}: pip install 'sorl[train]'") from error
@@ -74,7 +75,7 @@ def _settings(arguments: Arguments) -> TrainConfig:
 def _default_run_dir(config: TrainConfig, arguments: Arguments) -> str:
     """``runs/quickstart-so_ppo-s0``; a task given on the command line names the folder in place of the config."""
     origin = arguments.config or arguments.overrides.get("task") or DEFAULT_CONFIG
-    kind = config.algo if config.stage == "rl" else config.stage
+    kind = short_name(config.algo) if config.stage == "rl" else config.stage
     return f"runs/{re.sub(r'[^a-zA-Z0-9_.]+', '_', Path(origin).stem)}-{kind}-s{config.seed}"
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
-from sorl_train.algorithms import get_algorithm
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit
 from sorl_train.learner.schedule import learning_rate, mini_batches, steps_of_batch
 from sorl_train.learner.scored_batch import batch_metrics
 from sorl_train.learner.scoring import score
+from sorl_train.learner.settings import update_settings
 from sorl_train.learner.state import Collected, load_state, write_state
 from sorl_train.learner.token_records import token_records
 from sorl_train.learner.update import CriticUpdate, Means, NonFiniteError, PolicyUpdate, past_target_kl
@@ -52,7 +52,6 @@ class LocalEngine:
         self.config = config
         self.run_dir = run_dir
         self.display = display
-        self.algorithm = get_algorithm(config.algo, config.loss.ratio)
         self.model_folder = model_folder
         self.tokenizer = load_tokenizer(model_folder)
         self.classify = TokenClassifier(self.tokenizer)
@@ -82,13 +81,14 @@ class LocalEngine:
             self.sampler: LocalSampler = self._make_sampler()
         self.sampler.model = self.policy  # after a roll-back, another one
         optimizer = self._adamw([p for p in self.policy.parameters() if p.requires_grad], config.optim.lr)
-        self.policy_update = PolicyUpdate(self.policy, optimizer, self.algorithm, config)
+        settings = update_settings(config)
+        self.policy_update = PolicyUpdate(self.policy, optimizer, settings)
         self.optimizers = {"actor": optimizer}
         self.critic_update: CriticUpdate | None = None
-        if self.algorithm.advantage == "gae":
+        if config.algorithm.needs_critic:
             critic = load_critic(str(folder / "critic") if folder else hardware.critic or source, hardware)
             self.optimizers["critic"] = self._adamw(list(critic.parameters()), config.optim.critic_lr)
-            self.critic_update = CriticUpdate(critic, self.optimizers["critic"], config)
+            self.critic_update = CriticUpdate(critic, self.optimizers["critic"], settings)
         self.reference = None
         if config.loss.kl_coef > 0:
             self.reference = load_policy(self.model_folder, dataclasses.replace(hardware, lora_rank=0))
@@ -234,7 +234,7 @@ class LocalEngine:
                     if self.on_policy:
                         batch = mini.with_fields(old_log_probs=log_probs)
                         self.check_mismatch(batch, step)
-                    train_policy = not past_target_kl(config, means)
+                    train_policy = not past_target_kl(config.update.target_kl, means)
                 advance(1)
         self.visited = (batch, seen) if seen else None
         return means.result() | batch_metrics(batch)
@@ -284,7 +284,7 @@ class LocalEngine:
         if self.visited is not None:
             batch, seen = self.visited
             texts = {t.id: self.classify.texts(t) for t in trajectories if t.id in seen}
-            records = token_records(batch, seen, self.algorithm, self.config.loss, texts)
+            records = token_records(batch, seen, self.policy_update.settings.loss, texts)
             write_token_records(self.run_dir.trajectories / f"step_{step:06d}.tokens.jsonl.gz", records)
             self.visited = None
         write_jsonl(self.run_dir.trajectories / f"step_{step:06d}.jsonl", trajectories)

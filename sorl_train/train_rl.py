@@ -59,7 +59,7 @@ def train(engine: LocalEngine, log: MetricsLog, interrupted: threading.Event) ->
         metrics |= staleness(collected.trajectories, engine.step)
         with stop_on_non_finite(engine, collected):
             if collected.batch is not None:
-                batch = estimate_advantages(collected.batch, config.algo, config.loss)
+                batch = estimate_advantages(collected.batch, config.algorithm.advantage, config.loss)
                 metrics |= engine.update(batch, step)
         engine.step = step
         if step == steps:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.config.schema import fields, flatten
-from sorl_train.config.settings import GROUP_ALGOS, TrainConfig
+from sorl_train.config.settings import TrainConfig
 
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,3})?")
 
@@ -42,7 +42,7 @@ def check_device(name: str) -> None:
 def _batch_problems(config: TrainConfig) -> list[str]:
     batch, group, mini = config.rollout.batch_size, config.rollout.group_size, config.update.mini_batch_size
     problems = []
-    if config.algo in GROUP_ALGOS and group < 2:
+    if config.algorithm.advantage == "group" and group < 2:
         problems.append(
             f"algo {config.algo} compares rollouts of one prompt: rollout.group_size must be at least 2, it is {group}"
         )

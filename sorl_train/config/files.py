@@ -1,12 +1,13 @@
 """Configs from YAML and the command line to a checked ``TrainConfig`` and back.
 
-Layers, each over the one before: the dataclass defaults, ``base:`` files, the file, the files' ``algos:`` section of
+Layers, each over the one before: the dataclass defaults, ``base:`` files, the file, the files' ``algos:`` sections of
 the chosen algorithm, overrides. Files hold differences only::
 
     base: quickstart              # optional: another packaged config, or a file next to this one
     optim: {lr: 1e-4}
-    algos:                        # optional: what one algorithm needs changed
-      so_grpo: {rollout: {group_size: 8}}
+    algos:                        # optional: what some algorithms need changed
+      group: {rollout: {group_size: 8}}   # all whose kind of advantage is group (or gae)
+      gspo: {loss: {clip_eps: 3e-4}}      # one, over the settings of its kind
 
 Knobs and data belong to a task, so a layer that changes ``task`` drops those of the layers below it.
 """
@@ -19,15 +20,17 @@ import json
 import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
 from sorl_env.command import shortened
 from sorl_env.errors import UserError, did_you_mean
+from sorl_train.algorithms import ALGORITHMS, AdvantageKind
 from sorl_train.config.checks import validate
+from sorl_train.config.find_algorithm import find_algorithm, installed_algorithms
 from sorl_train.config.schema import build, fields, flatten, without_none
-from sorl_train.config.settings import ALGOS, TrainConfig
+from sorl_train.config.settings import TrainConfig
 
 DEFAULT_CONFIG = "quickstart"
 _MOST_NODES = 100_000  # of a YAML file; the largest config has some hundred
@@ -48,7 +51,13 @@ def load_config(
     build(top)  # a mistake in an override is reported as such, not as one of the file
     settings, algos = _read_layers(path, above=())
     algo = top.get("algo", settings.get("algo", TrainConfig.algo))
-    config = build(_merge(_merge(settings, algos.get(algo)), top), source=str(path))
+    try:
+        kind = find_algorithm(algo).advantage
+    except UserError as error:
+        raise UserError(f"{'' if 'algo' in top else f'{path}: '}algo: {error}") from error
+    for section in (kind, algo):
+        settings = _merge(settings, algos.get(section))
+    config = build(_merge(settings, top), source=str(path))
     validate(config)
     return config
 
@@ -127,10 +136,11 @@ def _checked_algos(algos: Any, path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(algos, dict):
         raise UserError(f"{path}: 'algos' maps algorithms to settings, it is {algos!r}")
+    known = {*ALGORITHMS, *get_args(AdvantageKind), *installed_algorithms()}
     for name, settings in algos.items():
-        if name not in ALGOS:
+        if name not in known and ":" not in str(name) and not str(name).endswith(".py"):
             raise UserError(
-                f"{path}: unknown algorithm {name!r} in 'algos'. {did_you_mean(str(name), ALGOS)}"
+                f"{path}: unknown algorithm {name!r} in 'algos'. {did_you_mean(str(name), known)}"
             )
         build(settings, source=f"{path}, algos.{name}")
         if settings and "algo" in settings:

@@ -12,10 +12,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sorl_env.bounds import MAX_SEED, MOST, Bounds
-
-CRITIC_ALGOS = ("ppo", "turn_ppo", "s_ppo", "so_ppo")  # GAE over a learned critic
-GROUP_ALGOS = ("grpo", "gspo", "so_grpo")  # advantages against the group's mean
-ALGOS = CRITIC_ALGOS + GROUP_ALGOS
+from sorl_train.algorithms import (
+    ALGORITHMS,
+    Aggregation,
+    Algorithm,
+    ClipBiasNorm,
+    KLKind,
+    RatioLevel,
+    Scope,
+    Target,
+)
+from sorl_train.config.find_algorithm import find_algorithm
 
 
 def opt(
@@ -132,38 +139,42 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The objective. ``algo`` chooses ratio level, normalization and advantage; see DESIGN's table in docs."""
+    """The objective. ``algo`` chooses the ratio level, the normalization and the kind of advantage."""
 
-    ratio: Literal["auto", "token", "turn", "sequence"] = opt(
-        "auto", "what shares an importance ratio; auto: what algo says"
+    ratio: Literal["auto", RatioLevel] = opt(
+        "auto", "which tokens share an importance ratio; auto: as the algorithm has it"
     )
     clip_eps: float = opt(0.2, "PPO clip range", paper="0.2", above=0)
-    clip_eps_high: float | None = opt(None, "upper clip range if it differs from clip_eps", above=0)
+    clip_eps_high: float | None = opt(None, "upper clip range, if it differs from clip_eps", above=0)
     dual_clip: float | None = opt(
         None,
-        "where the advantage is negative, bound the ratio by this as well (above 1); None: off",
+        "upper bound of the ratio for tokens with a negative advantage (Dual-Clip PPO), above 1; None: off",
         above=1,
     )
-    aggregation: Literal["trajectory_mean", "token_mean"] = opt(
+    aggregation: Aggregation = opt(
         "trajectory_mean",
-        "mean over a trajectory's tokens then over trajectories, or over all tokens",
+        "mean over each trajectory's tokens and then over trajectories, or mean over all tokens",
         paper="trajectory_mean",
     )
-    clip_bias_norm: Literal["scalar", "trajectory", "token", "token_mean", "rms", "logit", "gradient"] = opt(
-        "rms", "which norm of the clipping bias triggers normalization", paper="L2, of what is left open"
+    clip_bias_norm: ClipBiasNorm = opt(
+        "rms",
+        "norm of the clipping bias that is compared with clip_bias_delta",
+        paper="L2; the paper does not say of which quantity",
     )
-    clip_bias_scope: Literal["mini_batch", "trajectory"] = opt(
+    clip_bias_scope: Scope = opt(
         "mini_batch",
-        "one factor a mini-batch (the equation) or one a trajectory (the text)",
+        "one factor for the whole mini-batch (the paper's equation) or one for each trajectory (the paper's text)",
         paper="mini_batch",
     )
-    clip_bias_target: Literal["gradient", "update"] = opt(
-        "update", "scale the gradient (the equation) or the optimizer's step (the text)", paper="gradient"
+    clip_bias_target: Target = opt(
+        "update",
+        "scale the gradient (the paper's equation) or the optimizer's step (the paper's text)",
+        paper="gradient",
     )
     clip_bias_delta: float = opt(
         0.003,
-        "norm from which on it scales down, by delta / norm",
-        paper="1; .003 in rms at its mini-batch",
+        "threshold: above it the step is multiplied by delta / norm",
+        paper="1 for the token norm, about 0.003 as rms",
         above=0,
     )
     gamma: float = opt(1.0, "discount", paper="1", low=0, high=1)
@@ -176,12 +187,12 @@ class LossConfig:
         paper="0.001",
         low=0,
     )
-    kl_type: Literal["k1", "k2", "k3"] = opt(
+    kl_type: KLKind = opt(
         "k2",
-        "KL estimator. In the loss k2, whose gradient is the KL's; that of k3 explodes on tokens that became unlikely. "
-        "In the reward set k1, which is unbiased there",
+        "KL estimator. Use k2 in the loss: its gradient is the KL's, while that of k3 explodes on tokens that became "
+        "unlikely. Use k1 in the reward, where it is unbiased",
     )
-    kl_in: Literal["loss", "reward"] = opt("loss", "where the KL enters")
+    kl_in: Literal["loss", "reward"] = opt("loss", "whether the KL is a term of the loss or of the reward")
     entropy_coef: float = opt(0.0, "weight of the entropy bonus", low=0)
     value_clip: float | None = opt(None, "clip range of the value loss; None: not clipped", above=0)
 
@@ -193,7 +204,11 @@ class OptimConfig:
     lr: float = opt(1e-6, "actor learning rate", paper="1e-6", above=0)
     critic_lr: float = opt(1e-5, "critic learning rate", paper="1e-5", above=0)
     warmup_ratio: float = opt(
-        0.285, "share of all optimizer steps with a rising actor rate", paper="0.285", low=0, high=1
+        0.285,
+        "share of all optimizer steps in which the actor's learning rate rises",
+        paper="0.285",
+        low=0,
+        high=1,
     )
     critic_warmup_ratio: float = opt(0.015, "the same for the critic", paper="0.015", low=0, high=1)
     schedule: Literal["constant", "linear", "cosine"] = opt("constant", "after the warm-up")
@@ -203,7 +218,7 @@ class OptimConfig:
     adam_eps: float = opt(1e-8, "AdamW", above=0)
     max_grad_norm: float | None = opt(1.0, "gradient clipping; None: off", above=0)
     clip_before_normalization: bool = opt(
-        False, "clip the gradient before the clipping bias scales it, not after", paper="not said"
+        False, "clip the gradient before it is scaled by the clipping bias, not after", paper="not said"
     )
 
 
@@ -362,14 +377,22 @@ class LogConfig:
     wandb: str | None = opt(None, "Weights & Biases project; needs the wandb package")
 
 
+def _about_algorithms() -> str:
+    critic, group = (
+        ", ".join(name for name, algorithm in ALGORITHMS.items() if algorithm.needs_critic is wanted)
+        for wanted in (True, False)
+    )
+    return (
+        f"{critic} train a critic; {group} need rollout.group_size >= 2. For an algorithm of your own give the path of "
+        "a .py file or package.module:NAME"
+    )
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Train a tool-using language-model agent with SO-PPO, SO-GRPO or an algorithm they are compared with."""
 
-    algo: Literal["ppo", "turn_ppo", "s_ppo", "so_ppo", "grpo", "gspo", "so_grpo"] = opt(
-        "so_ppo",
-        "ppo, turn_ppo, s_ppo, so_ppo need a critic; grpo, gspo, so_grpo need rollout.group_size >= 2",
-    )
+    algo: str = opt("so_ppo", _about_algorithms())
     stage: Literal["rl", "sft"] = opt("rl", "rl: reinforcement learning; sft: supervised cold start only")
     engine: Literal["local", "openrlhf"] = opt(
         "local",
@@ -400,6 +423,11 @@ class TrainConfig:
     alarm: AlarmConfig = dataclasses.field(default_factory=AlarmConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """What ``algo`` names, at the ratio level that ``loss.ratio`` asks for. Raises as ``find_algorithm`` does."""
+        return find_algorithm(self.algo, self.loss.ratio)
 
 
 TINY = "tiny"

@@ -1,15 +1,15 @@
-"""Stops a run whose sampler and trainer disagree about what was sampled.
+"""Stops a run in which sampler and trainer compute different log-probabilities for the same tokens.
 
-The same weights give the same log-probabilities, up to rounding, whichever of the two computes them. Where they do not,
-the sampler read another context, other weights, or drew from another distribution than it says, and every ratio and
-gradient is wrong while all metrics look well. Two figures are compared with the limit of ``sampler.max_mismatch``:
+With the same weights both should agree up to rounding. If they do not, the sampler used another context or other
+weights, or drew from another distribution than it reports. Then every ratio and every gradient is wrong, although all
+metrics may look healthy. Two figures are compared with the limit ``sampler.max_mismatch``:
 
-- the mean absolute difference over all tokens: it finds what is wrong everywhere, however little;
-- the mean absolute difference of the worst turn, with a limit ``TURN_FACTOR`` times as high: it finds what is wrong in
-  a few turns of many, as a cache that is shared by mistake, which a mean over the batch would dilute.
+- the mean absolute difference over all tokens, which finds small errors that are everywhere;
+- the mean absolute difference in the worst turn, with a limit ``TURN_FACTOR`` times as high, which finds errors in a
+  few turns, such as a cache that rows share by mistake. The mean over the batch would hide those.
 
-No single token decides: in bfloat16 one that is hardly ever drawn may differ by more than a nat. A turn of fewer than
-``SHORT_TURN`` tokens counts as that long for the same reason.
+No single token decides, because in bfloat16 a token of very low probability may differ by more than a nat. For the same
+reason a turn of fewer than ``SHORT_TURN`` tokens is averaged as if it were that long.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from sorl_train.run.files import atomic_write
 TURN_FACTOR = 10.0
 SHORT_TURN = 8  # tokens
 MAX_SAVED = 64  # trajectories
-# Limits by who samples and by precision, in nats. Rounding is far below them, so that it does not stop a run: 7e-6 in
-# float32 and .04 in bfloat16 for SmolLM2 on random tokens, which is harder than text (see docs/decisions.md).
+# Limits in nats, by sampler and precision. Rounding stays far below them: it is 7e-6 in float32 and 0.04 in bfloat16
+# for SmolLM2 on random tokens, which are harder than text (see docs/decisions.md).
 _LIMITS = {
     ("transformers", torch.float32): 0.001,
     ("transformers", torch.bfloat16): 0.1,
@@ -49,9 +49,10 @@ Training on it would be wrong, so the run ends here. sampler.max_mismatch sets t
 
 
 def mismatch_limit(config: TrainConfig, dtype: torch.dtype) -> float:
-    """``sampler.max_mismatch``, or what fits the engine and the precision ``dtype`` of forward passes; 0: no check.
+    """``sampler.max_mismatch``, or a default for the sampler and for ``dtype``, that of forward passes; 0: no check.
 
-    vLLM reports log-probabilities after ``top_p``, which are higher by up to -log(top_p).
+    vLLM reports log-probabilities after ``top_p``, which are higher by up to -log(top_p), so its limit is that much
+    higher.
     """
     served = config.engine == "openrlhf" or config.sampler.backend == "vllm"
     limit = config.sampler.max_mismatch
@@ -61,10 +62,10 @@ def mismatch_limit(config: TrainConfig, dtype: torch.dtype) -> float:
 
 
 def sampled_by(version: int, trajectories: Sequence[Trajectory], batch: Batch) -> Tensor:
-    """The loss tokens (B, T) that the weights of ``version`` sampled, in a context of which they read every turn.
+    """The loss tokens (B, T) before the first turn that other weights than those of ``version`` sampled.
 
-    ``trajectories`` are those of ``batch``, in its order. Others were sampled by older weights: their log-probabilities
-    are meant to differ.
+    ``trajectories`` are those of ``batch``, in its order. Turns of older weights are expected to differ, and later
+    turns are left out with them.
     """
     mask = batch.loss_mask.clone()
     for row, trajectory in enumerate(trajectories):

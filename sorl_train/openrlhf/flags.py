@@ -13,7 +13,7 @@ from typing import Any
 from sorl_env.errors import UserError
 from sorl_env.task import Limits
 from sorl_train.config.schema import flatten
-from sorl_train.config.settings import CRITIC_ALGOS, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.openrlhf.flag_table import problems_of
 from sorl_train.openrlhf.placement import Placement
 from sorl_train.run.folder import RunDir
@@ -32,7 +32,7 @@ def openrlhf_flags(
     cluster, update, rollout, optim = config.cluster, config.update, config.rollout, config.optim
     place = Placement.of(config)
     on_cpu = config.hardware.device == "cpu"
-    has_critic = config.algo in CRITIC_ALGOS
+    has_critic = config.algorithm.needs_critic
     flags: dict[str, Any] = {
         "actor.model_name_or_path": model,
         "train.agent_func_path": str(AGENT),

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_train.config.settings import CRITIC_ALGOS, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.openrlhf.flags import as_arguments, check, critic_start, openrlhf_flags, unread
 from sorl_train.openrlhf.placement import Placement
 from sorl_train.openrlhf.saves import ACTOR, CRITIC, POLICY, ResumePoint, resume_point
@@ -75,7 +75,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     start = _resume_point(config, run_dir, display) if resume else None
     model = resolve_model(config, display)
     flags = openrlhf_flags(config, run_dir, model, env.limits, resume=start.folder if start else None)
-    if config.algo in CRITIC_ALGOS and start is None:
+    if config.algorithm.needs_critic and start is None:
         display.message(critic_start(config, model))
     for line in unread(config):
         display.message(line)
@@ -135,7 +135,7 @@ def follow(
 
 def _resume_point(config: TrainConfig, run_dir: RunDir, display: Display) -> ResumePoint:
     """The checkpoint to go on from; tells the user of newer ones that are damaged."""
-    parts = [POLICY, ACTOR, *([CRITIC] if config.algo in CRITIC_ALGOS else [])]
+    parts = [POLICY, ACTOR, *([CRITIC] if config.algorithm.needs_critic else [])]
     found = resume_point(run_dir.checkpoints, parts)
     for line in found.passed_over:
         display.message(f"passed over {line}")

@@ -112,7 +112,7 @@ class TrainStep(Bookkeeping):
                 with self.timed("log_probs"):
                     batch, recomputed = self.score(self.collate(trajectories))
                 self.check_mismatch(recomputed, batch, trajectories, step)
-                batch = estimate_advantages(batch, self.config.algo, self.config.loss)
+                batch = estimate_advantages(batch, self.config.algorithm.advantage, self.config.loss)
                 with self.timed("update"):
                     metrics |= self.update(batch, step) | batch_metrics(batch)
                 metrics |= mismatch_metrics(recomputed, batch)

@@ -19,7 +19,7 @@ from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_tools.corpus import cache_dir
 from sorl_train.config.checks import check_tiny
-from sorl_train.config.settings import CRITIC_ALGOS, TINY, TrainConfig
+from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_tokenizer
 from sorl_train.models.shape import model_shape
@@ -254,7 +254,7 @@ def _disk(run: Run) -> Iterator[Finding]:
     folder = existing(Path(config.run_dir or "runs").absolute())
     need = 100_000_000  # trajectories, metrics, the report
     if run.shape is not None:
-        critic = run.shape.backbone_parameters if config.algo in CRITIC_ALGOS else 0
+        critic = run.shape.backbone_parameters if config.algorithm.needs_critic else 0
         one = 4 * (run.shape.parameters + critic) + 8 * (run.shape.trained + critic)
         need += one * (config.checkpoint.keep + 2)  # the best one besides, and one that is being written
     free = shutil.disk_usage(folder).free

@@ -44,7 +44,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sorl_env.task import Limits
-from sorl_train.config.settings import CRITIC_ALGOS, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.log_probs import CPU_CHUNK, GPU_CHUNK
 from sorl_train.models.shape import ModelShape, block_width, scoring_width
 from sorl_train.openrlhf.placement import Placement
@@ -137,7 +137,7 @@ class _Estimate:
         self.tokens = limits.max_trajectory_tokens
         self.actions = min(limits.max_turns * limits.max_new_tokens, self.tokens)
         self.policy = shape.parameters
-        self.critic = shape.backbone_parameters + shape.hidden if config.algo in CRITIC_ALGOS else 0
+        self.critic = shape.backbone_parameters + shape.hidden if config.algorithm.needs_critic else 0
         self.reference = shape.parameters if config.loss.kl_coef > 0 else 0
         self.largest = shape.vocabulary * shape.hidden
 

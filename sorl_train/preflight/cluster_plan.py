@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sorl_env.task import Limits
-from sorl_train.config.settings import CRITIC_ALGOS, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.models.shape import ModelShape
 from sorl_train.openrlhf.flags import as_arguments, critic_start, openrlhf_flags, unread
 from sorl_train.openrlhf.placement import Placement
@@ -76,7 +76,7 @@ def _placement(config: TrainConfig, model: str) -> list[str]:
     if not place.shared:
         partial = ", sampling goes on through weight updates" if cluster.partial_rollout else ""
         lines.append(f"staleness: at most {_count(config.rollout.max_staleness, 'training step')}{partial}")
-    if config.algo in CRITIC_ALGOS:
+    if config.algorithm.needs_critic:
         lines.append(critic_start(config, model))
     if config.hardware.device == "cpu":
         lines.append("on a CPU: Ray counts these GPUs, nobody has them")

@@ -15,7 +15,7 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.tokens import encode_prompt
 from sorl_train.config.checks import check_tiny
 from sorl_train.config.schema import as_text, flatten
-from sorl_train.config.settings import CRITIC_ALGOS, TINY, TrainConfig
+from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_tokenizer
 from sorl_train.models.shape import ModelShape, model_shape
@@ -134,7 +134,7 @@ def _model(config: TrainConfig, shape: ModelShape, origin: str) -> list[str]:
         f"{shape.parameters:,} parameters, {shape.trained:,} trained; {shape.layers} layers of width {shape.hidden}, "
         f"{shape.vocabulary:,} words",
     ]
-    if config.algo in CRITIC_ALGOS and config.stage == "rl":
+    if config.algorithm.needs_critic and config.stage == "rl":
         lines.append(f"critic: {shape.backbone_parameters + shape.hidden + 1:,} parameters")
     if config.loss.kl_coef > 0 and config.stage == "rl":
         lines.append("reference: a frozen copy of the policy (loss.kl_coef=0 does without)")

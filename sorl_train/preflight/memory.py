@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sorl_env.task import Limits
-from sorl_train.config.settings import CRITIC_ALGOS, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.models.shape import ModelShape, block_width, scoring_width
 from sorl_train.rollout.sampler import KEPT_CACHE
 
@@ -57,7 +57,7 @@ def estimate_memory(
     config: TrainConfig, shape: ModelShape, limits: Limits, compute_bytes: int
 ) -> MemoryEstimate:
     """See the module's text for the formulas; ``compute_bytes`` is 4 for float32 and 2 for bfloat16."""
-    critic = shape.backbone_parameters + shape.hidden + 1 if config.algo in CRITIC_ALGOS else 0
+    critic = shape.backbone_parameters + shape.hidden + 1 if config.algorithm.needs_critic else 0
     trained = shape.trained + critic
     rows = config.sampler.max_concurrency  # all of them in evaluation, whatever the batch size
     tokens = limits.max_trajectory_tokens

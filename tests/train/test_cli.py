@@ -190,7 +190,7 @@ def test_options_become_typed_overrides() -> None:
     [
         (["--lr", "1"], "unknown option --lr. Did you mean '--optim.lr' or '--sft.lr'?"),
         (["--resum"], "Did you mean '--resume'?"),
-        (["--algo=soppo"], "unknown value 'soppo'. Did you mean 'so_ppo'"),
+        (["--algo=soppo"], "unknown algorithm 'soppo'. Did you mean 'so_ppo'"),
         (["--config", "quikstart"], "unknown config 'quikstart'. Did you mean 'quickstart'?"),
         (["--config", "nowhere/x.yaml"], "no config file 'nowhere/x.yaml'"),
         (["algo=so_ppo"], "unexpected argument 'algo=so_ppo': options are written --name value"),

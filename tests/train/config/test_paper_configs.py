@@ -21,7 +21,7 @@ from sorl_env import Example, ToolUseEnv
 from sorl_env.registry import load_task
 from sorl_train.config.files import config_folder, load_config, packaged_configs
 from sorl_train.config.schema import flatten
-from sorl_train.config.settings import GROUP_ALGOS, ModelConfig
+from sorl_train.config.settings import ModelConfig
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.models.tiny import build_tiny_policy
 from sorl_train.preflight.dry_run import plan_text
@@ -257,7 +257,7 @@ def test_two_real_steps(name: str, guessing: Callable[[str], dict[str, Any]], tm
     from sorl_train.train_rl import run
 
     start = load_config(f"paper/{name}")
-    grouped = {"rollout.group_size": 4} if start.algo in GROUP_ALGOS else {}
+    grouped = {"rollout.group_size": 4} if start.algorithm.advantage == "group" else {}
     config = load_config(f"paper/{name}", {**SHRUNK, **guessing(start.task), **grouped})
     run_dir = RunDir.create(tmp_path / "run", config)
     assert run(config, run_dir, Silent(), False)["steps"] == 2

@@ -12,7 +12,6 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_train.algorithms import ALGORITHMS
-from sorl_train.config.settings import GROUP_ALGOS
 from sorl_train.lab.cli import main, write_results
 from sorl_train.lab.study import interval, load_study, table
 from sorl_train.run.folder import RunDir
@@ -61,7 +60,9 @@ def test_runs_are_every_combination_first_seeds_first(tmp_path: Path) -> None:
 def test_packaged_studies_are_valid() -> None:
     severe = load_study("severe")
     assert {run.config.algo for run in severe.runs} == set(ALGORITHMS)
-    grouped = [run.config.rollout.group_size for run in severe.runs if run.config.algo in GROUP_ALGOS]
+    grouped = [
+        run.config.rollout.group_size for run in severe.runs if run.config.algorithm.advantage == "group"
+    ]
     assert set(grouped) == {8}
     assert len(load_study("region").runs) == 4 * 14 * 5
     assert load_study("alarm").runs[0].config.optim.warmup_ratio == 1.0

@@ -10,10 +10,10 @@ import torch
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_train.algorithms import get_algorithm
 from sorl_train.config.settings import ModelConfig, TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.schedule import learning_rate
+from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import Means, NonFiniteError, PolicyUpdate, past_target_kl
 from sorl_train.models.policy import load_policy, load_tokenizer
 
@@ -42,7 +42,7 @@ def step(
     """Parameters after one optimizer step, and its metrics."""
     model = load_policy(folder, config.hardware)
     kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
-    update = PolicyUpdate(model, kind(model.parameters(), lr=0.1), get_algorithm(config.algo), config)
+    update = PolicyUpdate(model, kind(model.parameters(), lr=0.1), update_settings(config))
     means = Means()
     update.step(batch, 0.1, means)
     return torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()
@@ -116,7 +116,7 @@ def test_a_mini_batch_without_advantages_moves_nothing_if_asked(
     config = short_config(**{"update.skip_without_signal": skip, "optim.max_grad_norm": None})
     model = load_policy(tiny_folder, config.hardware)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
-    update = PolicyUpdate(model, optimizer, get_algorithm(config.algo), config)
+    update = PolicyUpdate(model, optimizer, update_settings(config))
     batch = off_policy(collate(trajectories))
     means = Means()
     update.step(batch, 1e-3, means)
@@ -130,10 +130,10 @@ def test_a_mini_batch_without_advantages_moves_nothing_if_asked(
 def test_past_target_kl_is_the_newest_mini_batch() -> None:
     means = Means()
     means.add(approx_kl=0.5)
-    assert not past_target_kl(short_config(), means)  # off by default
-    assert past_target_kl(short_config(**{"update.target_kl": 0.4}), means)
+    assert not past_target_kl(short_config().update.target_kl, means)  # off by default
+    assert past_target_kl(0.4, means)
     means.add(approx_kl=0.1)
-    assert not past_target_kl(short_config(**{"update.target_kl": 0.4}), means)
+    assert not past_target_kl(0.4, means)
 
 
 def test_excluded_trajectories_leave_no_trace(tiny_folder: str, trajectories: list[Trajectory]) -> None:

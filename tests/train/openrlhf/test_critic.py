@@ -14,6 +14,7 @@ from sorl_env.registry import load_task
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import ModelConfig, TrainConfig
 from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import CriticUpdate, Means
 from sorl_train.models.critic import Critic, load_critic
 from sorl_train.models.policy import load_policy, load_tokenizer
@@ -80,7 +81,7 @@ def local(
 ) -> tuple[Critic, list[dict[str, float]]]:
     """Steps of plain SGD by the local engine."""
     critic = load_critic(folder, config.hardware)
-    update = CriticUpdate(critic, torch.optim.SGD(critic.parameters(), lr=LR), config)
+    update = CriticUpdate(critic, torch.optim.SGD(critic.parameters(), lr=LR), update_settings(config))
     metrics = []
     for _ in range(steps):
         means = Means()

@@ -13,10 +13,11 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.registry import load_task
 from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import StopReason
-from sorl_train.algorithms import ALGORITHMS, get_algorithm
+from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import ModelConfig, TrainConfig
 from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import Means, PolicyUpdate
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.models.tiny import build_tiny_policy
@@ -58,9 +59,7 @@ def local_step(
     """Parameters before and after a step of plain SGD, and the metrics."""
     model = load_policy(folder, config.hardware)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    update = PolicyUpdate(
-        model, torch.optim.SGD(model.parameters(), lr=LR), get_algorithm(config.algo), config
-    )
+    update = PolicyUpdate(model, torch.optim.SGD(model.parameters(), lr=LR), update_settings(config))
     means = Means()
     update.step(batch, LR, means)
     return before, torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()
