@@ -168,7 +168,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 def test_options_become_typed_overrides() -> None:
     arguments = parse(
         "--optim.lr 1e-4 --update.epochs=2 --log.tensorboard false --hardware.gradient_checkpointing --task-args.hops "
-        "[1,2] --hardware.tiny.hidden_size 64 --data none --run-dir a-b".split()
+        "[1,2] --tiny.hidden_size 64 --data none --run-dir a-b".split()
     )
     assert arguments.overrides == {
         "optim.lr": 1e-4,
@@ -176,7 +176,7 @@ def test_options_become_typed_overrides() -> None:
         "log.tensorboard": False,
         "hardware.gradient_checkpointing": True,
         "task_args.hops": [1, 2],
-        "hardware.tiny.hidden_size": 64,
+        "tiny.hidden_size": 64,
         "data": None,
         "run_dir": "a-b",
     }
