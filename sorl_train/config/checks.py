@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sorl_env.errors import UserError
-from sorl_train.config.machine import device_problem
+from sorl_train.config.run_settings import device_problem
 from sorl_train.config.schema import fields, flatten
 from sorl_train.config.settings import GROUP_ALGOS, TrainConfig
 

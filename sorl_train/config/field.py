@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sorl_env.bounds import MOST, Bounds
+from sorl_env.bounds import Bounds
 
 
 def opt(
@@ -22,11 +22,9 @@ def opt(
     Args:
         help: one line about the field.
         paper: the paper's value, where it gives one.
-        low, high: the smallest and the largest allowed value of a number; whole numbers have a largest value always.
+        low, high: the smallest and the largest allowed value of a number.
         above: a number that the value must exceed.
     """
-    if type(default) is int and high is None:
-        high = MOST
     metadata = {"help": help, "paper": paper, "bounds": Bounds(low, high, above)}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)

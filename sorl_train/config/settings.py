@@ -1,8 +1,8 @@
-"""The training configuration: one typed dataclass for each section, and ``TrainConfig``, which holds them all.
+"""The training configuration: ``TrainConfig``, and its sections about what is learned and how.
 
 Defaults are the paper's values (Appendix, "Implementation Details") where it gives them. YAML files under ``configs/``
 hold differences only; the command line sets any field by its dotted name. ``--help`` prints the text of every field.
-Sections about machines and files are in ``machine.py``.
+The other sections are in ``run_settings.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import Any, Literal
 
 from sorl_env.bounds import MAX_SEED
 from sorl_train.config.field import opt
-from sorl_train.config.machine import CheckpointConfig, ClusterConfig, HardwareConfig, LogConfig
+from sorl_train.config.run_settings import (
+    AlarmConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    EvalConfig,
+    HardwareConfig,
+    LogConfig,
+)
 
 CRITIC_ALGOS = ("ppo", "turn_ppo", "s_ppo", "so_ppo")  # GAE over a learned critic
 GROUP_ALGOS = ("grpo", "gspo", "so_grpo")  # advantages against the group's mean
@@ -96,7 +103,7 @@ class RolloutConfig:
     batch_size: int = opt(512, "trajectories in one training step", paper="512", low=1)
     group_size: int = opt(
         1,
-        "rollouts of each prompt; divides batch_size. Algorithms with group advantages need 2 or more",
+        "rollouts of each prompt; group advantages need 2 or more. It divides batch_size",
         low=1,
     )
     max_staleness: int = opt(
@@ -109,66 +116,58 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The objective. ``algo`` chooses ratio level, normalization and advantage: see sorl_train/algorithms.py."""
+    """The objective. ``algo`` chooses ratio level, normalization and advantage; see DESIGN's table in docs."""
 
     ratio: Literal["auto", "token", "turn", "sequence"] = opt(
-        "auto", "which tokens share one importance ratio; auto: as algo has it"
+        "auto", "what shares an importance ratio; auto: what algo says"
     )
     clip_eps: float = opt(0.2, "PPO clip range", paper="0.2", above=0)
-    clip_eps_high: float | None = opt(None, "clip range above 1; None: the same as clip_eps", above=0)
+    clip_eps_high: float | None = opt(None, "upper clip range if it differs from clip_eps", above=0)
     dual_clip: float | None = opt(
-        None, "upper bound of the ratio where the advantage is negative (above 1); None: off", above=1
+        None,
+        "where the advantage is negative, bound the ratio by this as well (above 1); None: off",
+        above=1,
     )
     aggregation: Literal["trajectory_mean", "token_mean"] = opt(
         "trajectory_mean",
-        "mean over the tokens of each trajectory, then over trajectories; or mean over all tokens",
+        "mean over a trajectory's tokens then over trajectories, or over all tokens",
         paper="trajectory_mean",
     )
     clip_bias_norm: Literal["scalar", "trajectory", "token", "token_mean", "rms", "logit", "gradient"] = opt(
-        "rms",
-        "norm of the clipping bias that is compared with clip_bias_delta",
-        paper="L2; the paper does not say of which quantity",
+        "rms", "which norm of the clipping bias triggers normalization", paper="L2, of what is left open"
     )
     clip_bias_scope: Literal["mini_batch", "trajectory"] = opt(
         "mini_batch",
-        "one factor for a mini-batch (the paper's equation) or one for each trajectory (its text)",
+        "one factor a mini-batch (the equation) or one a trajectory (the text)",
         paper="mini_batch",
     )
     clip_bias_target: Literal["gradient", "update"] = opt(
-        "update",
-        "what is scaled: the gradient (the paper's equation) or the optimizer's step (its text)",
-        paper="gradient",
+        "update", "scale the gradient (the equation) or the optimizer's step (the text)", paper="gradient"
     )
     clip_bias_delta: float = opt(
         0.003,
-        "threshold: above it the step is multiplied by delta / norm",
-        paper="1 for the token norm, about 0.003 as rms",
+        "norm from which on it scales down, by delta / norm",
+        paper="1; .003 in rms at its mini-batch",
         above=0,
     )
     gamma: float = opt(1.0, "discount", paper="1", low=0, high=1)
     gae_lambda: float = opt(1.0, "GAE lambda", paper="1", low=0, high=1)
-    whiten_advantages: bool = opt(
-        False, "shift and scale GAE advantages to mean 0 and variance 1 over the batch's action tokens"
-    )
-    group_std: bool = opt(
-        True, "divide group advantages by the standard deviation of the group's rewards", paper="yes"
-    )
+    whiten_advantages: bool = opt(False, "normalize GAE advantages over the batch's action tokens")
+    group_std: bool = opt(True, "divide group advantages by the group's standard deviation", paper="yes")
     kl_coef: float = opt(
         0.001,
-        "weight of the KL from the reference model; 0: no reference model is loaded",
+        "weight of the KL to the reference model; 0 loads no reference",
         paper="0.001",
         low=0,
     )
     kl_type: Literal["k1", "k2", "k3"] = opt(
         "k2",
-        "estimator of the KL. With kl_in=loss use k2: its gradient is that of the KL, while k3's explodes on tokens "
-        "that became unlikely. With kl_in=reward use k1: it is unbiased there",
+        "KL estimator. In the loss k2, whose gradient is the KL's; that of k3 explodes on tokens that became unlikely. "
+        "In the reward set k1, which is unbiased there",
     )
-    kl_in: Literal["loss", "reward"] = opt(
-        "loss", "add the KL to the loss, or subtract it from the reward of each token"
-    )
+    kl_in: Literal["loss", "reward"] = opt("loss", "where the KL enters")
     entropy_coef: float = opt(0.0, "weight of the entropy bonus", low=0)
-    value_clip: float | None = opt(None, "clip range of the value loss; None: off", above=0)
+    value_clip: float | None = opt(None, "clip range of the value loss; None: not clipped", above=0)
 
 
 @dataclass(frozen=True)
@@ -252,49 +251,6 @@ class SftConfig:
     lr: float = opt(1e-5, "highest learning rate; it falls as a cosine to a tenth", above=0)
     warmup_ratio: float = opt(0.05, "share of the steps in which the rate rises", low=0, high=1)
     max_grad_norm: float = opt(1.0, "largest norm of the gradient", above=0)
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    """Evaluation before, during and after training."""
-
-    every: int = opt(10, "training steps between evaluations; 0: only before and after training", low=0)
-    split: str = opt("test", "split of the evaluation data")
-    num_examples: int = opt(256, "examples of an evaluation during training, a seeded sample", low=1)
-    num_examples_final: int = opt(1000, "examples of the first and the last evaluation", low=1)
-    patience: int = opt(
-        0, "stop after this many consecutive evaluations below half of the best success; 0: never", low=0
-    )
-    temperature: float = opt(0.0, "sampling temperature in evaluation; 0: greedy", low=0)
-    search_off: bool = opt(False, "at the end evaluate once more with search tools that find nothing")
-
-
-@dataclass(frozen=True)
-class AlarmConfig:
-    """The collapse alarm: limits of five signals, and what to do when one exceeds its limit.
-
-    ``strain`` is the early warning and the limit to set; the other signals are means over three training steps, for
-    sudden changes.
-    """
-
-    action: Literal["off", "warn", "stop", "roll_back"] = opt(
-        "warn",
-        "warn: print a message and write events.jsonl; stop: also save and end the run; roll_back: also continue from "
-        "the last good checkpoint at a lower learning rate",
-    )
-    strain: float = opt(
-        0.07,
-        "limit of the running mean (over about 50 steps, each counted as at most 0.3) of the RMS log-ratio to the old "
-        "policy; raise it for runs that are far off-policy on purpose",
-        above=0,
-    )
-    ratio_tail: float = opt(0.5, "limit of the RMS log-ratio to the old policy, over three steps", above=0)
-    invalid_turns: float = opt(0.25, "limit of the fall of the share of valid turns below its best", above=0)
-    grad_norm: float = opt(15.0, "limit of the gradient norm over the highest of the first steps", above=0)
-    entropy: float = opt(
-        2.0, "limit of the log of the entropy over the entropy of the first steps, up or down", above=0
-    )
-    roll_back_lr: float = opt(0.5, "factor on the learning rates after each roll_back", above=0, high=1)
 
 
 @dataclass(frozen=True)

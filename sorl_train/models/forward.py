@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sorl_env.errors import UserError
-from sorl_train.config.machine import device_problem
+from sorl_train.config.run_settings import device_problem
 from sorl_train.losses.log_probs import TokenStats, token_log_probs
 
 

@@ -50,7 +50,7 @@ def test_every_field_is_documented() -> None:
 
 
 def test_algorithms_agree_with_the_losses() -> None:
-    losses = pytest.importorskip("sorl_train.losses.policy")
+    losses = pytest.importorskip("sorl_train.algorithms")
     by_advantage = {name: algorithm.advantage for name, algorithm in losses.ALGORITHMS.items()}
     assert by_advantage == dict.fromkeys(CRITIC_ALGOS, "gae") | dict.fromkeys(GROUP_ALGOS, "group")
 

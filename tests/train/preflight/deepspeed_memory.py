@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 
-from sorl_train.config.machine import HardwareConfig
+from sorl_train.config.run_settings import HardwareConfig
 from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.update import Means

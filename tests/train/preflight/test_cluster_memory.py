@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from sorl_env.task import Limits
-from sorl_train.config.machine import HardwareConfig
+from sorl_train.config.run_settings import HardwareConfig
 from sorl_train.config.settings import (
     ClusterConfig,
     LossConfig,

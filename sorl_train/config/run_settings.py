@@ -1,4 +1,4 @@
-"""Sections of the configuration about machines and files: hardware, cluster, checkpoints, logs."""
+"""Sections of ``TrainConfig`` about how a run is carried out: hardware, cluster, evaluation, alarm, files."""
 
 from __future__ import annotations
 
@@ -58,6 +58,49 @@ class ClusterConfig:
     flags: dict[str, Any] = opt(
         {}, "more flags for OpenRLHF, as {ds.overlap_comm: true}; docs/scaling_out.md lists the allowed ones"
     )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation before, during and after training."""
+
+    every: int = opt(10, "training steps between evaluations; 0: only before and after training", low=0)
+    split: str = opt("test", "split of the evaluation data")
+    num_examples: int = opt(256, "examples of an evaluation during training, a seeded sample", low=1)
+    num_examples_final: int = opt(1000, "examples of the first and the last evaluation", low=1)
+    patience: int = opt(
+        0, "stop after this many consecutive evaluations below half of the best success; 0: never", low=0
+    )
+    temperature: float = opt(0.0, "sampling temperature in evaluation; 0: greedy", low=0)
+    search_off: bool = opt(False, "at the end evaluate once more with search tools that find nothing")
+
+
+@dataclass(frozen=True)
+class AlarmConfig:
+    """The collapse alarm: limits of five signals, and what to do when one exceeds its limit.
+
+    ``strain`` is the early warning and the limit to set; the other signals are means over three training steps, for
+    sudden changes.
+    """
+
+    action: Literal["off", "warn", "stop", "roll_back"] = opt(
+        "warn",
+        "warn: print a message and write events.jsonl; stop: also save and end the run; roll_back: also continue from "
+        "the last good checkpoint at a lower learning rate",
+    )
+    strain: float = opt(
+        0.07,
+        "limit of the running mean (over about 50 steps, each counted as at most 0.3) of the RMS log-ratio to the old "
+        "policy; raise it for runs that are far off-policy on purpose",
+        above=0,
+    )
+    ratio_tail: float = opt(0.5, "limit of the RMS log-ratio to the old policy, over three steps", above=0)
+    invalid_turns: float = opt(0.25, "limit of the fall of the share of valid turns below its best", above=0)
+    grad_norm: float = opt(15.0, "limit of the gradient norm over the highest of the first steps", above=0)
+    entropy: float = opt(
+        2.0, "limit of the log of the entropy over the entropy of the first steps, up or down", above=0
+    )
+    roll_back_lr: float = opt(0.5, "factor on the learning rates after each roll_back", above=0, high=1)
 
 
 @dataclass(frozen=True)
