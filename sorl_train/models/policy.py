@@ -17,25 +17,13 @@ from sorl_train.models.attention import text_config
 from sorl_train.models.forward import pick_device
 
 LORA_FILE = "lora.safetensors"
-# What transformers raises for a folder that is missing or damaged; a deeply nested config.json is a RecursionError.
-LOADING_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    RecursionError,
-    SafetensorError,
-)
+# What transformers raises for a folder that is missing or damaged. RuntimeError includes RecursionError, which a
+# deeply nested config.json raises.
+LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The tokenizer of a model folder, with a pad token for batches.
-
-    Raises:
-        UserError: there is none that can be loaded.
-    """
+    """The tokenizer of a model folder, with a pad token for batches. Raises ``UserError`` if none can be loaded."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:
@@ -72,12 +60,7 @@ def load_policy(
 
 
 def load_weights(auto_class: Any, what: str, folder: str) -> Any:
-    """A model with float32 weights, with torch's fast attention where that computes what the model asks for.
-
-    Args:
-        auto_class: a class of transformers, such as ``AutoModel``.
-        what: what messages call the model.
-    """
+    """A float32 model, with torch's fast attention if that computes what the model asks for; ``what`` names it."""
     try:
         try:
             model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")

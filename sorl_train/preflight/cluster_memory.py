@@ -148,6 +148,7 @@ class _Estimate:
     def result(self) -> ClusterMemory:
         policy, critic = self.states(self.policy), self.states(self.critic)
         vllm = self.vllm()
+        processes = 1 + bool(self.critic) + bool(self.reference) + self.place.shared
         phases: dict[str, Parts] = {}
         if self.place.shared:
             phases["sampling"] = {"vLLM": vllm.total}
@@ -169,7 +170,7 @@ class _Estimate:
             "policy": policy.always,
             "critic": critic.always,
             "reference": self.reference_gpu(),
-            "processes": 0 if self.on_cpu else PROCESS * self.processes(),
+            "processes": 0 if self.on_cpu else PROCESS * processes,
         }
         return ClusterMemory(lasting, phases, vllm, self.host(policy, critic, vllm))
 
@@ -213,10 +214,6 @@ class _Estimate:
             "a policy being saved": 2 * self.policy,
         }
 
-    def processes(self) -> int:
-        """The number of processes on a GPU that trains."""
-        return 1 + bool(self.critic) + bool(self.reference) + self.place.shared
-
     # -- work ----------------------------------------------------------------------------------------------------
 
     def at_work(self, states: _States, parameters: int, *, logits: int) -> Parts:
@@ -246,13 +243,13 @@ class _Estimate:
             moments.append({"gradients in float32": step})
         return {"woken up": states.awake} | max(moments, key=lambda parts: sum(parts.values()))
 
-    def gathered(self, parameters: int) -> int:
+    def gathered(self, parameters: int, limit: int = LIVE) -> int:
         """Whole weights that ZeRO-3 has gathered from the ranks; a single rank gathers nothing."""
-        return 2 * min(parameters, LIVE + self.largest) if self.gathers else 0
+        return 2 * min(parameters, limit + self.largest) if self.gathers else 0
 
     def arriving(self, parameters: int) -> int:
         """The buffer from which gathered weights are copied."""
-        return 2 * min(parameters, PREFETCH + self.largest) if self.gathers else 0
+        return self.gathered(parameters, PREFETCH)
 
     def forward(self, parameters: int, rows: int, logits: int) -> Parts:
         """The larger of two moments of a forward pass without gradients: inside a block, or at the logits."""

@@ -28,11 +28,7 @@ from sorl_train.sft.cold_start import start_folder
 
 
 def plan_text(config: TrainConfig) -> str:
-    """Describe a run without starting it.
-
-    Raises:
-        UserError: something would stop the run before its first step.
-    """
+    """Describe a run. Raises ``UserError`` for whatever would stop it before its first step."""
     if config.engine == "openrlhf":
         check(config)
     transformers_logging.disable_progress_bar()

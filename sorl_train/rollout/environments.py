@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from sorl_env.data import ExampleSet, load_examples
 from sorl_env.env import ToolUseEnv
@@ -21,11 +21,7 @@ from sorl_train.config.settings import LimitsConfig, TrainConfig
 
 
 def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
-    """The environment for training or for evaluation.
-
-    Raises:
-        UserError: the task or its data cannot be loaded, or training would be on test questions.
-    """
+    """The environment for training or for evaluation. Raises ``UserError`` for training on test questions."""
     task = load_task(config.task, **config.task_args)
     env = ToolUseEnv(
         task,
@@ -87,15 +83,14 @@ def tool_settings(config: TrainConfig) -> ToolSettings:
     return ToolSettings(search_url=given.pop("url"), **given)
 
 
+@dataclasses.dataclass(eq=False)
 class SilentTool:
     """Stands in for a tool and finds nothing: what a policy still answers, it knew or guessed."""
 
-    inline = True
-
-    def __init__(self, name: str, description: str, schema: Mapping[str, Any]) -> None:
-        self.name = name
-        self.description = description
-        self.schema = schema
+    name: str
+    description: str
+    schema: Mapping[str, Any]
+    inline: ClassVar[bool] = True
 
     def __call__(self, *_: Any, **__: Any) -> ToolReply:
         return ToolReply("Nothing found.", hits=0)

@@ -29,11 +29,7 @@ class Demo:
 def expert_trajectory(
     env: ToolUseEnv, tokenizer: Tokenizer, job: RolloutJob, *, use_chat_template: bool
 ) -> Trajectory:
-    """The task's scripted expert plays one trajectory.
-
-    Raises:
-        UserError: the task has no expert.
-    """
+    """A trajectory that the task's scripted expert plays. Raises ``UserError`` if the task has none."""
     expert = env.task.expert
     if expert is None:
         raise UserError(f"task {env.task.name!r} has no scripted expert: give demonstrations with sft.demos")
@@ -49,11 +45,7 @@ def expert_trajectory(
 
 
 def expert_demos(env: ToolUseEnv, tokenizer: Tokenizer, count: int, *, use_chat_template: bool) -> list[Demo]:
-    """The expert's trajectories on the first ``count`` examples.
-
-    Raises:
-        UserError: the expert failed on all of them.
-    """
+    """The expert's trajectories on the first ``count`` examples. Raises ``UserError`` if it fails on all of them."""
     demos, solved = [], 0
     for index in range(min(count, len(env.examples.examples))):
         job = RolloutJob(id=f"demo-{index}", group_id=f"demo-{index}", example_index=index, seed=0)
