@@ -271,7 +271,7 @@ class TrainConfig:
     task_args: dict[str, Any] = opt({}, 'arguments of the task, if it takes any: --task_args.hops "[1, 2]"')
     model: str = opt(
         "tiny",
-        "folder of a transformers model or its hub name; tiny: a small one, built and cold-started for the task",
+        "folder of a transformers model or its hub name; tiny: a small one, built and trained for the task",
     )
     critic: str | None = opt(
         None, "folder of the model that the critic starts from; None: the policy's", paper="the policy's"

@@ -70,7 +70,7 @@ def _placement(config: TrainConfig, model: str) -> list[str]:
         f"{_count(mini // place.ranks // rows, 'accumulation step')}",
     ]
     if not place.shared:
-        partial = ", sampling goes on through weight updates" if cluster.partial_rollout else ""
+        partial = ", turns continue through weight updates" if cluster.partial_rollout else ""
         lines.append(f"staleness: at most {_count(config.rollout.max_staleness, 'training step')}{partial}")
     if config.algo in CRITIC_ALGOS:
         lines.append(critic_start(config, model))
@@ -109,7 +109,7 @@ def _command(config: TrainConfig, limits: Limits, model: str) -> list[str]:
 def _memory(config: TrainConfig, memory: ClusterMemory, limits: Limits, gpu: int) -> list[str]:
     place = Placement.of(config)
     on_cpu = config.hardware.device == "cpu"
-    lines = [_row("needed always", memory.lasting)]
+    lines = [_row("held all the time", memory.lasting)]
     lines += [_row(phase, parts, memory.total(phase)) for phase, parts in memory.phases.items()]
     peak = gigabytes(memory.total(memory.peak))
     if on_cpu:
@@ -130,7 +130,7 @@ def _memory(config: TrainConfig, memory: ClusterMemory, limits: Limits, gpu: int
     full = vllm.tokens // limits.max_trajectory_tokens
     each = -(-config.rollout.batch_size // config.cluster.vllm_engines)
     lines.append(
-        f"the cache of an engine holds {vllm.tokens:,} tokens, {full:,} full trajectories; a step needs {each:,}"
+        f"the cache of an engine holds {vllm.tokens:,} tokens, {full:,} full trajectories; a step gives it {each:,}"
     )
     if not on_cpu and vllm.total > config.cluster.vllm_memory * gpu:
         lines.append(
