@@ -157,7 +157,7 @@ def _steps(config: TrainConfig) -> list[str]:
     mini = rollout.batch_size // update.mini_batch_size
     prompts = rollout.batch_size // rollout.group_size
     each = mini * update.epochs
-    exists = " (exists already)" if Path(config.run_dir or "").exists() else ""
+    exists = " (exists already)" if config.run_dir and Path(config.run_dir).exists() else ""
     return [
         f"a step collects {rollout.batch_size} trajectories: {prompts} prompts, {rollout.group_size} rollouts of each",
         f"and takes {each} optimizer steps: {update.epochs} epochs of {mini} mini-batches of {update.mini_batch_size}",

@@ -188,7 +188,7 @@ def test_the_quickstart_can_be_planned_on_a_cpu(tmp_path: Path, monkeypatch: pyt
         },
     )
     text = plan_text(config)
-    assert "tiny, built for the task, after a cold start" in text
+    assert "tiny, built for the task, cold-started with" in text
     assert f"--actor.model_name_or_path {tmp_path}/policies/minihop-" in text
     assert "Memory of each process, all in host memory" in text
     assert not any(tmp_path.iterdir())  # nothing was built
