@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -74,8 +73,14 @@ class LocalEngine:
         torch.manual_seed(config.seed)
         source = str(folder / "policy") if folder else self.model_folder
         self.device = pick_device(hardware.device)
-        self.policy = load_policy(self.model_folder if hardware.lora_rank else source, hardware)
-        if folder and hardware.lora_rank:
+        loading: Any = {
+            "device": hardware.device,
+            "gradient_checkpointing": hardware.gradient_checkpointing,
+        }
+        self.policy = load_policy(
+            self.model_folder if config.lora.rank else source, lora=config.lora, **loading
+        )
+        if folder and config.lora.rank:
             load_adapters(self.policy, folder / "policy")
         if not hasattr(self, "sampler"):  # a second vLLM would want its share of the GPU once more
             self.sampler: LocalSampler = self._make_sampler()
@@ -86,12 +91,12 @@ class LocalEngine:
         self.optimizers = {"actor": optimizer}
         self.critic_update: CriticUpdate | None = None
         if config.algorithm.needs_critic:
-            critic = load_critic(str(folder / "critic") if folder else hardware.critic or source, hardware)
+            critic = load_critic(str(folder / "critic") if folder else config.critic or source, **loading)
             self.optimizers["critic"] = self._adamw(list(critic.parameters()), config.optim.critic_lr)
             self.critic_update = CriticUpdate(critic, self.optimizers["critic"], settings)
         self.reference = None
         if config.loss.kl_coef > 0:
-            self.reference = load_policy(self.model_folder, dataclasses.replace(hardware, lora_rank=0))
+            self.reference = load_policy(self.model_folder, **loading)
             self.reference.requires_grad_(False).eval()
         self._check_models()
         self.waiting.clear()
@@ -106,7 +111,7 @@ class LocalEngine:
 
             return VllmSampler(self.policy, self.model_folder, self.longest, config)
         return TransformersSampler(
-            self.policy, self.tokenizer, config.sampler.max_concurrency, config.hardware
+            self.policy, self.tokenizer, config.sampler.max_concurrency, config.hardware.dtype
         )
 
     @property
@@ -202,7 +207,7 @@ class LocalEngine:
             batch.old_log_probs,
             batch,
             batch.loss_mask,
-            limit=mismatch_limit(self.config, compute_dtype(self.config.hardware, self.device)),
+            limit=mismatch_limit(self.config, compute_dtype(self.config.hardware.dtype, self.device)),
             decode=self.tokenizer.decode,
             path=self.run_dir.path / f"mismatch_{step:06d}.jsonl",
             step=step,

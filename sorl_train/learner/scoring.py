@@ -29,7 +29,7 @@ def score(
     for index, micro in batch.micro_batches(config.update.log_prob_micro_batch_size):
         micro = micro.to(device)
         columns = slice(0, micro.action_mask.shape[1])
-        with autocast(config.hardware, device):
+        with autocast(config.hardware.dtype, device):
             for name, model in policies.items():
                 fields[name][index, columns] = _log_probs(model, micro, config)
             if critic is not None:

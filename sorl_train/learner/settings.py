@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sorl_train.algorithms import ClipBiasNorm, KLKind, Scope, Target
-from sorl_train.config.settings import ModelConfig, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.policy import LossSettings
 from sorl_train.losses.surrogates import ClipRange, clipped
 
@@ -27,7 +27,7 @@ class UpdateSettings:
         skip_without_signal: no step for a mini-batch whose advantages are all 0.
         target_kl: see ``past_target_kl``.
         temperature: the sampler's, which the log-probabilities are computed at.
-        hardware: precision of the forward passes.
+        dtype: precision of the forward passes, as ``hardware.dtype`` names it.
         keep_dropout: only supervised fine-tuning trains with dropout.
     """
 
@@ -47,7 +47,7 @@ class UpdateSettings:
     skip_without_signal: bool
     target_kl: float | None
     temperature: float
-    hardware: ModelConfig
+    dtype: str
     keep_dropout: bool
 
     def clip_limit(self, grad_scale: float) -> float | None:
@@ -89,6 +89,6 @@ def update_settings(config: TrainConfig) -> UpdateSettings:
         skip_without_signal=update.skip_without_signal,
         target_kl=update.target_kl,
         temperature=config.sampler.temperature,
-        hardware=config.hardware,
+        dtype=config.hardware.dtype,
         keep_dropout=config.stage == "sft",
     )

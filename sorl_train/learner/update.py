@@ -193,7 +193,7 @@ class PolicyUpdate:
 
     def _forward(self, micro: Batch) -> TokenStats:
         """Log-probabilities, entropy and logit scale of the loss tokens, (B, T)."""
-        with autocast(self.settings.hardware, micro.token_ids.device):
+        with autocast(self.settings.dtype, micro.token_ids.device):
             return action_stats(
                 self.model,
                 micro.token_ids,
@@ -259,7 +259,7 @@ class CriticUpdate:
 
     def _forward(self, micro: Batch) -> Tensor:
         """Values (B, T)."""
-        with autocast(self.settings.hardware, micro.token_ids.device):
+        with autocast(self.settings.dtype, micro.token_ids.device):
             values: Tensor = self.critic(micro.token_ids)
         return values
 

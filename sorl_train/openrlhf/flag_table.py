@@ -31,7 +31,7 @@ ALLOWED = {
 # Name: the setting of ours to use in its place.
 OURS = {
     "actor.model_name_or_path": "model",
-    "critic.model_name_or_path": "hardware.critic",
+    "critic.model_name_or_path": "critic",
     "train.seed": "seed",
     "train.max_epochs": "update.epochs",
     "train.batch_size": "update.mini_batch_size",
@@ -177,7 +177,7 @@ REFUSED = {
             "dataloader_num_workers"
         ).split()
     },
-    "data.apply_chat_template": _PROMPTS.format("hardware.chat_template"),
+    "data.apply_chat_template": _PROMPTS.format("chat_template"),
     "data.disable_fast_tokenizer": "the tokenizer is the same everywhere, or token ids would not agree",
     "data.image_key": _VISION,
     "data.max_images_per_prompt": _VISION,

@@ -96,7 +96,7 @@ def openrlhf_flags(
         flags[f"{role}.max_norm"] = optim.max_grad_norm or 0.0
         flags[f"{role}.lr_scheduler"] = "constant"  # the rate of each step is set by ours, schedule included
     if has_critic:
-        flags["critic.model_name_or_path"] = config.hardware.critic or model
+        flags["critic.model_name_or_path"] = config.critic or model
     return flags | config.cluster.flags
 
 
@@ -138,7 +138,7 @@ def critic_start(config: TrainConfig, model: str) -> str:
     """A line that says where the critic's weights and its value head come from."""
     from sorl_train.models.critic import VALUE_HEAD_FILE
 
-    start = config.hardware.critic or model
+    start = config.critic or model
     if (Path(start) / VALUE_HEAD_FILE).is_file():
         return f"critic: starts from {start} and the value head that is kept there ({VALUE_HEAD_FILE})"
     return f"critic: starts from {start} with a value head of zeros, as there is no {VALUE_HEAD_FILE}: all values are 0"
@@ -161,8 +161,8 @@ def _problems(config: TrainConfig) -> list[str]:
             "loss.clip_bias_norm=gradient needs a second backward pass, which DeepSpeed would add to the first: use "
             "logit, which is exact in logit space"
         )
-    if config.hardware.lora_rank:
-        problems.append("hardware.lora_rank is for engine=local")
+    if config.lora.rank:
+        problems.append("lora.rank is for engine=local")
     if config.hardware.dtype == "float32":
         problems.append(
             "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from sorl_train.config.settings import AlarmConfig
+from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.run.files import append_line, atomic_write, read_jsonl
 from sorl_train.run.folder import RunDir
 

@@ -53,7 +53,7 @@ def usage_options(config: TrainConfig) -> list[str]:
         options += ["--corpus", "PASSAGES"]
     if config.search.top_k != 3:
         options += ["--top_k", str(config.search.top_k)]
-    return options if config.hardware.chat_template else [*options, "--no_chat_template"]
+    return options if config.chat_template else [*options, "--no_chat_template"]
 
 
 def _text(run: CardRun, step: int, best: bool) -> str:

@@ -20,7 +20,7 @@ from sorl_train.run.stability import measure
 WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
 SMALL = {
     "task_args": WORLD,
-    "hardware.tiny": {"hidden_size": 48, "num_layers": 2, "num_heads": 4},
+    "tiny": {"hidden_size": 48, "num_layers": 2, "num_heads": 4},
     "hardware.threads": 1,
     "sft.num_demos": 48,
     "sft.steps": 60,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sorl_train.config.settings import AlarmConfig
+from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.run.alarm import (
     BASELINE,
     MEMORY,
