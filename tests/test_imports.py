@@ -134,7 +134,7 @@ def test_losses_and_advantages_import_torch_alone() -> None:
 # They run inside OpenRLHF's own processes and nowhere else.
 WORKERS = {
     f"sorl_train.openrlhf.{name}"
-    for name in ("agent", "bookkeeping", "train_step", "trainers", "watch", "workers")
+    for name in ("agent", "train_step", "trainers", "watch", "workers")
 }
 
 

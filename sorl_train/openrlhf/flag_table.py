@@ -1,9 +1,9 @@
-"""Every flag of OpenRLHF 0.11.2, and who decides on it.
+"""Every flag of OpenRLHF 0.11.2, and who decides its value.
 
-``cluster.flags`` takes the flags of ``ALLOWED``: they tune how OpenRLHF runs, and our training step heeds them. Those
-of ``OURS`` follow from the run's settings. Those of ``REFUSED`` would be accepted by OpenRLHF and then do nothing, or
-train wrongly without an error, because losses, advantages, batches, rewards, prompts and logs are ours here. A test
-compares the three with the parser of the installed OpenRLHF: each of its flags stands in exactly one.
+A user may set the flags of ``ALLOWED`` in ``cluster.flags``: they tune how OpenRLHF runs. Those of ``OURS`` follow from
+the run's settings. OpenRLHF would accept those of ``REFUSED`` too, but they would do nothing, or train wrongly without
+an error, because losses, advantages, batches, rewards, prompts and logs are sorl's here. A test compares the three
+tables with the parser of the installed OpenRLHF: each of its flags is in exactly one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from sorl_env.errors import did_you_mean
 
-# Name: what it does. Defaults of ours, which a user may change, are in ``flags.openrlhf_flags``.
+# Name: what it does. ``flags.openrlhf_flags`` sets some of them, which ``cluster.flags`` then replaces.
 ALLOWED = {
     "actor.gradient_checkpointing_reentrant": "the other kind of gradient checkpointing",
     "ds.attn_implementation": "the attention kernel of the trainers",
@@ -28,77 +28,82 @@ ALLOWED = {
     "vllm.sync_with_ray": "the same, through Ray's collectives",
 }
 
-# Name: the setting of ours to use in its place.
-OURS = {
-    "actor.model_name_or_path": "model",
-    "critic.model_name_or_path": "hardware.critic",
+# Name: the setting whose value it takes as it is.
+COPIED = {
     "train.seed": "seed",
     "train.max_epochs": "update.epochs",
     "train.batch_size": "update.mini_batch_size",
-    "train.micro_batch_size": "update.micro_batch_size",
-    "rollout.batch_size": "rollout.batch_size (in trajectories)",
+    "train.async_enable": "cluster.async_rollout",
+    "train.partial_rollout_enable": "cluster.partial_rollout",
     "rollout.n_samples_per_prompt": "rollout.group_size",
-    "rollout.micro_batch_size": "update.log_prob_micro_batch_size",
     "rollout.temperature": "sampler.temperature",
     "rollout.top_p": "sampler.top_p",
+    "eval.temperature": "eval.temperature",
+    "ckpt.max_num": "checkpoint.keep",
+    "algo.kl.init_coef": "loss.kl_coef",
+    "algo.kl.estimator": "loss.kl_type",
+    "ds.zero_stage": "cluster.zero_stage",
+    "vllm.num_engines": "cluster.vllm_engines",
+    "vllm.tensor_parallel_size": "cluster.vllm_tensor_parallel",
+    "vllm.gpu_memory_utilization": "cluster.vllm_memory",
+    "actor.gradient_checkpointing_enable": "hardware.gradient_checkpointing",
+    "actor.adam.lr": "optim.lr",
+    "critic.adam.lr": "optim.critic_lr",
+    **{f"{role}.adam.eps": "optim.adam_eps" for role in ("actor", "critic")},
+    **{f"{role}.adam.weight_decay": "optim.weight_decay" for role in ("actor", "critic")},
+}
+
+# Name: the setting to use in its place.
+OURS = {
+    **COPIED,
+    "actor.model_name_or_path": "model",
+    "critic.model_name_or_path": "hardware.critic",
+    "train.micro_batch_size": "update.micro_batch_size",
+    "train.async_queue_size": "rollout.max_staleness",
+    "rollout.batch_size": "rollout.batch_size (in trajectories)",
+    "rollout.micro_batch_size": "update.log_prob_micro_batch_size",
     "rollout.max_new_tokens": "limits.max_new_tokens",
     "data.max_len": "limits.max_trajectory_tokens",
-    "eval.temperature": "eval.temperature",
     "eval.steps": "eval.every",
     "ckpt.path": "run_dir",
     "ckpt.output_dir": "run_dir",
     "ckpt.save_steps": "checkpoint.every",
-    "ckpt.max_num": "checkpoint.keep",
     "ckpt.load_enable": "--resume",
     "algo.advantage.estimator": "algo",
-    "algo.kl.init_coef": "loss.kl_coef",
-    "algo.kl.estimator": "loss.kl_type",
     "algo.kl.use_loss": "loss.kl_in",
-    "ds.zero_stage": "cluster.zero_stage",
     "ds.param_dtype": "hardware.dtype (this engine trains in bfloat16)",
     "ds.adam_offload": "cluster.offload_optimizer",
     "ds.enable_sleep": "cluster.async_rollout (shared GPUs sleep in turns)",
     "ref.offload": "cluster.offload_reference",
-    "actor.gradient_checkpointing_enable": "hardware.gradient_checkpointing",
-    "vllm.num_engines": "cluster.vllm_engines",
-    "vllm.tensor_parallel_size": "cluster.vllm_tensor_parallel",
-    "vllm.gpu_memory_utilization": "cluster.vllm_memory",
     "vllm.enable_sleep": "cluster.async_rollout (shared GPUs sleep in turns)",
-    "train.async_enable": "cluster.async_rollout",
-    "train.async_queue_size": "rollout.max_staleness",
-    "train.partial_rollout_enable": "cluster.partial_rollout",
     **{f"{role}.num_nodes": "cluster.nodes" for role in ("actor", "ref", "critic", "reward")},
     **{f"{role}.num_gpus_per_node": "cluster.gpus_per_node" for role in ("actor", "ref", "critic", "reward")},
-    "actor.adam.lr": "optim.lr",
-    "critic.adam.lr": "optim.critic_lr",
     **{f"{role}.adam.betas": "optim.beta1 and optim.beta2" for role in ("actor", "critic")},
-    **{f"{role}.adam.eps": "optim.adam_eps" for role in ("actor", "critic")},
-    **{f"{role}.adam.weight_decay": "optim.weight_decay" for role in ("actor", "critic")},
     **{f"{role}.max_norm": "optim.max_grad_norm" for role in ("actor", "critic")},
     **{f"{role}.lr_scheduler": "optim.schedule" for role in ("actor", "critic")},
 }
 
 _RANKS = (
-    "the training step gives every process rows of its own, so processes that share the rows of one group would train "
-    "on different rows as if they were the same"
+    "the training step gives every process rows of its own, so processes that are to share rows would train on "
+    "different ones as if they were the same"
 )
 _BATCHES = (
     "the training step makes its own micro-batches, padded on the right, of update.micro_batch_size rows"
 )
-_LORA = "the training step and the weights sent to vLLM are those of the whole model; LoRA needs engine=local"
-_MUON = "the step's learning rate, schedule and normalization are made for AdamW"
+_LORA = "this engine trains the whole model and sends it to vLLM; LoRA needs engine=local"
+_MUON = "sorl's learning rates and normalization are made for AdamW"
 _RATE = "the rate of each step is set by optim.schedule, optim.warmup_ratio and optim.critic_warmup_ratio"
 _LOSS = "the loss is sorl's; use {}"
 _ADVANTAGE = "advantages are sorl's; use {}"
 _REWARD = "rewards come from the task"
 _PROMPTS = "prompts come from the task; use {}"
 _LOGS = "metrics are logged by sorl; use {}"
-_EMA = "only OpenRLHF's own training step updates the average, so it would stay the first policy"
-_VISION = "the environments are text"
-_FILTER = "sampling hands on whole trajectories, which have no scores to filter by"
-_FIXED = "the engine needs the value that it sets"
+_EMA = "only OpenRLHF's own training step updates the average, so it would never change"
+_VISION = "the environments have no images"
+_FILTER = "sampling returns whole trajectories, without the scores to filter by"
+_FIXED = "the engine works with one value only, which it sets"
 
-# Name: why.
+# Name: why it is refused.
 REFUSED = {
     "ds.ring_attn_size": _RANKS,
     "ds.ring_attn_head_stride": _RANKS,
@@ -107,9 +112,9 @@ REFUSED = {
     "train.dynamic_batch_enable": _BATCHES,
     "train.max_tokens_per_gpu": _BATCHES,
     "rollout.max_tokens_per_gpu": _BATCHES,
-    "rollout.vllm_generate_batch_size": "samples beyond a step's would wait where no checkpoint keeps them",
-    "ds.deepcompile": "it reduces gradients in compiled code, where the step's scaling and its check do not see them",
-    "ds.use_liger_kernel": "it replaces the model's forward pass, whose logits the training step takes",
+    "rollout.vllm_generate_batch_size": "samples beyond those of a step would wait where no checkpoint keeps them",
+    "ds.deepcompile": "it reduces gradients in compiled code, where they can be neither scaled nor checked",
+    "ds.use_liger_kernel": "it replaces the model's forward pass, whose logits the training step needs",
     "ds.use_universal_ckpt": "a resume reads the shards that the run wrote",
     "ds.value_head_prefix": "the value head is sorl's, in float32",
     "ds.load_in_4bit": _LORA,
@@ -199,7 +204,7 @@ REFUSED = {
 
 
 def problems_of(flags: Mapping[str, Any]) -> list[str]:
-    """Why the flags of ``cluster.flags`` cannot be taken, a line each; empty when all of them can."""
+    """One line for each flag of ``cluster.flags`` that cannot be used, with the reason; empty if all can be."""
     problems = []
     for name in flags:
         if name in ALLOWED:

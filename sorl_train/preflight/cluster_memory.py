@@ -47,7 +47,7 @@ from sorl_env.task import Limits
 from sorl_train.config.settings import CRITIC_ALGOS, TrainConfig
 from sorl_train.losses.log_probs import CPU_CHUNK, GPU_CHUNK
 from sorl_train.models.shape import ModelShape, block_width, scoring_width
-from sorl_train.openrlhf.placement import Placement
+from sorl_train.openrlhf.flags import Placement
 
 H100 = 80_000_000_000
 BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, in numbers

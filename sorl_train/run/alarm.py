@@ -10,7 +10,6 @@ docs/stability.md.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,8 +18,6 @@ from statistics import median
 from typing import Any
 
 from sorl_train.config.settings import AlarmConfig
-from sorl_train.run.files import append_line, atomic_write, read_jsonl
-from sorl_train.run.folder import RunDir
 
 WINDOW = 3  # steps that sudden signals are averaged over
 MEMORY = 50  # steps after which a step's part in the strain has fallen by a factor of e
@@ -138,29 +135,3 @@ def _number(metrics: Mapping[str, Any], name: str) -> float:
 def _relative(value: float, first: list[float], of: Callable[[list[float]], float]) -> float:
     """``value`` over one ``of`` the first ones; 1 as long as these are being gathered."""
     return 1.0 if len(first) < BASELINE else value / of(first)
-
-
-def append_event(run_dir: RunDir, event: Mapping[str, Any]) -> None:
-    """Append a line to ``events.jsonl``."""
-    append_line(run_dir.events, json.dumps(event) + "\n")
-
-
-def drop_events_after(run_dir: RunDir, step: int) -> None:
-    """Take back the events of later steps, which a run that goes on after ``step`` comes to again, and the half line
-    that a killed run may have left. What came before a roll-back is history, and stays."""
-    if not run_dir.events.is_file():
-        return
-    events = read_jsonl(run_dir.events)
-    back = max((i for i, event in enumerate(events) if event["kind"] == "roll_back"), default=-1)
-    kept = [event for i, event in enumerate(events) if i <= back or event["step"] <= step]
-    atomic_write(run_dir.events, "".join(json.dumps(event) + "\n" for event in kept))
-
-
-def alarm_so_far(config: AlarmConfig, run_dir: RunDir, step: int) -> CollapseAlarm:
-    """The alarm of a run that goes on after ``step``: it has seen the metrics up to there."""
-    alarm = CollapseAlarm(config)
-    if run_dir.metrics.is_file():
-        for line in read_jsonl(run_dir.metrics):
-            if line["step"] <= step:
-                alarm.observe(line["step"], line)
-    return alarm

@@ -17,7 +17,7 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.config.files import read_resolved
-from sorl_train.run.files import append_line, atomic_write, parse_line, whole_lines
+from sorl_train.run.files import append_line
 from sorl_train.run.folder import RunDir
 from sorl_train.run.log_lengths import Lengths, cut_logs
 
@@ -29,13 +29,13 @@ class MetricsLog:
         """``wandb`` names a Weights & Biases project. Raises ``UserError`` when an asked package is missing."""
         self._run_dir = run_dir
         self._writer: Any = None
-        self._wandb: Any = None
+        self._wandb: Any = None  # both start with the first line
         self._use_tensorboard = tensorboard
+        self._wandb_project = wandb
         if tensorboard:
             require_package("tensorboard", "log.tensorboard=true")
         if wandb is not None:
             require_package("wandb", f"log.wandb={wandb}")
-            self._wandb = _start_wandb(wandb, run_dir)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of one step. A value that is not finite becomes null: JSON has no NaN."""
@@ -50,30 +50,19 @@ class MetricsLog:
             for name, value in finite.items():
                 writer.add_scalar(name, value, step)
             writer.flush()
-        if self._wandb is not None:
+        if self._wandb_project is not None:
+            self._wandb = self._wandb or _start_wandb(self._wandb_project, self._run_dir)
             self._wandb.log(finite, step=step)
 
-    def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps, and the half line that a killed run may have left.
-
-        W&B takes no earlier step again: after a roll-back its curves go on where the steps are new.
-        """
-        self._restart_tensorboard()
-        for path in (self._run_dir.metrics, self._run_dir.timings):
-            if path.is_file():
-                lines = enumerate(whole_lines(path), start=1)
-                kept = [line for number, line in lines if parse_line(path, number, line)["step"] <= step]
-                atomic_write(path, b"".join(line + b"\n" for line in kept))
-
     def cut_back(self, lengths: Lengths) -> None:
-        """Cut metrics and timings back to where they were when a checkpoint was written; events are kept."""
-        self._restart_tensorboard()
-        cut_logs(self._run_dir, lengths, keep_events=True)
+        """Cut metrics and timings back to where they were when a checkpoint was written; events are kept.
 
-    def _restart_tensorboard(self) -> None:
+        W&B accepts no earlier step again: after a roll-back its curves continue where the steps are new.
+        """
         if self._writer is not None:
             self._writer.close()
-            self._writer = None  # the next one has TensorBoard hide the steps that come again
+            self._writer = None  # the next one makes TensorBoard hide the steps that are taken again
+        cut_logs(self._run_dir, lengths, keep_events=True)
 
     def close(self) -> None:
         if self._writer is not None:
