@@ -132,10 +132,7 @@ def test_losses_and_advantages_import_torch_alone() -> None:
 
 
 # They run inside OpenRLHF's own processes and nowhere else.
-WORKERS = {
-    f"sorl_train.openrlhf.{name}"
-    for name in ("agent", "train_step", "trainers", "watch", "workers")
-}
+WORKERS = {f"sorl_train.openrlhf.{name}" for name in ("agent", "train_step", "trainers", "watch", "workers")}
 
 
 def test_training_imports_distributed_engines_lazily() -> None:

@@ -18,6 +18,7 @@ from sorl_train.config.files import config_hash, read_resolved
 from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.run.files import atomic_write, read_jsonl
 from sorl_train.run.folder import RunDir
+from sorl_train.run.log_lengths import log_lengths
 from sorl_train.run.manifest import environment_facts, git_facts
 from sorl_train.run.metrics_log import MetricsLog
 
@@ -199,26 +200,12 @@ def test_the_order_of_the_metrics_does_not_matter(run: RunDir) -> None:
     assert first == second == '{"step": 1, "x": 0.3333333333333333, "y": 2.0}'
 
 
-def test_truncation_drops_later_steps_and_half_a_line(run: RunDir) -> None:
+def test_a_half_line_of_a_killed_run_is_not_read(run: RunDir) -> None:
     with MetricsLog(run, tensorboard=False) as log:
-        for step in (1, 2, 3):
-            log.log(step, {"loss/a": float(step), "time/s": 1.0})
-        for path in (run.metrics, run.timings):
-            with path.open("a") as file:
-                file.write('{"step": 4, "lo')
-        log.truncate_after(2)
-        assert [line["step"] for line in read_jsonl(run.metrics)] == [1, 2]
-        assert [line["step"] for line in read_jsonl(run.timings)] == [1, 2]
-        log.log(3, {"loss/a": 3.0})
-        assert run.metrics.read_text().endswith('{"step": 3, "loss/a": 3.0}\n')
-        log.truncate_after(-1)
-        assert run.metrics.read_text() == ""
-
-
-def test_truncation_of_a_run_without_metrics(run: RunDir) -> None:
-    with MetricsLog(run, tensorboard=False) as log:
-        log.truncate_after(0)
-    assert not run.metrics.exists()
+        log.log(1, {"loss/a": 1.0})
+    with run.metrics.open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [line["step"] for line in read_jsonl(run.metrics)] == [1]
 
 
 def test_tensorboard_events(run: RunDir) -> None:
@@ -237,9 +224,11 @@ def test_tensorboard_shows_a_step_that_was_taken_back_once(run: RunDir) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with MetricsLog(run) as log:
-        for step in (1, 2, 3):
+        log.log(1, {"loss/a": 1.0})
+        lengths = log_lengths(run)
+        for step in (2, 3):
             log.log(step, {"loss/a": float(step)})
-        log.truncate_after(1)
+        log.cut_back(lengths)
         log.log(2, {"loss/a": 20.0})
     events = EventAccumulator(str(run.tensorboard)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss/a")] == [(1, 1.0), (2, 20.0)]
@@ -286,12 +275,8 @@ def test_weights_and_biases_gets_the_finite_metrics_of_one_run(
 )
 def test_a_damaged_line_of_the_metrics_is_named(run: RunDir, line: bytes) -> None:
     run.metrics.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
-    for read in (
-        lambda: read_jsonl(run.metrics),
-        lambda: MetricsLog(run, tensorboard=False).truncate_after(1),
-    ):
-        with pytest.raises(UserError, match=r"metrics\.jsonl:2: .*copy"):
-            read()
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: .*copy"):
+        read_jsonl(run.metrics)
 
 
 def test_a_line_is_written_whole_where_the_disk_takes_parts(
