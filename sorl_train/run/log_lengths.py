@@ -1,8 +1,8 @@
-"""How long a run's growing files were when a checkpoint was written, so that a resume cuts them back to just that.
+"""How long a run's log files were when a checkpoint was written, so that a resume can cut them back to that.
 
-A checkpoint of step N is written after the lines of step N. It holds the length and a hash of each file, so nothing
-has to be told from the lines themselves: not which belong to a step that comes again, nor whether the last one is
-whole. A file that does not begin with what the checkpoint saw is damaged, and the resume is refused.
+The checkpoint of step N is written after the lines of step N were logged, and holds the length and a hash of each log
+file. So a resume need not look at the lines to know which of them belong to steps that are taken again, or whether the
+last one is complete. If a file no longer begins with what was in it then, it is damaged, and the resume is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Lengths = Mapping[str, Mapping[str, Any]]  # file name -> {"bytes": length, "sha
 
 
 def log_lengths(run_dir: RunDir) -> dict[str, dict[str, Any]]:
-    """Length and hash of each file, once the disk holds it: a power cut must not leave it shorter than that."""
+    """Length and hash of each log file, which is on the disk by then: a power cut must not leave it shorter."""
     lengths = {}
     for path in _logs(run_dir):
         content = b""
@@ -34,14 +34,14 @@ def log_lengths(run_dir: RunDir) -> dict[str, dict[str, Any]]:
 
 
 def check_logs(run_dir: RunDir, lengths: Lengths) -> None:
-    """Raise ``UserError`` unless each file begins with what it held when the checkpoint was written."""
+    """Raise ``UserError`` unless each log file begins with its content when the checkpoint was written."""
     found = []
     for path in _logs(run_dir):
         size, written = lengths[path.name]["bytes"], lengths[path.name]["sha256"]
         content = read_own_file(path) if os.path.lexists(path) else b""
         if len(content) < size:
             found.append(
-                f"{path.name} has {len(content):,} bytes left of the {size:,} when the checkpoint was written"
+                f"{path.name} has {len(content):,} bytes, but had {size:,} when the checkpoint was written"
             )
         elif hashlib.sha256(content[:size]).hexdigest() != written:
             found.append(
@@ -50,13 +50,13 @@ def check_logs(run_dir: RunDir, lengths: Lengths) -> None:
     if found:
         lines = "\n".join(f"  {line}" for line in found)
         raise UserError(
-            f"{run_dir.path} cannot be resumed, for files that its steps are logged in are damaged:\n{lines}\nRestore "
+            f"{run_dir.path} cannot be resumed, because log files are damaged:\n{lines}\nRestore "
             "them from a copy, or start anew with another --run_dir or --overwrite (which moves this run aside)."
         )
 
 
 def cut_logs(run_dir: RunDir, lengths: Lengths, *, keep_events: bool = False) -> None:
-    """Cut the files back to where they were when the checkpoint was written; ``keep_events``: not ``events.jsonl``."""
+    """Cut the log files back to their lengths in the checkpoint; with ``keep_events``, all but ``events.jsonl``."""
     for path in _logs(run_dir):
         if not path.is_file() or (keep_events and path == run_dir.events):
             continue
@@ -64,7 +64,7 @@ def cut_logs(run_dir: RunDir, lengths: Lengths, *, keep_events: bool = False) ->
             os.truncate(path, lengths[path.name]["bytes"])
             sync(path)
         else:
-            path.unlink()  # an uninterrupted run has no empty file either
+            path.unlink()  # a run that was not interrupted has no empty files either
 
 
 def _logs(run_dir: RunDir) -> tuple[Path, ...]:

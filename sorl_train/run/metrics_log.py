@@ -1,8 +1,8 @@
-"""Metrics to ``metrics.jsonl`` and ``timings.jsonl``, TensorBoard and, when asked, Weights & Biases.
+"""Metrics to ``metrics.jsonl`` and ``timings.jsonl``, TensorBoard and, if configured, Weights & Biases.
 
-``metrics.jsonl`` is reproducible bit for bit: one line a call, keys sorted, floats in their shortest exact form.
-Everything that depends on the clock is named ``time/...`` and goes to ``timings.jsonl``. Log a step before writing its
-checkpoint: that holds the lengths of the files (``log_lengths``), to which a resumed run cuts them back.
+``metrics.jsonl`` is reproducible bit for bit: one line a step, keys sorted, floats in their shortest exact form.
+Everything that depends on the clock is named ``time/...`` and goes to ``timings.jsonl``. A step has to be logged before
+its checkpoint is written, which holds the lengths of these files: a resumed run cuts them back to these lengths.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from sorl_train.run.log_lengths import Lengths, cut_logs
 
 
 class MetricsLog:
-    """Appends one line a step; close it, or use it as a context manager."""
+    """Appends one line a step. Close it, or use it as a context manager."""
 
     def __init__(self, run_dir: RunDir, *, tensorboard: bool = True, wandb: str | None = None) -> None:
-        """``wandb`` names a Weights & Biases project. Raises ``UserError`` when an asked package is missing."""
+        """``wandb`` names a Weights & Biases project. Raises ``UserError`` if a package for a log is not installed."""
         self._run_dir = run_dir
         self._writer: Any = None
         self._wandb: Any = None  # both start with the first line
@@ -38,7 +38,7 @@ class MetricsLog:
             require_package("wandb", f"log.wandb={wandb}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of one step. A value that is not finite becomes null: JSON has no NaN."""
+        """Append the metrics of one step. A value that is not finite becomes null, as JSON has no NaN."""
         timings = {name: value for name, value in metrics.items() if name.startswith("time/")}
         figures = {name: value for name, value in metrics.items() if name not in timings}
         for path, values in ((self._run_dir.metrics, figures), (self._run_dir.timings, timings)):
@@ -80,13 +80,13 @@ class MetricsLog:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # Events of a killed or rolled-back run at this step or later are hidden by TensorBoard.
+            # TensorBoard hides what a killed or rolled-back run logged at this step or later.
             self._writer = SummaryWriter(log_dir=str(self._run_dir.tensorboard), purge_step=step)
         return self._writer
 
 
 def _start_wandb(project: str, run_dir: RunDir) -> Any:
-    """The W&B run of a run folder: a resumed run goes on in the same one, a later run of the same name does not."""
+    """The W&B run of a run folder. A resumed run continues it; a new run in a folder of that name starts another."""
     import wandb
 
     started = re.sub(r"\D", "", run_dir.read_manifest()["started"])

@@ -102,9 +102,9 @@ def test_overwrite_moves_the_old_run_aside(run: RunDir) -> None:
 def test_a_foreign_folder_or_file_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match="holds no run of ours"):
+    with pytest.raises(UserError, match="is not a run folder"):
         RunDir.create(tmp_path / "notes", TrainConfig())
-    with pytest.raises(UserError, match="holds no run of ours"):
+    with pytest.raises(UserError, match="is not a run folder"):
         RunDir.create(tmp_path / "notes", TrainConfig(), overwrite=True)
     with pytest.raises(UserError, match="is a file"):
         RunDir.create(tmp_path / "notes" / "thesis.tex", TrainConfig())
