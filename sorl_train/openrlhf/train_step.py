@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from sorl_train.learner.update import NonFiniteError
 from sorl_train.models.shape import model_shape
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.prompts import evaluation_loader, exclude_older
+from sorl_train.openrlhf.watch import watched
 from sorl_train.openrlhf.workers import ACTOR, CRITIC, run_config, run_folder
 from sorl_train.rollout.environments import answers_of, make_env, training_examples
 from sorl_train.rollout.metrics import (
@@ -77,6 +79,15 @@ class TrainStep:
     broadcast_to_vllm: Callable[[], None]  # and their version, in ``trainers``
     version: int  # training steps done
 
+    def fit(self, global_step: int = 0) -> None:
+        """The whole run."""
+        with watched(self.workers()):
+            self.init_checkpoint_states()
+            self.begin()
+            with suppress(Ended):
+                super().fit(global_step)  # type: ignore[misc]
+            self.end()
+
     def begin(self) -> None:
         """Open the run's folder at the step of the loaded checkpoint; a new run evaluates the policy first."""
         self.config, self.run_dir = run_config(), run_folder()
@@ -114,7 +125,8 @@ class TrainStep:
         if usable:
             try:
                 with self.recorder.stage("log_probs"):
-                    batch, recomputed = self.score(self.collate(trajectories))
+                    batch = collate(trajectories, self.tokenizer.pad_token_id, self.classify)
+                    batch, recomputed = self.score(batch)
                 self.check_mismatch(recomputed, batch, trajectories, step)
                 batch = estimate_advantages(batch, self.config.algo, self.config.loss)
                 with self.recorder.stage("update"):
@@ -183,9 +195,6 @@ class TrainStep:
             *(actor for group in groups if group is not None for actor in group._actor_handlers),
         ]
 
-    def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
-        return collate(trajectories, self.tokenizer.pad_token_id, self.classify)
-
     # -- the parts of a step --------------------------------------------------------------------------------------
 
     def score(self, batch: Batch) -> tuple[Batch, Tensor]:
@@ -231,7 +240,10 @@ class TrainStep:
             "forward",
             sequences=[micro.token_ids for _, micro in micros],
             action_mask=[micro.action_mask for _, micro in micros],
-            attention_mask=[_attention_mask(micro) for _, micro in micros],
+            attention_mask=[
+                (torch.arange(micro.token_ids.shape[1]) < micro.lengths[:, None]).long()
+                for _, micro in micros
+            ],
         )
         found = [part for parts in ray.get(refs) for part in parts]
         ray.get(self.reference_model_group.async_run_method("empty_cache"))
@@ -278,7 +290,7 @@ class TrainStep:
         parts = self.run_group(group, "score", batch=[batch.rows(index) for index in indices])
         return _spread(batch, indices, parts)
 
-    def evaluate_policy(self, limit: int, *, search_off: bool = False) -> dict[str, float]:
+    def evaluate_policy(self, limit: int, search_off: bool = False) -> dict[str, float]:
         """``eval/`` metrics of the policy on at most ``limit`` questions, sampled as in the local engine."""
         temperature = self.config.eval.temperature
         kind = "search_off" if search_off else "eval"
@@ -317,10 +329,6 @@ class TrainStep:
         It is called while no engine samples (``trainers.Announcing``), or when the weights did not change.
         """
         batch_vllm_engine_call(self.vllm_engines, "set_policy_version", self.version)
-
-
-def _attention_mask(batch: Batch) -> Tensor:
-    return (torch.arange(batch.token_ids.shape[1]) < batch.lengths[:, None]).long()
 
 
 def _spread(batch: Batch, indices: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:

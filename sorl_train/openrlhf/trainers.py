@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import ray
@@ -11,8 +10,7 @@ from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 
 from sorl_train.learner.schedule import steps_of_batch
 from sorl_train.openrlhf.prompts import JobLoader, training_loader
-from sorl_train.openrlhf.train_step import Ended, TrainStep, TrajectoryGenerator
-from sorl_train.openrlhf.watch import watched
+from sorl_train.openrlhf.train_step import TrainStep, TrajectoryGenerator
 from sorl_train.openrlhf.workers import run_config
 from sorl_train.rollout.environments import training_examples
 
@@ -63,32 +61,15 @@ class Trainer(TrainStep, _PPOTrainer):  # type: ignore[misc, valid-type]
         super().broadcast_to_vllm()
         self.announce_version()
 
-    def fit(self, global_step: int = 0) -> None:
-        """The whole run."""
-        with watched(self.workers()):
-            self.init_checkpoint_states()
-            self.begin()
-            with suppress(Ended):
-                super().fit(global_step)
-            self.end()
-
 
 class AsyncTrainingActor(TrainStep, _TrainingActor, Announcing):  # type: ignore[misc, valid-type]
     """Trains on the batches that ``AsyncGenerator`` puts into a queue."""
 
-    def fit(self, global_step: int = 0) -> None:
-        """The whole run."""
-        with watched(self.workers()):
-            self.init_checkpoint_states()
-            self.begin()
-            super().fit(global_step)
-            self.end()
-
-    def evaluate_policy(self, limit: int, *, search_off: bool = False) -> dict[str, float]:
+    def evaluate_policy(self, limit: int, search_off: bool = False) -> dict[str, float]:
         """See ``TrainStep``; meanwhile no other batch is sampled and no weight changes."""
         ray.get(self.vllm_lock.acquire.remote())
         try:
-            return super().evaluate_policy(limit, search_off=search_off)
+            return super().evaluate_policy(limit, search_off)
         finally:
             ray.get(self.vllm_lock.release.remote())
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,7 @@ def _finite(grad_norm: float, what: str, mini: Batch) -> float:
 
 def _train(
     update: Any, optim: OptimConfig, base: float, warmup: float, minis: Iterable[Batch], **steps: int
-) -> Means:
+) -> dict[str, float]:
     """One optimizer step on each of ``minis``: steps ``done``, ``done`` + 1, .. of ``total`` in the rate's schedule.
 
     The actor stops early at ``update.target_kl``. That KL is summed over all ranks, so all of them stop together.
@@ -188,7 +188,19 @@ def _train(
         update.step(mini, lr, means)
         if isinstance(update, PolicyUpdate) and past_target_kl(update.config, means):
             break
-    return means
+    torch.cuda.empty_cache()  # several processes share the GPU, and torch would keep the memory of this one's peak
+    return means.result()
+
+
+@torch.no_grad()
+def _score(batch: Batch, size: int, compute: Callable[[Batch], Tensor]) -> Tensor:
+    """Values (B, T) that ``compute`` returns for micro-batches of ``size`` rows, as float32 on the CPU."""
+    rows = torch.zeros(batch.action_mask.shape)
+    for index, micro in batch.micro_batches(size):
+        part = compute(micro.to(device()))
+        rows[index, : part.shape[1]] = part.float().cpu()
+    torch.cuda.empty_cache()
+    return rows
 
 
 class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
@@ -201,25 +213,17 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
         _check_loaded(self.actor.model, self.strategy.args)
         self.update = DeepSpeedPolicyUpdate(self.actor.model, self.config)
 
-    @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:
         """Log-probabilities (B, T) of the policy's tokens."""
         self.actor.eval()
-        log_probs = torch.zeros(batch.action_mask.shape)
-        for index, micro in batch.micro_batches(self.config.update.micro_batch_size):
-            micro = micro.to(device())
-            values = self.update.stats(micro, micro.action_mask).log_probs
-            log_probs[index, : values.shape[1]] = values.float().cpu()
-        torch.cuda.empty_cache()  # several processes share the GPU, and torch would keep the memory of this one's peak
-        return log_probs
+        size = self.config.update.micro_batch_size
+        return _score(batch, size, lambda micro: self.update.stats(micro, micro.action_mask).log_probs)
 
     def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
         """Train on this rank's share of a training step's mini-batches; returns metrics over all ranks."""
         self.actor.train()
         optim = self.config.optim
-        means = _train(self.update, optim, optim.lr, optim.warmup_ratio, minis, done=done, total=total)
-        torch.cuda.empty_cache()
-        return means.result()
+        return _train(self.update, optim, optim.lr, optim.warmup_ratio, minis, done=done, total=total)
 
     def save_state(self, folder: str, states: dict[str, Any]) -> None:
         """Write this rank's shards, with the trainer's ``states``, for a resume."""
@@ -254,25 +258,17 @@ class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
         if dist.get_rank() == 0:
             self.update.head.save(Path(folder))
 
-    @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:
         """Values (B, T) of the policy's tokens."""
         self.critic.eval()
-        values = torch.zeros(batch.action_mask.shape)
-        for index, micro in batch.micro_batches(self.config.update.critic_micro_batch_size):
-            part = self.update.values(micro.to(device()))
-            values[index, : part.shape[1]] = part.cpu()
-        torch.cuda.empty_cache()
-        return values
+        return _score(batch, self.config.update.critic_micro_batch_size, self.update.values)
 
     def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
         """See ``PolicyWorker.train_on``."""
         self.critic.train()
         optim = self.config.optim
         rates = optim.critic_lr, optim.critic_warmup_ratio
-        means = _train(self.update, optim, *rates, minis, done=done, total=total)
-        torch.cuda.empty_cache()
-        return means.result()
+        return _train(self.update, optim, *rates, minis, done=done, total=total)
 
 
 class RolloutWorker(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class):

@@ -82,7 +82,9 @@ class CollapseAlarm:
             return None
         sudden = self._sudden(metrics)
         self._recent.append((step, sudden))
-        self._add_strain(sudden["ratio_tail"])
+        kept = math.exp(-1.0 / MEMORY)  # the weight of a step falls by a factor of e in MEMORY steps
+        self._strain = kept * self._strain + min(sudden["ratio_tail"], SPIKE)
+        self._steps_seen = kept * self._steps_seen + 1.0
         signals = {"strain": self.strain}
         signals |= {name: math.fsum(one[name] for _, one in self._recent) / WINDOW for name in sudden}
         beyond = {name: value for name, value in signals.items() if value > getattr(self._config, name)}
@@ -94,12 +96,6 @@ class CollapseAlarm:
             for name, value in beyond.items()
         )
         return Alarm(step, self._recent[0][0], reason, beyond)
-
-    def _add_strain(self, ratio_tail: float) -> None:
-        """Add a step to the weighted mean; its weight falls by a factor of e in ``MEMORY`` steps."""
-        kept = math.exp(-1.0 / MEMORY)
-        self._strain = kept * self._strain + min(ratio_tail, SPIKE)
-        self._steps_seen = kept * self._steps_seen + 1.0
 
     def _sudden(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         grad_norm = _number(metrics, "loss/grad_norm_max")

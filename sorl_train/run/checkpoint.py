@@ -20,17 +20,16 @@ All randomness follows from the seed and the step, so no generator's state has t
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_train.run.folder import RunDir
+from sorl_train.run.files import free_name
+from sorl_train.run.folder import RunDir, read_own_json
 from sorl_train.run.hashed_folder import find_damage, remove_folder, remove_leftovers, restore_replaced
-from sorl_train.run.log_lengths import Lengths, check_logs, cut_logs
+from sorl_train.run.metrics_log import Lengths, check_logs, cut_logs
 
 STATE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
@@ -93,7 +92,7 @@ def rewind(run_dir: RunDir, checkpoint: Path) -> None:
 
 def logs_at(checkpoint: Path) -> Lengths:
     """How long the run's log files were when the checkpoint was written."""
-    lengths: Lengths = read_json(checkpoint / STATE)["logs"]
+    lengths: Lengths = read_own_json(checkpoint / STATE)["logs"]
     return lengths
 
 
@@ -130,10 +129,7 @@ def _first_whole(folder: Path, candidates: Iterable[Path], run_id: str) -> Whole
 def set_aside(damaged: Iterable[Path]) -> None:
     """Rename damaged checkpoints, so that neither a resume nor pruning counts them. None is deleted."""
     for path in damaged:
-        aside, number = path.with_name(f"damaged_{path.name}"), 2
-        while aside.exists():
-            aside, number = path.with_name(f"damaged_{path.name}-{number}"), number + 1
-        path.rename(aside)
+        path.rename(free_name(path.with_name(f"damaged_{path.name}")))
 
 
 def drop_later(checkpoint: Path) -> None:
@@ -153,13 +149,3 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
     for path in list_checkpoints(folder)[: -max(1, keep)]:
         remove_folder(path)
     remove_leftovers(folder)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a small JSON file, indented, so that people can read it too."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path) -> Any:
-    """Inverse of ``write_json``."""
-    return json.loads(path.read_text(encoding="utf-8"))

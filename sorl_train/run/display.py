@@ -83,7 +83,7 @@ def make_display(stream: TextIO | None = None) -> Display:
     return PlainDisplay(stream)
 
 
-class PlainDisplay:
+class PlainDisplay(Display):
     """Prints a header, then one aligned line for each step."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -93,7 +93,6 @@ class PlainDisplay:
         self._eta = Eta(0, 0, clock)
 
     def start(self, title: str, steps: int, done: int = 0) -> None:
-        """See ``Display``."""
         self._columns = ()
         self._eta = Eta(steps, done, self._clock)
         self.message(title)
@@ -104,7 +103,6 @@ class PlainDisplay:
         yield lambda units: None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See ``Display``."""
         left = duration(self._eta.after(step))
         width = 2 * len(str(self._eta.steps)) + 3
         columns = SFT_COLUMNS if "sft/loss" in metrics else COLUMNS
@@ -119,17 +117,15 @@ class PlainDisplay:
             self.message(line)
 
     def message(self, text: str) -> None:
-        """See ``Display``."""
         self._stream.write(f"{text}\n")
         self._stream.flush()
 
     def close(self, summary: Mapping[str, object] | None = None) -> None:
-        """See ``Display``."""
         if summary:
             self.message("\n" + summary_block(summary))
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """A panel that is redrawn in place: steps and time left, the running stage, and each figure's recent values."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -142,7 +138,6 @@ class LiveDisplay:
         self._steps_task: TaskID | None = None
 
     def start(self, title: str, steps: int, done: int = 0) -> None:
-        """See ``Display``."""
         self._stop()
         self._eta, self._history = Eta(steps, done, self._clock), {}
         self._progress = self._new_progress()
@@ -167,7 +162,6 @@ class LiveDisplay:
             self._progress.remove_task(task)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See ``Display``."""
         for column in (*COLUMNS, *SFT_COLUMNS, EVAL_COLUMN):
             value = first_of(column, metrics)
             if value is not None and math.isfinite(value):
@@ -184,7 +178,6 @@ class LiveDisplay:
         self._console.print(escape(text))
 
     def close(self, summary: Mapping[str, object] | None = None) -> None:
-        """See ``Display``."""
         self._stop()
         if summary:
             self._console.print("\n" + escape(summary_block(summary)))

@@ -40,6 +40,15 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     sync(path.parent)  # so that the new name survives a power cut
 
 
+def free_name(path: Path) -> Path:
+    """``path`` itself if nothing has that name; else ``path-2``, ``path-3``, .., the first name that is free."""
+    name, number = path, 1
+    while name.exists():
+        number += 1
+        name = path.with_name(f"{path.name}-{number}")
+    return name
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

@@ -31,7 +31,7 @@ from sorl_env.text import read_json
 from sorl_train.config.files import config_hash, read_resolved, to_yaml
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
-from sorl_train.run.files import atomic_write
+from sorl_train.run.files import atomic_write, free_name
 from sorl_train.run.hashed_folder import hash_json
 from sorl_train.run.manifest import environment_facts
 
@@ -92,7 +92,7 @@ class RunDir:
         run = cls(Path(path))
         run.check_free(overwrite=overwrite)
         if run.path.is_dir() and any(run.path.iterdir()):
-            run.path.rename(_free_name(run.path))
+            run.path.rename(free_name(run.path))
         run._made = missing_folders(run.path)
         run.trajectories.mkdir(parents=True, exist_ok=True)
         run.checkpoints.mkdir(exist_ok=True)
@@ -249,7 +249,7 @@ class RunDir:
         atomic_write(self.manifest, json.dumps(facts | {"sha256": hash_json(facts)}, indent=2) + "\n")
 
     def _taken(self) -> str:
-        another = _free_name(self.path)
+        another = free_name(self.path)
         if self.summary.is_file():
             return (
                 f"{self.path} holds a finished run. Give another folder (--run_dir {another}), "
@@ -283,13 +283,6 @@ def _differences(old: Any, new: Any, name: str) -> Iterator[str]:
             yield from _differences(old.get(key), new.get(key), f"{name}.{key}")
     elif old != new:
         yield f"{name}: {old!r} then, {new!r} now"
-
-
-def _free_name(path: Path) -> Path:
-    number = 2
-    while (candidate := path.with_name(f"{path.name}-{number}")).exists():
-        number += 1
-    return candidate
 
 
 def _sha256(text: str) -> str:

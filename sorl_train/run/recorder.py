@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.task import Task
@@ -29,27 +29,21 @@ from sorl_train.run.checkpoint import (
     list_checkpoints,
     logs_at,
     prune_checkpoints,
-    read_json,
     set_aside,
-    write_json,
 )
 from sorl_train.run.display import Advance, Display
 from sorl_train.run.files import append_line, read_jsonl
-from sorl_train.run.folder import RunDir
+from sorl_train.run.folder import RunDir, read_own_json
 from sorl_train.run.hashed_folder import write_folder
-from sorl_train.run.log_lengths import log_lengths
-from sorl_train.run.metrics_log import MetricsLog
+from sorl_train.run.metrics_log import MetricsLog, log_lengths
 from sorl_train.run.summary import Summary, out_of_patience
 
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
 
 Writer = Callable[[Path], None]  # writes weights into a folder
-
-
-class Evaluate(Protocol):
-    """An engine's evaluation of its policy on at most ``limit`` questions; returns ``eval/`` metrics."""
-
-    def __call__(self, limit: int, *, search_off: bool = False) -> dict[str, float]: ...
+Evaluate = Callable[
+    [int, bool], dict[str, float]
+]  # number of questions, whether searches find nothing -> metrics
 
 
 class Recorder:
@@ -157,11 +151,9 @@ class Recorder:
         """Metrics of the evaluation after ``step``: the full one after the last step, else one each ``eval.every``."""
         settings = self.config.eval
         if step < self.config.update.steps:
-            return evaluate(settings.num_examples) if _is_turn(step, settings.every) else {}
-        metrics = evaluate(settings.num_examples_final)
-        return metrics | (
-            evaluate(settings.num_examples_final, search_off=True) if settings.search_off else {}
-        )
+            return evaluate(settings.num_examples, False) if _is_turn(step, settings.every) else {}
+        metrics = evaluate(settings.num_examples_final, False)
+        return metrics | (evaluate(settings.num_examples_final, True) if settings.search_off else {})
 
     def checkpoint_due(self, step: int) -> bool:
         """Whether to write a checkpoint after ``step``: also when the run ends after it."""
@@ -252,7 +244,8 @@ class Recorder:
             self._write_policy(folder, step, save_policy, best=False)
             save_rest(folder)
             own = {"step": step, "lost_steps": self._lost_steps, "summary": self._summary.state()}
-            write_json(folder / STATE, {**own, **(state or {}), "logs": log_lengths(self.run_dir)})
+            content = {**own, **(state or {}), "logs": log_lengths(self.run_dir)}
+            (folder / STATE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
         folder = self.run_dir.checkpoints / checkpoint_name(step)
         write_folder(folder, write, self._run_id, hash_up_to=self._hash_up_to)
@@ -264,7 +257,7 @@ class Recorder:
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Go on from a checkpoint, to whose lengths the logs are cut already; returns what its ``state.json`` holds."""
-        state: dict[str, Any] = read_json(checkpoint / STATE)
+        state = read_own_json(checkpoint / STATE)
         self._summary = Summary.from_state(state["summary"])
         self._lost_steps = state["lost_steps"]
         self._alarm = alarm_so_far(self.config.alarm, self.run_dir)

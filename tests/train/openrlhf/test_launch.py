@@ -176,7 +176,7 @@ def test_where_the_critic_starts_is_said(tmp_path: Path) -> None:
 
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {**checks.TESTED, "vllm": checks.VLLM, "ray": "2.60.0", "deepspeed": None}
+    found = {**checks.TESTED, "ray": "2.60.0", "deepspeed": None}
     monkeypatch.setattr(checks, "_version", found.get)
     with pytest.raises(UserError) as caught:
         checks.check_versions()

@@ -21,10 +21,10 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
-from sorl_train.run.checkpoint import checkpoint_name, prune_checkpoints, resume_point, rewind, write_json
+from sorl_train.run.checkpoint import checkpoint_name, prune_checkpoints, resume_point, rewind
 from sorl_train.run.folder import RunDir
 from sorl_train.run.hashed_folder import remove_leftovers, write_folder
-from sorl_train.run.log_lengths import log_lengths
+from sorl_train.run.metrics_log import log_lengths
 
 PARTS = ("policy", "_actor", "_critic")  # the OpenRLHF engine's
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -57,7 +57,7 @@ def writer(run: RunDir, step: int) -> Callable[[Path], None]:
             (partial / part).mkdir()
             for shard in ("rank_0", "rank_1"):
                 (partial / part / shard).write_text(str(step))
-        write_json(partial / "state.json", {"logs": log_lengths(run)})
+        (partial / "state.json").write_text(json.dumps({"logs": log_lengths(run)}))
 
     return write
 

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import types
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from sorl_train.config.files import config_hash, read_resolved
 from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.run.files import atomic_write, read_jsonl
 from sorl_train.run.folder import RunDir
-from sorl_train.run.log_lengths import log_lengths
 from sorl_train.run.manifest import environment_facts, git_facts
-from sorl_train.run.metrics_log import MetricsLog
+from sorl_train.run.metrics_log import MetricsLog, log_lengths
 
 
 def with_steps(steps: int) -> TrainConfig:
@@ -176,7 +176,7 @@ def test_git_facts_only_of_a_checkout(tmp_path: Path) -> None:
 
 # -- metrics ---------------------------------------------------------------------------------------------------
 def test_metrics_and_timings_go_to_their_own_files(run: RunDir) -> None:
-    with MetricsLog(run, tensorboard=False) as log:
+    with closing(MetricsLog(run, tensorboard=False)) as log:
         log.log(1, {"loss/b": 0.1, "time/step_s": 2.5, "loss/a": 3})
         log.log(2, {"loss/a": float("nan"), "loss/b": float("-inf")})
     assert run.metrics.read_text() == (
@@ -187,13 +187,13 @@ def test_metrics_and_timings_go_to_their_own_files(run: RunDir) -> None:
 
 def test_numpy_and_torch_numbers_are_written_as_floats(run: RunDir) -> None:
     numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
-    with MetricsLog(run, tensorboard=False) as log:
+    with closing(MetricsLog(run, tensorboard=False)) as log:
         log.log(1, {"a": numpy.float64(0.1), "b": torch.tensor(2.0), "c": True})
     assert run.metrics.read_text() == '{"step": 1, "a": 0.1, "b": 2.0, "c": 1.0}\n'
 
 
 def test_the_order_of_the_metrics_does_not_matter(run: RunDir) -> None:
-    with MetricsLog(run, tensorboard=False) as log:
+    with closing(MetricsLog(run, tensorboard=False)) as log:
         log.log(1, {"x": 1 / 3, "y": 2.0})
         log.log(1, {"y": 2.0, "x": 1 / 3})
     first, second = run.metrics.read_text().splitlines()
@@ -201,7 +201,7 @@ def test_the_order_of_the_metrics_does_not_matter(run: RunDir) -> None:
 
 
 def test_a_half_line_of_a_killed_run_is_not_read(run: RunDir) -> None:
-    with MetricsLog(run, tensorboard=False) as log:
+    with closing(MetricsLog(run, tensorboard=False)) as log:
         log.log(1, {"loss/a": 1.0})
     with run.metrics.open("a") as file:
         file.write('{"step": 4, "lo')
@@ -212,7 +212,7 @@ def test_tensorboard_events(run: RunDir) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsLog(run) as log:
+    with closing(MetricsLog(run)) as log:
         log.log(1, {"loss/a": 0.5, "loss/b": float("nan")})
     events = EventAccumulator(str(run.tensorboard)).Reload()
     assert events.Tags()["scalars"] == ["loss/a"]
@@ -223,7 +223,7 @@ def test_tensorboard_shows_a_step_that_was_taken_back_once(run: RunDir) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsLog(run) as log:
+    with closing(MetricsLog(run)) as log:
         log.log(1, {"loss/a": 1.0})
         lengths = log_lengths(run)
         for step in (2, 3):
@@ -262,7 +262,7 @@ def test_weights_and_biases_gets_the_finite_metrics_of_one_run(
     vars(module).update(init=init, __spec__=importlib.machinery.ModuleSpec("wandb", None))
     monkeypatch.setitem(sys.modules, "wandb", module)
     for _ in range(2):
-        with MetricsLog(run, tensorboard=False, wandb="mine") as log:
+        with closing(MetricsLog(run, tensorboard=False, wandb="mine")) as log:
             log.log(3, {"loss/a": 1.0, "loss/b": float("nan"), "time/s": 2.0})
     assert logged == [({"loss/a": 1.0, "time/s": 2.0}, 3)] * 2
     assert finished == [True, True]
@@ -284,6 +284,6 @@ def test_a_line_is_written_whole_where_the_disk_takes_parts(
 ) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
-    with MetricsLog(run, tensorboard=False) as log:
+    with closing(MetricsLog(run, tensorboard=False)) as log:
         log.log(1, {"loss/a": 0.5})
     assert run.metrics.read_text() == '{"step": 1, "loss/a": 0.5}\n'

@@ -88,7 +88,7 @@ def test_what_is_due(tmp_path: Path) -> None:
     assert [step for step in steps if record.checkpoint_due(step)] == [3, 6, 9]
     asked: list[tuple[int, bool]] = []
 
-    def evaluate(limit: int, *, search_off: bool = False) -> dict[str, float]:
+    def evaluate(limit: int, search_off: bool) -> dict[str, float]:
         asked.append((limit, search_off))
         return {f"eval/{len(asked)}": 1.0}
 
