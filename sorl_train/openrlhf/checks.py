@@ -59,49 +59,33 @@ def check(config: TrainConfig) -> None:
 def _problems(config: TrainConfig) -> list[str]:
     cluster, alarm, device, top_p = config.cluster, config.alarm, config.hardware.device, config.sampler.top_p
     is_async, staleness = cluster.async_rollout, config.rollout.max_staleness
-    cases = (
-        (config.stage != "rl", "stage: sft runs on engine=local"),
-        (
-            config.loss.clip_bias_norm == "gradient",
-            "loss.clip_bias_norm=gradient needs a second backward pass, which DeepSpeed would add to the first: use "
-            "logit, which is exact in logit space",
+    cases = {
+        "stage: sft runs on engine=local": config.stage != "rl",
+        "loss.clip_bias_norm=gradient needs a second backward pass, which DeepSpeed would add to the first: use logit, "
+        "which is exact in logit space": config.loss.clip_bias_norm == "gradient",
+        "hardware.lora_rank is for engine=local": config.hardware.lora_rank > 0,
+        "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto": (
+            config.hardware.dtype == "float32"
         ),
-        (config.hardware.lora_rank > 0, "hardware.lora_rank is for engine=local"),
-        (
-            config.hardware.dtype == "float32",
-            "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto",
+        f"hardware.device={device} names one GPU: Ray places the processes, choose the GPUs with CUDA_VISIBLE_DEVICES "
+        "and cluster.gpus_per_node": device not in ("auto", "cpu", "cuda"),
+        f"cluster.zero_stage is 2 or 3, not {cluster.zero_stage}": cluster.zero_stage not in (2, 3),
+        "cluster.partial_rollout needs cluster.async_rollout": cluster.partial_rollout and not is_async,
+        "alarm.action=roll_back is for engine=local: use stop, then --resume with a lower rate": (
+            alarm.action == "roll_back"
         ),
-        (
-            device not in ("auto", "cpu", "cuda"),
-            f"hardware.device={device} names one GPU: Ray places the processes, choose the GPUs with "
-            "CUDA_VISIBLE_DEVICES and cluster.gpus_per_node",
+        "eval.patience and alarm.action=stop end synchronous runs only: use 0 and warn": (
+            is_async and (config.eval.patience > 0 or alarm.action == "stop")
         ),
-        (cluster.zero_stage not in (2, 3), f"cluster.zero_stage is 2 or 3, not {cluster.zero_stage}"),
-        (cluster.partial_rollout and not is_async, "cluster.partial_rollout needs cluster.async_rollout"),
-        (
-            alarm.action == "roll_back",
-            "alarm.action=roll_back is for engine=local: use stop, then --resume with a lower rate",
+        f"sampler.top_p={top_p:g} does not go with cluster.async_rollout, which takes ratios to the log-probabilities "
+        "that vLLM sampled with: top_p makes them larger than the policy's own, and so every ratio too small. Use "
+        "sampler.top_p=1": is_async and top_p < 1,
+        "cluster.async_rollout trains on older samples: set rollout.max_staleness to 1 or more": (
+            is_async and staleness < 1
         ),
-        (
-            is_async and (config.eval.patience > 0 or alarm.action == "stop"),
-            "eval.patience and alarm.action=stop end synchronous runs only: use 0 and warn",
-        ),
-        (
-            is_async and top_p < 1,
-            f"sampler.top_p={top_p:g} does not go with cluster.async_rollout, which takes ratios to the "
-            "log-probabilities that vLLM sampled with: top_p makes them larger than the policy's own, and so every "
-            "ratio too small. Use sampler.top_p=1",
-        ),
-        (
-            is_async and staleness < 1,
-            "cluster.async_rollout trains on older samples: set rollout.max_staleness to 1 or more",
-        ),
-        (
-            staleness > 0 and not is_async,
-            "rollout.max_staleness needs cluster.async_rollout with this engine",
-        ),
-    )
-    return [problem for is_wrong, problem in cases if is_wrong]
+        "rollout.max_staleness needs cluster.async_rollout with this engine": staleness > 0 and not is_async,
+    }
+    return [problem for problem, is_there in cases.items() if is_there]
 
 
 def _uneven(config: TrainConfig) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ def cache_folder() -> Path:
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Write ``path`` so that a reader sees the old or the new content and never a part, even after a crash."""
     data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except OSError as error:
         error.filename = str(path)  # the user knows this name, not the temporary one
         raise
@@ -32,10 +33,9 @@ def atomic_write(path: Path, content: str | bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())  # mkstemp allows the owner alone
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)  # so that the new name survives a power cut
 
@@ -47,12 +47,6 @@ def free_name(path: Path) -> Path:
         number += 1
         name = path.with_name(f"{path.name}-{number}")
     return name
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

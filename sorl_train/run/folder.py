@@ -250,22 +250,18 @@ class RunDir:
 
     def _taken(self) -> str:
         another = free_name(self.path)
-        if self.summary.is_file():
+        if not self.summary.is_file() and not self.config.is_file():
             return (
-                f"{self.path} holds a finished run. Give another folder (--run_dir {another}), "
-                "or --overwrite to move that run aside and start again"
+                f"{self.path} is not empty and is not a run folder; give another folder (--run_dir {another})"
             )
-        if self.config.is_file():
-            again = (
-                f"Continue it (sorl-train --resume --run_dir {self.path}), give"
-                if self.has_checkpoint
-                else "Give"
-            )
-            return (
-                f"{self.path} holds an unfinished run. {again} another folder (--run_dir {another}), "
-                "or --overwrite to move it aside and start again"
-            )
-        return f"{self.path} is not empty and is not a run folder; give another folder (--run_dir {another})"
+        finished = self.summary.is_file()
+        again = "Give"
+        if not finished and self.has_checkpoint:
+            again = f"Continue it (sorl-train --resume --run_dir {self.path}), give"
+        return (
+            f"{self.path} holds {'a finished' if finished else 'an unfinished'} run. {again} another folder (--run_dir "
+            f"{another}), or --overwrite to move that run aside and start again"
+        )
 
 
 def saved_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:

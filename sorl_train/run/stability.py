@@ -67,7 +67,7 @@ def measure(run_dir: Path) -> dict[str, float]:
         "kept_mean": _kept(_means(success)),
         "worst_drop": max(top - value for value, top in zip(success, peaks, strict=True)),
         "collapse_step": float(lasting),
-        "max_grad_norm": max(_number(line["loss/grad_norm_max"]) for line in trained),
+        "max_grad_norm": max(infinite_if_none(line["loss/grad_norm_max"]) for line in trained),
         "normalized": mean("loss/normalized_frac"),
         "mean_rate": mean("loss/effective_lr"),
         "clip_frac": mean("loss/clip_frac"),
@@ -101,5 +101,6 @@ def _kept(curve: Sequence[float]) -> float:
     return curve[-1] / max(curve) if max(curve) >= SMALLEST_PEAK else 0.0
 
 
-def _number(value: float | None) -> float:
+def infinite_if_none(value: float | None) -> float:
+    """A logged figure, which is None if it was not finite."""
     return math.inf if value is None else value

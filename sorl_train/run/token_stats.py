@@ -119,12 +119,10 @@ def _decode(line: bytes, where: str) -> TokenRecord:
         raise UserError(f"{where}: not valid JSON ({error})") from error
     if not isinstance(record, Mapping):
         raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
-    for name in _FIELDS:
-        if name not in record:
-            raise UserError(f"{where}: the field {name!r} is missing; there are: {', '.join(record)}")
-    for name in record:
-        if name not in _FIELDS:
-            raise UserError(f"{where}: unknown field {name!r}. {did_you_mean(name, _FIELDS)}")
+    if missing := [name for name in _FIELDS if name not in record]:
+        raise UserError(f"{where}: the field {missing[0]!r} is missing; there are: {', '.join(record)}")
+    if unknown := [name for name in record if name not in _FIELDS]:
+        raise UserError(f"{where}: unknown field {unknown[0]!r}. {did_you_mean(unknown[0], _FIELDS)}")
     try:
         columns: dict[str, Any] = {name: [int(value) for value in record[name]] for name in _INTEGERS}
         columns |= {

@@ -74,7 +74,10 @@ def test_a_figure_that_is_not_finite_alarms_at_once(value: float | None) -> None
     found = alarm.observe(2, CALM | {"loss/approx_kl": value})
     assert found is not None and math.isfinite(alarm.strain)
     event = json.loads(json.dumps(found.event("warn")), parse_constant=pytest.fail)
-    assert event["signals"] == {"ratio_tail": None} and "square of inf" in event["reason"]
+    assert (
+        event["signals"] == {"ratio_tail": None}
+        and "3 steps, is inf (limit alarm.ratio_tail = 1)" in event["reason"]
+    )
 
 
 def test_an_alarm_says_why_and_since_when() -> None:
@@ -85,7 +88,8 @@ def test_an_alarm_says_why_and_since_when() -> None:
     assert found is None
     found = alarm.observe(6, beyond)
     assert found is not None and (found.step, found.since) == (6, 4)
-    assert "square of 1.40" in found.reason and "0.160 below its best" in found.reason
+    assert "RMS log-ratio to the old policy, over 3 steps, is 1.40" in found.reason
+    assert "0.160 below its best" in found.reason
     assert found.event("warn")["signals"] == {
         "ratio_tail": pytest.approx(1.4),
         "invalid_turns": pytest.approx(0.16),
