@@ -23,13 +23,7 @@ from sorl_train.learner.mismatch import check_mismatch, mismatch_limit
 from sorl_train.learner.schedule import learning_rate, mini_batches, steps_of_batch
 from sorl_train.learner.scored_batch import batch_metrics
 from sorl_train.learner.scoring import score
-from sorl_train.learner.state import (
-    Collected,
-    load_optimizers,
-    load_waiting,
-    save_optimizers,
-    save_waiting,
-)
+from sorl_train.learner.state import Collected, load_optimizers, load_waiting, save_optimizers, save_waiting
 from sorl_train.learner.token_records import token_records
 from sorl_train.learner.update import CriticUpdate, Means, NonFiniteError, PolicyUpdate, past_target_kl
 from sorl_train.models.critic import load_critic
@@ -210,9 +204,7 @@ class LocalEngine:
         total = per_step * config.update.steps
         optim = config.optim
         train_policy = step > config.update.critic_warmup_steps
-        seen: dict[
-            str, tuple[Tensor, Tensor]
-        ] = {}  # log-probabilities and entropies by trajectory, of the last epoch
+        seen: dict[str, tuple[Tensor, Tensor]] = {}  # by trajectory: its last log-probabilities and entropies
         self.policy.train()  # without it gradient checkpointing is off
         if self.critic_update is not None:
             self.critic_update.critic.train()

@@ -116,12 +116,9 @@ def roll_back(engine: LocalEngine, alarm: Alarm) -> None:
     recorder.cut_back(point.path)
     engine.load(point.path)
     engine.lr_scale *= engine.config.alarm.roll_back_lr
-    reasons = [
-        *point.passed_over,
-        f"the collapse alarm of step {alarm.step}; from here learning rates are times {engine.lr_scale:g}",
-    ]
+    why = f"the collapse alarm of step {alarm.step}; from here learning rates are times {engine.lr_scale:g}"
     event = {"step": engine.step, "kind": "roll_back", "from_step": alarm.step, "lr_scale": engine.lr_scale}
-    append_event(run_dir, event | {"reason": "; ".join(reasons)})
+    append_event(run_dir, event | {"reason": "; ".join([*point.passed_over, why])})
     engine.save()
     recorder.display.message(
         f"back to step {engine.step}, with learning rates times {engine.lr_scale:g}; the metrics of the steps taken "

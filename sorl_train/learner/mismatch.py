@@ -133,15 +133,11 @@ def _record(
         places = (mask[row] & (batch.turn_ids[row] == turn)).nonzero()[:, 0]
         if len(places):
             ids = batch.token_ids[row, places + 1].tolist()
-            found.append(
-                {
-                    "turn": turn,
-                    "mean_difference": float(turns[row, turn]),
-                    "token_ids": ids,
-                    "tokens": [decode([i]) for i in ids],
-                    "sampler_log_probs": batch.rollout_log_probs[row, places].tolist(),
-                    "trainer_log_probs": log_probs[row, places].tolist(),
-                }
-            )
+            figures = {
+                "sampler_log_probs": batch.rollout_log_probs[row, places].tolist(),
+                "trainer_log_probs": log_probs[row, places].tolist(),
+            }
+            texts = {"token_ids": ids, "tokens": [decode([i]) for i in ids]}
+            found.append({"turn": turn, "mean_difference": float(turns[row, turn]), **texts, **figures})
     token_ids = batch.token_ids[row, : int(batch.lengths[row])].tolist()
     return {"id": batch.ids[row], "turns": found, "token_ids": token_ids, "text": decode(token_ids)}

@@ -71,8 +71,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     if config.hardware.device == "cpu":
         os.environ.update(CPU_ENVIRONMENT)
     env = make_env(config)
-    facts = {"train": env_facts(env), "eval": env_facts(make_env(config, evaluation=True))}
-    run_dir.record("data", facts)
+    run_dir.record("data", {"train": env_facts(env), "eval": env_facts(make_env(config, evaluation=True))})
     model = resolve_model(config, display)
     flags = openrlhf_flags(config, run_dir, model, env.limits, resume=point.path if point else None)
     if point:

@@ -60,11 +60,7 @@ def evaluation_loader(config: TrainConfig, num_examples: int, limit: int, kind: 
 def exclude_older(trajectories: Sequence[Trajectory], oldest: int) -> list[Trajectory]:
     """Mark as aborted the trajectories with a turn sampled by weights older than version ``oldest``."""
     return [
-        dataclasses.replace(
-            t,
-            stop_reason=StopReason.ABORTED,
-            error="sampled with weights that are too old",
-        )
+        dataclasses.replace(t, stop_reason=StopReason.ABORTED, error="sampled with weights that are too old")
         if not t.excluded and any(turn.policy_version < oldest for turn in t.turns)
         else t
         for t in trajectories

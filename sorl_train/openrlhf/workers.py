@@ -57,11 +57,6 @@ def run_config() -> TrainConfig:
     return dataclasses.replace(config, update=sizes)
 
 
-def device() -> torch.device:
-    """The device of this rank."""
-    return torch.device(torch.cuda.current_device())
-
-
 class DeepSpeedStep:
     """Backward passes and steps of a DeepSpeed engine, which accumulates, averages over ranks, clips and steps."""
 
@@ -197,7 +192,7 @@ def _score(batch: Batch, size: int, compute: Callable[[Batch], Tensor]) -> Tenso
     """Values (B, T) that ``compute`` returns for micro-batches of ``size`` rows, as float32 on the CPU."""
     rows = torch.zeros(batch.action_mask.shape)
     for index, micro in batch.micro_batches(size):
-        part = compute(micro.to(device()))
+        part = compute(micro.to(torch.device(torch.cuda.current_device())))
         rows[index, : part.shape[1]] = part.float().cpu()
     torch.cuda.empty_cache()
     return rows

@@ -53,10 +53,14 @@ class MetricsLog:
                 append_line(path, _line(step, values))
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         if self._use_tensorboard:
-            writer = self._tensorboard(step)
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                # TensorBoard hides what a killed or rolled-back run logged at this step or later.
+                self._writer = SummaryWriter(log_dir=str(self._run_dir.tensorboard), purge_step=step)
             for name, value in finite.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
         if self._wandb_project is not None:
             self._wandb = self._wandb or _start_wandb(self._wandb_project, self._run_dir)
             self._wandb.log(finite, step=step)
@@ -76,14 +80,6 @@ class MetricsLog:
             self._writer.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-    def _tensorboard(self, step: int) -> Any:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # TensorBoard hides what a killed or rolled-back run logged at this step or later.
-            self._writer = SummaryWriter(log_dir=str(self._run_dir.tensorboard), purge_step=step)
-        return self._writer
 
 
 def _start_wandb(project: str, run_dir: RunDir) -> Any:

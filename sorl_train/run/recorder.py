@@ -36,7 +36,7 @@ from sorl_train.run.files import append_line, read_jsonl
 from sorl_train.run.folder import RunDir, read_own_json
 from sorl_train.run.hashed_folder import write_folder
 from sorl_train.run.metrics_log import MetricsLog, log_lengths
-from sorl_train.run.summary import Summary, out_of_patience
+from sorl_train.run.summary import Summary
 
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
 
@@ -140,7 +140,7 @@ class Recorder:
 
     def is_saved(self, step: int) -> bool:
         """Whether the step's trajectories are kept on disk."""
-        return step in (1, self.config.update.steps) or _is_turn(step, self.config.rollout.save_every)
+        return step in (1, self.config.update.steps) or _is_due(step, self.config.rollout.save_every)
 
     def save_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Write the trajectories of a step to disk if they are to be kept."""
@@ -151,14 +151,14 @@ class Recorder:
         """Metrics of the evaluation after ``step``: the full one after the last step, else one each ``eval.every``."""
         settings = self.config.eval
         if step < self.config.update.steps:
-            return evaluate(settings.num_examples, False) if _is_turn(step, settings.every) else {}
+            return evaluate(settings.num_examples, False) if _is_due(step, settings.every) else {}
         metrics = evaluate(settings.num_examples_final, False)
         return metrics | (evaluate(settings.num_examples_final, True) if settings.search_off else {})
 
     def checkpoint_due(self, step: int) -> bool:
         """Whether to write a checkpoint after ``step``: also when the run ends after it."""
         is_last = bool(self.ended or self._failure) or step == self.config.update.steps
-        return is_last or _is_turn(step, self.config.checkpoint.every)
+        return is_last or _is_due(step, self.config.checkpoint.every)
 
     # -- what ends a run ------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Recorder:
             if action == "stop":
                 self.ended = f"ended by the collapse alarm after step {alarm.step} (alarm.action)"
         if not self.ended and 0 < self.config.eval.patience <= self._summary.evaluations_below:
-            self.ended = out_of_patience(self._summary)
+            self.ended = self._summary.out_of_patience()
         return None
 
     def _count_lost(self, step: int, trajectories: Sequence[Trajectory]) -> None:
@@ -268,8 +268,8 @@ class Recorder:
         self._log.cut_back(logs_at(checkpoint))
 
 
-def _is_turn(step: int, every: int) -> bool:
-    """Whether ``step`` is one of every ``every`` steps; 0: never."""
+def _is_due(step: int, every: int) -> bool:
+    """Whether ``step`` is a multiple of ``every``; never if that is 0."""
     return every > 0 and step % every == 0
 
 

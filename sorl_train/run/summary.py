@@ -60,6 +60,14 @@ class Summary:
         unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
         return max(self.earlier_rss_mb, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20)
 
+    def out_of_patience(self) -> str:
+        """A message that says why ``eval.patience`` ended the run."""
+        return (
+            f"ended early (eval.patience): success is {self.final_success:.3f}, and for {self.evaluations_below} "
+            f"evaluations below half of the best, {self.best_success:.3f} at step {self.best_step}, whose policy is "
+            "kept in checkpoints/best"
+        )
+
     def figures(self) -> dict[str, Any]:
         """The figures for ``summary.json``."""
         names = ("cold_start_success", "final_success", "best_success", "best_step", "search_off_success")
@@ -76,12 +84,3 @@ class Summary:
     def from_state(cls, state: Mapping[str, Any]) -> Summary:
         """Inverse of ``state``."""
         return cls(**state)
-
-
-def out_of_patience(summary: Summary) -> str:
-    """A message that says why ``eval.patience`` ended the run."""
-    return (
-        f"ended early (eval.patience): success is {summary.final_success:.3f}, and for {summary.evaluations_below} "
-        f"evaluations below half of the best, {summary.best_success:.3f} at step {summary.best_step}, whose policy is "
-        "kept in checkpoints/best"
-    )
