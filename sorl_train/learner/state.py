@@ -56,9 +56,9 @@ def save_waiting(folder: Path, waiting: Iterable[Collected]) -> None:
     for number, item in enumerate(waiting):
         write_jsonl(folder / f"stale_{number}.jsonl", item.trajectories)
         if item.batch is not None:
-            scores = {name: getattr(item.batch, name) for name in _SCORES}
-            scores = {name: values for name, values in scores.items() if values is not None}
-            save_file(scores, folder / f"stale_{number}.safetensors")
+            scores = ((name, getattr(item.batch, name)) for name in _SCORES)
+            found = {name: values for name, values in scores if values is not None}
+            save_file(found, folder / f"stale_{number}.safetensors")
 
 
 def load_waiting(folder: Path, collate: Callable[[list[Trajectory]], Batch]) -> list[Collected]:

@@ -254,10 +254,8 @@ class RunDir:
             return (
                 f"{self.path} is not empty and is not a run folder; give another folder (--run_dir {another})"
             )
-        finished = self.summary.is_file()
-        again = "Give"
-        if not finished and self.has_checkpoint:
-            again = f"Continue it (sorl-train --resume --run_dir {self.path}), give"
+        finished, resume = self.summary.is_file(), f"sorl-train --resume --run_dir {self.path}"
+        again = f"Continue it ({resume}), give" if self.has_checkpoint and not finished else "Give"
         return (
             f"{self.path} holds {'a finished' if finished else 'an unfinished'} run. {again} another folder (--run_dir "
             f"{another}), or --overwrite to move that run aside and start again"
