@@ -103,9 +103,8 @@ def openrlhf_flags(
         "data.max_len": limits.max_trajectory_tokens,
         "eval.n_samples_per_prompt": 1,
         "eval.steps": config.eval.every or -1,
-        "ckpt.path": str(
-            (resume or run_dir.checkpoints).absolute()
-        ),  # OpenRLHF loads from it, the recorder saves
+        # OpenRLHF loads from there, the recorder saves
+        "ckpt.path": str((resume or run_dir.checkpoints).absolute()),
         "ckpt.output_dir": str((run_dir.checkpoints / "final").absolute()),
         "ckpt.save_steps": config.checkpoint.every or -1,
         "ckpt.best_metric_key": "none",  # the recorder keeps the best policy
