@@ -143,8 +143,7 @@ def _check_finished_run(config: TrainConfig) -> None:
 
     assert config.run_dir is not None
     run_dir = RunDir(Path(config.run_dir))
-    is_ours = config.engine == "local" and config.stage == "rl"
-    if is_ours and run_dir.summary.is_file() and run_dir.has_checkpoint:
+    if config.stage == "rl" and run_dir.summary.is_file() and run_dir.has_checkpoint:
         from sorl_train.run.checkpoint import resume_point
 
         resume_point(run_dir)

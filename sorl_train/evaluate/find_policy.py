@@ -11,6 +11,7 @@ from typing import Any
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.config.settings import TrainConfig
+from sorl_train.run.checkpoint import list_checkpoints
 from sorl_train.run.folder import RunDir, saved_config
 from sorl_train.run.hashed_folder import HASHES, find_damage
 
@@ -70,8 +71,6 @@ def _best(run: Path) -> Path:
     best = folder / "best"
     if (best / "policy").is_dir():
         return best
-    from sorl_train.run.checkpoint import list_checkpoints  # brings torch, and most mistakes are found before
-
     found = [path for path in list_checkpoints(folder) if (path / "policy").is_dir()]
     if not found:
         raise UserError(
@@ -91,7 +90,7 @@ def _of_checkpoint(checkpoint: Path, run: Path) -> PolicySource:
 
 def _check_whole(checkpoint: Path) -> None:
     """Raise ``UserError`` when a file of the policy is not as the run wrote it. Only where the hashes are: a policy of
-    the OpenRLHF engine or of an earlier version may have none."""
+    an earlier version may have none."""
     if not (checkpoint / HASHES).is_file():
         return
     damage = find_damage(checkpoint, allow_more=True)

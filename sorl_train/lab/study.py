@@ -28,7 +28,7 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_train.config.files import STUDIES, config_folder, config_hash, find_config, load_config, parse_yaml
 from sorl_train.config.settings import TrainConfig
 from sorl_train.run.folder import RunDir
-from sorl_train.run.stability import _number, measure, success_curve
+from sorl_train.run.stability import infinite_if_none, measure, success_curve
 
 KEYS = ("base", "settings", "seeds", "arms", "axes")
 
@@ -177,7 +177,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
             _spread([row["kept_mean"] for row in rows], ".2f"),
             _spread([row["worst_drop"] for row in rows], ".2f"),
             f"{len(steps)}/{len(rows)}{at}",
-            _spread([_number(row["max_grad_norm"]) for row in rows], ".2g"),
+            _spread([infinite_if_none(row["max_grad_norm"]) for row in rows], ".2g"),
             _spread([row["normalized"] for row in rows], ".2f"),
             f"{np.median([row['mean_rate'] for row in rows]):.1e}",
         )

@@ -1,11 +1,10 @@
-"""What a checkpoint of the local engine holds beside the models: all that a run needs to go on as if never stopped."""
+"""The files of a local checkpoint beside the models: optimizers, and batches that wait to be trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,52 +13,60 @@ from torch import Tensor
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import read_jsonl, write_jsonl
 from sorl_train.learner.batch import Batch
-from sorl_train.run.checkpoint import load_optimizers, read_json, save_optimizers, write_json
+
+_SCORES = (
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+)  # the fields of a batch that ``scoring.score`` fills in
 
 
 @dataclass(frozen=True)
 class Collected:
-    """One step's trajectories and the tensors of those not excluded (None if there are none)."""
+    """One step's trajectories, and the tensors of those that are not excluded (None if all are)."""
 
     trajectories: list[Trajectory]
     batch: Batch | None
 
 
-def write_state(
-    folder: Path,
-    optimizers: dict[str, torch.optim.Optimizer],
-    waiting: Iterable[Collected],
-    counters: Mapping[str, Any],
-) -> None:
-    """Optimizers, the batches that wait to be trained on, and ``counters``, which are JSON values."""
-    save_optimizers(folder / "optimizer.safetensors", optimizers)
-    number = 0
-    for number, item in enumerate(waiting, start=1):
-        write_jsonl(folder / f"stale_{number - 1}.jsonl", item.trajectories)
-        if item.batch is not None:  # scored with weights that are gone by now
-            save_file(_scores(item.batch), folder / f"stale_{number - 1}.safetensors")
-    write_json(folder / "state.json", {**counters, "waiting": number})
+def save_optimizers(path: Path, optimizers: dict[str, torch.optim.Optimizer]) -> None:
+    """Write moments and step counters of named optimizers into one safetensors file."""
+    tensors: dict[str, Tensor] = {}
+    for name, optimizer in optimizers.items():
+        for index, state in optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                tensors[f"{name}.{index}.{key}"] = torch.as_tensor(value).detach().cpu().contiguous()
+    save_file(tensors, path)
 
 
-def load_state(
-    folder: Path,
-    optimizers: dict[str, torch.optim.Optimizer],
-    collate: Callable[[list[Trajectory]], Batch],
-) -> tuple[dict[str, Any], list[Collected]]:
-    """Inverse of ``write_state``: loads the optimizers, and returns the counters and the batches that wait."""
-    load_optimizers(folder / "optimizer.safetensors", optimizers)
-    counters = read_json(folder / "state.json")
-    waiting = []
-    for number in range(counters["waiting"]):
-        trajectories = list(read_jsonl(folder / f"stale_{number}.jsonl"))
+def load_optimizers(path: Path, optimizers: dict[str, torch.optim.Optimizer]) -> None:
+    """Inverse of ``save_optimizers``. Learning rates are not in the file: the schedule sets them at each step."""
+    states: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in optimizers}
+    for full_name, tensor in load_file(path).items():
+        name, index, key = full_name.split(".")
+        states[name].setdefault(int(index), {})[key] = tensor
+    for name, optimizer in optimizers.items():
+        optimizer.load_state_dict(
+            {"state": states[name], "param_groups": optimizer.state_dict()["param_groups"]}
+        )
+
+
+def save_waiting(folder: Path, waiting: Iterable[Collected]) -> None:
+    """Write the batches that wait, with their scores: the weights that computed these are gone after a resume."""
+    for number, item in enumerate(waiting):
+        write_jsonl(folder / f"stale_{number}.jsonl", item.trajectories)
+        if item.batch is not None:
+            scores = ((name, getattr(item.batch, name)) for name in _SCORES)
+            found = {name: values for name, values in scores if values is not None}
+            save_file(found, folder / f"stale_{number}.safetensors")
+
+
+def load_waiting(folder: Path, collate: Callable[[list[Trajectory]], Batch]) -> list[Collected]:
+    """Inverse of ``save_waiting``; ``collate`` makes the tensors of trajectories."""
+    waiting: list[Collected] = []
+    while (path := folder / f"stale_{len(waiting)}.jsonl").is_file():
+        trajectories = list(read_jsonl(path))
         usable = [t for t in trajectories if not t.excluded]
-        scores = load_file(folder / f"stale_{number}.safetensors") if usable else {}
-        batch = collate(usable).with_fields(**scores) if usable else None
-        waiting.append(Collected(trajectories, batch))
-    return counters, waiting
-
-
-def _scores(batch: Batch) -> dict[str, Tensor]:
-    """What the engine's ``score`` filled in."""
-    names = ("old_log_probs", "ref_log_probs", "values")
-    return {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
+        scores = load_file(path.with_suffix(".safetensors")) if usable else {}
+        waiting.append(Collected(trajectories, collate(usable).with_fields(**scores) if usable else None))
+    return waiting

@@ -1,7 +1,7 @@
-"""Rollout in OpenRLHF's vLLM actors: one trajectory for each call, by the rollout of ``sorl_env`` and nothing else.
+"""Rollout in OpenRLHF's vLLM actors: each call makes one trajectory, with the rollout of ``sorl_env``.
 
-OpenRLHF loads this file by its path (``--train.agent_func_path``) in each of these processes and awaits
-``AgentExecutor().execute``. The run's settings come from its folder, which ``SORL_RUN_DIR`` names.
+OpenRLHF loads this file by its path (``--train.agent_func_path``) in each vLLM actor and awaits
+``AgentExecutor().execute``. The settings come from the run's folder, which ``SORL_RUN_DIR`` names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sorl_train.run.folder import RunDir
 
 
 class EngineSampler:
-    """``sorl_env.rollout.Sampler`` on the engine of one vLLM actor."""
+    """A ``sorl_env.rollout.Sampler`` that uses the engine of one vLLM actor."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -47,11 +47,11 @@ class EngineSampler:
         return sampled_turn(output.outputs[0], version)
 
     def release(self, session: str) -> None:
-        """vLLM's prefix cache forgets by itself."""
+        """Nothing to do: vLLM's prefix cache drops old entries by itself."""
 
 
 class AgentExecutor(AgentExecutorBase):
-    """Plays the examples that ``data.JobLoader`` hands out."""
+    """Plays the examples that ``prompts.JobLoader`` hands out."""
 
     def __init__(self) -> None:
         self.config = read_resolved(RunDir(Path(os.environ["SORL_RUN_DIR"])).config)
@@ -59,14 +59,14 @@ class AgentExecutor(AgentExecutorBase):
         self._members: dict[str, int] = {}
 
     def env(self, kind: str) -> ToolUseEnv:
-        """The environment of ``train``, ``eval`` or ``search_off`` jobs, made when the first of them comes."""
+        """The environment for ``train``, ``eval`` or ``search_off`` jobs, made at its first use."""
         if kind not in self._envs:
             env = make_env(self.config, evaluation=kind != "train")
             self._envs[kind] = without_tools(env) if kind == "search_off" else env
         return self._envs[kind]
 
     def _member(self, group: str, size: int) -> int:
-        """The number of this call within its group: a group's calls come to one actor, with the same label."""
+        """Number this call within its group, whose calls all come to the same actor with the same label."""
         member = self._members.pop(group, 0)
         if member + 1 < size:
             self._members[group] = member + 1
@@ -82,7 +82,7 @@ class AgentExecutor(AgentExecutorBase):
         llm_engine: Any,
         images: Any = None,
     ) -> dict[str, Any]:
-        """One trajectory, under ``trajectory``; exceptions of tools and tasks are contained in it."""
+        """One trajectory, under the key ``trajectory``. An exception of a tool or task ends only this trajectory."""
         place = json.loads(label)
         group = place["group"]
         member = self._member(group, self.config.rollout.group_size if place["kind"] == "train" else 1)

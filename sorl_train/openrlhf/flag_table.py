@@ -1,9 +1,9 @@
-"""Every flag of OpenRLHF 0.11.2, and who decides on it.
+"""Every flag of OpenRLHF 0.11.2, and who decides its value.
 
-``cluster.flags`` takes the flags of ``ALLOWED``: they tune how OpenRLHF runs, and our training step heeds them. Those
-of ``OURS`` follow from the run's settings. Those of ``REFUSED`` would be accepted by OpenRLHF and then do nothing, or
-train wrongly without an error, because losses, advantages, batches, rewards, prompts and logs are ours here. A test
-compares the three with the parser of the installed OpenRLHF: each of its flags stands in exactly one.
+A user may set the flags of ``ALLOWED`` in ``cluster.flags``: they tune how OpenRLHF runs. Those of ``OURS`` follow from
+the run's settings. OpenRLHF would accept those of ``REFUSED`` too, but they would do nothing, or train wrongly without
+an error, because losses, advantages, batches, rewards, prompts and logs are sorl's here. A test compares the three
+tables with the parser of the installed OpenRLHF: each of its flags is in exactly one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from typing import Any
 
 from sorl_env.errors import did_you_mean
 
-# Name: what it does. Defaults of ours, which a user may change, are in ``flags.openrlhf_flags``.
+
+def _each(groups: str, names: str, text: str) -> dict[str, str]:
+    """The same text for each flag ``GROUP.NAME`` of the words in ``groups`` and ``names``."""
+    return {f"{group}.{name}": text for group in groups.split() for name in names.split()}
+
+
+# Name: what it does. ``flags.openrlhf_flags`` sets some of them, which ``cluster.flags`` then replaces.
 ALLOWED = {
     "actor.gradient_checkpointing_reentrant": "the other kind of gradient checkpointing",
     "ds.attn_implementation": "the attention kernel of the trainers",
@@ -28,77 +34,82 @@ ALLOWED = {
     "vllm.sync_with_ray": "the same, through Ray's collectives",
 }
 
-# Name: the setting of ours to use in its place.
-OURS = {
-    "actor.model_name_or_path": "model",
-    "critic.model_name_or_path": "critic",
+# Name: the setting whose value it takes as it is.
+COPIED = {
     "train.seed": "seed",
     "train.max_epochs": "update.epochs",
     "train.batch_size": "update.mini_batch_size",
-    "train.micro_batch_size": "update.micro_batch_size",
-    "rollout.batch_size": "rollout.batch_size (in trajectories)",
+    "train.async_enable": "cluster.async_rollout",
+    "train.partial_rollout_enable": "cluster.partial_rollout",
     "rollout.n_samples_per_prompt": "rollout.group_size",
-    "rollout.micro_batch_size": "update.log_prob_micro_batch_size",
     "rollout.temperature": "sampler.temperature",
     "rollout.top_p": "sampler.top_p",
+    "eval.temperature": "eval.temperature",
+    "ckpt.max_num": "checkpoint.keep",
+    "algo.kl.init_coef": "loss.kl_coef",
+    "algo.kl.estimator": "loss.kl_type",
+    "ds.zero_stage": "cluster.zero_stage",
+    "vllm.num_engines": "cluster.vllm_engines",
+    "vllm.tensor_parallel_size": "cluster.vllm_tensor_parallel",
+    "vllm.gpu_memory_utilization": "cluster.vllm_memory",
+    "actor.gradient_checkpointing_enable": "hardware.gradient_checkpointing",
+    "actor.adam.lr": "optim.lr",
+    "critic.adam.lr": "optim.critic_lr",
+    **_each("actor critic", "adam.eps", "optim.adam_eps"),
+    **_each("actor critic", "adam.weight_decay", "optim.weight_decay"),
+}
+
+# Name: the setting to use in its place.
+OURS = {
+    **COPIED,
+    "actor.model_name_or_path": "model",
+    "critic.model_name_or_path": "critic",
+    "train.micro_batch_size": "update.micro_batch_size",
+    "train.async_queue_size": "rollout.max_staleness",
+    "rollout.batch_size": "rollout.batch_size (in trajectories)",
+    "rollout.micro_batch_size": "update.log_prob_micro_batch_size",
     "rollout.max_new_tokens": "limits.max_new_tokens",
     "data.max_len": "limits.max_trajectory_tokens",
-    "eval.temperature": "eval.temperature",
     "eval.steps": "eval.every",
     "ckpt.path": "run_dir",
     "ckpt.output_dir": "run_dir",
     "ckpt.save_steps": "checkpoint.every",
-    "ckpt.max_num": "checkpoint.keep",
     "ckpt.load_enable": "--resume",
     "algo.advantage.estimator": "algo",
-    "algo.kl.init_coef": "loss.kl_coef",
-    "algo.kl.estimator": "loss.kl_type",
     "algo.kl.use_loss": "loss.kl_in",
-    "ds.zero_stage": "cluster.zero_stage",
     "ds.param_dtype": "hardware.dtype (this engine trains in bfloat16)",
     "ds.adam_offload": "cluster.offload_optimizer",
     "ds.enable_sleep": "cluster.async_rollout (shared GPUs sleep in turns)",
     "ref.offload": "cluster.offload_reference",
-    "actor.gradient_checkpointing_enable": "hardware.gradient_checkpointing",
-    "vllm.num_engines": "cluster.vllm_engines",
-    "vllm.tensor_parallel_size": "cluster.vllm_tensor_parallel",
-    "vllm.gpu_memory_utilization": "cluster.vllm_memory",
     "vllm.enable_sleep": "cluster.async_rollout (shared GPUs sleep in turns)",
-    "train.async_enable": "cluster.async_rollout",
-    "train.async_queue_size": "rollout.max_staleness",
-    "train.partial_rollout_enable": "cluster.partial_rollout",
-    **{f"{role}.num_nodes": "cluster.nodes" for role in ("actor", "ref", "critic", "reward")},
-    **{f"{role}.num_gpus_per_node": "cluster.gpus_per_node" for role in ("actor", "ref", "critic", "reward")},
-    "actor.adam.lr": "optim.lr",
-    "critic.adam.lr": "optim.critic_lr",
-    **{f"{role}.adam.betas": "optim.beta1 and optim.beta2" for role in ("actor", "critic")},
-    **{f"{role}.adam.eps": "optim.adam_eps" for role in ("actor", "critic")},
-    **{f"{role}.adam.weight_decay": "optim.weight_decay" for role in ("actor", "critic")},
-    **{f"{role}.max_norm": "optim.max_grad_norm" for role in ("actor", "critic")},
-    **{f"{role}.lr_scheduler": "optim.schedule" for role in ("actor", "critic")},
+    **_each("actor ref critic reward", "num_nodes", "cluster.nodes"),
+    **_each("actor ref critic reward", "num_gpus_per_node", "cluster.gpus_per_node"),
+    **_each("actor critic", "adam.betas", "optim.beta1 and optim.beta2"),
+    **_each("actor critic", "max_norm", "optim.max_grad_norm"),
+    **_each("actor critic", "lr_scheduler", "optim.schedule"),
 }
 
 _RANKS = (
-    "the training step gives every process rows of its own, so processes that share the rows of one group would train "
-    "on different rows as if they were the same"
+    "the training step gives every process rows of its own, so processes that are to share rows would train on "
+    "different ones as if they were the same"
 )
 _BATCHES = (
     "the training step makes its own micro-batches, padded on the right, of update.micro_batch_size rows"
 )
-_LORA = "the training step and the weights sent to vLLM are those of the whole model; LoRA needs engine=local"
-_MUON = "the step's learning rate, schedule and normalization are made for AdamW"
+_LORA = "this engine trains the whole model and sends it to vLLM; LoRA needs engine=local"
+_MUON = "sorl's learning rates and normalization are made for AdamW"
 _RATE = "the rate of each step is set by optim.schedule, optim.warmup_ratio and optim.critic_warmup_ratio"
 _LOSS = "the loss is sorl's; use {}"
 _ADVANTAGE = "advantages are sorl's; use {}"
 _REWARD = "rewards come from the task"
 _PROMPTS = "prompts come from the task; use {}"
 _LOGS = "metrics are logged by sorl; use {}"
-_EMA = "only OpenRLHF's own training step updates the average, so it would stay the first policy"
-_VISION = "the environments are text"
-_FILTER = "sampling hands on whole trajectories, which have no scores to filter by"
-_FIXED = "the engine needs the value that it sets"
+_EMA = "only OpenRLHF's own training step updates the average, so it would never change"
+_VISION = "the environments have no images"
+_FILTER = "sampling returns whole trajectories, without the scores to filter by"
+_FIXED = "the engine works with one value only, which it sets"
 
-# Name: why.
+# Name: why it is refused.
 REFUSED = {
     "ds.ring_attn_size": _RANKS,
     "ds.ring_attn_head_stride": _RANKS,
@@ -107,13 +118,13 @@ REFUSED = {
     "train.dynamic_batch_enable": _BATCHES,
     "train.max_tokens_per_gpu": _BATCHES,
     "rollout.max_tokens_per_gpu": _BATCHES,
-    "rollout.vllm_generate_batch_size": "samples beyond a step's would wait where no checkpoint keeps them",
-    "ds.deepcompile": "it reduces gradients in compiled code, where the step's scaling and its check do not see them",
-    "ds.use_liger_kernel": "it replaces the model's forward pass, whose logits the training step takes",
+    "rollout.vllm_generate_batch_size": "samples beyond those of a step would wait where no checkpoint keeps them",
+    "ds.deepcompile": "it reduces gradients in compiled code, where they can be neither scaled nor checked",
+    "ds.use_liger_kernel": "it replaces the model's forward pass, whose logits the training step needs",
     "ds.use_universal_ckpt": "a resume reads the shards that the run wrote",
     "ds.value_head_prefix": "the value head is sorl's, in float32",
     "ds.load_in_4bit": _LORA,
-    **{f"ds.lora.{name}": _LORA for name in ("rank", "alpha", "target_modules", "dropout")},
+    **_each("ds.lora", "rank alpha target_modules dropout", _LORA),
     "local_rank": "Ray gives each process its GPU",
     "train.num_episodes": _FIXED,
     "train.agent_func_path": _FIXED,
@@ -121,10 +132,11 @@ REFUSED = {
     "train.colocate_actor_ref": "cluster.nodes, cluster.gpus_per_node and cluster.async_rollout place the processes",
     "train.colocate_critic_reward": "there is no reward model",
     "algo.advantage.is_correction_level": _FIXED,
-    **{
-        f"algo.advantage.is_correction_{name}": _LOSS.format("algo, or cluster.async_rollout")
-        for name in ("mode", "gating", "threshold")
-    },
+    **_each(
+        "algo.advantage",
+        "is_correction_mode is_correction_gating is_correction_threshold",
+        _LOSS.format("algo, or cluster.async_rollout"),
+    ),
     "algo.advantage.gamma": _ADVANTAGE.format("loss.gamma"),
     "algo.advantage.lambd": _ADVANTAGE.format("loss.gae_lambda"),
     "algo.advantage.no_std_norm": _ADVANTAGE.format("loss.group_std"),
@@ -144,39 +156,24 @@ REFUSED = {
     "critic.value_clip": _LOSS.format("loss.value_clip"),
     "critic.freezing_steps": "use update.critic_warmup_steps",
     "critic.save_value_network": "each checkpoint holds the critic",
-    **{
-        f"{role}.{name}": _MUON
-        for role in ("actor", "critic")
-        for name in (
-            "optim",
-            "muon.lr",
-            "muon.momentum",
-            "muon.ns_steps",
-            "muon.nesterov",
-            "muon.no_nesterov",
-        )
-    },
-    **{
-        f"{role}.{name}": _RATE
-        for role in ("actor", "critic")
-        for name in ("lr_warmup_ratio", "min_lr_ratio")
-    },
+    **_each(
+        "actor critic", "optim muon.lr muon.momentum muon.ns_steps muon.nesterov muon.no_nesterov", _MUON
+    ),
+    **_each("actor critic", "lr_warmup_ratio min_lr_ratio", _RATE),
     "train.enable_ema": _EMA,
     "train.ema_beta": _EMA,
-    **{
-        f"reward.{name}": _REWARD
-        for name in (
-            "model_name_or_path remote_url offload normalize_enable clip_range overlong_buffer_len "
-            "overlong_penalty_factor stop_properly_penalty_coef"
-        ).split()
-    },
-    **{
-        f"data.{name}": _PROMPTS.format("task, task_args, data and split")
-        for name in (
-            "prompt_dataset prompt_probs prompt_split max_samples input_key label_key input_template "
-            "dataloader_num_workers"
-        ).split()
-    },
+    **_each(
+        "reward",
+        "model_name_or_path remote_url offload normalize_enable clip_range overlong_buffer_len "
+        "overlong_penalty_factor stop_properly_penalty_coef",
+        _REWARD,
+    ),
+    **_each(
+        "data",
+        "prompt_dataset prompt_probs prompt_split max_samples input_key label_key input_template "
+        "dataloader_num_workers",
+        _PROMPTS.format("task, task_args, data and split"),
+    ),
     "data.apply_chat_template": _PROMPTS.format("chat_template"),
     "data.disable_fast_tokenizer": "the tokenizer is the same everywhere, or token ids would not agree",
     "data.image_key": _VISION,
@@ -193,13 +190,13 @@ REFUSED = {
     "logger.wandb.key": _LOGS.format(
         "the environment variable WANDB_API_KEY; here it would be written to files"
     ),
-    **{f"logger.wandb.{name}": _LOGS.format("log.wandb") for name in ("org", "group", "project", "run_name")},
+    **_each("logger.wandb", "org group project run_name", _LOGS.format("log.wandb")),
     "use_ms": "only the first process would load from ModelScope; give model a folder",
 }
 
 
 def problems_of(flags: Mapping[str, Any]) -> list[str]:
-    """Why the flags of ``cluster.flags`` cannot be taken, a line each; empty when all of them can."""
+    """One line for each flag of ``cluster.flags`` that cannot be used, with the reason; empty if all can be."""
     problems = []
     for name in flags:
         if name in ALLOWED:

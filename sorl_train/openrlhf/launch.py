@@ -1,7 +1,7 @@
-"""A run on OpenRLHF: start it, show it, watch it, end it.
+"""Start a run on OpenRLHF, show its steps, and end it if it makes no progress.
 
-OpenRLHF runs in a process of its own with a log of its own (``openrlhf.log`` in the run's folder). This one needs
-neither torch nor a GPU: it follows the metrics that the run writes, and ends a run that makes no progress.
+OpenRLHF runs in a process of its own, with a log of its own (``openrlhf.log`` in the run's folder). The process here
+needs neither torch nor a GPU: it reads the metrics and events that the run writes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
-from sorl_train.openrlhf.flags import as_arguments, check, critic_start, openrlhf_flags, unread
-from sorl_train.openrlhf.placement import Placement
-from sorl_train.openrlhf.saves import ACTOR, CRITIC, POLICY, ResumePoint, resume_point
-from sorl_train.openrlhf.versions import check_versions
+from sorl_train.openrlhf.checks import check, check_versions, critic_start, unread
+from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.rollout.environments import env_facts, make_env
+from sorl_train.run.checkpoint import list_checkpoints, resume_point, rewind, step_of
 from sorl_train.run.display import Display
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
+from sorl_train.run.interrupt import finish_step_on_interrupt
+from sorl_train.run.recorder import tell_damage
 from sorl_train.sft.cold_start import resolve_model
 
 LOG = "openrlhf.log"
@@ -42,7 +42,7 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-LAST_LINES = 15  # of the log, in an error
+LAST_LINES = 15  # of the log, which an error message shows
 _EXCEPTION = re.compile(
     r"^(?:[a-zA-Z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Stopped))(?:\([^)]*\))?: ?(?P<text>.*)$"
 )
@@ -55,7 +55,7 @@ WORKERS = {
     "PPOTrainerAsync": "the trainer",
 }
 POLL_S = 0.5
-GRACE_S = 60.0  # between asking a run to end and killing it
+GRACE_S = 60.0  # between asking a process to end and killing it
 
 
 def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) -> dict[str, Any]:
@@ -67,21 +67,23 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     """
     check(config)
     check_versions()
+    point = resume_point(run_dir) if resume else None
     if config.hardware.device == "cpu":
         os.environ.update(CPU_ENVIRONMENT)
     env = make_env(config)
-    facts = {"train": env_facts(env), "eval": env_facts(make_env(config, evaluation=True))}
-    run_dir.record("data", facts)
-    start = _resume_point(config, run_dir, display) if resume else None
+    run_dir.record("data", {"train": env_facts(env), "eval": env_facts(make_env(config, evaluation=True))})
     model = resolve_model(config, display)
-    flags = openrlhf_flags(config, run_dir, model, env.limits, resume=start.folder if start else None)
-    if config.algorithm.needs_critic and start is None:
+    flags = openrlhf_flags(config, run_dir, model, env.limits, resume=point.path if point else None)
+    if point:
+        rewind(run_dir, point.path)
+        tell_damage(run_dir, display, point)
+    elif config.algorithm.needs_critic:
         display.message(critic_start(config, model))
     for line in unread(config):
         display.message(line)
     place = Placement.of(config)
     where = "CPU" if config.hardware.device == "cpu" else f"{place.gpus} GPUs"
-    done = start.step if start else -1  # step 0 is the evaluation before the first one
+    done = point.step if point else -1  # step 0 is the evaluation before the first step
     display.start(
         f"{config.algo} on {env.task.name} with OpenRLHF, {where}", config.update.steps, max(done, 0)
     )
@@ -105,49 +107,41 @@ def follow(
         KeyboardInterrupt: Ctrl-C, after the run has ended.
         UserError: nothing was written for ``deadline_s`` seconds.
     """
-    shown, moved, size = from_step, time.monotonic(), -1
-    told = len(read_jsonl(run_dir.events)) if run_dir.events.is_file() else 0
-    with _stop_on_interrupt(process, run_dir, display) as stopping:
+    shown, grown_at, size = from_step, time.monotonic(), -1
+    told = len(_lines(run_dir.events))
+    with finish_step_on_interrupt(display) as interrupted:
         while True:
             ended = process.poll() is not None
             for metrics in _metrics_after(run_dir, shown):
                 shown = metrics.pop("step")
                 display.step(shown, metrics)
-            events = read_jsonl(run_dir.events) if run_dir.events.is_file() else []
+            events = _lines(run_dir.events)
             for event in events[told:]:
                 display.message(f"collapse alarm in step {event['step']}: {event['reason']}")
             told = len(events)
             if ended:
                 break
-            now_size = _written(run_dir)
-            if now_size != size:
-                moved, size = time.monotonic(), now_size
-            if time.monotonic() - moved > deadline_s:
+            if interrupted.is_set():
+                run_dir.stop_file.touch()
+            if _written(run_dir) != size:
+                grown_at, size = time.monotonic(), _written(run_dir)
+            if time.monotonic() - grown_at > deadline_s:
                 _end(process)
                 raise UserError(
                     f"OpenRLHF wrote nothing for {deadline_s:.0f} s (cluster.deadline_s) after step {shown}, and was "
                     f"ended. {_tail(run_dir)}\n{_again(run_dir)}"
                 )
             time.sleep(POLL_S)
-        if stopping and process.returncode:
+        if interrupted.is_set() and process.returncode:
             raise KeyboardInterrupt
 
 
-def _resume_point(config: TrainConfig, run_dir: RunDir, display: Display) -> ResumePoint:
-    """The checkpoint to go on from; tells the user of newer ones that are damaged."""
-    parts = [POLICY, ACTOR, *([CRITIC] if config.algorithm.needs_critic else [])]
-    found = resume_point(run_dir.checkpoints, parts)
-    for line in found.passed_over:
-        display.message(f"passed over {line}")
-    return found
-
-
 def _environment(config: TrainConfig, run_dir: RunDir) -> dict[str, str]:
-    """Of the process and, through Ray, of all workers."""
+    """Environment variables of the process and, through Ray, of all workers."""
     variables = os.environ | {
         "SORL_RUN_DIR": str(run_dir.path.absolute()),
         "TOKENIZERS_PARALLELISM": "false",
-        # vLLM's engine is a child of a Ray worker: it would outlive one that is killed, with the GPU's memory
+        # vLLM's engine is a child of a Ray worker: without this it outlives a killed worker and keeps the GPU's memory
         "RAY_process_group_cleanup_enabled": "true",
     }
     if config.hardware.device == "cpu":
@@ -176,7 +170,7 @@ def _process(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and whatever it started: Ray's own processes end with it."""
+    """End the process and whatever it started; Ray's own processes end with it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
@@ -187,54 +181,24 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-@contextmanager
-def _stop_on_interrupt(
-    process: subprocess.Popen[bytes], run_dir: RunDir, display: Display
-) -> Iterator[list[int]]:
-    """The first Ctrl-C (or SIGTERM) lets the step in progress finish and be saved; a second one stops at once."""
-    stopping: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stopping:
-            raise KeyboardInterrupt
-        stopping.append(number)
-        run_dir.stop_file.touch()
-        display.message("stopping after this step and its checkpoint; press Ctrl-C again to stop at once")
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stopping
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _metrics_after(run_dir: RunDir, step: int) -> list[dict[str, Any]]:
-    """Lines of the steps after ``step``, with their timings."""
-    if not run_dir.metrics.is_file():
-        return []
-    timings = (
-        {line["step"]: line for line in read_jsonl(run_dir.timings)} if run_dir.timings.is_file() else {}
-    )
-    return [
-        timings.get(line["step"], {}) | line for line in read_jsonl(run_dir.metrics) if line["step"] > step
-    ]
+    """Metrics of the steps after ``step``, with their timings."""
+    timings = {line["step"]: line for line in _lines(run_dir.timings)}
+    return [timings.get(line["step"], {}) | line for line in _lines(run_dir.metrics) if line["step"] > step]
 
 
-def _last_step(run_dir: RunDir) -> int:
-    """The newest checkpoint's step; -1 if there is none."""
-    steps = [int(path.name.removeprefix("step_")) for path in run_dir.checkpoints.glob("step_*")]
-    return max(steps, default=-1)
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return read_jsonl(path) if path.is_file() else []
 
 
 def _written(run_dir: RunDir) -> int:
-    """Bytes of the log and the metrics: what a run that is alive adds to."""
+    """Bytes of the log and the metrics, which grow as long as a run makes progress."""
     files = (run_dir.path / LOG, run_dir.metrics)
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _breakdown(status: int, run_dir: RunDir) -> str:
-    """What ended OpenRLHF, as far as its log tells."""
+    """An error message about what ended OpenRLHF, as far as its log says."""
     log = (run_dir.path / LOG).read_text(encoding="utf-8", errors="replace")
     cause = cause_of_death(log)
     reason = cause or f"it ended with status {status}. {_tail(run_dir)}"
@@ -242,7 +206,7 @@ def _breakdown(status: int, run_dir: RunDir) -> str:
 
 
 def cause_of_death(log: str) -> str:
-    """The last exception in a log that is not one of Ray's wrappers; empty if there is none."""
+    """The last exception in a log that is not just Ray's wrapper of another one; empty if there is none."""
     lines = log.splitlines()
     for number in range(len(lines) - 1, -1, -1):
         found = _EXCEPTION.match(lines[number])
@@ -266,6 +230,7 @@ def _tail(run_dir: RunDir) -> str:
 
 
 def _again(run_dir: RunDir) -> str:
-    if run_dir.has_checkpoint:
-        return f"Go on from step {_last_step(run_dir)}: sorl-train --resume --run_dir {run_dir.path}"
+    saved = list_checkpoints(run_dir.checkpoints)
+    if saved:
+        return f"Go on from step {step_of(saved[-1])}: sorl-train --resume --run_dir {run_dir.path}"
     return "There is no checkpoint yet: start it again."

@@ -1,4 +1,4 @@
-"""Which examples OpenRLHF samples, in the order of the local engine, and which samples are too old to train on."""
+"""Which examples OpenRLHF samples (those of the local engine, in its order), and which samples are too old."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Item = tuple[list[None], list[str], list[str], list[None]]
 
 
 class JobLoader:
-    """Stands in for OpenRLHF's prompt loader: one prompt of the run after the other, resumable.
+    """Replaces OpenRLHF's prompt loader: yields the run's prompts one after another, and can be resumed.
 
-    An item is (data sources, prompts, labels, images), one of each; the label says which example it is and the prompt
-    is left to the environment.
+    An item is (data sources, prompts, labels, images), one of each. The label says which example it is; the prompt is
+    empty, because the environment writes it.
     """
 
     def __init__(self, labels: list[str]) -> None:
@@ -42,7 +42,7 @@ class JobLoader:
 
 
 def training_loader(config: TrainConfig, num_examples: int) -> JobLoader:
-    """Every prompt of the run, step by step."""
+    """All prompts of the run, step by step."""
     labels: list[str] = []
     for step in range(1, config.update.steps + 1):
         jobs = training_jobs(config, num_examples, step)
@@ -52,13 +52,13 @@ def training_loader(config: TrainConfig, num_examples: int) -> JobLoader:
 
 
 def evaluation_loader(config: TrainConfig, num_examples: int, limit: int, kind: str = "eval") -> JobLoader:
-    """The examples of an evaluation, the same at each of a run."""
+    """The examples of an evaluation, the same ones in each evaluation of a run."""
     jobs = evaluation_jobs(config, num_examples, limit)
     return JobLoader([_label(kind, job.group_id, job.example_index) for job in jobs])
 
 
 def exclude_older(trajectories: Sequence[Trajectory], oldest: int) -> list[Trajectory]:
-    """Mark those as aborted that have a turn of weights before version ``oldest``: the bound on staleness."""
+    """Mark as aborted the trajectories with a turn sampled by weights older than version ``oldest``."""
     return [
         dataclasses.replace(t, stop_reason=StopReason.ABORTED, error="sampled with weights that are too old")
         if not t.excluded and any(turn.policy_version < oldest for turn in t.turns)

@@ -1,13 +1,14 @@
 """Our training step in OpenRLHF's single controller: score, estimate advantages, update, log, save.
 
-OpenRLHF drives rollouts, queues and weight transfers. What a step is stands in ``TrainStep``, which its synchronous
-and its asynchronous trainer (``trainers``) share, and follows ``engines.local.trainer``.
+OpenRLHF drives rollouts, queues and weight transfers. ``TrainStep`` is what its synchronous and its asynchronous
+trainer (``trainers``) do with a rollout batch: the same as ``train_rl.train`` does on one machine.
 """
 
 from __future__ import annotations
 
-import time
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +23,52 @@ from sorl_env.errors import UserError
 from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
+from sorl_train.config.files import read_resolved
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit, sampled_by
 from sorl_train.learner.schedule import mini_batches, steps_of_batch
 from sorl_train.learner.scored_batch import batch_metrics, estimate_advantages, mismatch_metrics
 from sorl_train.learner.update import NonFiniteError
-from sorl_train.openrlhf.bookkeeping import MAX_LOST_STEPS, Bookkeeping
-from sorl_train.openrlhf.placement import Placement
+from sorl_train.models.shape import model_shape
+from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.prompts import evaluation_loader, exclude_older
-from sorl_train.openrlhf.saves import step_of
-from sorl_train.openrlhf.workers import run_config, run_folder
+from sorl_train.openrlhf.watch import watched
+from sorl_train.openrlhf.workers import ACTOR, CRITIC, run_config, run_folder
 from sorl_train.rollout.environments import answers_of, make_env, training_examples
 from sorl_train.rollout.metrics import (
     eval_metrics,
     rollout_metrics,
     search_off_metrics,
     staleness,
+    tool_timings,
 )
-from sorl_train.run.alarm import alarm_so_far, append_event, drop_events_after
-from sorl_train.run.metrics_log import MetricsLog
-from sorl_train.run.summary import Summary
+from sorl_train.run.checkpoint import step_of
+from sorl_train.run.display import PlainDisplay
+from sorl_train.run.recorder import Recorder
+
+HASHED_BYTES = 64_000_000  # larger files are checked by size alone: reading 200 GB again would take minutes
 
 
 class Ended(Exception):
-    """The policy has collapsed or is about to, and ``eval.patience`` or the alarm ends the run."""
+    """``eval.patience`` or the collapse alarm ends the run before its last step."""
 
 
 class Stopped(RuntimeError):
-    """The run was asked to stop, and has saved what it had."""
+    """The user asked the run to stop, and its checkpoint is written."""
 
 
 class TrajectoryGenerator(SamplesGenerator):
-    """OpenRLHF's dispatch of prompts to vLLM actors; samples stay trajectories."""
+    """OpenRLHF's dispatch of prompts to vLLM actors, which keeps samples as trajectories."""
 
     def _process_response_into_experience(self, response: dict[str, Any], **_: Any) -> Trajectory:
         trajectory: Trajectory = response["trajectory"]
         return trajectory
 
 
-class TrainStep(Bookkeeping):
+class TrainStep:
     """A training step for a subclass of OpenRLHF's ``BasePPOTrainer``."""
 
-    # of BasePPOTrainer
+    # set by BasePPOTrainer
     args: Any
     tokenizer: Any
     vllm_engines: Any
@@ -71,32 +76,42 @@ class TrainStep(Bookkeeping):
     critic_model_group: Any
     reference_model_group: Any
     strategy: Any
-    broadcast_to_vllm: Callable[[], None]  # with ``trainers.Announcing``, the number of the weights, too
+    broadcast_to_vllm: Callable[[], None]  # and their version, in ``trainers``
     version: int  # training steps done
 
-    def begin(self, states: dict[str, Any]) -> None:
-        """Open the run's folder at the step of ``states`` (0 for a new run), and evaluate before the first one."""
-        self.config = run_config()
-        self.run_dir = run_folder()
+    def fit(self, global_step: int = 0) -> None:
+        """The whole run."""
+        with watched(self.workers()):
+            self.init_checkpoint_states()
+            self.begin()
+            with suppress(Ended):
+                super().fit(global_step)  # type: ignore[misc]
+            self.end()
+
+    def begin(self) -> None:
+        """Open the run's folder at the step of the loaded checkpoint; a new run evaluates the policy first."""
+        self.config, self.run_dir = run_config(), run_folder()
         self.place = Placement.of(self.config)
-        self.lost_steps = 0
-        self.timings: dict[str, float] = {}
-        self.begun = time.perf_counter()  # the step that is under way
         self.metrics: dict[str, float] = {}
-        self.summary = Summary.from_state(states["summary"]) if "summary" in states else Summary()
-        self.log = MetricsLog(
-            self.run_dir, tensorboard=self.config.log.tensorboard, wandb=self.config.log.wandb
-        )
-        self.log.truncate_after(self.version if self.version else -1)
-        drop_events_after(self.run_dir, self.version)
-        self.alarm = alarm_so_far(self.config.alarm, self.run_dir, self.version)
         self.classify = TokenClassifier(self.tokenizer)
         self.eval_env = make_env(self.config, evaluation=True)
         self.answers = answers_of(training_examples(self.config))
         self.evaluator = TrajectoryGenerator(self.strategy, None, None, self.tokenizer, self.vllm_engines)
-        if self.version == 0:
-            metrics = self.evaluate_policy(self.config.eval.num_examples_final)
-            self.record(0, metrics | self.take_timings([]))
+        saved_config = read_resolved(self.run_dir.config)  # without the micro-batch sizes of this process
+        log = PlainDisplay(sys.stdout)  # the user sees another display, that of ``launch``
+        self.recorder = Recorder(saved_config, self.run_dir, self.eval_env.task, log, HASHED_BYTES)
+        log.start(f"training steps of {self.run_dir.path}", self.config.update.steps, self.version)
+        if self.version:
+            self.recorder.restore(Path(self.args.ckpt.path))
+        elif self.recorder.record(0, self.evaluate_policy(self.config.eval.num_examples_final)):
+            self.recorder.save_best(0, self.save_policy)
+
+    def end(self) -> None:
+        """Write the summary, which marks the run as finished."""
+        parameters = model_shape(self.args.actor.model_name_or_path).parameters
+        is_sample = make_env(self.config).examples.is_sample or self.eval_env.examples.is_sample
+        self.recorder.finish({"steps": self.version, "parameters": parameters, "is_sample": is_sample})
+        self.recorder.close()
 
     def train_step(
         self, trajectories: Sequence[Trajectory], global_step: int
@@ -109,72 +124,85 @@ class TrainStep(Bookkeeping):
         usable = any(not t.excluded for t in trajectories)
         if usable:
             try:
-                with self.timed("log_probs"):
-                    batch, recomputed = self.score(self.collate(trajectories))
+                with self.recorder.stage("log_probs"):
+                    batch = collate(trajectories, self.tokenizer.pad_token_id, self.classify)
+                    batch, recomputed = self.score(batch)
                 self.check_mismatch(recomputed, batch, trajectories, step)
                 batch = estimate_advantages(batch, self.config.algorithm.advantage, self.config.loss)
-                with self.timed("update"):
+                with self.recorder.stage("update"):
                     metrics |= self.update(batch, step) | batch_metrics(batch)
                 metrics |= mismatch_metrics(recomputed, batch)
             except (NonFiniteError, RayTaskError) as error:
-                self.dump_if_non_finite(error, trajectories, step)
-                raise
+                cause = error.cause if isinstance(error, RayTaskError) else error
+                if not isinstance(cause, NonFiniteError):
+                    raise
+                raise self.recorder.non_finite(step, cause, cause.trajectory_ids, trajectories) from error
         self.version = step
-        with self.timed("broadcast"):
+        with self.recorder.stage("broadcast"):
             if usable:
                 self.broadcast_to_vllm()
             else:
                 self.announce_version()
-        self.save_trajectories(step, trajectories)
+        self.recorder.save_trajectories(step, trajectories)
         self.metrics, self.trajectories = metrics, trajectories
-        self.lost_steps = 0 if usable else self.lost_steps + 1
         return {}, step
 
     def save_logs_and_checkpoints(
         self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: Any = None
     ) -> None:
-        """Evaluate, log, keep the best policy, save; OpenRLHF calls it after each step."""
-        config, steps = self.config, self.config.update.steps
-        self.timings["time/rollout_s"] = float((logs_dict or {}).get("timing/generation", 0.0))
-        metrics = self.metrics
-        if global_step == steps:
-            metrics |= self.evaluate_policy(config.eval.num_examples_final)
-            if config.eval.search_off:
-                metrics |= self.evaluate_policy(config.eval.num_examples_final, search_off=True)
-        elif config.eval.every and global_step % config.eval.every == 0:
-            metrics |= self.evaluate_policy(config.eval.num_examples)
-        self.record(global_step, metrics | self.take_timings(self.trajectories))
-        lost = self.lost_steps == MAX_LOST_STEPS
+        """Evaluate, log, keep the best policy, save; OpenRLHF calls it after each step.
+
+        Raises:
+            Ended: the run is over before its last step, as its config says.
+            Stopped: the user asked for it.
+            UserError: the tools are out.
+        """
+        recorder, step = self.recorder, global_step
+        recorder.add_time("rollout", float((logs_dict or {}).get("timing/generation", 0.0)))
+        metrics = self.metrics | recorder.evaluate_if_due(step, self.evaluate_policy)
+        if recorder.record(step, metrics | tool_timings(self.trajectories), self.trajectories):
+            recorder.save_best(step, self.save_policy)
+        recorder.watch(step, metrics, self.trajectories)
         stop = self.run_dir.stop_file.exists()
-        every = config.checkpoint.every
-        ended = self.watch(global_step, metrics)
-        if stop or lost or ended or global_step == steps or (every and global_step % every == 0):
-            self.save(global_step, dict(client_states or {}))
-        if lost:
-            raise UserError(self.why_lost())
-        if ended:
+        if stop or recorder.checkpoint_due(step):
+            self.save(step, dict(client_states or {}))
+        recorder.stop_if_lost()
+        if recorder.ended:
             raise Ended
-        if stop and global_step < steps:
-            raise Stopped(f"stopped after step {global_step}")
+        if stop and step < self.config.update.steps:
+            raise Stopped(f"stopped after step {step}")
+
+    def save(self, step: int, states: dict[str, Any]) -> None:
+        """Write a checkpoint; ``states`` are OpenRLHF's, which DeepSpeed keeps beside its shards."""
+        states |= {"global_step": step}
+
+        def save_shards(folder: Path) -> None:
+            for name, group in {ACTOR: self.actor_model_group, CRITIC: self.critic_model_group}.items():
+                if group is not None:
+                    ray.get(group.async_run_method("save_state", folder=str(folder / name), states=states))
+
+        self.recorder.save_checkpoint(step, self.save_policy, save_shards)
+
+    def save_policy(self, folder: Path) -> None:
+        """Have the workers write the policy as a transformers folder."""
+        ray.get(self.actor_model_group.async_run_method("save_policy", folder=str(folder)))
 
     def workers(self) -> list[Any]:
-        """All that sample, score or train."""
+        """All actors that sample, score or train."""
         groups = (self.actor_model_group, self.critic_model_group, self.reference_model_group)
         return [
             *self.vllm_engines,
             *(actor for group in groups if group is not None for actor in group._actor_handlers),
         ]
 
-    def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
-        return collate(trajectories, self.tokenizer.pad_token_id, self.classify)
-
     # -- the parts of a step --------------------------------------------------------------------------------------
 
     def score(self, batch: Batch) -> tuple[Batch, Tensor]:
-        """Fill in old and reference log-probabilities and values; returns the newest weights' log-probabilities, too.
+        """Fill in old and reference log-probabilities and values; also returns the newest weights' log-probabilities.
 
-        Old log-probabilities are the trainer's where the newest weights sampled the batch. An asynchronous batch is
-        older than the trainer's weights, and the ratio is to measure that: there they are the sampler's own.
+        In a synchronous run the newest weights sampled the batch, and the old log-probabilities are the trainer's own
+        recomputation. An asynchronous batch is older than the trainer's weights, and the ratio has to measure that: its
+        old log-probabilities are those that the sampler reported.
         """
         recomputed = self.score_with(self.actor_model_group, batch)
         behind = self.config.cluster.async_rollout
@@ -193,7 +221,7 @@ class TrainStep(Bookkeeping):
     def check_mismatch(
         self, log_probs: Tensor, batch: Batch, trajectories: Sequence[Trajectory], step: int
     ) -> None:
-        """End the run where the newest weights sampled a turn and now say something else of it than vLLM did."""
+        """End the run if vLLM and the newest weights disagree about turns that these weights sampled."""
         check_mismatch(
             log_probs,
             batch,
@@ -205,14 +233,17 @@ class TrainStep(Bookkeeping):
         )
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
-        """From OpenRLHF's reference workers, which take micro-batches."""
+        """Log-probabilities (B, T) from OpenRLHF's reference workers, which take micro-batches."""
         size = self.place.micro_batch(self.config.update.log_prob_micro_batch_size, len(batch))
         micros = list(batch.micro_batches(size))
         refs = self.reference_model_group.async_run_method_batch(
             "forward",
             sequences=[micro.token_ids for _, micro in micros],
             action_mask=[micro.action_mask for _, micro in micros],
-            attention_mask=[_attention_mask(micro) for _, micro in micros],
+            attention_mask=[
+                (torch.arange(micro.token_ids.shape[1]) < micro.lengths[:, None]).long()
+                for _, micro in micros
+            ],
         )
         found = [part for parts in ray.get(refs) for part in parts]
         ray.get(self.reference_model_group.async_run_method("empty_cache"))
@@ -239,7 +270,7 @@ class TrainStep(Bookkeeping):
         return metrics
 
     def run_group_awake(self, group: Any, method: str, **arguments: list[Any]) -> list[Any]:
-        """``run_group`` with the optimizer's state on the GPU: where models share one, it sleeps in between."""
+        """``run_group`` with the optimizer's state on the GPU, where it is only for updates if models share the GPU."""
         if not self.args.ds.enable_sleep:
             return self.run_group(group, method, **arguments)
         ray.get(group.async_run_method(method_name="reload_states"))
@@ -248,24 +279,24 @@ class TrainStep(Bookkeeping):
         return results
 
     def run_group(self, group: Any, method: str, **arguments: list[Any]) -> list[Any]:
-        """``method`` on each rank with its item of each list; what the ranks return."""
+        """Call ``method`` on each rank with the rank's item of each list; returns what the ranks return."""
         by_rank = ray.get(group.async_run_method_batch(method, **arguments))
         return [result for results in by_rank for result in results]
 
     def score_with(self, group: Any, batch: Batch) -> Tensor:
-        """The (B, T) figures that a group's ranks compute, each of its share of the rows."""
+        """The (B, T) values that the ranks of a group compute, each for its share of the rows."""
         order = torch.argsort(batch.lengths, descending=True, stable=True)
         indices = [order[rank :: self.place.ranks] for rank in range(self.place.ranks)]
         parts = self.run_group(group, "score", batch=[batch.rows(index) for index in indices])
         return _spread(batch, indices, parts)
 
-    def evaluate_policy(self, limit: int, *, search_off: bool = False) -> dict[str, float]:
-        """Success on the evaluation split, drawn as by the local engine: greedy unless ``eval.temperature`` says so."""
+    def evaluate_policy(self, limit: int, search_off: bool = False) -> dict[str, float]:
+        """``eval/`` metrics of the policy on at most ``limit`` questions, sampled as in the local engine."""
         temperature = self.config.eval.temperature
         kind = "search_off" if search_off else "eval"
         examples = len(self.eval_env.examples.examples)
         self.evaluator.eval_dataloader = evaluation_loader(self.config, examples, limit, kind)
-        with self.timed("eval"):
+        with self.recorder.stage("eval"):
             trajectories = self.evaluator.generate_eval_samples(
                 temperature=temperature,
                 top_p=self.config.sampler.top_p if temperature else 1.0,
@@ -278,16 +309,8 @@ class TrainStep(Bookkeeping):
         write_jsonl(self.run_dir.trajectories / f"eval_{self.version:06d}.jsonl", trajectories)
         return eval_metrics(trajectories)
 
-    def watch(self, step: int, metrics: dict[str, float]) -> bool:
-        """Look for a collapse, coming or come; True when the config wants the run to end over it."""
-        alarm, action = self.alarm.observe(step, metrics), self.config.alarm.action
-        if alarm is not None:
-            append_event(self.run_dir, alarm.event(action))
-        out_of_patience = 0 < self.config.eval.patience <= self.summary.evaluations_below
-        return out_of_patience or (alarm is not None and action == "stop")
-
     def init_checkpoint_states(self) -> dict[str, Any]:
-        """OpenRLHF's, which it asks for before anything is sampled.
+        """OpenRLHF's own state in the loaded checkpoint; it calls this before anything is sampled.
 
         Raises:
             UserError: the policy's workers did not load the checkpoint that the run was to go on from.
@@ -296,24 +319,20 @@ class TrainStep(Bookkeeping):
         self.version = int(states.get("global_step", 0))
         if self.args.ckpt.load_enable and self.version != step_of(Path(self.args.ckpt.path)):
             raise UserError(
-                f"{self.args.ckpt.path} was to be loaded, and the state loaded is of step {self.version}"
+                f"OpenRLHF was to load {self.args.ckpt.path}, but it loaded the state of step {self.version}"
             )
         return states
 
     def announce_version(self) -> None:
-        """Tell the vLLM engines how many training steps their weights have behind them.
+        """Tell the vLLM engines the version of their weights: how many training steps were done on them.
 
-        It is called while nobody samples (``trainers.Announcing``), or when the weights did not change.
+        It is called while no engine samples (``trainers.Announcing``), or when the weights did not change.
         """
         batch_vllm_engine_call(self.vllm_engines, "set_policy_version", self.version)
 
 
-def _attention_mask(batch: Batch) -> Tensor:
-    return (torch.arange(batch.token_ids.shape[1]) < batch.lengths[:, None]).long()
-
-
 def _spread(batch: Batch, indices: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-    """Rows computed in pieces, back in the batch's order: float32 (B, T), 0 in the padding."""
+    """Put rows that were computed in pieces back into the batch's order: float32 (B, T), 0 in the padding."""
     whole = torch.zeros(batch.action_mask.shape)
     for index, part in zip(indices, parts, strict=True):
         whole[index, : part.shape[1]] = part.float()

@@ -1,9 +1,8 @@
-"""OpenRLHF's trainers with our training step and our prompts; ``driver`` puts them in place of its own."""
+"""OpenRLHF's trainers with our training step and our prompts, which ``driver`` puts in the place of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import ray
@@ -11,8 +10,7 @@ from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 
 from sorl_train.learner.schedule import steps_of_batch
 from sorl_train.openrlhf.prompts import JobLoader, training_loader
-from sorl_train.openrlhf.train_step import Ended, TrainStep, TrajectoryGenerator
-from sorl_train.openrlhf.watch import watched
+from sorl_train.openrlhf.train_step import TrainStep, TrajectoryGenerator
 from sorl_train.openrlhf.workers import run_config
 from sorl_train.rollout.environments import training_examples
 
@@ -23,30 +21,31 @@ _PPOTrainerAsync = ppo_trainer_async.PPOTrainerAsync.__ray_metadata__.modified_c
 
 
 def prepare_loaders(strategy: Any, tokenizer: Any) -> tuple[JobLoader, None, int]:
-    """In place of OpenRLHF's ``prepare_datasets``: our prompts in our order, no evaluation of its own."""
+    """Replaces OpenRLHF's ``prepare_datasets``: our prompts in our order, and no evaluation by OpenRLHF."""
     config = run_config()
     examples = training_examples(config)
     return training_loader(config, len(examples)), None, config.update.steps * steps_of_batch(config)
 
 
 class Announcing(ppo_trainer.BasePPOTrainer):
-    """New weights and their number, in one piece, for the asynchronous trainer.
+    """Sends new weights and their version together, for the asynchronous trainer.
 
-    OpenRLHF's asynchronous trainer calls this between taking a lock (or pausing the vLLM engines) and giving it back.
-    As a base class that comes after that trainer this one is what it calls there. Told any later, the number would
-    miss the turns that begin as soon as the lock is free: they would be drawn with new weights under the old number.
+    OpenRLHF's asynchronous trainer calls ``super().broadcast_to_vllm`` while it holds a lock (or has paused the vLLM
+    engines). This class comes right after that trainer in the order of base classes, so it is what gets called. If the
+    version came after the lock is free, turns that begin at once would be sampled with new weights under the old
+    version.
     """
 
     announce_version: Callable[[], None]
 
     def broadcast_to_vllm(self) -> None:
-        """The weights to the vLLM engines, and then how many training steps they have behind them."""
+        """Send the weights to the vLLM engines, and then their version."""
         super().broadcast_to_vllm()
         self.announce_version()
 
 
 class Trainer(TrainStep, _PPOTrainer):  # type: ignore[misc, valid-type]
-    """Sample, train, sample: the GPUs are shared."""
+    """Samples and trains in turns on the same GPUs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         ppo_trainer.prepare_datasets = prepare_loaders
@@ -54,38 +53,23 @@ class Trainer(TrainStep, _PPOTrainer):  # type: ignore[misc, valid-type]
         super().__init__(*args, **kwargs)
 
     def broadcast_to_vllm(self) -> None:
-        """The weights to the vLLM engines, and their number; nobody samples meanwhile.
+        """Send the weights to the vLLM engines, and then their version; no engine samples meanwhile.
 
-        It stands here and not in a base class as for ``AsyncTrainingActor``: Ray copies the inherited methods into the
-        class that it makes of OpenRLHF's trainer, so that a base class behind it is never asked.
+        It cannot be inherited from ``Announcing``: Ray copies inherited methods into the class that it makes of
+        OpenRLHF's trainer, so the methods of a base class after that one are never called.
         """
         super().broadcast_to_vllm()
         self.announce_version()
 
-    def fit(self, global_step: int = 0) -> None:
-        """The whole run."""
-        with watched(self.workers()):
-            self.begin(self.init_checkpoint_states())
-            with suppress(Ended):
-                super().fit(global_step)
-            self.end()
-
 
 class AsyncTrainingActor(TrainStep, _TrainingActor, Announcing):  # type: ignore[misc, valid-type]
-    """Trains on what ``AsyncGenerator`` put into the queue."""
+    """Trains on the batches that ``AsyncGenerator`` puts into a queue."""
 
-    def fit(self, global_step: int = 0) -> None:
-        """The whole run."""
-        with watched(self.workers()):
-            self.begin(self.init_checkpoint_states())
-            super().fit(global_step)
-            self.end()
-
-    def evaluate_policy(self, limit: int, *, search_off: bool = False) -> dict[str, float]:
-        """As ``TrainStep``'s, while no other batch is sampled and no weight changes."""
+    def evaluate_policy(self, limit: int, search_off: bool = False) -> dict[str, float]:
+        """See ``TrainStep``; meanwhile no other batch is sampled and no weight changes."""
         ray.get(self.vllm_lock.acquire.remote())
         try:
-            return super().evaluate_policy(limit, search_off=search_off)
+            return super().evaluate_policy(limit, search_off)
         finally:
             ray.get(self.vllm_lock.release.remote())
 
@@ -100,7 +84,7 @@ class AsyncGenerator(_GenerateSamplesActor):  # type: ignore[misc, valid-type]
 
 
 class AsyncTrainer(_PPOTrainerAsync):  # type: ignore[misc, valid-type]
-    """Starts the two above."""
+    """Starts ``AsyncGenerator`` and ``AsyncTrainingActor``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         ppo_trainer_async.GenerateSamplesActor = ray.remote(AsyncGenerator)

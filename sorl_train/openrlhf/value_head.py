@@ -1,10 +1,10 @@
 """The critic's output layer in float32, beside a DeepSpeed engine that holds the rest of the critic in bfloat16.
 
 DeepSpeed casts every parameter of its module to bfloat16, and ZeRO flattens all of them into buffers of one dtype, so
-a float32 layer cannot live inside. A value of 8 bits is too coarse: next to 0.7 its neighbours are 0.004 away, which is
-as much as an advantage late in training. The layer has the width of the model and one bias, so each rank keeps all of
-it, with an AdamW of its own. Gradients are averaged over the ranks as DeepSpeed's are, and both are clipped by the norm
-of all of them together: the update is that of the local engine.
+it cannot hold a float32 layer. The 8 bits of precision of bfloat16 are too few for values: near 0.7 two neighbouring
+values differ by 0.004, as much as an advantage late in training. The layer is small (the model's width and one bias),
+so each rank keeps all of it, with its own AdamW. Its gradient is averaged over the ranks and clipped together with
+DeepSpeed's by the norm of all of them: the update is the same as in the local engine.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 
 from sorl_env.errors import UserError
 from sorl_train.config.settings import OptimConfig
+from sorl_train.learner.state import load_optimizers, save_optimizers
 from sorl_train.learner.update import set_lr
 from sorl_train.models.critic import VALUE_HEAD_FILE
-from sorl_train.run.checkpoint import load_optimizers, save_optimizers
 
 OPTIMIZER_FILE = "value_head_optimizer.safetensors"
 
 
 class ValueHead:
-    """V(s_t) from the hidden state (N, H) of N positions; 0 everywhere until it is trained or loaded.
+    """Values V(s_t) from the hidden states (N, H) of N positions; all 0 until the head is trained or loaded.
 
     Args:
-        engine: the DeepSpeed engine around the critic, whose clipping then counts the head's gradient, too.
+        engine: the DeepSpeed engine around the critic, whose gradient norm then includes the head's gradient.
     """
 
     def __init__(self, engine: Any, optim: OptimConfig) -> None:
@@ -38,7 +38,7 @@ class ValueHead:
         self.linear = nn.Linear(engine.module.config.hidden_size, 1, dtype=torch.float32, device=device)
         nn.init.zeros_(
             self.linear.weight
-        )  # as the local engine's: the first advantages are the rewards themselves
+        )  # as in the local engine: the first advantages are the rewards themselves
         nn.init.zeros_(self.linear.bias)
         self.optimizer = torch.optim.AdamW(
             self.linear.parameters(),
@@ -55,7 +55,7 @@ class ValueHead:
         return self.linear(hidden.float()).squeeze(-1)
 
     def average_gradient(self) -> bool:
-        """Average the gradient over the ranks, before DeepSpeed's step; False when it is not finite."""
+        """Average the gradient over the ranks; call it before DeepSpeed's step. False if it is not finite."""
         gradients = [parameter.grad for parameter in self.linear.parameters() if parameter.grad is not None]
         for gradient in gradients:
             dist.all_reduce(gradient)
@@ -64,7 +64,7 @@ class ValueHead:
         return bool(torch.isfinite(self._norm))
 
     def step(self, lr: float, norm: float) -> None:
-        """Clip by ``norm``, which is that of all the critic's gradients, and step; after DeepSpeed's own step."""
+        """Clip by ``norm``, the norm of all gradients of the critic, and step; call it after DeepSpeed's step."""
         if self._limit is not None:
             factor = min(1.0, self._limit / (norm + 1e-6))
             for parameter in self.linear.parameters():
@@ -83,7 +83,7 @@ class ValueHead:
         save_optimizers(folder / OPTIMIZER_FILE, {"head": self.optimizer})
 
     def load(self, folder: Path) -> None:
-        """What ``save`` wrote. The weights alone, when a critic of the local engine wrote the folder."""
+        """Load what ``save`` wrote, or the weights alone if the folder is a critic of the local engine."""
         file = folder / VALUE_HEAD_FILE
         try:
             self.linear.load_state_dict(load_file(file))
@@ -96,7 +96,7 @@ class ValueHead:
 
 
 def _count_in_the_norm(engine: Any, extra: Any) -> None:
-    """From now on the norm by which DeepSpeed clips, and which it reports, has one more gradient in it."""
+    """Include the norm ``extra`` in the gradient norm that DeepSpeed clips by and reports."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         norms = optimizer._get_norm_groups

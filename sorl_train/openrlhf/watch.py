@@ -1,4 +1,4 @@
-"""Workers that die: the others are ended, so that nobody waits for the dead in a broadcast."""
+"""When a worker dies, end the others, which would wait for it in a broadcast."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ POLL_S = 2.0
 
 @contextmanager
 def watched(workers: Sequence[Any], poll_s: float = POLL_S) -> Iterator[None]:
-    """Run a block that calls Ray actors; the death of one of ``workers`` ends it, whatever the block waits for.
+    """Within a block that calls Ray actors, the death of one of ``workers`` ends the block, whatever it waits for.
 
-    Ray tells only those who wait for the dead actor itself. A training worker in the middle of a collective, or of a
-    weight broadcast to a vLLM engine that is gone, hears nothing (gloo's and NCCL's own limits are half an hour), and
-    so neither does the trainer, which waits for that worker.
+    Ray reports a death only to callers of the dead actor. A training worker in a collective with it, or in a weight
+    broadcast to a dead vLLM engine, waits on (the timeouts of gloo and NCCL are half an hour), and so does the trainer,
+    which waits for that training worker.
 
     Raises:
-        ray.exceptions.ActorDiedError: of the worker that died first, in the place of what its death caused.
+        ray.exceptions.ActorDiedError: of the worker that died first, instead of the error that its death caused.
     """
     deaths: list[ActorDiedError] = []
     over = threading.Event()
 
     def watch() -> None:
-        # a busy actor answers once it is free; a dead one's call fails at once
+        # a busy actor answers when it is free; a call to a dead one fails at once
         calls: dict[ray.ObjectRef[Any], Any] = {}
         while not over.wait(poll_s):
             asked = set(calls.values())
@@ -49,7 +49,7 @@ def watched(workers: Sequence[Any], poll_s: float = POLL_S) -> Iterator[None]:
     try:
         yield
     except RayError as error:
-        # Whoever waited for the dead worker may hear of it before the watcher does.
+        # the block may have called the dead worker and know of its death before the watcher does
         watcher.join(2 * poll_s)
         if deaths:
             raise deaths[0] from error

@@ -1,4 +1,4 @@
-"""OpenRLHF's model workers with our losses: the updates of ``sorl_train.learner.update`` on DeepSpeed's engines."""
+"""OpenRLHF's model workers with our losses: the updates of ``learner.update`` on DeepSpeed engines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,22 @@ from sorl_train.losses.log_probs import TokenStats
 from sorl_train.losses.sums import sum_over_ranks
 from sorl_train.models.critic import VALUE_HEAD_FILE
 from sorl_train.models.forward import logit_stats
-from sorl_train.openrlhf.placement import Placement
-from sorl_train.openrlhf.saves import CRITIC
+from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.value_head import ValueHead
 from sorl_train.run.folder import RunDir
 
-PIECE = 1 << 24  # numbers
-SHARDS = "shards"  # the name under which DeepSpeed keeps a checkpoint in a folder
+PIECE = 1 << 24  # elements of a gradient that are looked at together
+ACTOR, CRITIC = "_actor", "_critic"  # where OpenRLHF looks for shards in a checkpoint
+SHARDS = "shards"  # the folder in there that DeepSpeed makes
 
 
 def run_folder() -> RunDir:
-    """The run's folder, on storage that every node sees."""
+    """The run's folder, which is on storage that all nodes share."""
     return RunDir(Path(os.environ["SORL_RUN_DIR"]))
 
 
 def run_config() -> TrainConfig:
-    """The run's settings, with the micro-batch sizes that DeepSpeed was told."""
+    """The run's settings, with the micro-batch sizes that DeepSpeed was started with."""
     config = read_resolved(run_folder().config)
     place, update = Placement.of(config), config.update
     micro = place.micro_batch(update.micro_batch_size, update.mini_batch_size)
@@ -56,33 +56,29 @@ def run_config() -> TrainConfig:
     return dataclasses.replace(config, update=sizes)
 
 
-def device() -> torch.device:
-    """This rank's."""
-    return torch.device(torch.cuda.current_device())
-
-
 class DeepSpeedStep:
-    """Gradients and steps of a DeepSpeed engine, which accumulates, averages over ranks, clips and steps by itself."""
+    """Backward passes and steps of a DeepSpeed engine, which accumulates, averages over ranks, clips and steps."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        # it divides by both, and our losses are sums over the whole mini-batch already
+        # DeepSpeed divides by both, but our losses are already divided by what belongs to the whole mini-batch
         self._undo = engine.gradient_accumulation_steps() * dist.get_world_size()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """One micro-batch; the step after the last one is ``apply``."""
+        """Add the gradient of one micro-batch; after the last one, call ``apply``."""
         self.engine.backward(loss * self._undo)
         if not last:
-            self.engine.step()  # counts the micro-batch
+            self.engine.step()  # DeepSpeed counts micro-batches with it
 
     def apply(self, lr: float, grad_scale: float = 1.0, limit: float | None = None) -> float:
-        """Scale the gradient, clip it to ``limit`` (None: DeepSpeed's), step with ``lr``; returns its norm before both.
+        """Scale the gradient, clip it to ``limit`` (None: DeepSpeed's own), step with rate ``lr``.
 
-        Where it is not finite on some rank: NaN on all of them, and no step. DeepSpeed's own step would not tell in
-        bfloat16: ZeRO-3 takes the norm for 1 and goes ahead, ZeRO-2 does nothing and keeps the last step's norm.
+        Returns the gradient's norm before scaling and clipping. If the gradient is not finite on some rank: NaN on all
+        ranks, and no step. DeepSpeed's own step does not report that in bfloat16: ZeRO-3 takes the norm to be 1 and
+        steps, ZeRO-2 takes no step and keeps the last norm.
 
-        A gradient is scaled by the loss scale that DeepSpeed divides by before it clips: the official way to do so
-        for every ZeRO stage, and the only one that never gathers a gradient.
+        The gradient is scaled through the loss scale, by which DeepSpeed divides before it clips: that works with every
+        ZeRO stage and never gathers a gradient.
         """
         optimizer = self.engine.optimizer
         is_zero_3 = self.engine.zero_optimization_stage() == 3
@@ -101,7 +97,7 @@ class DeepSpeedStep:
 
 
 def _is_finite(gradients: Tensor) -> bool:
-    """Whether all ranks' are; piece by piece, as looking at a whole shard takes as much memory again."""
+    """Whether the gradients of all ranks are finite; in pieces, as a check of a whole shard doubles its memory."""
     finite = torch.stack([piece.isfinite().all() for piece in gradients.split(PIECE)]).all()
     (broken,) = sum_over_ranks(float(not finite))
     return not broken
@@ -118,7 +114,7 @@ class DeepSpeedPolicyUpdate(PolicyUpdate):
         return self.stats(micro, micro.loss_mask, entropy=True, logit_scale=True)
 
     def stats(self, micro: Batch, mask: Tensor, **wanted: bool) -> TokenStats:
-        """Statistics of the tokens of ``mask``, through the engine: it is what gathers sharded weights."""
+        """Statistics of the tokens of ``mask``, through the engine, which gathers sharded weights."""
         logits = self._deepspeed.engine(input_ids=micro.token_ids[:, :-1], use_cache=False).logits[mask]
         temperature = self.settings.temperature
         return logit_stats(logits, micro.token_ids, mask, temperature=temperature, **wanted)
@@ -147,7 +143,7 @@ class DeepSpeedCriticUpdate(CriticUpdate):
         """Values (B, T), float32, 0 off the policy's tokens."""
         columns = torch.arange(micro.token_ids.shape[1], device=micro.token_ids.device)
         lengths = micro.lengths.to(micro.token_ids.device)
-        # without an action mask OpenRLHF's critic gives what its backbone does, and leaves its own bfloat16 head out
+        # without an action mask OpenRLHF's critic returns the outputs of its backbone and skips its bfloat16 head
         outputs = self._deepspeed.engine(
             micro.token_ids, attention_mask=(columns < lengths[:, None]).long(), return_output=True
         )
@@ -173,10 +169,10 @@ def _finite(grad_norm: float, what: str, mini: Batch) -> float:
 
 def _train(
     update: Any, optim: OptimConfig, base: float, warmup: float, minis: Iterable[Batch], **steps: int
-) -> Means:
-    """An optimizer step on each of ``minis``, at the rates of steps ``done``, ``done`` + 1, .. of ``total``.
+) -> dict[str, float]:
+    """One optimizer step on each of ``minis``: steps ``done``, ``done`` + 1, .. of ``total`` in the rate's schedule.
 
-    The actor's end early at ``update.target_kl``: that KL is summed over all ranks, so all of them end.
+    The actor stops early at ``update.target_kl``. That KL is summed over all ranks, so all of them stop together.
     """
     means = Means()
     for number, mini in enumerate(minis):
@@ -184,49 +180,53 @@ def _train(
         update.step(mini, lr, means)
         if isinstance(update, PolicyUpdate) and past_target_kl(update.settings.target_kl, means):
             break
-    return means
+    torch.cuda.empty_cache()  # several processes share the GPU, and torch would keep the memory of this one's peak
+    return means.result()
+
+
+@torch.no_grad()
+def _score(batch: Batch, size: int, compute: Callable[[Batch], Tensor]) -> Tensor:
+    """Values (B, T) that ``compute`` returns for micro-batches of ``size`` rows, as float32 on the CPU."""
+    rows = torch.zeros(batch.action_mask.shape)
+    for index, micro in batch.micro_batches(size):
+        part = compute(micro.to(torch.device(torch.cuda.current_device())))
+        rows[index, : part.shape[1]] = part.float().cpu()
+    torch.cuda.empty_cache()
+    return rows
 
 
 class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
-    """One rank of the actor. OpenRLHF loads, shards, saves and broadcasts the weights; the update is ours."""
+    """One rank of the actor. OpenRLHF loads, shards, saves and broadcasts the weights; the update is sorl's."""
 
     def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        ppo_actor.NaiveReplayBuffer = _no_buffer  # batches come with the call
+        ppo_actor.NaiveReplayBuffer = _no_buffer  # batches come as arguments of ``train_on``
         super().init_model_from_pretrained(*args, **kwargs)
         self.config = run_config()
         _check_loaded(self.actor.model, self.strategy.args)
         self.update = DeepSpeedPolicyUpdate(self.actor.model, self.config)
 
-    @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:
         """Log-probabilities (B, T) of the policy's tokens."""
         self.actor.eval()
-        log_probs = torch.zeros(batch.action_mask.shape)
-        for index, micro in batch.micro_batches(self.config.update.micro_batch_size):
-            micro = micro.to(device())
-            values = self.update.stats(micro, micro.action_mask).log_probs
-            log_probs[index, : values.shape[1]] = values.float().cpu()
-        torch.cuda.empty_cache()  # four processes share the GPU, and torch would keep this one's peak
-        return log_probs
+        size = self.config.update.micro_batch_size
+        return _score(batch, size, lambda micro: self.update.stats(micro, micro.action_mask).log_probs)
 
     def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
-        """This rank's share of the mini-batches of one training step; metrics of the whole."""
+        """Train on this rank's share of a training step's mini-batches; returns metrics over all ranks."""
         self.actor.train()
         optim = self.config.optim
-        means = _train(self.update, optim, optim.lr, optim.warmup_ratio, minis, done=done, total=total)
-        torch.cuda.empty_cache()
-        return means.result()
+        return _train(self.update, optim, optim.lr, optim.warmup_ratio, minis, done=done, total=total)
 
     def save_state(self, folder: str, states: dict[str, Any]) -> None:
-        """This rank's shards, for a resume, with what the trainer wants to find there again."""
+        """Write this rank's shards, with the trainer's ``states``, for a resume."""
         self.actor.model.save_checkpoint(folder, tag=SHARDS, client_state=states)
 
     def save_policy(self, folder: str) -> None:
-        """A plain transformers folder."""
+        """Write the policy as a transformers folder."""
         self.strategy.save_model(self.actor, self.tokenizer, folder)
 
     def save_model(self) -> None:
-        """The last checkpoint holds it already."""
+        """Nothing to do at the end of the run: the last checkpoint holds the policy."""
 
 
 class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
@@ -245,59 +245,51 @@ class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
             self.update.head.load(start)
 
     def save_state(self, folder: str, states: dict[str, Any]) -> None:
-        """This rank's shards, and from the first one the value head."""
+        """Write this rank's shards; the first rank also writes the value head."""
         self.critic.save_checkpoint(folder, tag=SHARDS, client_state=states)
         if dist.get_rank() == 0:
             self.update.head.save(Path(folder))
 
-    @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:
         """Values (B, T) of the policy's tokens."""
         self.critic.eval()
-        values = torch.zeros(batch.action_mask.shape)
-        for index, micro in batch.micro_batches(self.config.update.critic_micro_batch_size):
-            part = self.update.values(micro.to(device()))
-            values[index, : part.shape[1]] = part.cpu()
-        torch.cuda.empty_cache()
-        return values
+        return _score(batch, self.config.update.critic_micro_batch_size, self.update.values)
 
     def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
-        """As ``PolicyWorker.train_on``."""
+        """See ``PolicyWorker.train_on``."""
         self.critic.train()
         optim = self.config.optim
         rates = optim.critic_lr, optim.critic_warmup_ratio
-        means = _train(self.update, optim, *rates, minis, done=done, total=total)
-        torch.cuda.empty_cache()
-        return means.result()
+        return _train(self.update, optim, *rates, minis, done=done, total=total)
 
 
 class RolloutWorker(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class):
-    """A vLLM engine that knows how many training steps its weights have behind them."""
+    """A vLLM engine that knows the version of its weights: how many training steps were done on them."""
 
     policy_version = 0
-    _resumed: asyncio.Event | None = None  # set when a pause ends; None while there is none
+    _resumed: asyncio.Event | None = None  # set when the pause ends; None if there is no pause
 
     async def set_policy_version(self, version: int) -> None:
-        """Called when the weights of this version have arrived, and before a pause for them ends."""
+        """Called when the weights of this version have arrived, before the pause for them ends."""
         self.policy_version = version
 
     async def version_of_a_new_turn(self) -> int:
-        """The version of the weights that draw a turn which is submitted now; waits until a pause has ended.
+        """The version of the weights that sample a turn submitted now; waits until a pause has ended.
 
-        The weights that are there cannot be older than that: a version is set once its weights are. They can be newer
-        for the turn's later tokens, when partial rollouts go on through an update.
+        The weights are never older than this version, which is set after they arrived. They can be newer for the turn's
+        later tokens if partial rollouts continue through an update.
         """
         while self._resumed is not None:
             await self._resumed.wait()
         return self.policy_version
 
     async def pause_generation(self) -> None:
-        """Stop drawing, in the middle of turns, for new weights."""
+        """Stop sampling for new weights, in the middle of turns."""
         self._resumed = asyncio.Event()
         await super().pause_generation()
 
     async def resume_generation(self) -> None:
-        """Go on with the turns that were stopped, and let those begin that have waited."""
+        """Continue the turns that were stopped, and let those begin that have waited."""
         await super().resume_generation()
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
@@ -305,10 +297,10 @@ class RolloutWorker(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class)
 
 
 def _check_loaded(engine: Any, arguments: Any) -> None:
-    """DeepSpeed says in its log that it found no checkpoint, and goes on with the weights it began with."""
+    """Raise an error if DeepSpeed found no checkpoint: it only logs that and keeps the weights it started with."""
     if arguments.ckpt.load_enable and engine.loaded_checkpoint_dp_world_size is None:
         raise RuntimeError(f"DeepSpeed loaded nothing from {arguments.ckpt.path}")
 
 
 def _no_buffer(*_: Any, **__: Any) -> None:
-    """In place of OpenRLHF's replay buffer."""
+    """Replaces OpenRLHF's replay buffer."""

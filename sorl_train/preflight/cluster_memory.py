@@ -48,7 +48,7 @@ from sorl_env.task import Limits
 from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.log_probs import CPU_CHUNK, GPU_CHUNK
 from sorl_train.models.shape import ModelShape
-from sorl_train.openrlhf.placement import Placement
+from sorl_train.openrlhf.flags import Placement
 from sorl_train.preflight.memory import action_tokens
 
 H100 = 80_000_000_000  # bytes of its memory

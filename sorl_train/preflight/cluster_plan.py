@@ -9,8 +9,8 @@ from pathlib import Path
 from sorl_env.task import Limits
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.shape import ModelShape
-from sorl_train.openrlhf.flags import as_arguments, critic_start, openrlhf_flags, unread
-from sorl_train.openrlhf.placement import Placement
+from sorl_train.openrlhf.checks import critic_start, unread
+from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.preflight.cluster_memory import H100, ClusterMemory, estimate_cluster_memory
 from sorl_train.preflight.memory import gigabytes
 from sorl_train.run.folder import RunDir

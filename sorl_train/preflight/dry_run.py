@@ -20,7 +20,7 @@ from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_tokenizer
 from sorl_train.models.shape import ModelShape, model_shape
 from sorl_train.models.tiny import build_tiny_policy
-from sorl_train.openrlhf.flags import check
+from sorl_train.openrlhf.checks import check
 from sorl_train.preflight.cluster_plan import openrlhf_parts
 from sorl_train.preflight.memory import estimate_memory, gigabytes
 from sorl_train.rollout.environments import make_env

@@ -83,24 +83,6 @@ def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, flo
     return {"rollout/staleness": fmean(lags), "rollout/staleness_max": float(max(lags))} if lags else {}
 
 
-def step_timings(
-    stages: Mapping[str, float], trajectories: Sequence[Trajectory], wall_s: float | None = None
-) -> dict[str, float]:
-    """``time/`` metrics of a training step: its stages (``time/STAGE_s``), its whole time, and tokens per second.
-
-    Args:
-        wall_s: seconds of the whole step, if its stages overlap; None: the sum of the stages.
-    """
-    tokens = sum(t.num_action_tokens for t in trajectories)
-    step_s = sum(stages.values()) if wall_s is None else wall_s
-    figures = {
-        "time/step_s": step_s,
-        "time/tokens_per_s": tokens / max(step_s, 1e-9),
-        "time/rollout_tokens_per_s": tokens / max(stages.get("time/rollout_s", 0.0), 1e-9),
-    }
-    return dict(stages) | figures | tool_timings(trajectories)
-
-
 def tool_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Latencies of tool calls in seconds, and the share of calls answered from a cache or a recording.
 

@@ -1,16 +1,15 @@
-"""The collapse alarm: an online detector over the metrics of a run, which warns before success falls.
+"""The collapse alarm: it reads a run's metrics step by step, and warns before success falls.
 
-Five signals, each a figure with a limit; a run alarms in the first step in which one of them is beyond its limit.
-``strain`` is the early one: how far a step's updates take the policy from the one that sampled, on average over the
-last ``MEMORY`` steps or so, each counted as at most ``SPIKE``. It is small for as long as a run can go on, whatever a
-single step does, and high many steps before success falls. The other four are means over ``WINDOW`` steps, and see
-what is sudden. What the limits were set on, and how well they do on runs that they were not set on, is in
-docs/stability.md.
+It computes five signals, each with a limit (``AlarmConfig``), and raises in the first step in which one is above its
+limit. ``strain`` warns early: how far a step's updates move the policy from the one that sampled the batch, averaged
+over about the last ``MEMORY`` steps, where one step counts for at most ``SPIKE``. In healthy runs it stays low even if
+single steps are extreme; in others it is high many steps before success falls. The other four signals are means over
+``WINDOW`` steps and react to sudden changes. docs/stability.md says on which runs the limits were chosen, and how well
+they do on other runs.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,24 +18,22 @@ from statistics import median
 from typing import Any
 
 from sorl_train.config.run_settings import AlarmConfig
-from sorl_train.run.files import append_line, atomic_write, read_jsonl
-from sorl_train.run.folder import RunDir
 
 WINDOW = 3  # steps that sudden signals are averaged over
-MEMORY = 50  # steps after which a step's part in the strain has fallen by a factor of e
-SPIKE = 0.3  # what one step counts for in the strain at most: healthy runs have lone steps far above that
-BASELINE = 3  # first training steps, with which gradient norms and entropies are compared
+MEMORY = 50  # steps after which a step's weight in the strain has fallen by a factor of e
+SPIKE = 0.3  # the most that one step counts in the strain: healthy runs have single steps far above it
+BASELINE = 3  # gradient norms and entropies are compared with those of so many first training steps
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """A collapse that announces itself.
+    """Signs that the policy is about to collapse.
 
     Attributes:
-        step: that the alarm was raised in.
-        since: first of the last ``WINDOW`` steps; what came before it is taken to be good.
-        reason: what was seen, for a person.
-        signals: those that are beyond their limits, by name.
+        step: the step in which the alarm was raised.
+        since: the first of the last ``WINDOW`` steps; the steps before it count as good.
+        reason: what the signs are, in words.
+        signals: the signals that are above their limits, by name.
     """
 
     step: int
@@ -60,9 +57,9 @@ class Alarm:
 
 
 class CollapseAlarm:
-    """Watches a run, one call of ``observe`` a step; raises at most one alarm.
+    """Watches a run with one call of ``observe`` after each step; raises at most one alarm.
 
-    It holds nothing that the metrics of the steps so far do not say: a resumed run observes them again.
+    Its state follows from the metrics alone, so a resumed run restores it by observing them again.
     """
 
     def __init__(self, config: AlarmConfig) -> None:
@@ -70,36 +67,35 @@ class CollapseAlarm:
         self._grad_norms: list[float] = []
         self._entropies: list[float] = []
         self._best_valid = 0.0
-        self._strain, self._steps_seen = 0.0, 0.0  # sums in which older steps count for less
+        self._strain, self._steps_seen = 0.0, 0.0  # sums in which older steps have less weight
         self._recent: deque[tuple[int, dict[str, float]]] = deque(maxlen=WINDOW)
         self._raised = False
 
     @property
     def strain(self) -> float:
-        """That of the steps so far, 0 before the first."""
+        """The strain of the steps so far; 0 before the first."""
         return self._strain / self._steps_seen if self._steps_seen else 0.0
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
-        """Take in a training step's metrics (null for what was not finite); the alarm, the one time it is raised."""
+        """Take in the metrics of a training step (None: not finite). Returns the alarm in the step that raises it."""
         if self._config.action == "off" or "loss/grad_norm" not in metrics:
             return None
         sudden = self._sudden(metrics)
         self._recent.append((step, sudden))
-        self._add_strain(sudden["ratio_tail"])
+        kept = math.exp(-1.0 / MEMORY)  # the weight of a step falls by a factor of e in MEMORY steps
+        self._strain = kept * self._strain + min(sudden["ratio_tail"], SPIKE)
+        self._steps_seen = kept * self._steps_seen + 1.0
         signals = {"strain": self.strain}
         signals |= {name: math.fsum(one[name] for _, one in self._recent) / WINDOW for name in sudden}
         beyond = {name: value for name, value in signals.items() if value > getattr(self._config, name)}
         if self._raised or not beyond:
             return None
         self._raised = True
-        reason = "; ".join(_DESCRIBED[name].format(value=value) for name, value in beyond.items())
+        reason = "; ".join(
+            f"{_DESCRIBED[name].format(value=value)} (limit alarm.{name} = {getattr(self._config, name):g})"
+            for name, value in beyond.items()
+        )
         return Alarm(step, self._recent[0][0], reason, beyond)
-
-    def _add_strain(self, ratio_tail: float) -> None:
-        """To the mean of the steps so far, in which a step's weight falls by e in ``MEMORY`` steps."""
-        kept = math.exp(-1.0 / MEMORY)
-        self._strain = kept * self._strain + min(ratio_tail, SPIKE)
-        self._steps_seen = kept * self._steps_seen + 1.0
 
     def _sudden(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         grad_norm = _number(metrics, "loss/grad_norm_max")
@@ -113,54 +109,27 @@ class CollapseAlarm:
             "entropy": abs(math.log(_relative(entropy, self._entropies, median) or 1e-9)),
         }
         for history, value in ((self._grad_norms, grad_norm), (self._entropies, entropy)):
-            if (
-                len(history) < BASELINE and 0.0 < value < math.inf
-            ):  # groups of one reward have a gradient of zero
+            usable = 0.0 < value < math.inf  # where all rewards of a group are equal, the gradient is zero
+            if usable and len(history) < BASELINE:
                 history.append(value)
         return signals
 
 
 _DESCRIBED = {
-    "strain": "on average a step's updates took the log-ratios to the old policy to a root mean square of {value:.3f}",
-    "ratio_tail": f"over {WINDOW} steps the log-ratios to the old policy had a root mean square of {{value:.2f}}",
-    "invalid_turns": f"over {WINDOW} steps the share of valid turns was {{value:.3f}} below its best",
-    "grad_norm": f"over {WINDOW} steps the gradient norm was {{value:.1f}} times the highest of the first steps",
-    "entropy": f"over {WINDOW} steps the entropy was off by a factor of e^{{value:.2f}} from that of the first steps",
+    "strain": "updates move the policy too far: the running mean of the RMS log-ratio to the old policy is {value:.3f}",
+    "ratio_tail": f"the RMS log-ratio to the old policy, over {WINDOW} steps, is {{value:.2f}}",
+    "invalid_turns": f"the share of valid turns, over {WINDOW} steps, is {{value:.3f}} below its best value",
+    "grad_norm": f"the gradient norm, over {WINDOW} steps, is {{value:.1f}} times the highest of the first steps",
+    "entropy": f"the entropy, over {WINDOW} steps, differs by a factor of e^{{value:.2f}} from that of the first steps",
 }
 
 
 def _number(metrics: Mapping[str, Any], name: str) -> float:
-    """A metric, 0 where a run does not have it, infinite where it was not finite (null once it was written)."""
+    """A metric: 0 if the run does not have it, infinite if it was not finite (None if it was read from the log)."""
     value = metrics.get(name, 0.0)
     return float(value) if value is not None and math.isfinite(value) else math.inf
 
 
 def _relative(value: float, first: list[float], of: Callable[[list[float]], float]) -> float:
-    """``value`` over one ``of`` the first ones; 1 as long as these are being gathered."""
+    """``value`` divided by ``of(first)``, or 1 until there are ``BASELINE`` first values."""
     return 1.0 if len(first) < BASELINE else value / of(first)
-
-
-def append_event(run_dir: RunDir, event: Mapping[str, Any]) -> None:
-    """Append a line to ``events.jsonl``."""
-    append_line(run_dir.events, json.dumps(event) + "\n")
-
-
-def drop_events_after(run_dir: RunDir, step: int) -> None:
-    """Take back the events of later steps, which a run that goes on after ``step`` comes to again, and the half line
-    that a killed run may have left. What came before a roll-back is history, and stays."""
-    if not run_dir.events.is_file():
-        return
-    events = read_jsonl(run_dir.events)
-    back = max((i for i, event in enumerate(events) if event["kind"] == "roll_back"), default=-1)
-    kept = [event for i, event in enumerate(events) if i <= back or event["step"] <= step]
-    atomic_write(run_dir.events, "".join(json.dumps(event) + "\n" for event in kept))
-
-
-def alarm_so_far(config: AlarmConfig, run_dir: RunDir, step: int) -> CollapseAlarm:
-    """The alarm of a run that goes on after ``step``: it has seen the metrics up to there."""
-    alarm = CollapseAlarm(config)
-    if run_dir.metrics.is_file():
-        for line in read_jsonl(run_dir.metrics):
-            if line["step"] <= step:
-                alarm.observe(line["step"], line)
-    return alarm

@@ -1,6 +1,6 @@
-"""What a person sees of a run: a live panel on a terminal, one aligned line a step elsewhere.
+"""What the user sees of a run: a live panel on a terminal, elsewhere one aligned line for each step.
 
-The trainer talks to a ``Display`` and does not know which it is::
+The trainer uses a ``Display`` and does not know which of the two it is::
 
     display.start("so_ppo on minihop", steps=60)
     with display.stage("rollout", total=128) as advance:
@@ -30,7 +30,7 @@ Advance = Callable[[int], None]
 
 
 class Column(NamedTuple):
-    """One figure of the display: the first of ``metrics`` that a step reports."""
+    """One figure of the display: the first of ``metrics`` that a step has."""
 
     title: str
     short: str
@@ -56,22 +56,22 @@ EVAL_COLUMN = Column("evaluation", "eval", ("eval/success",), "{:.3f}")
 
 
 class Display(Protocol):
-    """What the trainer tells a person."""
+    """What the trainer tells the user."""
 
     def start(self, title: str, steps: int, done: int = 0) -> None:
-        """A loop of ``steps`` steps begins, of which a resumed run has ``done`` behind it."""
+        """A loop of ``steps`` steps begins; a resumed run has done ``done`` of them already."""
 
     def stage(self, name: str, total: int) -> AbstractContextManager[Advance]:
-        """A part of a step (rollout, update, evaluation): call the context's value with the units just done."""
+        """A part of a step (rollout, update, evaluation). Call the context's value with the units just done."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step ``step`` (counted from 1) is done."""
 
     def message(self, text: str) -> None:
-        """A line that stays in view."""
+        """Show a line of text that stays in view."""
 
     def close(self, summary: Mapping[str, object] | None = None) -> None:
-        """The end: leave the terminal in order and print the summary, if there is one."""
+        """End the display, and print the summary if there is one."""
 
 
 def make_display(stream: TextIO | None = None) -> Display:
@@ -83,8 +83,8 @@ def make_display(stream: TextIO | None = None) -> Display:
     return PlainDisplay(stream)
 
 
-class PlainDisplay:
-    """A header, then one aligned line a step."""
+class PlainDisplay(Display):
+    """Prints a header, then one aligned line for each step."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -93,18 +93,16 @@ class PlainDisplay:
         self._eta = Eta(0, 0, clock)
 
     def start(self, title: str, steps: int, done: int = 0) -> None:
-        """See ``Display``."""
         self._columns = ()
         self._eta = Eta(steps, done, self._clock)
         self.message(title)
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
-        """See ``Display``: nothing is printed, a log is for what stays true."""
+        """See ``Display``. Nothing is printed: a log shows results, not progress."""
         yield lambda units: None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See ``Display``."""
         left = duration(self._eta.after(step))
         width = 2 * len(str(self._eta.steps)) + 3
         columns = SFT_COLUMNS if "sft/loss" in metrics else COLUMNS
@@ -119,18 +117,16 @@ class PlainDisplay:
             self.message(line)
 
     def message(self, text: str) -> None:
-        """See ``Display``."""
         self._stream.write(f"{text}\n")
         self._stream.flush()
 
     def close(self, summary: Mapping[str, object] | None = None) -> None:
-        """See ``Display``."""
         if summary:
             self.message("\n" + summary_block(summary))
 
 
-class LiveDisplay:
-    """A panel that redraws in place: steps with time left, the running stage, each figure with its recent course."""
+class LiveDisplay(Display):
+    """A panel that is redrawn in place: steps and time left, the running stage, and each figure's recent values."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -142,7 +138,6 @@ class LiveDisplay:
         self._steps_task: TaskID | None = None
 
     def start(self, title: str, steps: int, done: int = 0) -> None:
-        """See ``Display``."""
         self._stop()
         self._eta, self._history = Eta(steps, done, self._clock), {}
         self._progress = self._new_progress()
@@ -152,7 +147,7 @@ class LiveDisplay:
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
-        """See ``Display``. Outside a loop (a cold start, the last evaluation) it shows by itself."""
+        """See ``Display``. Outside a loop (a cold start, the last evaluation) the panel opens for the stage alone."""
         alone = self._live is None
         if alone:
             self._progress, self._history = self._new_progress(), {}
@@ -167,7 +162,6 @@ class LiveDisplay:
             self._progress.remove_task(task)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See ``Display``."""
         for column in (*COLUMNS, *SFT_COLUMNS, EVAL_COLUMN):
             value = first_of(column, metrics)
             if value is not None and math.isfinite(value):
@@ -184,7 +178,6 @@ class LiveDisplay:
         self._console.print(escape(text))
 
     def close(self, summary: Mapping[str, object] | None = None) -> None:
-        """See ``Display``."""
         self._stop()
         if summary:
             self._console.print("\n" + escape(summary_block(summary)))
@@ -237,10 +230,10 @@ def first_of(column: Column, metrics: Mapping[str, float]) -> float | None:
 
 
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """An evaluation in words, empty when the step had none."""
+    """An evaluation in words; empty if the step had none."""
     when = f"evaluation {f'after step {step}' if step else 'before training'}"
     if metrics.get("eval/excluded_rate") == 1.0:
-        return f"{when}: every trajectory was excluded, it says nothing"
+        return f"{when}: no result: all trajectories were excluded (tool outages)"
     if "eval/success" not in metrics:
         return ""
     words = {
@@ -253,7 +246,7 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def figure(column: Column, metrics: Mapping[str, float]) -> str:
-    """The column's value as text, ``-`` where a step has none."""
+    """The column's value as text, ``-`` if a step has none."""
     value = first_of(column, metrics)
     return "-" if value is None else column.form.format(value)
 
@@ -274,7 +267,7 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: deque[float]) -> str:
-    """The course of a figure in one line of block characters, lowest value lowest.
+    """The recent values of a figure as one line of block characters; the lowest value is the lowest block.
 
     >>> sparkline(deque([0.0, 0.5, 1.0]))
     '▁▅█'
@@ -287,7 +280,7 @@ def sparkline(values: deque[float]) -> str:
 
 
 def summary_block(summary: Mapping[str, object]) -> str:
-    """Names and values in two columns, seconds and megabytes with their units; what is None is left out."""
+    """Names and values in two columns, without those that are None; seconds and megabytes have their units."""
     lines = {_words(name): _value(name, value) for name, value in summary.items() if value is not None}
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())

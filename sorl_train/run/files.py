@@ -1,9 +1,9 @@
-"""Small files of a run: written whole or not at all, appended line by line, and where built things are kept."""
+"""Small files of a run: written whole or not at all, or line by line; and the folder for cached files."""
 
 from __future__ import annotations
 
 import os
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,76 +13,71 @@ from sorl_train.run.hashed_folder import sync
 
 
 def cache_folder() -> Path:
-    """Where built things are kept: ``$SORL_CACHE``, or ``sorl`` in the user's cache folder."""
+    """Where files are cached that can be built again: ``$SORL_CACHE``, or ``sorl`` in the user's cache folder."""
     if "SORL_CACHE" in os.environ:
         return Path(os.environ["SORL_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sorl"
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Write ``path`` so that a reader, or a crash at any moment, sees the old content or the new, never a part."""
+    """Write ``path`` so that a reader sees the old or the new content and never a part, even after a crash."""
     data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except OSError as error:
-        error.filename = str(path)  # what is to be written, not the file that stands in for it
+        error.filename = str(path)  # the user knows this name, not the temporary one
         raise
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())  # mkstemp makes it private
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)  # the new name survives a power cut too
+    sync(path.parent)  # so that the new name survives a power cut
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def free_name(path: Path) -> Path:
+    """``path`` itself if nothing has that name; else ``path-2``, ``path-3``, .., the first name that is free."""
+    name, number = path, 1
+    while name.exists():
+        number += 1
+        name = path.with_name(f"{path.name}-{number}")
+    return name
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file; a half last line of a killed run is left out.
+    """The JSON objects in a log file, one a line; the half last line that a killed run may have left is skipped.
 
     Raises:
-        UserError: a whole line that is no JSON object, by its number: the file was damaged.
+        UserError: a whole line is not a JSON object, so the file was damaged; the message says which line.
     """
-    return [parse_line(path, number, line) for number, line in enumerate(whole_lines(path), start=1)]
+    *lines, _ = path.read_bytes().split(b"\n")
+    return [_parse_line(path, number, line) for number, line in enumerate(lines, start=1)]
 
 
-def whole_lines(path: Path) -> list[bytes]:
-    """The lines of ``path`` that end in a line break: a killed run may have left half a line behind them."""
-    *whole, _ = path.read_bytes().split(b"\n")
-    return whole
-
-
-def append_line(path: Path, line: str) -> None:
-    """One write call, so that a kill leaves at most one half line, at the end. A full disk raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        rest = line.encode()
-        while rest:  # a disk that fills up takes a part; the next call says why
-            rest = rest[os.write(descriptor, rest) :]
-    finally:
-        os.close(descriptor)
-
-
-def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """Line ``number`` of ``path`` as a JSON object. Raises ``UserError`` where it is none."""
+def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         value = read_json(line)
+        if not isinstance(value, dict):
+            raise ValueError(f"not a JSON object but {type(value).__name__}")
     except ValueError as error:
         raise UserError(
             f"{path}:{number}: {error}; restore the file from a copy, or delete this line"
         ) from error
-    if not isinstance(value, dict):
-        raise UserError(
-            f"{path}:{number}: no JSON object but {type(value).__name__}; restore the file from a copy, or delete "
-            "this line"
-        )
     return value
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line with one write call, so that a kill leaves at most a half line at the end. A full disk raises
+    ``OSError``."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        rest = line.encode()
+        while rest:  # a disk that fills up takes only a part; the next call raises the error
+            rest = rest[os.write(descriptor, rest) :]
+    finally:
+        os.close(descriptor)

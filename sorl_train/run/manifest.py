@@ -1,4 +1,4 @@
-"""What a run ran on: package versions, the commit of the code, the hardware."""
+"""The environment of a run: package versions, the commit of the code, the hardware."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = (
 
 
 def environment_facts() -> dict[str, Any]:
-    """Versions, git state, hardware and command, as JSON values. Imports torch, to ask it for the GPUs."""
+    """Command, versions, git state and hardware, as JSON values. It imports torch to list the GPUs."""
     return {
         "command": sys.argv,
         "versions": {"python": platform.python_version(), **_versions()},
@@ -32,12 +32,12 @@ def _versions() -> dict[str, str]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            continue  # optional packages are absent in most environments, and then say nothing about the run
+            continue  # optional packages are missing in most environments
     return found
 
 
 def git_facts(checkout: Path) -> dict[str, Any] | None:
-    """Commit of the checkout and whether tracked files differ from it; None when the code is not run from one."""
+    """The checkout's commit, and whether tracked files differ from it; None if the code is not in a checkout."""
     if not (checkout / ".git").exists():
         return None
 
@@ -52,7 +52,7 @@ def git_facts(checkout: Path) -> dict[str, Any] | None:
 
 
 def hardware_facts() -> dict[str, Any]:
-    """Processor, cores this process may use, memory, and GPUs by name."""
+    """Processor, cores that this process may use, memory, and names of GPUs."""
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -1,4 +1,4 @@
-"""How stable a finished run was: its peak, what it kept of it, and when it collapsed."""
+"""How stable a finished run was: its highest success, how much of it was kept, and when it collapsed."""
 
 from __future__ import annotations
 
@@ -14,23 +14,37 @@ from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.summary import COLLAPSED
 
-SMALLEST_PEAK = 0.05  # a run that never learned anything has nothing to keep
-
-
 WINDOW = 3  # evaluations that ``kept_mean`` averages
+SMALLEST_PEAK = 0.05  # below it a run has learned nothing that it could keep
+
+
+def success_curve(run_dir: Path) -> list[tuple[int, float]]:
+    """Step and success of each evaluation that was not lost to excluded trajectories."""
+    lines = read_jsonl(RunDir(run_dir).metrics)
+    evaluated = [line for line in lines if "eval/success" in line]
+    return [(line["step"], success) for line in evaluated if (success := line["eval/success"]) is not None]
 
 
 def measure(run_dir: Path) -> dict[str, float]:
-    """What a finished run says about stability.
+    """The figures of a finished run that tell how stable it was; NaN where there is none.
 
-    ``peak`` and ``final``: highest and last greedy success; ``kept``: final / peak (0 where nothing was learned);
-    ``kept_mean``: the same of means over ``WINDOW`` evaluations in a row. The highest of many noisy evaluations lies
-    above what the policy can do, and ``kept`` so below 1 even where nothing is lost;
-    ``worst_drop``: the deepest fall from the peak so far; ``collapse_step``: the first evaluation from which success
-    stayed below half its peak (NaN: none); ``max_grad_norm``; ``normalized``: share of optimizer steps that the
-    clipping bias scaled; ``mean_rate``: mean effective learning rate; ``clip_frac``: mean share of clipped tokens;
-    ``tokens_CLASS`` and ``clipped_CLASS``: the classes' shares of all tokens and of the clipped ones (NaN: none).
-    A step's figure that was not finite counts as infinite in ``max_grad_norm``, and in no mean.
+    A step's figure that was not finite counts as infinite in ``max_grad_norm``, and is left out of means.
+
+    Returns:
+        peak, final: highest and last greedy success.
+        kept: final / peak, 0 if nothing was learned. As the highest of many noisy evaluations is above what the policy
+            can do, it is below 1 even for a run that lost nothing.
+        kept_mean: the same of means over ``WINDOW`` evaluations in a row.
+        worst_drop: the deepest fall of success from its peak so far.
+        collapse_step: the evaluation from which on success stayed below half of its peak.
+        max_grad_norm, grad_norm: the highest and the mean gradient norm.
+        normalized: share of optimizer steps that the clipping bias scaled.
+        mean_rate: mean effective learning rate.
+        clip_frac: mean share of clipped tokens.
+        tokens_CLASS, clipped_CLASS: the share of a token class in all tokens, and in the clipped ones.
+
+    Raises:
+        UserError: the run has no evaluation or no training step in its metrics.
     """
     curve = success_curve(run_dir)
     trained = [line for line in read_jsonl(RunDir(run_dir).metrics) if "loss/grad_norm" in line]
@@ -53,7 +67,7 @@ def measure(run_dir: Path) -> dict[str, float]:
         "kept_mean": _kept(_means(success)),
         "worst_drop": max(top - value for value, top in zip(success, peaks, strict=True)),
         "collapse_step": float(lasting),
-        "max_grad_norm": max(_number(line["loss/grad_norm_max"]) for line in trained),
+        "max_grad_norm": max(infinite_if_none(line["loss/grad_norm_max"]) for line in trained),
         "normalized": mean("loss/normalized_frac"),
         "mean_rate": mean("loss/effective_lr"),
         "clip_frac": mean("loss/clip_frac"),
@@ -76,23 +90,17 @@ def _clipped_classes(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return figures
 
 
-def success_curve(run_dir: Path) -> list[tuple[int, float]]:
-    """Step and greedy success of each evaluation that has one."""
-    lines = read_jsonl(RunDir(run_dir).metrics)
-    evaluated = [line for line in lines if "eval/success" in line]
-    return [(line["step"], success) for line in evaluated if (success := line["eval/success"]) is not None]
-
-
 def _means(success: Sequence[float]) -> list[float]:
-    """Means of ``WINDOW`` values in a row; of all where there are fewer."""
+    """Means of ``WINDOW`` values in a row, or of all values if there are fewer."""
     width = min(WINDOW, len(success))
     return [math.fsum(success[i : i + width]) / width for i in range(len(success) - width + 1)]
 
 
 def _kept(curve: Sequence[float]) -> float:
-    """Last over highest, 0 where nothing was learned."""
+    """The last value divided by the highest; 0 if nothing was learned."""
     return curve[-1] / max(curve) if max(curve) >= SMALLEST_PEAK else 0.0
 
 
-def _number(value: float | None) -> float:
+def infinite_if_none(value: float | None) -> float:
+    """A logged figure, which is None if it was not finite."""
     return math.inf if value is None else value

@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-COLLAPSED = 0.5  # of the best success: a policy below has collapsed
+COLLAPSED = 0.5  # a policy with less than this share of the best success has collapsed
 
 
 @dataclass
 class Summary:
-    """Final and best figures, gathered as the run goes on and kept in its checkpoints.
+    """Final and best figures, which grow with the run and are kept in its checkpoints.
 
-    ``earlier_s`` and ``earlier_rss_mb`` come from the sessions before a resume.
+    Attributes:
+        evaluations_below: how many of the newest evaluations in a row were below ``COLLAPSED`` times the best.
+        earlier_s: seconds before the last resume; earlier_rss_mb: peak memory before it.
     """
 
     cold_start_success: float | None = None
@@ -25,13 +27,13 @@ class Summary:
     best_success: float | None = None
     best_step: int | None = None
     search_off_success: float | None = None
-    evaluations_below: int = 0  # newest ones in a row below half of the best
+    evaluations_below: int = 0
     earlier_s: float = 0.0
     earlier_rss_mb: float = 0.0
     started: float = field(default_factory=time.monotonic)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Take in a step's metrics; True when its evaluation is the best so far."""
+        """Take in the metrics of a step; True if its evaluation is the best so far."""
         self.search_off_success = metrics.get("eval/search_off_success", self.search_off_success)
         success = metrics.get("eval/success")
         if success is None:
@@ -49,33 +51,36 @@ class Summary:
 
     @property
     def wall_s(self) -> float:
+        """Seconds that the run has taken, over all resumes."""
         return self.earlier_s + time.monotonic() - self.started
 
     @property
     def peak_rss_mb(self) -> float:
+        """The most memory that the process took, in MiB, over all resumes."""
         unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
         return max(self.earlier_rss_mb, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20)
 
+    def out_of_patience(self) -> str:
+        """A message that says why ``eval.patience`` ended the run."""
+        return (
+            f"ended early (eval.patience): success is {self.final_success:.3f}, and for {self.evaluations_below} "
+            f"evaluations below half of the best, {self.best_success:.3f} at step {self.best_step}, whose policy is "
+            "kept in checkpoints/best"
+        )
+
     def figures(self) -> dict[str, Any]:
-        """What ``summary.json`` shows."""
+        """The figures for ``summary.json``."""
         names = ("cold_start_success", "final_success", "best_success", "best_step", "search_off_success")
         timed = {"wall_s": round(self.wall_s, 1), "peak_rss_mb": round(self.peak_rss_mb, 1)}
         return {name: getattr(self, name) for name in names} | timed
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The fields as JSON values, for a checkpoint."""
         state = dataclasses.asdict(self) | {"earlier_s": self.wall_s, "earlier_rss_mb": self.peak_rss_mb}
         del state["started"]
         return state
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Summary:
+        """Inverse of ``state``."""
         return cls(**state)
-
-
-def out_of_patience(summary: Summary) -> str:
-    """Why ``eval.patience`` ended the run, for a person."""
-    return (
-        f"ended early: success {summary.final_success:.3f}, for {summary.evaluations_below} evaluations below half of "
-        f"the best, {summary.best_success:.3f} at step {summary.best_step}, whose policy is kept (eval.patience)"
-    )

@@ -1,12 +1,12 @@
-"""What the loss made of each token, in a file beside the trajectories of a training step.
+"""Per-token figures of the loss, in a file beside the trajectories of a training step.
 
-``trajectories/step_000010.tokens.jsonl.gz`` goes with ``step_000010.jsonl``: one line a trajectory, with lists of equal
-length over the tokens that the policy sampled (``action_mask``), in their order::
+``trajectories/step_000010.tokens.jsonl.gz`` goes with ``step_000010.jsonl``: one line for each trajectory, with
+lists of equal length over the tokens that the policy sampled (``action_mask``), in their order::
 
     {"id": "s10-p3/0", "tokens": ["<think>", "I", ...], "turn": [0, 0, ...], "log_ratio": [0.0123, ...],
      "ratio": [...], "advantage": [...], "entropy": [...], "clipped": [0, 1, ...]}
 
-Gzipped, the pattern ``step_*.jsonl``, with which ``datasets`` loads trajectories, does not match it.
+The name ends in ``.gz`` so that ``step_*.jsonl``, the pattern by which ``datasets`` loads trajectories, does not match.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SUFFIXES = (".tokens.jsonl.gz", ".tokens.jsonl")
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """One trajectory's figures, each a sequence over its N sampled tokens; what was not finite is NaN.
+    """One trajectory's figures, each a sequence over its N sampled tokens; NaN if a figure was not finite.
 
     Attributes:
-        id: of the trajectory.
-        tokens: each token's text; together the policy's messages, turn after turn.
+        id: the trajectory's.
+        tokens: each token's text; together they are the policy's messages, turn by turn.
         turn: 0-based turn of each token.
-        log_ratio: log(pi / pi_old) of the token in the last epoch that saw it.
-        ratio: the importance ratio that the loss used, at the level of the algorithm.
-        advantage, entropy: as the loss saw them; entropy in nats.
-        clipped: 1 where the ratio was clipped, so that the token gave no gradient.
+        log_ratio: log(pi / pi_old) of the token in the last epoch that trained on it.
+        ratio: the importance ratio that the loss used: the token's, its turn's or its sequence's.
+        advantage, entropy: as in the loss; entropy in nats.
+        clipped: 1 if the ratio was clipped, so that the token gave no gradient.
 
     Raises:
         ValueError: sequences of different lengths.
@@ -67,15 +67,15 @@ _COLUMNS = _FIELDS[1:]
 
 
 def sidecar_of(trajectories: Path) -> Path | None:
-    """The token records that go with a file of trajectories (``step_000010.jsonl``, ``.gz`` too); None without any."""
+    """The token records for a file of trajectories (``step_000010.jsonl``, also ``.gz``); None if there are none."""
     stem = trajectories.name.removesuffix(".gz").removesuffix(".jsonl")
     candidates = [trajectories.with_name(stem + suffix) for suffix in SUFFIXES]
     return next((path for path in candidates if path.is_file()), None)
 
 
 def write_token_records(path: Path, records: Iterable[TokenRecord]) -> None:
-    """Write one record a line, gzipped if the name ends in ``.gz``; floats to 4 digits after the point, and null for
-    what is not finite. The file appears whole or not at all."""
+    """Write one record a line, gzipped if the name ends in ``.gz``. Floats have 4 digits after the point; what is not
+    finite becomes null. The file appears whole or not at all."""
     text = "".join(json.dumps(_encode(record), separators=(",", ":")) + "\n" for record in records)
     data = text.encode()
     atomic_write(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
@@ -86,7 +86,7 @@ def iter_token_records(path: Path) -> Iterator[TokenRecord]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: a line that is no token record, named by file and line.
+        UserError: a line is not a token record; the message has its file and line.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     number = 0
@@ -119,12 +119,10 @@ def _decode(line: bytes, where: str) -> TokenRecord:
         raise UserError(f"{where}: not valid JSON ({error})") from error
     if not isinstance(record, Mapping):
         raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
-    for name in _FIELDS:
-        if name not in record:
-            raise UserError(f"{where}: the field {name!r} is missing; there are: {', '.join(record)}")
-    for name in record:
-        if name not in _FIELDS:
-            raise UserError(f"{where}: unknown field {name!r}. {did_you_mean(name, _FIELDS)}")
+    if missing := [name for name in _FIELDS if name not in record]:
+        raise UserError(f"{where}: the field {missing[0]!r} is missing; there are: {', '.join(record)}")
+    if unknown := [name for name in record if name not in _FIELDS]:
+        raise UserError(f"{where}: unknown field {unknown[0]!r}. {did_you_mean(unknown[0], _FIELDS)}")
     try:
         columns: dict[str, Any] = {name: [int(value) for value in record[name]] for name in _INTEGERS}
         columns |= {

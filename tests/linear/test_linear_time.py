@@ -71,7 +71,7 @@ OUTSIDE: dict[str, Any] = {
 # Patterns that meet names, settings, command lines and rows of data sets alone: what they read is the user's own.
 INSIDE = frozenset(
     """
-    sorl_train/openrlhf/saves.py:_STEP sorl_env/tool.py:_NAME sorl_train/run/checkpoint.py:_NAME
+    sorl_env/tool.py:_NAME sorl_train/run/checkpoint.py:_NAME
     sorl_train/cli.py:_default_run_dir sorl_env/command.py:error sorl_env/command.py:read sorl_env/command.py:shortened
     sorl_train/config/run_settings.py:_DEVICE
     sorl_train/config/options.py:_underscored sorl_train/algorithms.py:check_choice sorl_train/config/files.py:-

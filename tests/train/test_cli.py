@@ -198,7 +198,7 @@ def test_options_become_typed_overrides() -> None:
         (["--update.epochs", "two"], "update.epochs: expected a whole number, got 'two'"),
         (["--task_args.hops", "[1"], "--task_args.hops, line 1: not valid YAML"),
         (["--rollout.group_size", "3"], "group_size 3 does not divide"),
-        (["--resume"], "nothing to resume: runs/quickstart-so_ppo-s0 holds no run"),
+        (["--resume"], "nothing to resume: runs/quickstart-so_ppo-s0 is not a run folder"),
     ],
 )
 def test_wrong_usage(

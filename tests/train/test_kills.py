@@ -21,6 +21,7 @@ from sorl_train import train_rl as trainer
 from sorl_train.engine import LocalEngine
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
+from sorl_train.run.recorder import Recorder
 
 from .conftest import train_short
 from .outcomes import SMALL, Killed, outcome
@@ -37,7 +38,7 @@ def test_a_run_that_ends_in_its_first_steps_resumes_as_if_it_had_not(
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(trainer, "watch", killed)
+        patch.setattr(Recorder, "watch", killed)
         train_short(tmp_path / "killed", **settings)
     assert [line["step"] for line in read_jsonl(tmp_path / "killed" / "metrics.jsonl")] == [0, 1]
     resumed, _ = train_short(tmp_path / "killed", resume=True, **settings)

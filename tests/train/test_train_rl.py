@@ -23,10 +23,10 @@ from sorl_env.errors import UserError
 from sorl_env.tool import ToolReply, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory_io import read_jsonl
-from sorl_train import train_rl as trainer
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.engine import LocalEngine
 from sorl_train.learner import scoring
+from sorl_train.run import recorder
 from sorl_train.run.files import read_jsonl as read_metrics
 from sorl_train.run.folder import RunDir
 from sorl_train.run.token_stats import iter_token_records, sidecar_of
@@ -244,7 +244,7 @@ def test_a_tool_that_is_out_for_a_fifth_of_calls_does_not_stop_training(
 
 def test_a_tool_that_is_out_for_good_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_flaky(monkeypatch, 1)
-    monkeypatch.setattr(trainer, "MAX_LOST_STEPS", 2)
+    monkeypatch.setattr(recorder, "MAX_LOST_STEPS", 2)
     monkeypatch.setattr("sorl_env.trajectory.StopReason.excluded", property(lambda self: True))
     with pytest.raises(UserError, match="2 steps in a row"):
         train_short(tmp_path / "run", update__steps=9)

@@ -1,8 +1,8 @@
-"""What OpenRLHF 0.11.2 needs to run without a GPU, in every process it starts.
+"""Patches that let OpenRLHF 0.11.2 run without a GPU, in every process that it starts.
 
-Inert unless asked for: Python imports a ``sitecustomize`` only from a folder on its path, and ``launch`` puts this one
-on ``PYTHONPATH`` when the config says ``hardware.device: cpu``. Each hook waits until the module it mends is imported.
-It is for trying things and for tests: bfloat16 on a CPU is slow.
+Python imports the ``sitecustomize`` module that it finds on its path. ``launch`` puts this folder on ``PYTHONPATH``,
+but only if the config says ``hardware.device: cpu``. Each hook runs when the module that it patches is imported. CPU
+runs are for tests and for trying things out: bfloat16 on a CPU is slow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from wrapt import when_imported
 
 
-# A module that is there already is mended at once: what the hooks use comes first.
+# A module that is imported already is patched at once, so what the hooks use is defined before them.
 def _unavailable(name: str) -> Any:
     def call(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"{name} needs a GPU")
@@ -36,7 +36,7 @@ def _waited(collective: Any) -> Any:
 
 
 class _GlooGroup:
-    """Trainer rank 0 and the vLLM workers, outside any global process group."""
+    """A gloo group of the trainer's rank 0 and the vLLM workers, outside any global process group."""
 
     def __init__(self, address: str, port: int, rank: int, world_size: int, device: Any) -> None:
         from vllm.distributed.utils import stateless_init_torch_distributed_process_group
@@ -55,7 +55,7 @@ class _GlooGroup:
 
 @when_imported("openrlhf")
 def _flash_attention(_: Any) -> None:
-    """``models.ring_attn_utils`` imports these names and, without ring attention, calls none of them."""
+    """Stubs: ``models.ring_attn_utils`` imports these names, but calls none of them without ring attention."""
 
     def module(name: str, *functions: str) -> None:
         stub = types.ModuleType(name)
@@ -84,7 +84,7 @@ def _cuda(cuda: Any) -> None:
 
 @when_imported("openrlhf.utils.deepspeed.deepspeed_utils")
 def _no_compiled_adam(utils: Any) -> None:
-    """torch's AdamW: DeepSpeed's own would be compiled at the first start, for minutes."""
+    """Use torch's AdamW: DeepSpeed would compile its own at the first start, which takes minutes."""
     original = utils.get_train_ds_config
 
     def get_train_ds_config(*args: Any, **kwargs: Any) -> Any:
@@ -104,9 +104,9 @@ COLLECTIVES = (
 
 @when_imported("deepspeed.comm.torch")
 def _collectives_in_order(comm: Any) -> None:
-    """On a GPU the stream orders a collective and what comes after it. On a CPU gloo works in threads of its own, and
-    ZeRO-3 went on before they were done: in one start of three a weight was overwritten with uninitialised memory."""
-    comm.build_shm_op = lambda: None  # it would be compiled
+    """Wait for each collective. On a GPU the stream puts it before what follows. On a CPU gloo uses threads of its own,
+    and ZeRO-3 did not wait for them: in one of three starts a weight was overwritten with uninitialised memory."""
+    comm.build_shm_op = lambda: None  # DeepSpeed would compile it
     for name in COLLECTIVES:
         setattr(comm.TorchBackend, name, _waited(getattr(comm.TorchBackend, name)))
 
@@ -136,7 +136,7 @@ def _receive_on_cpu(module: Any) -> None:
 
 @when_imported("vllm.model_executor.layers.utils")
 def _keep_weights(module: Any) -> None:
-    """vLLM on a CPU packs linear weights and drops the originals: newer ones could not be loaded over them."""
+    """On a CPU, vLLM packs linear weights and drops the originals, so that new ones could not be loaded."""
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         import torch

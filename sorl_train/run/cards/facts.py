@@ -1,7 +1,7 @@
-"""What the cards of a run's policies and trajectories say about the run, and the parts that both have.
+"""Facts about a run for the cards of its policies and trajectories, and the parts that both cards have.
 
-Everything is read from the run: its settings, manifest and metrics. A figure that the run does not have is left out.
-No clock and no folder of this machine is in it, so that a run that was killed and resumed writes the same cards.
+Everything comes from the run's settings, manifest and metrics; a figure that the run does not have is left out. Cards
+have no times and no paths of this machine, so that a run that was killed and resumed writes the same cards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HUB = "hf:"
 
 @dataclasses.dataclass(frozen=True)
 class CardRun:
-    """What a card is written from."""
+    """The run that a card is written about."""
 
     config: TrainConfig
     task: Task
@@ -38,27 +38,27 @@ class CardRun:
 
     @property
     def method(self) -> str:
-        """The algorithm, or what was done in its place."""
+        """The algorithm, or supervised fine-tuning."""
         return "supervised fine-tuning" if self.config.stage == "sft" else short_name(self.config.algo)
 
     @property
     def task_text(self) -> str:
-        """The task and what it is."""
+        """The task's name and description."""
         return f"`{self.task.name}`" + (f": {self.task.description}" if self.task.description else "")
 
     @property
-    def drawing(self) -> str:
-        """How answers are drawn in its evaluations."""
+    def decoding(self) -> str:
+        """How answers are decoded in its evaluations."""
         temperature = self.config.eval.temperature
         return "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
 
     def evaluations(self, step: int) -> list[Mapping[str, Any]]:
-        """The metrics of the evaluation before training and of the newest one up to ``step``."""
+        """The metrics of the evaluation before training, and of the newest one up to ``step``."""
         found = [line for line in self.metrics if "eval/success" in line and line["step"] <= step]
         return found[:1] + found[1:][-1:]
 
     def questions(self, step: int) -> int | None:
-        """How many questions the evaluation of ``step`` asked; None where its trajectories are gone."""
+        """The number of questions in the evaluation of ``step``; None if its trajectories were deleted."""
         path = self.folder.trajectories / f"eval_{step:06d}.jsonl"
         if not path.is_file():
             return None
@@ -66,12 +66,12 @@ class CardRun:
             return sum(1 for _ in file)
 
     def data(self, name: str) -> Mapping[str, Any]:
-        """The manifest's facts about the data of ``train`` or ``eval``; empty where there are none."""
+        """The manifest's facts about the data for ``train`` or ``eval``; empty if there are none."""
         facts: Mapping[str, Any] = self.manifest.get("data", {}).get(name, {})
         return facts
 
     def data_text(self, name: str) -> str:
-        """The same as text."""
+        """The facts of ``data`` as text."""
         facts = self.data(name)
         if not facts:
             return ""
@@ -84,14 +84,14 @@ class CardRun:
         )
 
     def base_text(self) -> str:
-        """What the policy was made from."""
+        """What training started from."""
         if self.config.model == TINY:
             return "none: a small transformer with random weights, taught by the task's scripted expert"
         local = ", a local folder" if Path(self.config.model).is_dir() else ""
         return f"`{public_name(self.config.model)}`{local}"
 
     def versions_text(self) -> str:
-        """Section on packages and commit, as of the run's start."""
+        """A section on packages and commit at the start of the run."""
         versions, git = self.manifest["versions"], self.manifest.get("git")
         shown = ", ".join(f"{name} {version}" for name, version in versions.items())
         changed = ", with changes" if git and git["dirty"] else ""
@@ -100,24 +100,24 @@ class CardRun:
 
 
 def front_matter(data: Any) -> str:
-    """The head of a card from huggingface_hub's ``CardData``."""
+    """The YAML head of a card, from huggingface_hub's ``CardData``."""
     return f"---\n{data.to_yaml()}\n---"
 
 
 def hub_name(facts: Mapping[str, Any]) -> str | None:
-    """The data set on the hub that the facts are about, if it is one."""
+    """The name of the data set that the facts are about, if it is on the hub."""
     source = str(facts.get("source", ""))
     return source[len(HUB) :].partition(":")[0] if source.startswith(HUB) else None
 
 
 def public_name(name: str) -> str:
-    """A hub name as it is; of a path on this machine only its last part, for others have no use for the rest."""
+    """A hub name as it is; of a path on this machine only the last part, as the rest means nothing elsewhere."""
     path = Path(name)
     return path.name if not name.startswith(HUB) and (path.is_absolute() or path.exists()) else name
 
 
 def figure(value: float | None) -> str:
-    """Three digits after the point, or nothing."""
+    """A figure with three digits after the point; empty for None."""
     return "" if value is None else f"{value:.3f}"
 
 

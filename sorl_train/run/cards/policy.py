@@ -29,17 +29,17 @@ _FIGURES = {
 def write_policy_card(
     folder: Path, run_dir: RunDir, config: TrainConfig, task: Task, step: int, *, best: bool
 ) -> None:
-    """Write the card of the policy in ``folder``, as training step ``step`` of the run left it.
+    """Write the card of the policy in ``folder``, which is that of training step ``step``.
 
     Args:
-        best: the policy is kept because no evaluation so far was better.
+        best: the policy is kept because its evaluation is the best so far.
     """
     atomic_write(folder / CARD, _text(CardRun.read(run_dir, config, task), step, best))
 
 
 def usage_options(config: TrainConfig) -> list[str]:
-    """Options of ``sorl-ask``, ``sorl-eval`` and ``sorl-serve-agent`` that stand for a run's settings where its folder
-    is not at hand; what only its author has is named in capitals."""
+    """Options of ``sorl-ask``, ``sorl-eval`` and ``sorl-serve-agent`` with a run's settings, for those who have only
+    the policy. What only the run's author has (a server, a corpus) is a name in capitals."""
     options = ["--task", public_name(config.task)]
     if config.task_args:
         knobs = (f"{name}={json.dumps(value)}" for name, value in config.task_args.items())
@@ -92,7 +92,7 @@ def _front(run: CardRun, step: int, evaluations: Sequence[Mapping[str, Any]]) ->
                 dataset_name=run.task.name,
                 dataset_split=facts["split"],
                 metric_type="success",
-                metric_name=f"success, {run.drawing}" + (f", {asked} questions" if asked else ""),
+                metric_name=f"success, {run.decoding}" + (f", {asked} questions" if asked else ""),
                 metric_value=evaluations[-1]["eval/success"],
             )
         ]
@@ -171,8 +171,8 @@ def _evaluated(run: CardRun, evaluations: Sequence[Mapping[str, Any]], step: int
         rows.append((f"{at}, {whose}", str(run.questions(at) or ""), *figures))
     split = run.data("eval").get("split", run.config.eval.split)
     notes = (
-        f"Answers are {run.drawing}, questions are of split `{split}`. Success is the share of questions whose rewards "
-        "add up to 1; those that an outage of a tool ended are left out."
+        f"Answers are {run.decoding}, questions are of split `{split}`. Success is the share of questions whose "
+        "rewards add up to 1; those that a tool's outage ended are left out."
     )
     if best:
         notes += (

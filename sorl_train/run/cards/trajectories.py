@@ -1,4 +1,4 @@
-"""The card of a run's trajectories: a README that Hugging Face's ``datasets`` reads, too."""
+"""The card of a run's trajectories: a README, whose head tells Hugging Face's ``datasets`` how to load them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sorl_train.run.cards.facts import CARD, CardRun, figure, front_matter, tabl
 from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import RunDir
 
-# configuration -> the split that it is, the files of it, and the metric of its steps
+# configuration -> its split, its files, and the metric of their steps
 _KINDS = {
     "sampled": ("train", "step_*.jsonl", "rollout/success"),
     "evaluation": ("test", "eval_*.jsonl", "eval/success"),
@@ -26,19 +26,19 @@ sorl_env.trajectory_io.read_jsonl("FOLDER/step_000001.jsonl")  # exact, as the r
 A row is a trajectory. `token_ids`, `action_mask`, `turn_ids` and `rollout_log_probs` are aligned, one value a token;
 `action_mask` is true for the policy's own tokens, and only those have a turn. `turns` holds the text, the parsed kind,
 the observation, the rewards and the tool calls of each turn (mappings as JSON); `reward` and `stop_reason` are the
-whole trajectory's. `step_*.tokens.jsonl.gz` are what the loss made of each token, for `sorl-view`."""
+whole trajectory's. `step_*.tokens.jsonl.gz` have the figures of the loss for each token, for `sorl-view`."""
 _LIMITS = """## Limits
 
-Passages that a search returned stand in the observations: who shares these files shares them. The questions of
-`evaluation` are held out, nobody should train on them. What the policy wrote may be wrong."""
+The observations contain the passages that searches returned: whoever shares these files shares them too. The questions
+of `evaluation` are held out, so nobody should train on them. What the policy wrote may be wrong."""
 _LICENCE = """## Licence
 
-The licences of the questions, of the passages and of the policy's base model count for what is theirs; they are not
-known here. Read them before you share these files, then put yours into the head of this one."""
+The licences of the questions, of the passages and of the policy's base model apply to these files; they are not known
+here. Read them before you share the files, then put yours into the head of this one."""
 
 
 def write_trajectory_card(run_dir: RunDir, config: TrainConfig, task: Task) -> None:
-    """Write the card of the trajectory files that the run has so far, if it is to say something new."""
+    """Write the card of the trajectory files that the run has so far, unless it would be the same as before."""
     card = _text(CardRun.read(run_dir, config, task))
     path = run_dir.trajectories / CARD
     if not path.is_file() or path.read_text(encoding="utf-8") != card:
@@ -60,7 +60,7 @@ def _text(run: CardRun) -> str:
         front_matter(_front(run, title, list(files))),
         f"# {title}",
         "What a policy wrote, turn by turn, and what its tools replied: as sampled in training (`sampled`), and when "
-        f"it was evaluated on held-out questions (`evaluation`, {run.drawing}). Made with sorl.",
+        f"it was evaluated on held-out questions (`evaluation`, {run.decoding}). Made with sorl.",
         _files_table(run, files),
         table(("", ""), [(name, text) for name, text in facts.items() if text]),
         _COLUMNS,

@@ -21,10 +21,10 @@ from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_train.config.files import load_config
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
-from sorl_train.openrlhf import flag_table, versions
-from sorl_train.openrlhf.flags import as_arguments, check, critic_start, openrlhf_flags, unread
+from sorl_train.openrlhf import checks, flag_table
+from sorl_train.openrlhf.checks import check, critic_start, unread
+from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.openrlhf.launch import cause_of_death, follow
-from sorl_train.openrlhf.placement import Placement
 from sorl_train.openrlhf.prompts import exclude_older, training_loader
 from sorl_train.rollout.jobs import training_jobs
 from sorl_train.run.folder import RunDir
@@ -164,22 +164,22 @@ def test_settings_without_effect_are_named() -> None:
     assert unread(TrainConfig(engine="openrlhf")) == []
     lines = unread(settings(sampler__backend="vllm", update__critic_micro_batch_size=3))
     assert any(line.startswith("sampler.backend=vllm has no effect") for line in lines)
-    assert any("here counts: update.micro_batch_size" in line for line in lines)
+    assert any("what counts is: update.micro_batch_size" in line for line in lines)
 
 
 def test_where_the_critic_starts_is_said(tmp_path: Path) -> None:
     config = settings(critic=str(tmp_path))
     assert f"starts from {tmp_path} with a value head of zeros" in critic_start(config, "m")
     (tmp_path / "value_head.safetensors").write_bytes(b"")
-    assert f"starts from {tmp_path} and the value head that is kept there" in critic_start(config, "m")
+    assert f"starts from {tmp_path} with the value head that is there" in critic_start(config, "m")
     assert "starts from m with a value head of zeros" in critic_start(settings(), "m")
 
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {**versions.TESTED, "vllm": versions.VLLM, "ray": "2.60.0", "deepspeed": None}
-    monkeypatch.setattr(versions, "_version", found.get)
+    found = {**checks.TESTED, "ray": "2.60.0", "deepspeed": None}
+    monkeypatch.setattr(checks, "_version", found.get)
     with pytest.raises(UserError) as caught:
-        versions.check_versions()
+        checks.check_versions()
     text = str(caught.value)
     assert "ray 2.55.0 is needed, 2.60.0 is installed" in text
     assert "deepspeed 0.19.6 is needed, none is installed" in text

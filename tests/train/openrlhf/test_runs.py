@@ -172,8 +172,8 @@ def test_a_kill_in_the_middle_of_a_save_and_a_damaged_checkpoint(tmp_path: Path)
     )
     kill_in_a_save(process, run_dir, after=2)
     said, _ = process.communicate(timeout=120)
-    assert "and the value head that is kept there" in said
-    assert list(checkpoints.glob(".step_*.new")), "the kill came too late"
+    assert "with the value head that is there" in said
+    assert list(checkpoints.glob(".step_*/_actor")), "the kill came too late"
     whole = [path.name for path in sorted(checkpoints.glob("step_*"))]
     assert len(whole) == 2  # neither went before its successor was whole
     head = load_file(checkpoints / whole[0] / "_critic" / "value_head.safetensors")
@@ -206,7 +206,7 @@ def kill_in_a_save(process: subprocess.Popen[str], run_dir: Path, after: int) ->
     deadline = time.monotonic() + 900
     started: list[tuple[int, str]] = []
     while True:
-        writing = [int(path.parent.name[6:12]) for path in run_dir.glob("checkpoints/.step_*.new/_actor")]
+        writing = [int(path.parent.name[6:12]) for path in run_dir.glob("checkpoints/.step_*/_actor")]
         if any(step > after for step in writing):
             break
         log = run_dir / "openrlhf.log"

@@ -13,11 +13,13 @@ import pytest
 
 from sorl_env.registry import load_task
 from sorl_train.config.files import load_config
-from sorl_train.openrlhf import flag_table, saves
+from sorl_train.openrlhf import flag_table
 from sorl_train.openrlhf.flags import as_arguments, openrlhf_flags
 from sorl_train.openrlhf.launch import CPU_MODE
 from sorl_train.rollout.environments import make_env
+from sorl_train.run.display import PlainDisplay
 from sorl_train.run.folder import RunDir
+from sorl_train.run.recorder import Recorder
 
 from .conftest import SHORT
 
@@ -40,7 +42,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_versions_are_those_tested_with() -> None:
-    from sorl_train.openrlhf.versions import check_versions
+    from sorl_train.openrlhf.checks import check_versions
 
     check_versions()
 
@@ -108,12 +110,14 @@ def test_a_checkpoint_is_loaded_from_the_folder_it_is_given() -> None:
     from openrlhf.trainer import ppo_trainer
     from openrlhf.trainer.ray import ppo_actor, ppo_critic
 
+    from sorl_train.openrlhf.workers import ACTOR, CRITIC
+
     policy = inspect.getsource(plain(ppo_actor.PolicyModelActor).init_model_from_pretrained)
     critic = inspect.getsource(plain(ppo_critic.CriticModelActor).init_model_from_pretrained)
-    assert f'os.path.join(args.ckpt.path, "{saves.ACTOR}")' in policy
-    assert f'os.path.join(args.ckpt.path, "{saves.CRITIC}")' in critic
+    assert f'os.path.join(args.ckpt.path, "{ACTOR}")' in policy
+    assert f'os.path.join(args.ckpt.path, "{CRITIC}")' in critic
     states = inspect.getsource(ppo_trainer.BasePPOTrainer.init_checkpoint_states)
-    assert f'os.path.join(self.args.ckpt.path, "{saves.ACTOR}")' in states
+    assert f'os.path.join(self.args.ckpt.path, "{ACTOR}")' in states
 
 
 def test_where_the_value_head_takes_hold() -> None:
@@ -158,7 +162,7 @@ def test_sampling() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 0.9)])
-def test_an_evaluation_draws_as_the_local_engines(temperature: float, top_p: float) -> None:
+def test_an_evaluation_draws_as_the_local_engines(temperature: float, top_p: float, tmp_path: Path) -> None:
     from sorl_train.openrlhf.train_step import TrainStep
 
     asked: list[dict[str, Any]] = []
@@ -170,7 +174,9 @@ def test_an_evaluation_draws_as_the_local_engines(temperature: float, top_p: flo
 
     step = TrainStep()
     step.config = load_config("quickstart", SHORT | {"eval.temperature": temperature, "sampler.top_p": 0.9})
-    step.eval_env, step.timings, step.evaluator = make_env(step.config, evaluation=True), {}, Evaluator()
+    step.eval_env, step.evaluator = make_env(step.config, evaluation=True), Evaluator()
+    run_dir = RunDir.create(tmp_path / "run", step.config)
+    step.recorder = Recorder(step.config, run_dir, step.eval_env.task, PlainDisplay(sys.stdout))
     assert step.evaluate_policy(4, search_off=True) == {}
     assert [(how["temperature"], how["top_p"]) for how in asked] == [(temperature, top_p)]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from sorl_tools.search.http_protocol import TOKEN_VARIABLE
-from sorl_train.openrlhf.variables import FORWARDED, SECRET, runtime_env
+from sorl_train.openrlhf.driver import FORWARDED, SECRET, runtime_env
 
 TOKEN = "s3cret-t0ken-of-this-test"
 ASKED = [TOKEN_VARIABLE, "https_proxy", "HF_HOME", "SORL_RUN_DIR", "EDITOR"]
@@ -27,7 +27,7 @@ DRIVER = textwrap.dedent(
     import json, os, sys
     import ray
     from ray.experimental import internal_kv
-    from sorl_train.openrlhf.variables import runtime_env, secrets_of
+    from sorl_train.openrlhf.driver import runtime_env, secrets_of
 
     class Worker:
         def look(self, names):

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -197,7 +198,7 @@ def make_run(
         {"train": {"source": "embedded sample of minihop", "sha256": "0" * 64, "is_sample": is_sample}},
     )
     collapse = algo == "ppo"
-    with MetricsLog(run, tensorboard=False) as log:
+    with closing(MetricsLog(run, tensorboard=False)) as log:
         log.log(0, {"eval/success": 0.62, "eval/valid_turn_rate": 0.98, "time/eval_s": 3.0})
         for step in range(1, steps + 1):
             log.log(step, make_metrics(step, step / steps, rng, collapse))

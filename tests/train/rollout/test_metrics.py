@@ -15,7 +15,6 @@ from sorl_train.rollout.metrics import (
     eval_metrics,
     rollout_metrics,
     search_off_metrics,
-    step_timings,
     tool_timings,
 )
 from sorl_train.run.summary import Summary
@@ -104,17 +103,6 @@ def test_an_outage_is_not_a_success_rate_of_zero() -> None:
     summary.observe(0, {"eval/success": 0.8})
     assert not summary.observe(10, eval_metrics([lost]))
     assert summary.final_success == 0.8 and summary.evaluations_below == 0  # no sign of a collapse
-
-
-def test_timings_of_a_step_by_hand() -> None:
-    stages = {"time/rollout_s": 2.0, "time/update_s": 6.0}
-    three_tokens = [trajectory("q0", search("a"), search("b", latency_s=0.5))]
-    timings = step_timings(stages, three_tokens)
-    assert timings["time/step_s"] == 8.0 and timings["time/update_s"] == 6.0
-    assert timings["time/tokens_per_s"] == 3 / 8 and timings["time/rollout_tokens_per_s"] == 3 / 2
-    assert timings["time/tool_p99_s"] > 0
-    overlapping = step_timings(stages, three_tokens, wall_s=6.0)
-    assert overlapping["time/step_s"] == 6.0 and overlapping["time/tokens_per_s"] == 3 / 6
 
 
 def test_answers_of_a_question_that_is_there_twice() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def made_run(path: Path, **overrides: Any) -> tuple[RunDir, TrainConfig]:
     run = RunDir.create(path, config)
     env = make_env(config, evaluation=True)
     run.record("data", {"train": env_facts(make_env(config)), "eval": env_facts(env)})
-    with MetricsLog(run, tensorboard=False) as log:
+    with closing(MetricsLog(run, tensorboard=False)) as log:
         for step, success in EVALUATIONS.items():
             (run.trajectories / f"eval_{step:06d}.jsonl").write_text("{}\n" * 4)
             log.log(step, {"eval/success": success, "eval/num_turns": 2.5, "rollout/success": 0.125})

@@ -19,11 +19,10 @@ from sorl_train.run.checkpoint import (
     prune_checkpoints,
     resume_point,
     set_aside,
-    write_json,
 )
 from sorl_train.run.folder import RunDir, saved_config
 from sorl_train.run.hashed_folder import HASHES, find_damage, put_in_place, remove_folder, seal, write_folder
-from sorl_train.run.log_lengths import cut_logs, log_lengths
+from sorl_train.run.metrics_log import cut_logs, log_lengths
 
 from ..damage import DAMAGES, append, delete, flip_a_bit, truncate
 
@@ -46,7 +45,7 @@ def save(run: RunDir, step: int) -> Path:
         for name in FILES[1:]:
             (folder / name).write_text(f"{name} of step {step}\n" * 20)
         (folder / "policy" / "README.md").write_text("a card")
-        write_json(folder / "state.json", {"step": step, "logs": log_lengths(run)})
+        (folder / "state.json").write_text(json.dumps({"step": step, "logs": log_lengths(run)}))
 
     return write_folder(run.checkpoints / f"step_{step:06d}", write, run.run_id)
 

@@ -83,7 +83,7 @@ def test_a_step_and_an_evaluation_that_lost_all_trajectories_are_shown() -> None
     display.step(1, {"rollout/excluded_rate": 1.0, "eval/excluded_rate": 1.0})
     row, evaluation = stream.getvalue().splitlines()[-2:]
     assert row.split() == ["1/3", *["-"] * 7, "0s"]
-    assert evaluation == "evaluation after step 1: every trajectory was excluded, it says nothing"
+    assert evaluation == "evaluation after step 1: no result: all trajectories were excluded (tool outages)"
 
 
 def test_supervised_steps_have_columns_of_their_own() -> None:

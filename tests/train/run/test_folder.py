@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import types
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.run.files import atomic_write, read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.manifest import environment_facts, git_facts
-from sorl_train.run.metrics_log import MetricsLog
+from sorl_train.run.metrics_log import MetricsLog, log_lengths
 
 
 def with_steps(steps: int) -> TrainConfig:
@@ -101,9 +102,9 @@ def test_overwrite_moves_the_old_run_aside(run: RunDir) -> None:
 def test_a_foreign_folder_or_file_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match="holds no run of ours"):
+    with pytest.raises(UserError, match="is not a run folder"):
         RunDir.create(tmp_path / "notes", TrainConfig())
-    with pytest.raises(UserError, match="holds no run of ours"):
+    with pytest.raises(UserError, match="is not a run folder"):
         RunDir.create(tmp_path / "notes", TrainConfig(), overwrite=True)
     with pytest.raises(UserError, match="is a file"):
         RunDir.create(tmp_path / "notes" / "thesis.tex", TrainConfig())
@@ -175,7 +176,7 @@ def test_git_facts_only_of_a_checkout(tmp_path: Path) -> None:
 
 # -- metrics ---------------------------------------------------------------------------------------------------
 def test_metrics_and_timings_go_to_their_own_files(run: RunDir) -> None:
-    with MetricsLog(run, tensorboard=False) as log:
+    with closing(MetricsLog(run, tensorboard=False)) as log:
         log.log(1, {"loss/b": 0.1, "time/step_s": 2.5, "loss/a": 3})
         log.log(2, {"loss/a": float("nan"), "loss/b": float("-inf")})
     assert run.metrics.read_text() == (
@@ -186,46 +187,32 @@ def test_metrics_and_timings_go_to_their_own_files(run: RunDir) -> None:
 
 def test_numpy_and_torch_numbers_are_written_as_floats(run: RunDir) -> None:
     numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
-    with MetricsLog(run, tensorboard=False) as log:
+    with closing(MetricsLog(run, tensorboard=False)) as log:
         log.log(1, {"a": numpy.float64(0.1), "b": torch.tensor(2.0), "c": True})
     assert run.metrics.read_text() == '{"step": 1, "a": 0.1, "b": 2.0, "c": 1.0}\n'
 
 
 def test_the_order_of_the_metrics_does_not_matter(run: RunDir) -> None:
-    with MetricsLog(run, tensorboard=False) as log:
+    with closing(MetricsLog(run, tensorboard=False)) as log:
         log.log(1, {"x": 1 / 3, "y": 2.0})
         log.log(1, {"y": 2.0, "x": 1 / 3})
     first, second = run.metrics.read_text().splitlines()
     assert first == second == '{"step": 1, "x": 0.3333333333333333, "y": 2.0}'
 
 
-def test_truncation_drops_later_steps_and_half_a_line(run: RunDir) -> None:
-    with MetricsLog(run, tensorboard=False) as log:
-        for step in (1, 2, 3):
-            log.log(step, {"loss/a": float(step), "time/s": 1.0})
-        for path in (run.metrics, run.timings):
-            with path.open("a") as file:
-                file.write('{"step": 4, "lo')
-        log.truncate_after(2)
-        assert [line["step"] for line in read_jsonl(run.metrics)] == [1, 2]
-        assert [line["step"] for line in read_jsonl(run.timings)] == [1, 2]
-        log.log(3, {"loss/a": 3.0})
-        assert run.metrics.read_text().endswith('{"step": 3, "loss/a": 3.0}\n')
-        log.truncate_after(-1)
-        assert run.metrics.read_text() == ""
-
-
-def test_truncation_of_a_run_without_metrics(run: RunDir) -> None:
-    with MetricsLog(run, tensorboard=False) as log:
-        log.truncate_after(0)
-    assert not run.metrics.exists()
+def test_a_half_line_of_a_killed_run_is_not_read(run: RunDir) -> None:
+    with closing(MetricsLog(run, tensorboard=False)) as log:
+        log.log(1, {"loss/a": 1.0})
+    with run.metrics.open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [line["step"] for line in read_jsonl(run.metrics)] == [1]
 
 
 def test_tensorboard_events(run: RunDir) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsLog(run) as log:
+    with closing(MetricsLog(run)) as log:
         log.log(1, {"loss/a": 0.5, "loss/b": float("nan")})
     events = EventAccumulator(str(run.tensorboard)).Reload()
     assert events.Tags()["scalars"] == ["loss/a"]
@@ -236,10 +223,12 @@ def test_tensorboard_shows_a_step_that_was_taken_back_once(run: RunDir) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsLog(run) as log:
-        for step in (1, 2, 3):
+    with closing(MetricsLog(run)) as log:
+        log.log(1, {"loss/a": 1.0})
+        lengths = log_lengths(run)
+        for step in (2, 3):
             log.log(step, {"loss/a": float(step)})
-        log.truncate_after(1)
+        log.cut_back(lengths)
         log.log(2, {"loss/a": 20.0})
     events = EventAccumulator(str(run.tensorboard)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss/a")] == [(1, 1.0), (2, 20.0)]
@@ -273,7 +262,7 @@ def test_weights_and_biases_gets_the_finite_metrics_of_one_run(
     vars(module).update(init=init, __spec__=importlib.machinery.ModuleSpec("wandb", None))
     monkeypatch.setitem(sys.modules, "wandb", module)
     for _ in range(2):
-        with MetricsLog(run, tensorboard=False, wandb="mine") as log:
+        with closing(MetricsLog(run, tensorboard=False, wandb="mine")) as log:
             log.log(3, {"loss/a": 1.0, "loss/b": float("nan"), "time/s": 2.0})
     assert logged == [({"loss/a": 1.0, "time/s": 2.0}, 3)] * 2
     assert finished == [True, True]
@@ -286,12 +275,8 @@ def test_weights_and_biases_gets_the_finite_metrics_of_one_run(
 )
 def test_a_damaged_line_of_the_metrics_is_named(run: RunDir, line: bytes) -> None:
     run.metrics.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
-    for read in (
-        lambda: read_jsonl(run.metrics),
-        lambda: MetricsLog(run, tensorboard=False).truncate_after(1),
-    ):
-        with pytest.raises(UserError, match=r"metrics\.jsonl:2: .*copy"):
-            read()
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: .*copy"):
+        read_jsonl(run.metrics)
 
 
 def test_a_line_is_written_whole_where_the_disk_takes_parts(
@@ -299,6 +284,6 @@ def test_a_line_is_written_whole_where_the_disk_takes_parts(
 ) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
-    with MetricsLog(run, tensorboard=False) as log:
+    with closing(MetricsLog(run, tensorboard=False)) as log:
         log.log(1, {"loss/a": 0.5})
     assert run.metrics.read_text() == '{"step": 1, "loss/a": 0.5}\n'

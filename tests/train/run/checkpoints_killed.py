@@ -1,17 +1,18 @@
 """Checkpoints saved by processes that are killed, each at another file operation.
 
-    python saves_killed.py FOLDER KEEP STEPS
+    python checkpoints_killed.py FOLDER KEEP STEPS
 
-For k = 1, 2, ..: a child process saves STEPS steps and the best policy with ``saves``, into FOLDER/k, and kills itself
-with SIGKILL before its k-th operation on a file or folder. It ends when a child gets through. Prints one line of JSON
-for each child: the last step whose save it had reported as done, the step that a resume finds, the steps that stand in
-the parts of that checkpoint, the step in the best policy that is left, and how many folders are left over.
+For k = 1, 2, ..: a child process saves STEPS steps and the best policy into the run FOLDER/k, as the recorder does, and
+kills itself with SIGKILL before its k-th operation on a file or folder. It ends when a child gets through. Prints one
+line of JSON for each child: the last step whose save it had reported as done, the step that a resume finds, the steps
+that stand in the parts of that checkpoint, the step in the best policy that is left, and how many folders are left.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -19,9 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_train.openrlhf import saves
+from sorl_train.config.settings import TrainConfig
+from sorl_train.run.checkpoint import checkpoint_name, prune_checkpoints, resume_point, rewind
+from sorl_train.run.folder import RunDir
+from sorl_train.run.hashed_folder import remove_leftovers, write_folder
+from sorl_train.run.metrics_log import log_lengths
 
-PARTS = (saves.POLICY, saves.ACTOR, saves.CRITIC)
+PARTS = ("policy", "_actor", "_critic")  # the OpenRLHF engine's
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
@@ -44,7 +49,7 @@ def die_before(folder: Path, number: int) -> None:
     sys.addaudithook(hook)
 
 
-def writer(step: int) -> Callable[[Path], None]:
+def writer(run: RunDir, step: int) -> Callable[[Path], None]:
     """Writes a checkpoint in several files, each of which says which step it is of."""
 
     def write(partial: Path) -> None:
@@ -52,18 +57,19 @@ def writer(step: int) -> Callable[[Path], None]:
             (partial / part).mkdir()
             for shard in ("rank_0", "rank_1"):
                 (partial / part / shard).write_text(str(step))
+        (partial / "state.json").write_text(json.dumps({"logs": log_lengths(run)}))
 
     return write
 
 
-def save_all(folder: Path, keep: int, steps: int, done: Path) -> None:
+def save_all(run: RunDir, run_id: str, keep: int, steps: int, done: Path) -> None:
     """What a run does, step by step; every second step is the best so far."""
     for step in range(1, steps + 1):
         if step % 2 == 0:
-            saves.write_whole(folder / "best", step, writer(step))
-        saves.write_whole(folder / f"step_{step:06d}", step, writer(step))
+            write_folder(run.checkpoints / "best", writer(run, step), run_id)
+        write_folder(run.checkpoints / checkpoint_name(step), writer(run, step), run_id)
         done.write_text(str(step))
-        saves.prune(folder, step, keep)
+        prune_checkpoints(run.checkpoints, keep)
 
 
 def written_in(folder: Path) -> list[int]:
@@ -71,12 +77,13 @@ def written_in(folder: Path) -> list[int]:
     return sorted({int(path.read_text()) for path in folder.glob("*/rank_*")})
 
 
-def child(folder: Path, keep: int, steps: int, number: int, done: Path) -> bool:
+def child(run: RunDir, keep: int, steps: int, number: int, done: Path) -> bool:
     """Whether the child got through before its ``number``-th operation."""
+    run_id = run.run_id
     process = os.fork()
     if process == 0:
-        die_before(folder, number)
-        save_all(folder, keep, steps, done)
+        die_before(run.checkpoints, number)
+        save_all(run, run_id, keep, steps, done)
         os._exit(0)
     _, status = os.waitpid(process, 0)
     if os.WIFSIGNALED(status):
@@ -87,24 +94,26 @@ def child(folder: Path, keep: int, steps: int, number: int, done: Path) -> bool:
 
 def main(root: Path, keep: int, steps: int) -> None:
     os.fsync = lambda handle: None  # a process that is killed loses nothing of what it has written
+    empty = RunDir.create(root / "empty", TrainConfig()).path
     number, through = 0, False
     while not through:
         number += 1
-        folder, done = root / str(number), root / f"{number}.done"
-        folder.mkdir()
-        through = child(folder, keep, steps, number, done)
+        run, done = RunDir(shutil.copytree(empty, root / str(number))), root / f"{number}.done"
+        through = child(run, keep, steps, number, done)
         found: dict[str, Any] = {
             "done": int(done.read_text()) if done.exists() and done.read_text() else 0,
             "resumed": 0,
             "parts": [],
         }
         try:
-            point = saves.resume_point(folder, PARTS)
-            found |= {"resumed": point.step, "parts": written_in(point.folder), "passed": point.passed_over}
+            point = resume_point(run)
+            rewind(run, point.path)
+            found |= {"resumed": point.step, "parts": written_in(point.path), "passed": point.passed_over}
         except UserError:
-            pass  # nothing was saved yet; the test compares with ``done``
-        best = folder / "best"
-        found |= {"best": written_in(best) if best.exists() else [], "hidden": len(list(folder.glob(".*")))}
+            remove_leftovers(run.checkpoints)  # nothing was saved yet; the test compares with ``done``
+        best = run.checkpoints / "best"
+        hidden = len(list(run.checkpoints.glob(".*")))
+        found |= {"best": written_in(best) if best.exists() else [], "hidden": hidden}
         print(json.dumps(found))
 
 

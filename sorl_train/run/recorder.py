@@ -1,0 +1,295 @@
+"""What a run writes down after each step, and what it decides from it: the same for both engines.
+
+An engine samples and trains; its ``Recorder`` logs the metrics, keeps the best figures and policy, watches for a
+collapse, and says when to evaluate and to save. Only the engine knows how weights are written, so it hands over the
+functions that write them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sorl_env.errors import UserError
+from sorl_env.task import Task
+from sorl_env.trajectory import Trajectory
+from sorl_env.trajectory_io import write_jsonl
+from sorl_train.config.run_settings import AlarmConfig
+from sorl_train.config.settings import TrainConfig
+from sorl_train.run.alarm import Alarm, CollapseAlarm
+from sorl_train.run.cards.policy import write_policy_card
+from sorl_train.run.cards.trajectories import write_trajectory_card
+from sorl_train.run.checkpoint import (
+    STATE,
+    Whole,
+    checkpoint_name,
+    list_checkpoints,
+    logs_at,
+    prune_checkpoints,
+    set_aside,
+)
+from sorl_train.run.display import Advance, Display
+from sorl_train.run.files import append_line, read_jsonl
+from sorl_train.run.folder import RunDir, read_own_json
+from sorl_train.run.hashed_folder import write_folder
+from sorl_train.run.metrics_log import MetricsLog, log_lengths
+from sorl_train.run.summary import Summary
+
+MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
+
+Writer = Callable[[Path], None]  # writes weights into a folder
+Evaluate = Callable[
+    [int, bool], dict[str, float]
+]  # number of questions, whether searches find nothing -> metrics
+
+
+class Recorder:
+    """Records one run.
+
+    Args:
+        config: the settings as they are in ``config.yaml``.
+        task: the task, which the cards describe.
+        hash_up_to: see ``write_folder``; for the checkpoints.
+
+    Attributes:
+        ended: why the run ends before its last step; empty while it goes on.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run_dir: RunDir,
+        task: Task,
+        display: Display,
+        hash_up_to: int | None = None,
+    ) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.task = task
+        self.display = display
+        self.ended = ""
+        self._run_id = run_dir.run_id
+        self._hash_up_to = hash_up_to
+        self._summary = Summary()
+        self._alarm = CollapseAlarm(config.alarm)
+        self._lost_steps = 0  # newest steps in a row without one usable trajectory
+        self._failure = ""  # why the run ends with an error
+        self._log = MetricsLog(run_dir, tensorboard=config.log.tensorboard, wandb=config.log.wandb)
+        self._seconds: dict[str, float] = {}  # of the stages of the step in progress
+        self._last_record = time.perf_counter()
+
+    # -- figures --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def stage(self, name: str, total: int = 1) -> Iterator[Advance]:
+        """Show a part of a step, of ``total`` units, and add the time it takes to ``time/NAME_s``."""
+        started = time.perf_counter()
+        with self.display.stage(name, total) as advance:
+            yield advance
+        self.add_time(name, time.perf_counter() - started)
+
+    def add_time(self, name: str, seconds: float) -> None:
+        """Add to the seconds that the step in progress spent in a stage."""
+        self._seconds[f"time/{name}_s"] = self._seconds.get(f"time/{name}_s", 0.0) + seconds
+
+    def record(
+        self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory] = ()
+    ) -> bool:
+        """``log`` the metrics of a step that was trained on ``trajectories``, with its timings."""
+        return self.log(step, {**metrics, **self._timings(trajectories)})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Log and show metrics, and renew the trajectories' card. True if the step's evaluation is the best so far."""
+        self._log.log(step, metrics)
+        is_best = self._summary.observe(step, metrics)
+        if "eval/success" in metrics or self.is_saved(step):
+            write_trajectory_card(self.run_dir, self.config, self.task)
+        self.display.step(step, metrics)
+        return is_best
+
+    def _timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """The step's stages, its whole time, and the tokens sampled a second; starts the next step's."""
+        seconds, self._seconds = self._seconds, {}
+        begun, self._last_record = self._last_record, time.perf_counter()
+        # otherwise the stages follow each other, and what lies between them is not counted
+        stages_overlap = self.config.engine == "openrlhf" and self.config.cluster.async_rollout
+        step_s = self._last_record - begun if stages_overlap else sum(seconds.values())
+        tokens = sum(t.num_action_tokens for t in trajectories)
+        return seconds | {
+            "time/step_s": step_s,
+            "time/tokens_per_s": tokens / max(step_s, 1e-9),
+            "time/rollout_tokens_per_s": tokens / max(seconds.get("time/rollout_s", 0.0), 1e-9),
+        }
+
+    def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Write and return the summary: ``facts`` and the run's figures. Its file marks the run as finished."""
+        config = self.config
+        method = {"algo": config.algo} if config.stage == "rl" else {"stage": config.stage}
+        summary = {**method, "task": self.task.name, "seed": config.seed, **facts, **self._summary.figures()}
+        self.run_dir.write_summary(summary)
+        return summary
+
+    def close(self) -> None:
+        """Close the logs."""
+        self._log.close()
+
+    # -- what is due ----------------------------------------------------------------------------------------------
+
+    def is_saved(self, step: int) -> bool:
+        """Whether the step's trajectories are kept on disk."""
+        return step in (1, self.config.update.steps) or _is_due(step, self.config.rollout.save_every)
+
+    def save_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Write the trajectories of a step to disk if they are to be kept."""
+        if self.is_saved(step):
+            write_jsonl(self.run_dir.trajectories / f"step_{step:06d}.jsonl", trajectories)
+
+    def evaluate_if_due(self, step: int, evaluate: Evaluate) -> dict[str, float]:
+        """Metrics of the evaluation after ``step``: the full one after the last step, else one each ``eval.every``."""
+        settings = self.config.eval
+        if step < self.config.update.steps:
+            return evaluate(settings.num_examples, False) if _is_due(step, settings.every) else {}
+        metrics = evaluate(settings.num_examples_final, False)
+        return metrics | (evaluate(settings.num_examples_final, True) if settings.search_off else {})
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether to write a checkpoint after ``step``: also when the run ends after it."""
+        is_last = bool(self.ended or self._failure) or step == self.config.update.steps
+        return is_last or _is_due(step, self.config.checkpoint.every)
+
+    # -- what ends a run ------------------------------------------------------------------------------------------
+
+    def watch(
+        self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory]
+    ) -> Alarm | None:
+        """Look for a collapse that has come or is coming, and for tools that are out; set ``ended`` as configured.
+
+        Returns the collapse alarm if the run is to be rolled back because of it.
+        """
+        self._count_lost(step, trajectories)
+        alarm, action = self._alarm.observe(step, metrics), self.config.alarm.action
+        if alarm is not None:
+            append_event(self.run_dir, alarm.event(action))
+            self.display.message(f"collapse alarm in step {alarm.step}: {alarm.reason}")
+            if action == "roll_back":
+                return alarm  # patience starts again, as the summary comes from a checkpoint
+            if action == "stop":
+                self.ended = f"ended by the collapse alarm after step {alarm.step} (alarm.action)"
+        if not self.ended and 0 < self.config.eval.patience <= self._summary.evaluations_below:
+            self.ended = self._summary.out_of_patience()
+        return None
+
+    def _count_lost(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        if not all(t.excluded for t in trajectories):
+            self._lost_steps = 0
+            return
+        self._lost_steps += 1
+        cause = next((t.error for t in trajectories if t.error), "unknown")
+        self.display.message(f"step {step}: every trajectory was excluded, nothing was trained on ({cause})")
+        if self._lost_steps == MAX_LOST_STEPS:
+            self._lost_steps = 0  # a resumed run counts anew
+            self._failure = (
+                f"every trajectory of {MAX_LOST_STEPS} steps in a row was excluded; the last error was: {cause}. "
+                "Repair the tool or the task, then continue with --resume."
+            )
+
+    def stop_if_lost(self) -> None:
+        """Raise ``UserError``, once the step is saved, if tools are out for good: the run would only burn time."""
+        if self._failure:
+            raise UserError(self._failure)
+
+    def non_finite(
+        self, step: int, error: Exception, ids: Sequence[str], trajectories: Sequence[Trajectory]
+    ) -> UserError:
+        """The error that ends the run over NaN or infinity in ``step``; writes the step's trajectories to a file.
+
+        Args:
+            error: what was not finite.
+            ids: the trajectories where it was found; they come first in the file.
+        """
+        path = self.run_dir.path / f"non_finite_{step:06d}.jsonl"
+        write_jsonl(path, sorted(trajectories, key=lambda t: t.id not in ids))
+        saved = list_checkpoints(self.run_dir.checkpoints)
+        checkpoint = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+        return UserError(
+            f"step {step}: {error}. The trajectories are in {path}; {checkpoint}. "
+            "Lower optim.lr, or look at these trajectories."
+        )
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def save_best(self, step: int, save_policy: Writer) -> None:
+        """Keep the policy of ``step`` as the best one; only its weights, as training goes on from the newest."""
+
+        def write(folder: Path) -> None:
+            self._write_policy(folder, step, save_policy, best=self.config.stage == "rl")
+
+        write_folder(self.run_dir.checkpoints / "best", write, self._run_id, hash_up_to=self._hash_up_to)
+
+    def save_checkpoint(
+        self, step: int, save_policy: Writer, save_rest: Writer, state: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write the checkpoint of ``step`` and delete the oldest ones.
+
+        Args:
+            save_policy: writes the policy as a transformers folder.
+            save_rest: writes what else the engine needs for a resume.
+            state: the engine's own values, which ``restore`` gives back.
+        """
+
+        def write(folder: Path) -> None:
+            self._write_policy(folder, step, save_policy, best=False)
+            save_rest(folder)
+            own = {"step": step, "lost_steps": self._lost_steps, "summary": self._summary.state()}
+            content = {**own, **(state or {}), "logs": log_lengths(self.run_dir)}
+            (folder / STATE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+        folder = self.run_dir.checkpoints / checkpoint_name(step)
+        write_folder(folder, write, self._run_id, hash_up_to=self._hash_up_to)
+        prune_checkpoints(self.run_dir.checkpoints, self.config.checkpoint.keep)
+
+    def _write_policy(self, folder: Path, step: int, save_policy: Writer, *, best: bool) -> None:
+        save_policy(folder / "policy")
+        write_policy_card(folder / "policy", self.run_dir, self.config, self.task, step, best=best)
+
+    def restore(self, checkpoint: Path) -> dict[str, Any]:
+        """Go on from a checkpoint, to whose lengths the logs are cut already; returns what its ``state.json`` holds."""
+        state = read_own_json(checkpoint / STATE)
+        self._summary = Summary.from_state(state["summary"])
+        self._lost_steps = state["lost_steps"]
+        self._alarm = alarm_so_far(self.config.alarm, self.run_dir)
+        return state
+
+    def cut_back(self, checkpoint: Path) -> None:
+        """Cut metrics and timings back to where they were at a checkpoint. Events stay: they say why."""
+        self._log.cut_back(logs_at(checkpoint))
+
+
+def _is_due(step: int, every: int) -> bool:
+    """Whether ``step`` is a multiple of ``every``; never if that is 0."""
+    return every > 0 and step % every == 0
+
+
+def append_event(run_dir: RunDir, event: Mapping[str, Any]) -> None:
+    """Append a line to ``events.jsonl``."""
+    append_line(run_dir.events, json.dumps(event) + "\n")
+
+
+def alarm_so_far(config: AlarmConfig, run_dir: RunDir) -> CollapseAlarm:
+    """The collapse alarm of a resumed run, which has seen the metrics that the run has logged so far."""
+    alarm = CollapseAlarm(config)
+    for line in read_jsonl(run_dir.metrics) if run_dir.metrics.is_file() else []:
+        alarm.observe(line["step"], line)
+    return alarm
+
+
+def tell_damage(run_dir: RunDir, display: Display, point: Whole) -> None:
+    """Say which damaged checkpoints a resume passed over, to the user and in ``events.jsonl``, and set them aside."""
+    for reason in point.passed_over:
+        append_event(run_dir, {"step": point.step, "kind": "damaged_checkpoint", "reason": reason})
+        display.message(f"{reason}; going on from step {point.step}")
+    set_aside(point.damaged)

@@ -1,0 +1,244 @@
+"""What both engines record: timings, what is due, what ends a run, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_env.registry import load_task
+from sorl_env.trajectory import StopReason, Trajectory
+from sorl_env.trajectory_io import read_jsonl as read_trajectories
+from sorl_train.config.files import load_config
+from sorl_train.config.settings import AlarmConfig
+from sorl_train.run.alarm import CollapseAlarm
+from sorl_train.run.checkpoint import list_checkpoints, prune_checkpoints, resume_point
+from sorl_train.run.files import read_jsonl
+from sorl_train.run.folder import RunDir
+from sorl_train.run.hashed_folder import HASHES, find_damage
+from sorl_train.run.recorder import MAX_LOST_STEPS, Recorder, alarm_so_far, append_event, tell_damage
+
+from ..conftest import QuietDisplay
+from ..damage import flip_a_bit
+from .test_alarm import CALM, far
+
+
+def recorder(folder: Path, hash_up_to: int | None = None, **settings: Any) -> Recorder:
+    dotted = {name.replace("__", "."): value for name, value in settings.items()}
+    config = load_config("quickstart", {"log.tensorboard": False, "update.steps": 9} | dotted)
+    return Recorder(config, RunDir.create(folder, config), load_task("minihop"), QuietDisplay(), hash_up_to)
+
+
+def trajectory(name: str, stop: StopReason = StopReason.ANSWER, error: str | None = None) -> Trajectory:
+    """One of three sampled tokens."""
+    return Trajectory(
+        id=name,
+        group_id=name,
+        task="minihop",
+        source="embedded",
+        split="train",
+        example_id="e",
+        prompt="p",
+        token_ids=np.array([1, 2, 3, 4], dtype=np.int32),
+        action_mask=np.array([False, True, True, True]),
+        turn_ids=np.array([-1, 0, 0, 0], dtype=np.int16),
+        rollout_log_probs=np.zeros(4, dtype=np.float32),
+        turns=(),
+        reward=1.0,
+        reward_items={"exact_match": 1.0},
+        stop_reason=stop,
+        seed=0,
+        error=error,
+    )
+
+
+LOST = [trajectory("a", StopReason.ERROR, "search is out")]
+
+
+def timings(run: RunDir) -> dict[str, float]:
+    return dict(read_jsonl(run.timings)[-1])
+
+
+def test_timings_of_a_step_by_hand(tmp_path: Path) -> None:
+    """One stage after the other: the step takes their sum. In an asynchronous run they overlap: it takes less."""
+    for name, cluster in (("local", {}), ("async", {"engine": "openrlhf", "cluster__async_rollout": True})):
+        record = recorder(tmp_path / name, **cluster)
+        with record.stage("eval"):
+            pass
+        record.record(0, {})
+        record.add_time("rollout", 1.5)
+        record.add_time("rollout", 0.5)
+        record.add_time("update", 6.0)
+        record.record(1, {"loss/a": 1.0}, [trajectory("a")])
+        found = timings(record.run_dir)
+        assert found["time/rollout_s"] == 2.0 and found["time/update_s"] == 6.0 and "time/eval_s" not in found
+        assert found["time/rollout_tokens_per_s"] == 3 / 2
+        assert found["time/tokens_per_s"] == pytest.approx(3 / found["time/step_s"])
+        assert found["time/step_s"] == 8.0 if name == "local" else found["time/step_s"] < 8.0
+
+
+def test_what_is_due(tmp_path: Path) -> None:
+    record = recorder(tmp_path / "run", rollout__save_every=4, checkpoint__every=3, eval__every=2)
+    steps = range(1, 10)
+    assert [step for step in steps if record.is_saved(step)] == [1, 4, 8, 9]
+    assert [step for step in steps if record.checkpoint_due(step)] == [3, 6, 9]
+    asked: list[tuple[int, bool]] = []
+
+    def evaluate(limit: int, search_off: bool) -> dict[str, float]:
+        asked.append((limit, search_off))
+        return {f"eval/{len(asked)}": 1.0}
+
+    few, all_ = record.config.eval.num_examples, record.config.eval.num_examples_final
+    assert [step for step in steps if record.evaluate_if_due(step, evaluate)] == [2, 4, 6, 8, 9]
+    assert asked[:5] == [(few, False)] * 4 + [(all_, False)]
+    off = recorder(tmp_path / "off", eval__search_off=True)
+    assert len(off.evaluate_if_due(9, evaluate)) == 2 and asked[-2:] == [(all_, False), (all_, True)]
+    record.ended = "as the test says"
+    assert record.checkpoint_due(1)
+
+
+def test_lost_steps_in_a_row_end_the_run_after_a_checkpoint(tmp_path: Path) -> None:
+    record = recorder(tmp_path / "run")
+    for step in range(1, MAX_LOST_STEPS):
+        record.watch(step, {}, LOST)
+    record.watch(5, {}, [*LOST, trajectory("b")])  # one usable trajectory: counted anew
+    for step in range(6, 6 + MAX_LOST_STEPS):
+        record.stop_if_lost()
+        assert not record.checkpoint_due(step)
+        record.watch(step, {}, LOST)
+    assert record.checkpoint_due(8)
+    with pytest.raises(UserError, match=r"3 steps in a row was excluded; .*search is out.*--resume"):
+        record.stop_if_lost()
+
+
+def test_what_is_not_finite_is_dumped_with_the_named_trajectories_first(tmp_path: Path) -> None:
+    record = recorder(tmp_path / "run")
+    error = record.non_finite(
+        3, ValueError("a loss is not finite"), ["b"], [trajectory("a"), trajectory("b")]
+    )
+    path = record.run_dir.path / "non_finite_000003.jsonl"
+    assert [t.id for t in read_trajectories(path)] == ["b", "a"]
+    assert str(path) in str(error) and "there is no checkpoint yet" in str(error)
+
+
+def save(record: Recorder, step: int) -> Path:
+    """A checkpoint with the parts of the OpenRLHF engine."""
+
+    def write_policy(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "weights").write_bytes(b"p" * 100)
+
+    def write_rest(folder: Path) -> None:
+        (folder / "_actor").mkdir()
+        (folder / "_actor" / "rank_0.pt").write_bytes(bytes(range(256)) * 3)
+
+    record.save_checkpoint(step, write_policy, write_rest, {"mine": step})
+    return record.run_dir.checkpoints / f"step_{step:06d}"
+
+
+def test_a_checkpoint_gives_back_what_the_recorder_held(tmp_path: Path) -> None:
+    record = recorder(tmp_path / "run", eval__patience=2)
+    for step, success in enumerate((0.8, 0.1)):
+        is_best = record.record(step, {"eval/success": success})
+        assert is_best == (step == 0)
+    record.watch(1, {}, LOST)
+    checkpoint = save(record, 1)
+    assert not record.ended
+    again = Recorder(record.config, record.run_dir, record.task, QuietDisplay())
+    assert again.restore(checkpoint)["mine"] == 1
+    again.record(2, {"eval/success": 0.1})
+    again.watch(2, {}, LOST)
+    assert "for 2 evaluations below half" in again.ended
+    assert again.finish({"steps": 2})["best_success"] == 0.8
+    again.watch(3, {}, LOST)
+    with pytest.raises(UserError, match="3 steps in a row"):
+        again.stop_if_lost()
+
+
+def test_large_files_are_checked_by_their_size(tmp_path: Path) -> None:
+    record = recorder(tmp_path / "run", hash_up_to=600)
+    folder = save(record, 2)
+    files = json.loads((folder / HASHES).read_text())["files"]
+    assert files["_actor/rank_0.pt"] == {"bytes": 768} and "sha256" in files["policy/weights"]
+    flip_a_bit(folder / "_actor" / "rank_0.pt")
+    assert find_damage(folder) == []
+    (folder / "_actor" / "rank_0.pt").write_bytes(b"x" * 10)
+    assert find_damage(folder) == ["_actor/rank_0.pt has 10 bytes, not 768"]
+
+
+def test_a_damaged_checkpoint_of_a_later_step_is_told_and_never_pruned_in_place_of_new_ones(
+    tmp_path: Path,
+) -> None:
+    """A run that is resumed from step 2 because step 9 is damaged must not delete what it saves at step 3."""
+    record = recorder(tmp_path / "run", checkpoint__keep=2)
+    save(record, 2)
+    flip_a_bit(save(record, 9) / "policy" / "weights")
+    display = QuietDisplay()
+    point = resume_point(record.run_dir)
+    tell_damage(record.run_dir, display, point)
+    assert point.step == 2
+    assert any("passed over step_000009: policy/weights has changed" in text for text in display.messages)
+    (event,) = read_jsonl(record.run_dir.events)
+    assert (event["step"], event["kind"]) == (2, "damaged_checkpoint")
+    save(record, 3)
+    prune_checkpoints(record.run_dir.checkpoints, 1)
+    assert [path.name for path in list_checkpoints(record.run_dir.checkpoints)] == ["step_000003"]
+    assert (record.run_dir.checkpoints / "damaged_step_000009").is_dir()
+
+
+def test_a_step_is_saved_again_in_the_place_of_a_damaged_one(tmp_path: Path) -> None:
+    record = recorder(tmp_path / "run")
+    flip_a_bit(save(record, 2) / "policy" / "weights")
+    save(record, 2)
+    assert resume_point(record.run_dir).passed_over == []
+    assert [path.name for path in record.run_dir.checkpoints.iterdir()] == ["step_000002"]
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    record = recorder(tmp_path / "run")
+    save(record, 1)
+
+    def full_disk(folder: Path) -> None:
+        folder.mkdir()
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        record.save_checkpoint(2, full_disk, full_disk)
+    assert resume_point(record.run_dir).step == 1
+    assert [path.name for path in record.run_dir.checkpoints.iterdir()] == ["step_000001"]
+
+
+def test_the_shards_of_an_earlier_version_are_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    """They lay in folders of their own, and could be of different steps."""
+    run = recorder(tmp_path / "run").run_dir
+    for folder in ("_actor/global_step4", "_critic/global_step2", "step_000004/policy"):
+        (run.checkpoints / folder).mkdir(parents=True)
+    with pytest.raises(UserError, match="by an earlier version"):
+        resume_point(run)
+    assert (run.checkpoints / "_actor" / "global_step4").is_dir()  # and they are left alone
+
+
+def test_a_resumed_run_goes_on_with_the_strain_so_far(tmp_path: Path) -> None:
+    limits, run_dir = AlarmConfig(strain=0.11), RunDir(tmp_path)
+    steps = [
+        {"step": step} | CALM | line for step, line in enumerate(far(0.05, 0.05, 0.2, 0.2, 0.2), start=1)
+    ]
+    whole = CollapseAlarm(limits)
+    raised = [whole.observe(line["step"], line) for line in steps]
+    assert [alarm.step for alarm in raised if alarm] == [4]  # the means: .05, .05, just over .1, about .126
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in steps[:3]))
+    assert alarm_so_far(limits, run_dir).observe(4, steps[3]) == raised[3]
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in steps[:4]))
+    assert alarm_so_far(limits, run_dir).observe(5, steps[4]) is None  # it was raised before
+
+
+def test_events_are_lines_of_json(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    append_event(run_dir, {"step": 1, "kind": "collapse_alarm"})
+    append_event(run_dir, {"step": 2, "kind": "roll_back"})
+    assert [line["step"] for line in read_jsonl(run_dir.events)] == [1, 2]
+    assert json.loads(run_dir.events.read_text().splitlines()[1])["kind"] == "roll_back"
