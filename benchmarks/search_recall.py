@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_env.folders import cache_folder
 from sorl_env.rewards import normalize_answer
-from sorl_tools.corpus import cache_dir
 from sorl_tools.index import Hit, Index, open_index
 from sorl_tools.index.build.build import DenseOptions, build
 from sorl_tools.index.manifest import NAME
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--data", type=Path, required=True, help="folder with corpus/, nq/, hotpotqa/ and medical/"
     )
     parser.add_argument(
-        "--work", type=Path, default=cache_dir() / "search_recall", help="where indexes are kept"
+        "--work", type=Path, default=cache_folder() / "search_recall", help="where indexes are kept"
     )
     parser.add_argument("--model", help="embedding model; without one only BM25 is measured")
     parser.add_argument("--vectors", type=Path, help=".npy of the vectors of corpus/wiki by this model")

@@ -1,1 +1,1 @@
-"""Tasks, one file each. A module here that defines ``TASK`` is found by its name; there is no list to add it to."""
+"""Tasks, one file each. A module here that defines ``TASK`` is found by its name; no list has to be changed."""

@@ -1,8 +1,8 @@
 """MedQA: questions in the style of the US medical licensing examination, four options.
 
-In-domain in the paper's Table 1. Real questions: ``data="hf:"``, or a file with ``question``, ``options`` ({"A":
-..}) and ``answer_idx``; real passages: ``corpus=`` or ``search_url=``. Without them, a sample written for this
-project.
+In-domain in the paper's Table 1. Real questions come from ``data="hf:"``, or from a file with ``question``, ``options``
+({"A": ..}) and ``answer_idx``; real passages from ``corpus=`` or ``search_url=``. Without these, the task has a sample
+written for this project.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def test_embedded_examples(task: Task, make_task: Callable[..., Task]) -> None:
     assert loaded.sha256 == again.sha256
     shorter = load_examples(make_task(embedded=lambda split: loaded.examples[:5]), None, "test")
     assert shorter.sha256 != loaded.sha256
-    with pytest.raises(UserError, match="task toy carries no examples: give data="):
+    with pytest.raises(UserError, match="task toy has no examples of its own: give data="):
         load_examples(make_task(embedded=None))
     with pytest.raises(UserError, match="embedded: split 'dev' of task toy has no examples"):
         load_examples(make_task(embedded=lambda split: ()), None, "dev")
@@ -216,7 +216,7 @@ def test_what_the_hub_refuses_is_passed_on(task: Task, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "datasets", FakeHub([{"id": "x"}]))
     with pytest.raises(UserError, match="hf:a/b:1: no column 'question' for task toy; the row has id"):
         load_examples(task, "hf:a/b")
-    with pytest.raises(UserError, match="task toy names no hub data set of its own"):
+    with pytest.raises(UserError, match="task toy has no data set on the hub"):
         load_examples(task, "hf:")
 
 

@@ -18,9 +18,10 @@ from sorl_env.rewards import (
     f1,
     multiple_choice,
     normalize_answer,
-    search_r1_valid_format,
     substring_match,
 )
+
+from .search_r1_format import search_r1_valid_format
 
 
 def cases(folder: Path, name: str) -> list[dict[str, Any]]:

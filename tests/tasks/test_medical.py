@@ -155,7 +155,7 @@ def test_pubmedqa_published_row() -> None:
     assert example.options == {"A": "yes", "B": "no", "C": "maybe"}
     with pytest.raises(ValueError, match="'final_decision' must be yes, no or maybe, not 'perhaps'"):
         pubmedqa.TASK.parse_row({**row, "final_decision": "perhaps"})
-    with pytest.raises(UserError, match="task pubmedqa names no hub data set of its own"):
+    with pytest.raises(UserError, match="task pubmedqa has no data set on the hub"):
         load_examples(pubmedqa.TASK, "hf:")
 
 

@@ -85,8 +85,8 @@ class BM25Search:
     def from_file(cls, path: str | Path, top_k: int = 3) -> BM25Search:
         """Search a ``.jsonl`` or ``.jsonl.gz`` corpus.
 
-        The index is built once per content of the file and kept in the cache folder (see ``cache_dir``), from where it
-        is memory-mapped: several processes share one copy.
+        The index is built once per content of the file and kept in the cache folder (see ``cache_folder``), from where
+        it is memory-mapped: several processes share one copy.
 
         Raises:
             UserError: the file cannot be read, or the cache folder cannot be written.

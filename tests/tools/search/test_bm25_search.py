@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from sorl_env.errors import UserError
+from sorl_env.folders import cache_folder
 from sorl_env.rewards import normalize_answer
 from sorl_env.task import ToolSettings
 from sorl_env.tool import ToolReply, ToolRequest
 from sorl_env.toolbox import Toolbox
-from sorl_tools.corpus import Passage, PassageFile, cache_dir, format_passages, read_corpus
+from sorl_tools.corpus import Passage, PassageFile, format_passages, read_corpus
 from sorl_tools.search.bm25_search import BM25Search, HttpSearch, search_tool
 
 PASSAGES = [
@@ -114,14 +115,14 @@ def test_from_file_is_the_same_search(tmp_path: Path, name: str) -> None:
 def test_index_is_built_once_per_content(tmp_path: Path) -> None:
     path = write_corpus(tmp_path / "corpus.jsonl")
     BM25Search.from_file(path)
-    indexes = list((cache_dir() / "bm25").iterdir())
+    indexes = list((cache_folder() / "bm25").iterdir())
     assert len(indexes) == 1
     BM25Search.from_file(write_corpus(tmp_path / "copy.jsonl"))
-    assert list((cache_dir() / "bm25").iterdir()) == indexes
+    assert list((cache_folder() / "bm25").iterdir()) == indexes
     changed = BM25Search.from_file(
         write_corpus(path, [*PASSAGES, Passage("4", "Chopin", "Born near Warsaw.")])
     )
-    assert len(list((cache_dir() / "bm25").iterdir())) == 2
+    assert len(list((cache_folder() / "bm25").iterdir())) == 2
     assert changed("Warsaw").hits == 1
 
 
@@ -130,7 +131,7 @@ def test_builders_that_race_share_the_result(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         searches = list(pool.map(lambda _: BM25Search.from_file(path), range(4)))
     assert [search("river").hits for search in searches] == [1] * 4
-    assert len(list((cache_dir() / "bm25").iterdir())) == 1
+    assert len(list((cache_folder() / "bm25").iterdir())) == 1
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_bad_corpus_is_named_by_file_and_line(tmp_path: Path, content: bytes, me
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         BM25Search.from_file(path)
-    assert list(cache_dir().rglob("*")) == []  # nothing half-built stays behind, not even an empty folder
+    assert list(cache_folder().rglob("*")) == []  # nothing half-built stays behind, not even an empty folder
 
 
 def test_unreadable_gzip(tmp_path: Path) -> None:
@@ -192,13 +193,13 @@ def test_passage_file_is_a_sequence(tmp_path: Path) -> None:
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_dir() == tmp_path / "cache"
+    assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("SORL_CACHE")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / "sorl"
+    assert cache_folder() == tmp_path / "sorl"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert cache_dir() == Path.home() / ".cache" / "sorl"
+    assert cache_folder() == Path.home() / ".cache" / "sorl"
 
 
 def test_search_tool_of_settings(tmp_path: Path) -> None:

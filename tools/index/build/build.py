@@ -1,4 +1,4 @@
-"""Building an index: passages first, then each backend's part, then the manifest. A killed build goes on."""
+"""Build an index: the passages, then the part of each backend, then the manifest. A killed build can continue."""
 
 from __future__ import annotations
 
@@ -28,21 +28,12 @@ from sorl_tools.progress import Progress
 
 BACKENDS = ("bm25", "dense", "hybrid")
 DENSE = "dense"
-_PACKAGES = (
-    "sorl",
-    "bm25s",
-    "PyStemmer",
-    "numpy",
-    "faiss-cpu",
-    "faiss-gpu",
-    "sentence-transformers",
-    "torch",
-)
+_PACKAGES = "sorl bm25s PyStemmer numpy faiss-cpu faiss-gpu sentence-transformers torch".split()
 
 
 @dataclass(frozen=True)
 class Bm25Options:
-    """BM25's parameters. Those given reach the recall figures of docs/search.md."""
+    """BM25's parameters. The recall figures of docs/search.md were measured with these defaults."""
 
     k1: float = K1
     b: float = B
@@ -50,17 +41,17 @@ class Bm25Options:
 
 @dataclass(frozen=True)
 class DenseOptions:
-    """How passages become vectors, and how those are searched.
+    """How passages become vectors, and how these are searched.
 
     Args:
         model: a model folder of sentence-transformers, or a name that it finds.
-        query_prefix: put before a query; None: as the model says, or by its name (E5's are known).
-        passage_prefix: put before a passage, likewise.
-        vectors: a .npy file of the passages' vectors, (passages, dim) float32, computed elsewhere with this model.
-        faiss: a kind of ``faiss_kinds.KINDS``, or one of FAISS's factory strings.
+        query_prefix: text before a query; None takes it from the model's configuration or name (E5's are known).
+        passage_prefix: text before a passage, likewise.
+        vectors: a .npy file of the passages' vectors, (passages, dim) float32, computed earlier with this model.
+        faiss: a kind of ``faiss_kinds.KINDS``, or a factory string of FAISS.
         batch_size: passages embedded at a time.
-        device: torch device of the model; a GPU if there is one when None.
-        keep_vectors: leave the float32 vectors in the folder beside a compressed index.
+        device: torch device of the model; None takes a GPU if there is one.
+        keep_vectors: keep the float32 vectors in the folder beside a compressed index.
     """
 
     model: str = ""
@@ -75,9 +66,10 @@ class DenseOptions:
 
 @dataclass(frozen=True)
 class HybridOptions:
-    """Reciprocal rank fusion: a passage scores ``1 / (rrf_k + rank)`` in each part that ranks it to ``depth``.
+    """Reciprocal rank fusion: a passage scores ``1 / (rrf_k + rank)`` in each part where its rank is at most ``depth``.
 
-    The usual 60 is for long result lists. An agent reads three passages; 1 gives each part's first a place among them.
+    The usual ``rrf_k`` of 60 is for long result lists. An agent reads three passages; with 1, the first of each part is
+    among them.
     """
 
     rrf_k: int = 1
@@ -95,17 +87,17 @@ def build(
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Build an index into the folder ``out``, or go on with a build that was interrupted there.
+    """Build an index in the folder ``out``, or continue a build that was interrupted there.
 
     Args:
         sources: files and folders that hold the passages, see ``Corpus``.
-        restart: drop what is in ``out``: an index, finished or not.
+        restart: delete the index in ``out`` first, finished or not.
 
     Raises:
         UserError: the corpus cannot be read, an option does not fit, or ``out`` holds something else.
     """
     if backend not in BACKENDS:
-        raise UserError(f"--backend {backend!r} is not known. {did_you_mean(backend, BACKENDS)}")
+        raise UserError(f"--backend {backend!r} is unknown. {did_you_mean(backend, BACKENDS)}")
     corpus = Corpus(sources)
     shown = progress or Progress(quiet=True)
     out = out.expanduser()
@@ -130,12 +122,14 @@ def build(
     try:
         return _run(corpus, out, backend, options, journal, shown, bm25, dense)
     except UserError:
-        if not begun:  # nothing to go on with: the request has to change first
+        if not begun:  # the user has to change the request, so there is no build to continue
             _remove_parts(out)
             remove_empty(made)
         raise
-    except OSError as error:  # a corpus that cannot be read is named by now
-        raise UserError(f"--out {out}: {error}; mend it, and the same command goes on") from error
+    except OSError as error:  # of writing: errors of reading the corpus are UserErrors
+        raise UserError(
+            f"--out {out}: {error}; correct this, then the same command continues the build"
+        ) from error
     finally:
         journal.close()
 
@@ -172,28 +166,28 @@ def _checked_bm25(options: Bm25Options) -> dict[str, Any]:
 
 
 def _check_out(out: Path, restart: bool) -> None:
-    """Make sure that ``out`` is ours to write into, and empty it on ``restart``."""
+    """Make sure that ``out`` may be written to, and empty it on ``restart``."""
     if not out.exists():
         return
     if not out.is_dir():
-        raise UserError(f"--out {out}: it is a file; name a folder")
+        raise UserError(f"--out {out}: it is a file; give a folder")
     if not any(out.iterdir()):
         return
     ours = (out / NAME).is_file() or (out / BUILDING / "journal.jsonl").is_file()
     if not ours:
-        raise UserError(f"--out {out}: the folder holds other files; name a new or an empty one")
+        raise UserError(f"--out {out}: the folder holds other files; give a new or an empty one")
     if restart:
         _remove_parts(out)
     elif (out / NAME).is_file():
         manifest = read_manifest(out)
         raise UserError(
-            f"--out {out}: a finished {manifest.backend} index of {manifest.passages:,} passages is there; name "
-            "another folder, or add --restart to replace it"
+            f"--out {out}: it holds a finished {manifest.backend} index of {manifest.passages:,} passages; give "
+            "another folder, or replace the index with --restart"
         )
 
 
 def _remove_parts(out: Path) -> None:
-    """Delete what a build writes."""
+    """Delete everything that a build writes."""
     for part in (NAME, "passages.jsonl", "offsets.npy"):
         (out / part).unlink(missing_ok=True)
     for part in (BM25, DENSE, BUILDING):
@@ -203,7 +197,7 @@ def _remove_parts(out: Path) -> None:
 def _store_passages(
     corpus: Corpus, out: Path, journal: Journal, progress: Progress, count_words: bool
 ) -> PassageFile:
-    """Copy the passages into ``out``; for BM25, count their words on the way."""
+    """Copy the passages into ``out``; for BM25, count their words at the same time."""
     done = journal.last("passages") or {"passages": 0, "file": 0, "row": 0, "bytes": 0, "scratch": {}}
     if journal.last("stored") is None:
         text = journal.append_to(out / "passages.jsonl", done["bytes"])
