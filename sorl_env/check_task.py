@@ -11,6 +11,7 @@ from sorl_env.check import Check, describe_checks
 from sorl_env.check_episodes import check_episodes, requests
 from sorl_env.command import FAILED, Parser, number, run_command, whole
 from sorl_env.env import ToolUseEnv
+from sorl_env.env_parts import add_task_options
 from sorl_env.errors import UserError
 from sorl_env.task import Example, Task, ToolSettings
 from sorl_env.tokens import Tokenizer, encode_prompt
@@ -54,11 +55,11 @@ def _check_rows(task: Task, count: int) -> Check:
         return Check("rows", True, f"{count} read; an empty row is refused: {type(error).__name__}: {error}")
     except (TypeError, AttributeError, IndexError) as error:
         return Check(
-            "rows", False, f"parse_row({{}}) raises {error!r}: raise KeyError or ValueError naming the column"
+            "rows",
+            False,
+            f"parse_row({{}}) raises {error!r}, not a KeyError or ValueError that names the column",
         )
-    return Check(
-        "rows", False, "parse_row({}) succeeds: raise KeyError or ValueError naming the missing column"
-    )
+    return Check("rows", False, "parse_row({}) succeeds: raise KeyError or ValueError naming the column")
 
 
 def _check_reward(env: ToolUseEnv, count: int) -> list[Check]:
@@ -76,9 +77,7 @@ def _check_reward(env: ToolUseEnv, count: int) -> list[Check]:
         del cases["gold answer"]  # nothing to compare with, so the expert has to show that 1.0 can be reached
     checks = [_score_answers(once, name, count, *case) for name, case in cases.items()]
     if "gold answer" not in cases and task.expert is None:
-        checks.append(
-            Check("gold answer", False, "the examples have no golden_answers, and the task has no expert")
-        )
+        checks.append(Check("gold answer", False, "there are no golden_answers and no expert"))
     return checks
 
 
@@ -116,9 +115,8 @@ def _check_prompts(task: Task, examples: Sequence[Example], tokenizer: Tokenizer
     longest, example_id = max(sizes)
     unit = "words; count tokens with --tokenizer FOLDER" if tokenizer is None else "tokens"
     limit = task.limits.max_prompt_tokens
-    return Check(
-        "prompts", longest <= limit, f"longest {longest}, example {example_id!r} (limit {limit}; {unit})"
-    )
+    detail = f"longest {longest}, example {example_id!r} (limit {limit}; {unit})"
+    return Check("prompts", longest <= limit, detail)
 
 
 def _check_tool(env: ToolUseEnv, tool: Tool, example: Example) -> Check:
@@ -213,14 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="sorl-check-task", description="Check a task against its contract.")
-    parser.add_argument("task", help="a name, package.module:TASK, or the path of a .py file")
-    parser.add_argument(
-        "--data", help="a .jsonl, .jsonl.gz or .parquet file, a folder of them, or hf:owner/name"
-    )
-    parser.add_argument("--split", default="train", help="split of the data (default: train)")
+    add_task_options(parser)
     parser.add_argument("--limit", type=whole(1), default=200, help="examples to check (default 200)")
-    parser.add_argument("--corpus", help="corpus that the search tool searches")
-    parser.add_argument("--search-url", "--search_url", help="retrieval server that the search tool asks")
     parser.add_argument(
         "--tokenizer",
         metavar="FOLDER",

@@ -179,9 +179,7 @@ def _load_hub(task: Task, reference: str, split: str) -> ExampleSet:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"{source}: the Hugging Face hub needs datasets: pip install 'sorl[train]'"
-        ) from error
+        raise UserError(f"{source}: the hub needs datasets: pip install 'sorl[train]'") from error
     try:
         rows = datasets.load_dataset(name, config or None, split=splits.get(split, split))
     except (OSError, ValueError) as error:  # unreachable, unknown name, unknown configuration or split

@@ -21,14 +21,7 @@ from sorl_env.registry import load_task
 from sorl_env.render import render_dialogue
 from sorl_env.rewards import check_reward_items
 from sorl_env.spaces import UnicodeText
-from sorl_env.step import (
-    EPISODE_INFO,
-    INVALID_TURN_OBSERVATION,
-    EnvState,
-    EpisodeRow,
-    StepResult,
-    TurnRow,
-)
+from sorl_env.step import EPISODE_INFO, INVALID_TURN_OBSERVATION, EnvState, EpisodeRow, StepResult, TurnRow
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.text import valid_text
 from sorl_env.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, ToolUnavailableError
@@ -89,10 +82,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self.limits = limits or self.task.limits
         self.render_mode = render_mode
         self.examples: ExampleSet = load_examples(self.task, data, split)
-        given: dict[str, Any] = {"corpus": corpus, "search_url": search_url}
-        tool_settings = replace(
-            tool_settings, **{n: value for n, value in given.items() if value is not None}
-        )
+        if corpus is not None:
+            tool_settings = replace(tool_settings, corpus=corpus)
+        if search_url is not None:
+            tool_settings = replace(tool_settings, search_url=search_url)
         toolbox = make_toolbox(self.task, tools, tool_settings, self.limits.reply_chars)
         self._tools = EpisodeTools(toolbox)
         self._owns_tools = tools is None and callable(self.task.tools)
@@ -316,7 +309,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         examples = self.examples.examples
         if state.index >= len(examples) or examples[state.index].id != state.example_id:
             raise ValueError(
-                f"the state is of example {state.example_id!r}, which is not number {state.index} of these examples"
+                f"the state is of example {state.example_id!r}, which is not number {state.index} here"
             )
         self._phase = state.phase
         self._index = state.index

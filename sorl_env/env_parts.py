@@ -1,7 +1,8 @@
-"""Helpers of the environment's constructor and of its reset: the toolbox, a warning, the option ``index``."""
+"""Helpers of the environment's constructor and of its reset: the toolbox, a warning, options."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -56,3 +57,14 @@ def read_index_option(options: Mapping[str, Any], size: int) -> int:
     if not isinstance(index, (int, np.integer)) or not 0 <= index < size:
         raise UserError(f"reset: index {index!r} is outside the {size} examples, 0 to {size - 1}")
     return int(index)
+
+
+def add_task_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a task, its data and what its search tool searches."""
+    parser.add_argument("task", help="a name, package.module:TASK, or the path of a .py file")
+    parser.add_argument(
+        "--data", help="a .jsonl, .jsonl.gz or .parquet file, a folder of them, or hf:owner/name"
+    )
+    parser.add_argument("--split", default="train", help="split of the data (default: train)")
+    parser.add_argument("--corpus", help="corpus that the search tool searches")
+    parser.add_argument("--search-url", "--search_url", help="retrieval server that the search tool asks")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from sorl_env.command import FAILED, INTERRUPTED, Parser, run_command, seed, whole
 from sorl_env.env import StepResult, ToolUseEnv
+from sorl_env.env_parts import add_task_options
 from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
 
@@ -132,9 +133,7 @@ def _summary(env: ToolUseEnv, result: StepResult | None, show_answer: bool) -> s
     else:
         items = ", ".join(f"{name} {value:g}" for name, value in result.info["reward_items"].items())
         reason, turns = result.info["stop_reason"], result.info["turn"] + 1
-        lines.append(
-            f"Reward {result.reward:g} ({items or 'no items'}); ended by {reason} after {turns} turns."
-        )
+        lines.append(f"Reward {result.reward:g} ({items or 'no items'}); {reason} after {turns} turns.")
         if result.info.get("error"):
             lines.append(f"Error: {result.info['error']}")
     if show_answer:
@@ -144,18 +143,10 @@ def _summary(env: ToolUseEnv, result: StepResult | None, show_answer: bool) -> s
 
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="sorl-play", description="Play an episode of a task in the terminal.")
-    parser.add_argument("task", help="a name, package.module:TASK, or the path of a .py file")
+    add_task_options(parser)
     parser.add_argument("--index", type=whole(0), help="number of the example (default: drawn at random)")
     parser.add_argument("--seed", type=seed, help="seed of the random draws")
-    parser.add_argument(
-        "--data", help="a .jsonl, .jsonl.gz or .parquet file, a folder of them, or hf:owner/name"
-    )
-    parser.add_argument("--split", default="train", help="split of the data (default: train)")
-    parser.add_argument("--corpus", help="corpus that the search tool searches")
-    parser.add_argument("--search-url", "--search_url", help="retrieval server that the search tool asks")
-    parser.add_argument(
-        "--show-answer", "--show_answer", action="store_true", help="print the right answer at the end"
-    )
+    parser.add_argument("--show-answer", "--show_answer", action="store_true", help="print the right answer")
     parser.add_argument("--auto", choices=["expert"], help="let the task's scripted expert play")
     args: argparse.Namespace = parser.parse_args(argv)
     return args

@@ -138,10 +138,12 @@ def _packaged_names() -> list[str]:
     """Modules of the task package that declare a ``TASK``, found in their source without importing them."""
     spec = importlib.util.find_spec(_TASK_PACKAGE)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-    names = [
-        module.name for module in pkgutil.iter_modules(map(str, folders)) if not module.name.startswith("_")
+    names = [module.name for module in pkgutil.iter_modules(map(str, folders))]
+    return [
+        name
+        for name in names
+        if not name.startswith("_") and any(_declares_task(folder / f"{name}.py") for folder in folders)
     ]
-    return [name for name in names if any(_declares_task(folder / f"{name}.py") for folder in folders)]
 
 
 def _declares_task(file: Path) -> bool:

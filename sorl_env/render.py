@@ -29,9 +29,7 @@ def render_dialogue(example: Example, dialogue: Iterable[tuple[str, str]], tools
     tag = re.compile(rf"</?({'|'.join(map(re.escape, colours))})>")
     for action, observation in dialogue:
         for text in filter(None, (action.strip(), observation.strip())):
-            text = text.replace(
-                "\033", "\N{SYMBOL FOR ESCAPE}"
-            )  # a policy must not send commands to the terminal
+            text = text.replace("\033", "\N{SYMBOL FOR ESCAPE}")  # a policy must not control it
             lines += [tag.sub(lambda match: f"{colours[match[1]]}{match[0]}{_RESET}", text), ""]
         lines[-1] = _RULE
     return "\n".join(lines)

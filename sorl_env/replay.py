@@ -201,9 +201,7 @@ def _end_last_line(path: Path) -> None:
 
 def _read(path: Path) -> dict[tuple[str, str], _Row]:
     if not path.is_file():
-        raise UserError(
-            f"{path}: there are no recorded tool replies; record them first with ToolSettings(record=...)"
-        )
+        raise UserError(f"{path}: no recorded tool replies there; record them with ToolSettings(record=...)")
     rows: dict[tuple[str, str], _Row] = {}
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():

@@ -15,20 +15,12 @@ INVALID_TURN_OBSERVATION = (
 )
 
 # Rows are plain tuples, because a vector environment makes columns of them in half the time that dictionaries take.
-EPISODE_INFO = ("example_id", "index", "question", "tools", "source", "split", "is_sample")
+EPISODE_INFO = tuple("example_id index question tools source split is_sample".split())
 EpisodeRow = tuple[str, str, int, str, tuple[str, ...], str, str, bool]  # the prompt, then EPISODE_INFO
 
-TURN_INFO = (
-    "parsed",
-    "format_error",
-    "reward_items",
-    "tool_calls",
-    "turn",
-    "stop_reason",
-    "error",
-    "example_id",
-)
-TurnRow = tuple[  # observation, reward, terminated, truncated, then TURN_INFO
+TURN_INFO = tuple("parsed format_error reward_items tool_calls turn stop_reason error example_id".split())
+# observation, reward, terminated, truncated, then TURN_INFO
+TurnRow = tuple[
     str,
     float,
     bool,

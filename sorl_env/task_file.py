@@ -49,12 +49,8 @@ def import_module(name: str, reference: str) -> ModuleType:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _failed(
-                f"task {reference!r}", error
-            ) from error  # the module exists, but not what it imports
-        raise UserError(
-            f"task {reference!r}: there is no module {error.name!r}; is its folder on the Python path?"
-        ) from error
+            raise _failed(f"task {reference!r}", error) from error  # it lacks something that it imports
+        raise UserError(f"task {reference!r}: no module {error.name!r}; is it on the Python path?") from error
     except (Exception, SystemExit) as error:
         raise _failed(f"task {reference!r}", error) from error
     return module
@@ -76,9 +72,7 @@ def their_lines(error: BaseException) -> str | None:
 def _failed(what: str, error: BaseException) -> UserError:
     """An error that shows where an import failed, from the imported file on."""
     if isinstance(error, SystemExit):
-        return UserError(
-            f"{what} ends Python while it is imported (sys.exit): remove that from the task's file"
-        )
+        return UserError(f"{what} ends Python while it is imported (sys.exit): remove that from the file")
     if isinstance(error, UserError):
         return error
     frames = traceback.extract_tb(error.__traceback__)

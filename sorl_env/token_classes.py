@@ -25,9 +25,7 @@ class TokenClassifier:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._pieces: dict[
-            int, str
-        ] = {}  # by token id; decoding a token costs more than everything else here
+        self._pieces: dict[int, str] = {}  # by token id; decoding is slow
 
     def __call__(self, trajectory: Trajectory) -> NDArray[np.int8]:
         """(L,) indices into ``CLASSES``; -1 for tokens that the policy did not sample."""
@@ -46,9 +44,7 @@ class TokenClassifier:
             pieces = [self._piece(token) for token in trajectory.token_ids[turn.start : turn.end].tolist()]
             end = 0
             for piece, (_, stop) in zip(pieces, token_spans(turn.text, pieces), strict=True):
-                texts.append(
-                    turn.text[end:stop] or piece
-                )  # part of a character, or a token after the text's end
+                texts.append(turn.text[end:stop] or piece)  # part of a character, or beyond the text
                 end = max(end, stop)
         return texts
 

@@ -205,9 +205,7 @@ def as_tool(tool: ToolLike) -> Tool:
         ValueError: the name cannot be a tag or is reserved by the turn format, or the schema is not a schema.
     """
     if inspect.iscoroutinefunction(tool):
-        raise TypeError(
-            f"tool {tool.__name__} is a coroutine: give an object with __call__ and acall instead"
-        )
+        raise TypeError(f"tool {tool.__name__} is a coroutine: give an object with __call__ and acall")
     if inspect.isroutine(tool):
         function: Callable[..., ToolResult] = tool
         made: Tool = _FunctionTool(
@@ -221,7 +219,7 @@ def as_tool(tool: ToolLike) -> Tool:
         made = tool
     else:
         raise TypeError(
-            f"{tool!r} is not a tool: give a function, or an object with name, description and schema"
+            f"{tool!r} is no tool: give a function, or an object with name, description and schema"
         )
     missing = [name for name in _STATE_MEMBERS if not hasattr(made, name)]
     if keeps_state(made) and missing:

@@ -40,13 +40,9 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     required: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise TypeError(
-                f"tool {name}: parameter {parameter} cannot be passed by name; use plain parameters"
-            )
+            raise TypeError(f"tool {name}: parameter {parameter} cannot be passed by name")
         if parameter.name not in hints:
-            raise TypeError(
-                f"tool {name}: parameter {parameter.name!r} needs a type hint, for example `: str`"
-            )
+            raise TypeError(f"tool {name}: parameter {parameter.name!r} needs a type hint, such as `: str`")
         properties[parameter.name] = _schema_of_hint(hints[parameter.name], f"tool {name}: {parameter.name}")
         if parameter.default is parameter.empty:
             required.append(parameter.name)
@@ -68,9 +64,7 @@ def _schema_of_hint(hint: Any, where: str) -> dict[str, Any]:
     if origin in (Union, types.UnionType):
         options = [{"type": "null"} if arg is type(None) else _schema_of_hint(arg, where) for arg in args]
         return {"anyOf": options}
-    raise TypeError(
-        f"{where}: no JSON schema for type {hint!r}; use str, int, float, bool, list, dict or Literal"
-    )
+    raise TypeError(f"{where}: no JSON schema for {hint!r}; use str, int, float, bool, list, dict or Literal")
 
 
 def check_schema(schema: Mapping[str, Any], where: str) -> None:
@@ -86,7 +80,7 @@ def check_schema(schema: Mapping[str, Any], where: str) -> None:
         part = pending.pop()
         if "type" in part and not (isinstance(part["type"], str) and part["type"] in _PYTHON_TYPES):
             raise ValueError(
-                f"{where}: unknown type {part['type']!r}; the known ones are {', '.join(_PYTHON_TYPES)}, and anyOf"
+                f"{where}: unknown type {part['type']!r}; use {', '.join(_PYTHON_TYPES)} or anyOf"
             )
         pending += [*part.get("anyOf", ()), *part.get("properties", {}).values()]
         pending += [part["items"]] if "items" in part else []

@@ -110,10 +110,9 @@ class Trajectory:
     def __post_init__(self) -> None:
         length = len(self.token_ids)
         for name in ("action_mask", "turn_ids", "rollout_log_probs"):
-            if len(getattr(self, name)) != length:
-                raise ValueError(
-                    f"trajectory {self.id}: {name} has {len(getattr(self, name))} entries, token_ids {length}"
-                )
+            entries = len(getattr(self, name))
+            if entries != length:
+                raise ValueError(f"trajectory {self.id}: {name} has {entries} entries, token_ids {length}")
 
     @property
     def excluded(self) -> bool:

@@ -124,7 +124,7 @@ def iter_jsonl(path: str | Path) -> Iterator[Trajectory]:
                     yield _decode(_parse_line(line, where), where)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(
-                f"{path}:{number + 1}: the gzip stream is broken ({error}); was the file cut off?"
+                f"{path}:{number + 1}: the gzip stream is broken ({error}); was it cut off?"
             ) from error
 
 
@@ -144,9 +144,6 @@ def write_parquet(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
         records = map(_encode, trajectories)
         while batch := list(islice(records, _PARQUET_BATCH)):
             writer.write_table(pa.Table.from_pylist(batch, schema=schema))
-            writer.write_table(
-                pa.Table.from_pylist([_encode(trajectory) for trajectory in batch], schema=schema)
-            )
 
 
 def read_parquet(path: str | Path) -> list[Trajectory]:
@@ -188,9 +185,7 @@ def _encode(trajectory: Trajectory) -> dict[str, Any]:
     try:
         record["metadata"] = json.dumps(dict(trajectory.metadata))
     except TypeError as error:
-        raise UserError(
-            f"trajectory {trajectory.id}: metadata must hold JSON values only: {error}"
-        ) from error
+        raise UserError(f"trajectory {trajectory.id}: metadata must hold JSON values: {error}") from error
     return record
 
 
@@ -309,9 +304,7 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(
-            "Parquet needs pyarrow: pip install 'sorl[train]', or write .jsonl instead"
-        ) from error
+        raise UserError("Parquet needs pyarrow: pip install 'sorl[train]', or use .jsonl") from error
     return pyarrow, pyarrow.parquet
 
 

@@ -1,14 +1,11 @@
 r"""AlphaMed19K: medical multiple choice with search, as in the paper.
 
-Real questions come from ``data="hf:"``, or from a file in one of two forms:
+A row has one of two forms:
 
 - the published columns: ``question`` with its options inside (``..\nA: ..\nB: ..``), ``answer`` (a letter) and
   ``subset_name``;
 - options as a mapping: ``question``, ``options`` ({"A": .., "B": ..}, up to J), and the letter, either in
   ``answer_idx`` (as in MedQA) or as the only one of ``golden_answers`` (as ``sorl-data prepare`` writes all of them).
-
-Real passages come from ``corpus=`` or ``search_url=``. Without these, the task has 28 questions in the published
-columns, and passages for them, that were written for this project.
 """
 
 from __future__ import annotations
@@ -71,9 +68,7 @@ def parse_row(row: Mapping[str, Any]) -> Example:
         column = "answer"
     letter = _only_letter(row) if column == "golden_answers" else text_column(row, column)
     if letter not in options:
-        raise ValueError(
-            f"column {column!r} is {letter!r}, which is not one of the options {', '.join(options)}"
-        )
+        raise ValueError(f"column {column!r} is {letter!r}, not one of the options {', '.join(options)}")
     return Example(
         id=row_id(row, question),
         question=stem,
@@ -113,9 +108,7 @@ def split_options(question: str) -> tuple[str, dict[str, str]]:
         elif labels and ord(match[1]) == ord(labels[-1][1]) + 1:
             labels.append(match)
     if len(labels) < 2:
-        raise ValueError(
-            "column 'question' has no options: write '..\\nA: ..\\nB: ..', or give a column 'options'"
-        )
+        raise ValueError("column 'question' has no options: write '..\\nA: ..\\nB: ..' or a column 'options'")
     ends = [match.start() for match in labels[1:]] + [len(question)]
     options = {match[1]: question[match.end() : end].strip() for match, end in zip(labels, ends, strict=True)}
     return question[: labels[0].start()].strip(), options
@@ -134,7 +127,7 @@ def _read_options(options: Any) -> dict[str, str]:
     for letter, text in sorted(options.items()):
         if (
             text is None
-        ):  # columnar formats give every row the same letters, with None for those that it lacks
+        ):  # in columnar formats all rows have the same letters, and None for those that they lack
             missing = missing or letter
         elif missing or not isinstance(text, (str, int, float)) or isinstance(text, bool):
             wrong, value = (missing, None) if missing else (letter, text)

@@ -1,10 +1,8 @@
 """BioASQ, factoid and yes/no: biomedical questions that PubMed abstracts answer. Not in the paper.
 
 Unlike multiple choice, these questions can hardly be guessed and their passages are known, so a policy that searches
-well scores well. Real questions come from a file with the columns of BioASQ's releases, ``body`` (or ``question``),
-``type`` and ``exact_answer``, or with ``question`` and ``golden_answers``. The releases require a registration, so
-there is no ``data="hf:"``. Real passages come from ``corpus=`` or ``search_url=``. Without these, the task has a
-sample written for this project.
+well scores well. A row has the columns of BioASQ's releases, ``body`` (or ``question``), ``type`` and ``exact_answer``,
+or ``question`` and ``golden_answers``. The releases require a registration, so there is no ``data="hf:"``.
 
 An answer must match any synonym exactly. After SQuAD's normalization this is BioASQ's strict accuracy for factoids, and
 its accuracy for yes/no questions.

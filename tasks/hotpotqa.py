@@ -1,8 +1,6 @@
 """HotpotQA: questions that need two passages, and so two searches.
 
-Real questions come from ``data="hf:"``, or from a file with the columns ``question`` and ``golden_answers`` (or
-``answer``); real passages from ``corpus=`` or ``search_url=``. Without these, the task has 28 questions of the same
-form that were written for this project.
+A row has the columns ``question`` and ``golden_answers`` (or ``answer``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """MedMCQA: questions of Indian medical entrance examinations, four options. In-domain in the paper's Table 1.
 
 The answers of its test split were never published, so everyone evaluates on its validation split, which is ``test``
-here. Real questions come from ``data="hf:"``, or from a file with the published columns ``question``, ``opa`` to
-``opd`` and ``cop`` (0 to 3), or with ``options`` and ``answer_idx``; real passages from ``corpus=`` or
-``search_url=``. Without these, the task has a sample written for this project.
+here. A row has the published columns ``question``, ``opa`` to ``opd`` and ``cop`` (0 to 3), or ``options`` and
+``answer_idx``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """MedXpertQA (Text): expert-level questions with ten options. Out-of-domain in the paper's Table 1.
 
-Real questions come from ``data="hf:"``, or from a file with the published columns ``question``, ``options`` and
-``label`` (a letter), or with ``options`` and ``answer_idx``. The published question repeats its options after "Answer
-Choices:", which is removed. Real passages come from ``corpus=`` or ``search_url=``. Without these, the task has a sample
-written for this project.
+A row has the published columns ``question``, ``options`` and ``label`` (a letter), or ``options`` and ``answer_idx``.
+The published question repeats its options after "Answer Choices:", which is removed.
 """
 
 from __future__ import annotations

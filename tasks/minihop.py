@@ -178,9 +178,8 @@ def _read_fact(observation: str, name: str, relation: str) -> str | None:
 
 
 def _example(id: str, chain: Chain) -> Example:
-    return parse_row(
-        {"id": id, "question": chain.question, "names": chain.names, "relations": chain.relations}
-    )
+    row = {"id": id, "question": chain.question, "names": chain.names, "relations": chain.relations}
+    return parse_row(row)
 
 
 def _limits(hops: int, top_k: int, reasoning: int) -> Limits:

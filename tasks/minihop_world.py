@@ -252,9 +252,7 @@ def _text(name: str, facts: Mapping[str, str]) -> str:
 def _distractors(spec: WorldSpec, entities: Mapping[str, Entity]) -> list[tuple[str, str]]:
     """(title, text) of passages that share a person's name but answer no question, spread evenly over the people."""
     if not 0 <= spec.distractors <= len(NAMESAKES):
-        raise UserError(
-            f"minihop: distractors={spec.distractors}: give 0 to {len(NAMESAKES)}, at most one of each kind per person"
-        )
+        raise UserError(f"minihop: distractors={spec.distractors}: give 0 to {len(NAMESAKES)}")
     rng = spec.rng("distractors")
     by_kind = {kind: [e.name for e in entities.values() if e.kind == kind] for kind in RELATIONS}
     people = by_kind["person"]

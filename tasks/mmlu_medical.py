@@ -1,10 +1,9 @@
 """The medical subset of MMLU: six subjects, four options. Out-of-domain in the paper's Table 1 (MMLU-M).
 
-The paper does not list the subjects; these six are what the field means by it. Real questions come from a file with the
-published columns ``question``, ``choices`` (a list), ``answer`` (0 to 3) and ``subject``, or with ``options`` and
-``answer_idx``. On the hub each subject is a configuration of its own: ``data="hf:cais/mmlu:anatomy"`` loads one of
-them, and ``sorl-data prepare mmlu_medical`` joins all six. Real passages come from ``corpus=`` or ``search_url=``.
-Without these, the task has a sample written for this project.
+The paper does not list the subjects; these six are what the field means by it. A row has the published columns
+``question``, ``choices`` (a list), ``answer`` (0 to 3) and ``subject``, or ``options`` and ``answer_idx``. On the hub
+each subject is a configuration of its own: ``data="hf:cais/mmlu:anatomy"`` loads one of them, and ``sorl-data prepare
+mmlu_medical`` joins all six.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Natural Questions: questions that people asked a search engine, with short answers.
 
-Real questions come from ``data="hf:"``, or from a file with the columns ``question`` and ``golden_answers``; real
-passages from ``corpus=`` or ``search_url=``. Without these, the task has 28 questions of the same form that were
-written for this project.
+A row has the columns ``question`` and ``golden_answers``.
 """
 
 from __future__ import annotations

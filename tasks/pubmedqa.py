@@ -1,10 +1,9 @@
 """PubMedQA: research questions answered yes, no or maybe by an abstract. Out-of-domain in the paper's Table 1.
 
-The abstract is not in the prompt: the policy has to find it with the search tool, in a corpus of abstracts (``corpus=``
-or ``search_url=``; the paper searches Wikipedia). Real questions come from a file with the published columns
-``question``, ``final_decision`` and ``pubid``, or with ``options`` and ``answer_idx``. There is no ``data="hf:"``,
-because on the hub the official test questions are in a split called train, and ``sorl-data prepare pubmedqa`` has to
-separate them first. Without a file, the task has a sample written for this project.
+The abstract is not in the prompt: the policy has to find it in a corpus of abstracts (the paper searches Wikipedia). A
+row has the published columns ``question``, ``final_decision`` and ``pubid``, or ``options`` and ``answer_idx``. There
+is no ``data="hf:"``, because on the hub the official test questions are in a split called train, and ``sorl-data
+prepare pubmedqa`` has to separate them first.
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ class Bm25Index:
             self.passages = PassageFile(folder)
             self.postings = Postings(folder / FOLDER, manifest.passages)
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"{folder}: cannot be opened ({error}); check it with sorl-index verify"
-            ) from error
+            raise UserError(f"{folder}: cannot be opened ({error}); try sorl-index verify") from error
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
         """The best passages as (place in the corpus, score), best first."""

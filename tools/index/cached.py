@@ -35,7 +35,7 @@ def build_index(passages: Sequence[Passage]) -> Any:
 
     words = tokenize([f"{passage.title}\n{passage.text}" for passage in passages])
     if not any(words):
-        raise UserError(f"there is nothing to search: {len(passages)} passages without a word in them")
+        raise UserError(f"nothing to search: {len(passages)} passages without a word")
     index = bm25s.BM25()
     index.index(words, show_progress=False)
     return index
@@ -88,9 +88,7 @@ def _ensure_index(path: Path, digest: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=folder.parent, prefix="building-"))
     except OSError as error:
-        raise UserError(
-            f"{folder.parent}: an index cannot be kept there ({error}); set SORL_CACHE to another folder"
-        ) from error
+        raise UserError(f"{folder.parent}: cannot keep an index there ({error}); set SORL_CACHE") from error
     try:
         build([path], building)
         building.rename(folder)  # it appears complete or not at all; of several builders the first one wins

@@ -46,33 +46,23 @@ def _parser() -> argparse.ArgumentParser:
         description="Build a search index over a corpus; look at one, check it, or estimate what one takes.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_build(commands.add_parser("build", help="build an index, or continue a build that was interrupted"))
+    _add_build(commands.add_parser("build", help="build an index, or continue an interrupted build"))
     info = commands.add_parser("info", help="print the facts about an index")
     info.add_argument("index", type=Path, help="folder of the index")
     info.set_defaults(run=_info)
-    verify = commands.add_parser(
-        "verify", help="compare the files with their hashes, and search for passages of the index"
-    )
+    verify = commands.add_parser("verify", help="check the files and search for some passages")
     verify.add_argument("index", type=Path, help="folder of the index")
     verify.add_argument("--sample", type=whole(1), default=200, help="passages to search for (default: 200)")
     verify.add_argument("--model", help="folder or name of the embedding model, if it has moved")
     verify.add_argument("--device", help="torch device of the model")
     verify.set_defaults(run=_verify)
-    guess = commands.add_parser(
-        "estimate", help="estimate the memory, disk and time that an index takes, before it is built"
-    )
+    guess = commands.add_parser("estimate", help="estimate memory, disk and time of a build")
     guess.add_argument("--passages", type=whole(1, MOST_PASSAGES), required=True)
     guess.add_argument("--backend", choices=BACKENDS, default="bm25")
-    guess.add_argument(
-        "--words", type=number(above=0, high=1e6), default=100.0, help="words per passage (default: 100)"
-    )
-    guess.add_argument(
-        "--dim", type=whole(1, 1_000_000), default=768, help="elements of a vector (default: 768, as E5-base)"
-    )
+    guess.add_argument("--words", type=number(above=0, high=1e6), default=100.0, help="words per passage")
+    guess.add_argument("--dim", type=whole(1, 1_000_000), default=768, help="elements of a vector")
     guess.add_argument("--faiss", default="flat", help="as for build")
-    guess.add_argument(
-        "--embed_rate", type=number(above=0), help="passages embedded per second, if you have measured it"
-    )
+    guess.add_argument("--embed_rate", type=number(above=0), help="passages embedded per second")
     guess.set_defaults(run=_estimate)
     return parser
 
@@ -80,36 +70,28 @@ def _parser() -> argparse.ArgumentParser:
 def _add_build(parser: argparse.ArgumentParser) -> None:
     bm25, dense, hybrid = Bm25Options(), DenseOptions(), HybridOptions()
     parser.add_argument(
-        "corpus", type=Path, nargs="+", help="files (.jsonl, .tsv, .parquet, .txt, .md) or folders"
+        "corpus", type=Path, nargs="+", help="files (.jsonl, .tsv, .parquet, .txt, .md), folders"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the index")
     parser.add_argument("--backend", choices=BACKENDS, default="bm25")
     parser.add_argument("--k1", type=number(0, 1000), default=bm25.k1, help=f"of BM25 (default: {bm25.k1})")
     parser.add_argument("--b", type=number(0, 1), default=bm25.b, help=f"of BM25 (default: {bm25.b})")
-    parser.add_argument(
-        "--model", default="", help="embedding model: a folder of sentence-transformers, or a name"
-    )
-    parser.add_argument(
-        "--query_prefix", help="text before a query (default: the model's own; E5: 'query: ')"
-    )
+    parser.add_argument("--model", default="", help="embedding model: a folder, or a name on the hub")
+    parser.add_argument("--query_prefix", help="text before a query (default: the model's own)")
     parser.add_argument("--passage_prefix", help="text before a passage (default: the model's own)")
-    parser.add_argument(
-        "--vectors", type=Path, help=".npy file with the passages' vectors, made earlier with this model"
-    )
+    parser.add_argument("--vectors", type=Path, help=".npy of the passages' vectors by this model")
     parser.add_argument(
         "--faiss",
         default=dense.faiss,
         help="kind of index: flat, fp16, sq8, sq4, pq, ivfpq, hnsw, or a factory string of FAISS",
     )
     parser.add_argument(
-        "--batch_size", type=whole(1, 1_000_000), default=dense.batch_size, help="passages embedded at a time"
+        "--batch_size", type=whole(1, 1_000_000), default=dense.batch_size, help="passages per batch"
     )
     parser.add_argument("--device", help="torch device of the model (default: a GPU if there is one)")
+    parser.add_argument("--keep_vectors", action="store_true", help="keep the uncompressed vectors")
     parser.add_argument(
-        "--keep_vectors", action="store_true", help="keep the float32 vectors beside a compressed index"
-    )
-    parser.add_argument(
-        "--rrf_k", type=whole(0), default=hybrid.rrf_k, help="hybrid: ranks score 1 / (rrf_k + rank)"
+        "--rrf_k", type=whole(0), default=hybrid.rrf_k, help="hybrid: scores are 1 / (rrf_k + rank)"
     )
     parser.add_argument(
         "--depth",
@@ -117,9 +99,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         default=hybrid.depth,
         help="hybrid: number of ranks used of each part",
     )
-    parser.add_argument(
-        "--restart", action="store_true", help="begin again and delete the index in the folder"
-    )
+    parser.add_argument("--restart", action="store_true", help="delete what is in the folder first")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.set_defaults(run=_build)
 
@@ -192,7 +172,7 @@ def _estimate(arguments: argparse.Namespace) -> int:
     print(f"{'memory while it is built':<28}{human_bytes(guess.build_memory)}")
     print(f"{'memory to search, private':<28}{human_bytes(guess.private_memory)} a process")
     print(
-        f"{'memory to search, shared':<28}{human_bytes(guess.shared_memory)}, if every page of the mapped files is used"
+        f"{'memory to search, shared':<28}{human_bytes(guess.shared_memory)}, if all mapped files are in use"
     )
     print(f"{'time to build':<28}{duration(guess.build_seconds)} on one core{guess.embedding_note}")
     return 0

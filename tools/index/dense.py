@@ -46,9 +46,7 @@ class DenseIndex:
         except (OSError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(
-                f"{folder}: cannot be opened ({error}); check it with sorl-index verify"
-            ) from error
+            raise UserError(f"{folder}: cannot be opened ({error}); try sorl-index verify") from error
         self._encoder = Encoder(
             model or facts["model"],
             query_prefix=facts["query_prefix"],

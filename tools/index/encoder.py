@@ -77,9 +77,8 @@ class Encoder:
         return f"sha256:{digest.hexdigest()}"
 
     def _encode(self, texts: list[str], batch_size: int) -> npt.NDArray[np.float32]:
-        vectors = self._model.encode(
-            texts, batch_size=batch_size, normalize_embeddings=True, prompt="", show_progress_bar=False
-        )
+        options = {"normalize_embeddings": True, "prompt": "", "show_progress_bar": False}
+        vectors = self._model.encode(texts, batch_size=batch_size, **options)
         return np.ascontiguousarray(vectors, dtype=np.float32)
 
 

@@ -60,9 +60,7 @@ def factory_string(kind: str, dim: int, passages: int) -> str:
         "hnsw": "HNSW32,Flat",
     }
     if kind not in known:
-        raise UserError(
-            f"--faiss {kind!r} is unknown; a factory string begins with a capital letter. {did_you_mean(kind, KINDS)}"
-        )
+        raise UserError(f"--faiss {kind!r} is unknown, and no factory string. {did_you_mean(kind, KINDS)}")
     return known[kind]
 
 
@@ -92,12 +90,14 @@ def write_faiss(vectors: Floats, factory: str, path: Path, progress: Progress) -
             progress.advance(len(block))
         faiss.write_index(index, str(path))
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise UserError(
-            f"--faiss {factory}: FAISS cannot index {passages:,} vectors of {dim} elements ({reason})"
-        ) from error
+        what = f"{passages:,} vectors of {dim} elements"
+        raise UserError(f"--faiss {factory}: FAISS cannot index {what} ({_reason(error)})") from error
     finally:
         faiss.omp_set_num_threads(threads)
+
+
+def _reason(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[-1]
 
 
 class FlatVectors:
@@ -130,9 +130,7 @@ class FaissVectors:
         try:
             self._index = self._faiss.read_index(str(path), self._faiss.IO_FLAG_MMAP_IFC)
         except RuntimeError as error:
-            raise UserError(
-                f"{path}: FAISS cannot read it ({str(error).strip().splitlines()[-1]})"
-            ) from error
+            raise UserError(f"{path}: FAISS cannot read it ({_reason(error)})") from error
         if self._faiss.get_num_gpus() > 0 and "efSearch" not in settings:
             self._index = self._faiss.index_cpu_to_all_gpus(self._index)
         space = self._faiss.ParameterSpace()
@@ -147,9 +145,8 @@ class FaissVectors:
             yield _ordered(places[held], values[held], top_k)
 
 
-EXTRA = (
-    8  # more hits than wanted are fetched, so that equal scores at the end are cut in the order of the corpus
-)
+# So many more hits than wanted are fetched, so that equal scores at the end are cut in the order of the corpus.
+EXTRA = 8
 
 
 def _ordered(

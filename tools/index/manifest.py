@@ -73,16 +73,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{path}: not a manifest ({error}); build the index again") from error
     if manifest.format != FORMAT:
         raise UserError(
-            f"{path}: it has format {manifest.format}, but this version of sorl reads {FORMAT}; build the index again"
+            f"{path}: format {manifest.format}, but this version reads {FORMAT}; build the index again"
         )
     for name, size in sizes.items():
         file = folder / name
         if not file.is_file():
             raise UserError(f"{folder}: {name} is missing; copy it again, or build the index again")
         if file.stat().st_size != size:
-            raise UserError(
-                f"{file}: {file.stat().st_size} bytes, but the manifest says {size}; copy it again"
-            )
+            raise UserError(f"{file}: {file.stat().st_size} bytes, but {size} in the manifest; copy it again")
     return manifest
 
 

@@ -18,9 +18,8 @@ Ints = npt.NDArray[np.int64]
 DATA, INDICES, INDPTR = "data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy"
 MAX_SCORES = "max_scores.npy"
 SLACK = np.float32(1 - 1e-4)  # sums of the same float32 in another order differ by less
-PLAIN = (
-    1 << 19
-)  # up to so many passages all are scored: finding out which to skip would cost more than it saves
+# Up to so many passages all are scored: finding out which to skip would cost more than it saves.
+PLAIN = 1 << 19
 LOOKUP_COST = 16  # looking up one passage by bisection costs about as much as adding up so many
 
 

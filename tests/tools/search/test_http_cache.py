@@ -10,7 +10,7 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_tools.corpus import Passage
-from sorl_tools.search import http_cache as http_search_cache
+from sorl_tools.search import http_cache
 from sorl_tools.search.http_cache import ReplyCache
 
 A = [Passage("0", "Bizet", "né à Paris"), Passage("1", "", 'no "title"')]
@@ -87,7 +87,7 @@ def test_a_file_that_is_full_gives_up_what_was_used_least_recently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0  # a use is noted once an hour: after every 36th reply here
-    monkeypatch.setattr(http_search_cache.time, "time", lambda: now)
+    monkeypatch.setattr(http_cache.time, "time", lambda: now)
     path = tmp_path / "replies.db"
     cache = ReplyCache(size=1, path=path, max_file_mb=0.5)
     passage = [Passage("0", "", "x" * 2000)]  # 0.5 MB hold some 200 of them

@@ -1,8 +1,9 @@
 """Build the posting lists of a BM25 index that need not fit into memory.
 
-Words are counted in chunks of passages, into scratch files (``TokenScratch``). From these the lists are written one block
-of words at a time (``write_postings``), each by a counting sort that reads the block's part of every chunk. The scores are
-those of bm25s up to the rounding of float32. Memory holds the vocabulary, a few numbers for each passage, and one block.
+Words are counted in chunks of passages, into scratch files (``TokenScratch``). From these the lists are written one
+block of words at a time (``write_postings``), each by a counting sort that reads the block's part of every chunk. The
+scores are those of bm25s up to the rounding of float32. Memory holds the vocabulary, a few numbers for each passage,
+and one block.
 """
 
 from __future__ import annotations
@@ -78,11 +79,10 @@ class _Counts:
     def __init__(self, folder: Path, journal: Journal) -> None:
         def read(name: str) -> npt.NDArray[Any]:
             path = folder / f"{name}.bin"
-            return (
-                np.asarray(np.memmap(path, dtype=SCRATCH[name], mode="r")) if path.stat().st_size else empty
-            )
+            if not path.stat().st_size:
+                return np.zeros(0, dtype=np.int32)
+            return np.asarray(np.memmap(path, dtype=SCRATCH[name], mode="r"))
 
-        empty = np.zeros(0, dtype=np.int32)
         self.terms, self.counts, self.docs, self.tfs, lengths = (read(name) for name in SCRATCH)
         self.passage_lengths = lengths
         marks = [record["scratch"] for record in journal.records if record.get("stage") == "passages"]
@@ -121,9 +121,7 @@ def write_postings(out: Path, journal: Journal, progress: Progress, k1: float, b
     stems = (journal.folder / "words.txt").read_text(encoding="utf-8").split("\n")[:-1]
     counts = _Counts(journal.folder, journal)
     if not stems:
-        raise UserError(
-            f"there is nothing to search: {len(counts.passage_lengths)} passages without a word in them"
-        )
+        raise UserError(f"nothing to search: {len(counts.passage_lengths)} passages without a word")
     out.mkdir(exist_ok=True)
     Vocabulary.write(stems, out)
     frequencies = counts.frequencies(len(stems))

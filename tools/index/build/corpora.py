@@ -58,9 +58,8 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """A hash of the files' paths, sizes and times. An interrupted build continues only if it is unchanged."""
-        facts = [
-            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path, _ in self.files
-        ]
+        stats = [(path, path.stat()) for path, _ in self.files]
+        facts = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -100,9 +99,7 @@ def _read_tsv(path: Path, name: str, skip: int) -> Iterator[Passage]:
         try:
             header = next(rows, [])
             if "text" not in header and "contents" not in header:
-                raise UserError(
-                    f"{path}:1: the header must name 'text' (and 'id', 'title'), but it is {header}"
-                )
+                raise UserError(f"{path}:1: the header must name 'text' (and 'id', 'title'), not {header}")
             for row in islice(rows, skip, None):
                 where = f"{path}:{rows.line_num}"
                 if len(row) != len(header):

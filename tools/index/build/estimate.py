@@ -115,9 +115,7 @@ def vector_bytes(faiss: str, dim: int, passages: int) -> float:
             return dim * size + lists + links
     if product := re.search(r"PQ(\d+)(?:x(\d+))?", factory.rpartition(",")[2]):
         return math.ceil(int(product[1]) * int(product[2] or 8) / 8) + lists + links
-    raise UserError(
-        f"--faiss {faiss}: this factory string cannot be estimated; build a small index and look at its size"
-    )
+    raise UserError(f"--faiss {faiss}: no estimate for this factory string; build a small index")
 
 
 def _rate(dim: int) -> float:

@@ -40,9 +40,7 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(folder / "lock")
         except BlockingIOError as error:
-            raise UserError(
-                f"{folder.parent}: another process is building there; wait until it ends"
-            ) from error
+            raise UserError(f"{folder.parent}: another process is building there; wait for it") from error
         except OSError as error:
             raise UserError(f"{folder.parent}: cannot be written ({error})") from error
         self._files: list[Appended] = []
@@ -86,9 +84,7 @@ class Journal:
         try:
             records = [dict(read_json(line)) for line in whole.splitlines()]
         except (ValueError, TypeError) as error:
-            raise UserError(
-                f"{self._path}: it is damaged ({error}); add --restart to begin the build again"
-            ) from error
+            raise UserError(f"{self._path}: it is damaged ({error}); add --restart to begin again") from error
         with self._path.open("r+b") as file:
             file.truncate(len(whole))
         return records
@@ -147,9 +143,7 @@ class Appended:
     def __init__(self, path: Path, length: int) -> None:
         path.touch()
         if path.stat().st_size < length:
-            raise UserError(
-                f"{path}: it is shorter than the build's journal says; add --restart to begin again"
-            )
+            raise UserError(f"{path}: shorter than the journal says; add --restart to begin again")
         self._file = path.open("r+b")
         self._file.truncate(length)
         self._file.seek(length)

@@ -288,7 +288,7 @@ def test_interrupt_from_the_keyboard(tmp_path: Path) -> None:
 
 
 def test_estimates_are_near_a_build(shared_data: Path, tmp_path: Path) -> None:
-    """Disk within a quarter, for wiki's passages of 88 words; memory and time are in benchmarks/index_scale.py."""
+    """Disk within a quarter, for wiki's passages of 88 words; memory and time are in benchmarks/search/scale.py."""
     with (tmp_path / "part.jsonl").open("wb") as part:
         import gzip
 

@@ -7,11 +7,11 @@ Over the project's real questions and corpora (see the data folder's README):
     PubMedQA  a passage is of the question's own abstract
     BioASQ    a passage is one of the gold ones
 
-    python benchmarks/search_recall.py --data ../shared/data --json search_recall.json
-    python benchmarks/search_recall.py --data ../shared/data --model MODEL_FOLDER --faiss fp16 sq8 sq4 pq
+    python benchmarks/search recall --data ../shared/data --json recall.json
+    python benchmarks/search recall --data ../shared/data --model MODEL_FOLDER --faiss fp16 sq8 sq4 pq
 
-Embedding wiki's 43,918 passages takes MiniLM most of an hour on one core: stop it when you like, and it goes on. With
-``--vectors`` it is not done again. No figure depends on the machine.
+Embedding the 43,918 passages of wiki takes MiniLM most of an hour on one core; it can be stopped, and the same command
+continues. With ``--vectors`` it is not done again. No figure depends on the machine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sorl_env.errors import UserError
 from sorl_env.folders import cache_folder
 from sorl_env.rewards import normalize_answer
 from sorl_tools.index import Hit, Index, open_index
@@ -163,42 +161,34 @@ def dense_part(table: Table, arguments: argparse.Namespace) -> list[str]:
     return missed
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_recall(
+    parser: argparse.ArgumentParser,
+) -> Callable[[argparse.Namespace], tuple[dict[str, Any], bool]]:
     parser.add_argument(
         "--data", type=Path, required=True, help="folder with corpus/, nq/, hotpotqa/ and medical/"
     )
     parser.add_argument(
-        "--work", type=Path, default=cache_folder() / "search_recall", help="where indexes are kept"
+        "--work", type=Path, default=cache_folder() / "search_recall", help="keeps the indexes"
     )
     parser.add_argument("--model", help="embedding model; without one only BM25 is measured")
     parser.add_argument("--vectors", type=Path, help=".npy of the vectors of corpus/wiki by this model")
-    parser.add_argument(
-        "--faiss", nargs="*", default=["fp16", "sq8", "sq4", "pq"], help="kinds to compare with flat"
-    )
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    arguments = parser.parse_args(argv)
-    table, missed = Table(arguments.data), []
-    try:
-        for corpus, questions in QUESTIONS.items():
-            index = ready(arguments.data, corpus, arguments.work / f"{corpus}-bm25", "bm25", DenseOptions())
-            table.measure("bm25", index, corpus, questions)
-        for name, bar in BM25_BARS.items():
-            if table.recall("bm25", name) < bar - TOLERANCE:
-                missed.append(f"bm25 on {name}: {table.recall('bm25', name):.4f}, wanted {bar}")
-        if arguments.model:
-            missed += dense_part(table, arguments)
-    except UserError as error:
-        print(f"search_recall: {error}", file=sys.stderr)
-        return 2
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"rows": table.rows, "missed": missed}, indent=2) + "\n")
+    kinds = ["fp16", "sq8", "sq4", "pq"]
+    parser.add_argument("--faiss", nargs="*", default=kinds, help="kinds of index to compare with flat")
+    return measure
+
+
+def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    table = Table(arguments.data)
+    for corpus, questions in QUESTIONS.items():
+        index = ready(arguments.data, corpus, arguments.work / f"{corpus}-bm25", "bm25", DenseOptions())
+        table.measure("bm25", index, corpus, questions)
+    missed = [
+        f"bm25 on {name}: {table.recall('bm25', name):.4f}, wanted {bar}"
+        for name, bar in BM25_BARS.items()
+        if table.recall("bm25", name) < bar - TOLERANCE
+    ]
+    if arguments.model:
+        missed += dense_part(table, arguments)
     for miss in missed:
         print(f"missed: {miss}")
-    return int(bool(missed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {"rows": table.rows, "missed": missed}, bool(missed)
