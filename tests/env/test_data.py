@@ -71,7 +71,7 @@ def test_missing_files_get_a_suggestion(task: Task, tmp_path: Path) -> None:
         UserError, match=r"hotpot_train\.jsonl: no such file or folder\. Did you mean 'hotpotqa_train\.jsonl'"
     ):
         load_examples(task, tmp_path / "hotpot_train.jsonl")
-    with pytest.raises(UserError, match=r"There is no folder .*nowhere either"):
+    with pytest.raises(UserError, match=r"Its folder .*nowhere does not exist either"):
         load_examples(task, tmp_path / "nowhere" / "x.jsonl")
     (tmp_path / "x.csv").write_text("a,b")
     with pytest.raises(

@@ -336,7 +336,7 @@ def test_knobs_out_of_range(knobs: dict[str, Any], message: str) -> None:
         ({"lookalikes": 500.0}, "lower one of them"),
         ({"entities": 20, "lookalikes": 1.0}, "fewer than two entities of kind person"),
         ({"test_share": 0.0}, "move test_share"),
-        ({"test_questions": 100_000}, "test questions of 1 hops asked for, the world has"),
+        ({"test_questions": 100_000}, "test questions of 1 hops are wanted, but the world has"),
         ({"distractors": 5.0}, "give 0 to 4"),
     ],
 )
@@ -351,7 +351,7 @@ def test_a_split_that_does_not_exist() -> None:
 
 
 def test_namesakes_must_not_crowd_out_the_passage() -> None:
-    with pytest.raises(UserError, match=r"distractors=3.0 would crowd .* top 3: give at most 2"):
+    with pytest.raises(UserError, match=r"distractors=3.0 would push .* top 3: give at most 2"):
         ToolUseEnv(minihop(distractors=3.0))
     env = ToolUseEnv(minihop(distractors=3.0, **SMALL), tool_settings=ToolSettings(top_k=5), split="test")
     assert [play(env, index)[1] for index in range(60)] == [1.0] * 60
@@ -371,7 +371,7 @@ def test_knobs_through_the_registry() -> None:
 
 def test_rows_that_make_no_chain() -> None:
     row = {"id": 1, "question": "?", "names": ["A B"], "relations": ["mother"]}
-    with pytest.raises(ValueError, match="'names' and 'relations' make no chain"):
+    with pytest.raises(ValueError, match="'names' and 'relations' do not make a chain"):
         TASK.parse_row(row)
     with pytest.raises(KeyError, match="names"):
         TASK.parse_row({"id": 1, "question": "?"})

@@ -37,22 +37,8 @@ _CONNECTION_LIMITS: tuple[tuple[str, Callable[[str], float], float, str], ...] =
     ("max-head-kb", _positive, 16, "largest request line with headers, in kB; larger ones get 431"),
     ("head-timeout-s", _seconds, 10.0, "seconds for the request line and headers to arrive; then 408"),
     ("body-timeout-s", _seconds, 10.0, "seconds for the body of a request to arrive; then 408"),
-    (
-        "reply-timeout-s",
-        _seconds,
-        30.0,
-        "a client that reads nothing of its reply for so long is disconnected",
-    ),
-    ("idle-timeout-s", _positive, 20, "whole seconds after which a connection without a request is closed"),
-    ("head-timeout-s", _seconds, 10.0, "for a request's first line and headers to arrive, then 408"),
-    ("body-timeout-s", _seconds, 10.0, "for a request's body to arrive, then 408"),
-    (
-        "reply-timeout-s",
-        _seconds,
-        30.0,
-        "a client that takes nothing of its reply for so long is disconnected",
-    ),
-    ("idle-timeout-s", _positive, 20, "a connection without a request is closed after so many whole seconds"),
+    ("reply-timeout-s", _seconds, 30.0, "seconds until a client that does not read its reply is cut off"),
+    ("idle-timeout-s", _positive, 20, "whole seconds until a connection without a request is closed"),
 )
 _NEEDED = ("msgspec", "numba", "prometheus_client", "uvicorn")
 

@@ -172,7 +172,7 @@ def test_the_search_in_process_opens_a_folder(tmp_path: Path) -> None:
     assert search.retrieve("the deltas") == BM25Search(PASSAGES, top_k=2).retrieve("the deltas")
     manifest_file = tmp_path / "index" / "manifest.json"
     manifest_file.write_text(manifest_file.read_text().replace('"backend": "bm25"', '"backend": "dense"'))
-    with pytest.raises(UserError, match="a dense index embeds its queries; give it to sorl-serve"):
+    with pytest.raises(UserError, match="a dense index embeds its queries: serve it with sorl-serve"):
         BM25Search.from_file(tmp_path / "index")
 
 

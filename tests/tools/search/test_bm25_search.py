@@ -137,8 +137,8 @@ def test_builders_that_race_share_the_result(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"id": "0", "contents": "x"}\n{"id": "1"}\n', r"corpus.jsonl:2: no passage"),
-        (b'{"id": "0", "contents": "x"}\n\n[1]\n', r"corpus.jsonl:3: no passage"),
+        (b'{"id": "0", "contents": "x"}\n{"id": "1"}\n', r"corpus.jsonl:2: not a passage"),
+        (b'{"id": "0", "contents": "x"}\n\n[1]\n', r"corpus.jsonl:3: not a passage"),
         (b'{"id": "0", "contents": "x"}\n{"id"\n', r"corpus.jsonl:2: not valid JSON"),
         (b"\xff\xfe\n", r"corpus.jsonl:1: not valid JSON"),
         (b"\n", r"corpus.jsonl: the corpus has no passages"),
@@ -230,7 +230,7 @@ def test_replies_of_servers_are_kept_where_the_settings_say(tmp_path: Path) -> N
         assert tool.cache.get(key) == []
         tool.close()
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
-    with pytest.raises(UserError, match="keeps the replies of servers: give search_url"):
+    with pytest.raises(UserError, match="is for replies of servers: give search_url"):
         search_tool(ToolSettings(corpus=str(path), cache=str(path)), tmp_path)
 
 
@@ -278,7 +278,7 @@ def test_recall_on_wikipedia(shared_data: Path) -> None:
 def test_what_is_no_text_is_refused_with_its_row(row: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(json.dumps({"id": "first", "contents": "x"}) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(UserError, match=f"corpus.jsonl:2: no passage: .*{re.escape(said)}"):
+    with pytest.raises(UserError, match=f"corpus.jsonl:2: not a passage: .*{re.escape(said)}"):
         list(read_corpus(path))
 
 

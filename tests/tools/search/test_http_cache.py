@@ -70,7 +70,7 @@ def test_threads_and_writers_share_a_file(tmp_path: Path) -> None:
 def test_files_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no database, but long enough to look at " * 100)
     for path in (tmp_path / "notes.txt", tmp_path, tmp_path / "notes.txt" / "replies.db"):
-        with pytest.raises(UserError, match="cannot keep replies there"):
+        with pytest.raises(UserError, match="replies cannot be kept there"):
             ReplyCache(path=path)
     with pytest.raises(UserError, match="keep at least 1"):
         ReplyCache(size=0)
@@ -79,7 +79,7 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "other.db") as other:
         other.execute("CREATE TABLE replies (name TEXT)")
     other.close()
-    with pytest.raises(UserError, match=r"other.db: cannot keep replies there .*used"):
+    with pytest.raises(UserError, match=r"other.db: replies cannot be kept there .*used"):
         ReplyCache(path=tmp_path / "other.db")
 
 
