@@ -19,7 +19,7 @@ class Check:
 def describe_checks(checks: Sequence[Check], width: int) -> str:
     """A line for each check, with its name in ``width`` characters, and a last line that counts the failures."""
     lines = [
-        f"  {'ok  ' if check.passed else 'FAIL'}  {check.name:<{width}}{check.detail}" for check in checks
+        f"  {'FAIL' if not check.passed else 'ok  '}  {check.name:<{width}}{check.detail}" for check in checks
     ]
     failed = sum(not check.passed for check in checks)
     summary = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"

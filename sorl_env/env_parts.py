@@ -62,9 +62,7 @@ def read_index_option(options: Mapping[str, Any], size: int) -> int:
 def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a task, its data and what its search tool searches."""
     parser.add_argument("task", help="a name, package.module:TASK, or the path of a .py file")
-    parser.add_argument(
-        "--data", help="a .jsonl, .jsonl.gz or .parquet file, a folder of them, or hf:owner/name"
-    )
+    parser.add_argument("--data", help="a .jsonl(.gz) or .parquet file, a folder of them, or hf:owner/name")
     parser.add_argument("--split", default="train", help="split of the data (default: train)")
     parser.add_argument("--corpus", help="corpus that the search tool searches")
     parser.add_argument("--search-url", "--search_url", help="retrieval server that the search tool asks")

@@ -218,9 +218,7 @@ def as_tool(tool: ToolLike) -> Tool:
     elif isinstance(tool, Tool):
         made = tool
     else:
-        raise TypeError(
-            f"{tool!r} is no tool: give a function, or an object with name, description and schema"
-        )
+        raise TypeError(f"{tool!r} is not a tool: give a function or an object with name and schema")
     missing = [name for name in _STATE_MEMBERS if not hasattr(made, name)]
     if keeps_state(made) and missing:
         raise TypeError(f"tool {made.name} has new_episode, so it needs {' and '.join(missing)} as well")

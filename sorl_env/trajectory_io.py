@@ -123,9 +123,8 @@ def iter_jsonl(path: str | Path) -> Iterator[Trajectory]:
                 if line.strip():
                     yield _decode(_parse_line(line, where), where)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise UserError(
-                f"{path}:{number + 1}: the gzip stream is broken ({error}); was it cut off?"
-            ) from error
+            where = f"{path}:{number + 1}"
+            raise UserError(f"{where}: the gzip stream is broken ({error}); was it cut off?") from error
 
 
 def write_parquet(path: str | Path, trajectories: Iterable[Trajectory]) -> None:

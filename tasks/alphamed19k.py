@@ -125,9 +125,7 @@ def _read_options(options: Any) -> dict[str, str]:
     texts: dict[str, str] = {}
     missing = ""
     for letter, text in sorted(options.items()):
-        if (
-            text is None
-        ):  # in columnar formats all rows have the same letters, and None for those that they lack
+        if text is None:  # columnar formats give all rows the same letters, and None for those that they lack
             missing = missing or letter
         elif missing or not isinstance(text, (str, int, float)) or isinstance(text, bool):
             wrong, value = (missing, None) if missing else (letter, text)

@@ -7,7 +7,6 @@ are made of the same words, so that one word-level vocabulary is enough for both
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,16 +119,6 @@ class World:
     spec: WorldSpec
     entities: Mapping[str, Entity]
     passages: tuple[Passage, ...]
-
-    @property
-    def sha256(self) -> str:
-        """Hash of every entity and every passage, in order."""
-        digest = hashlib.sha256()
-        for entity in self.entities.values():
-            digest.update(f"{entity.name}\0{entity.kind}\0{entity.split}\0".encode())
-        for passage in self.passages:
-            digest.update(f"{passage.id}\0{passage.title}\0{passage.text}\0".encode())
-        return digest.hexdigest()
 
     def chains(self, split: str, kind: str, relations: Sequence[str]) -> Iterator[Chain]:
         """Every chain of a split along ``relations`` that does not return to an earlier entity."""

@@ -13,9 +13,7 @@ from sorl_env.tool import ToolInputError
 
 Number: TypeAlias = int | float
 
-_FILENAME = "<calculator>"
-# Python's parser warns about such expressions as "1if 1else 2", which are refused anyway.
-warnings.filterwarnings("ignore", module=_FILENAME)
+_FILENAME = "<calculator>"  # of expressions in warnings
 
 MAX_CHARACTERS = 200
 # No operand is longer than this, so no operation is slow and the calculator may run `inline`, without a deadline.
@@ -65,8 +63,8 @@ def calculator(expression: str) -> str:
         )
     try:
         expression = expression.strip()
-        tree = ast.parse(expression, _FILENAME, mode="eval")
-        value = _evaluate(tree.body, expression)
+        _silence_parser()
+        value = _evaluate(ast.parse(expression, _FILENAME, mode="eval").body, expression)
     except ToolInputError:
         raise
     except SyntaxError as error:
@@ -79,6 +77,16 @@ def calculator(expression: str) -> str:
 
 
 calculator.inline = True  # type: ignore[attr-defined]  # microseconds: no thread needed
+
+
+def _silence_parser() -> None:
+    """Ignore warnings about such expressions as "1if 1else 2", which are refused anyway.
+
+    ``warnings.catch_warnings`` is not thread-safe, so a filter for expressions alone is left in place; it is added
+    again where someone has reset the filters.
+    """
+    if not any(getattr(module, "pattern", None) == _FILENAME for *_, module, _ in warnings.filters):
+        warnings.filterwarnings("ignore", module=_FILENAME)
 
 
 def _evaluate(node: ast.expr, source: str) -> Number:

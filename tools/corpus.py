@@ -6,7 +6,7 @@ import gzip
 import json
 import mmap
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -137,23 +137,16 @@ def parse_passage(read: Callable[[Row], Passage], row: Row, where: str) -> Passa
 
 
 class PassageFile(Sequence[Passage]):
-    """Passages in a memory-mapped file: reading one takes a page of memory, not the corpus. Threads may share it."""
+    """Passages in a memory-mapped file: reading one takes a page of memory, not the corpus. Threads may share it.
+
+    ``passages.jsonl`` holds a `line` for each passage; ``offsets.npy`` holds where they begin and the last one ends.
+    """
 
     def __init__(self, folder: Path) -> None:
         offsets = np.load(folder / "offsets.npy", mmap_mode="r")
         self._offsets = np.asarray(offsets)  # (passages + 1,); slicing a plain array is faster than a memmap
         with (folder / "passages.jsonl").open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    @staticmethod
-    def write(passages: Iterable[Passage], folder: Path) -> int:
-        """Write the files that the constructor reads; returns the number of passages, which must not be 0."""
-        offsets = [0]
-        with (folder / "passages.jsonl").open("wb") as file:
-            for passage in passages:
-                offsets.append(offsets[-1] + file.write(PassageFile.line(passage)))
-        np.save(folder / "offsets.npy", np.asarray(offsets, dtype=np.int64))
-        return len(offsets) - 1
 
     @staticmethod
     def line(passage: Passage) -> bytes:

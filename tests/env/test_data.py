@@ -229,9 +229,7 @@ def test_missing_packages_are_named_with_their_extra(
         monkeypatch.setitem(sys.modules, module, None)  # import fails as if it were not installed
     with pytest.raises(UserError, match=r"x\.parquet: Parquet needs pyarrow: pip install 'sorl\[train\]'"):
         load_examples(task, file)
-    with pytest.raises(
-        UserError, match=r"hf:a/b: the Hugging Face hub needs datasets: pip install 'sorl\[train\]'"
-    ):
+    with pytest.raises(UserError, match=r"hf:a/b: the hub needs datasets: pip install 'sorl\[train\]'"):
         load_examples(task, "hf:a/b")
 
 

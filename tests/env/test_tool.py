@@ -86,9 +86,9 @@ def test_other_signatures_are_refused() -> None:
 
     for function, problem in (
         (variadic, "cannot be passed by name"),
-        (exotic, "exotic: query: no JSON schema for type <class 'bytes'>"),
+        (exotic, "exotic: query: no JSON schema for <class 'bytes'>"),
         (later, "later is a coroutine: give an object"),
-        (object(), "is no tool: give a function"),
+        (object(), "is not a tool: give a function"),
     ):
         with pytest.raises(TypeError, match=problem):
             as_tool(function)  # type: ignore[arg-type]

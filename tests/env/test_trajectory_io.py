@@ -314,7 +314,7 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
 
 
 def test_metadata_that_json_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"trajectory g1/0: metadata must hold JSON values only.*set"):
+    with pytest.raises(UserError, match=r"trajectory g1/0: metadata must hold JSON values.*set"):
         write_jsonl(tmp_path / "t.jsonl", [searched(metadata={"x": {1}})])
 
 

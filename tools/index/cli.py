@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_build(parser: argparse.ArgumentParser) -> None:
     bm25, dense, hybrid = Bm25Options(), DenseOptions(), HybridOptions()
     parser.add_argument(
-        "corpus", type=Path, nargs="+", help="files (.jsonl, .tsv, .parquet, .txt, .md), folders"
+        "corpus", type=Path, nargs="+", help="files (.jsonl, .tsv, .parquet, .txt, .md) or folders"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the index")
     parser.add_argument("--backend", choices=BACKENDS, default="bm25")
@@ -91,7 +91,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="torch device of the model (default: a GPU if there is one)")
     parser.add_argument("--keep_vectors", action="store_true", help="keep the uncompressed vectors")
     parser.add_argument(
-        "--rrf_k", type=whole(0), default=hybrid.rrf_k, help="hybrid: scores are 1 / (rrf_k + rank)"
+        "--rrf_k", type=whole(0), default=hybrid.rrf_k, help="hybrid: scores 1 / (rrf_k + rank)"
     )
     parser.add_argument(
         "--depth",
@@ -171,9 +171,7 @@ def _estimate(arguments: argparse.Namespace) -> int:
     print(f"{'disk while it is built':<28}{human_bytes(guess.build_disk)}")
     print(f"{'memory while it is built':<28}{human_bytes(guess.build_memory)}")
     print(f"{'memory to search, private':<28}{human_bytes(guess.private_memory)} a process")
-    print(
-        f"{'memory to search, shared':<28}{human_bytes(guess.shared_memory)}, if all mapped files are in use"
-    )
+    print(f"{'memory to search, shared':<28}{human_bytes(guess.shared_memory)}, with all mapped files in use")
     print(f"{'time to build':<28}{duration(guess.build_seconds)} on one core{guess.embedding_note}")
     return 0
 

@@ -24,7 +24,7 @@ from sorl_tools.index.postings import Postings
 from sorl_tools.index.words import STOP_WORD, Vocabulary, WordIds, query_stems
 from sorl_tools.search.bm25_search import BM25Search
 
-from .conftest import made_up, write_jsonl
+from ..corpora import made_up, write_jsonl
 
 PASSAGES = [
     Passage("0", "", "river river delta"),

@@ -18,7 +18,7 @@ from sorl_tools.index.build.build import DenseOptions, HybridOptions, build
 from sorl_tools.index.build.journal import Journal
 from sorl_tools.index.hybrid import fuse
 
-from .conftest import made_up, write_jsonl
+from ..corpora import made_up, write_jsonl
 
 faiss = pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
 pytest.importorskip("sentence_transformers", reason="needs pip install 'sorl[search]'")

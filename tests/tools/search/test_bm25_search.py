@@ -18,8 +18,10 @@ from sorl_env.rewards import normalize_answer
 from sorl_env.task import ToolSettings
 from sorl_env.tool import ToolReply, ToolRequest
 from sorl_env.toolbox import Toolbox
-from sorl_tools.corpus import Passage, PassageFile, format_passages, read_corpus
+from sorl_tools.corpus import Passage, format_passages, read_corpus
 from sorl_tools.search.bm25_search import BM25Search, HttpSearch, search_tool
+
+from ..corpora import write_passages
 
 PASSAGES = [
     Passage("0", "Bizet", "The composer Georges Bizet was born in Paris."),
@@ -183,8 +185,8 @@ def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_passage_file_is_a_sequence(tmp_path: Path) -> None:
-    assert PassageFile.write(PASSAGES, tmp_path) == 4
-    stored = PassageFile(tmp_path)
+    stored = write_passages(PASSAGES, tmp_path)
+    assert len(stored) == 4
     assert list(stored) == PASSAGES
     assert stored[-1] == PASSAGES[-1]
     assert stored[1:3] == PASSAGES[1:3]

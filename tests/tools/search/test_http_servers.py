@@ -67,13 +67,13 @@ def test_retry_after_is_kept_to(clock: Clock) -> None:
     pool = ServerPool(["a"])
     older = begin(pool)
     clock.now += 0.1
-    pool.finish(begin(pool), "429", retry_after_s=20.0)
+    pool.finish(begin(pool), "429", rest_s=20.0)
     clock.now += 0.1
     pool.finish(older)  # an answer to an older request does not cut it short
     assert pool.begin() == pytest.approx(19.9)
     clock.now += 20.0
     pool.finish(begin(pool))
-    pool.finish(begin(pool), "503", retry_after_s=1e9)
+    pool.finish(begin(pool), "503", rest_s=1e9)
     assert pool.begin() == pytest.approx(300.0)
 
 
