@@ -18,9 +18,8 @@ class Check:
 
 def describe_checks(checks: Sequence[Check], width: int) -> str:
     """A line for each check, with its name in ``width`` characters, and a last line that counts the failures."""
-    lines = [
-        f"  {'FAIL' if not check.passed else 'ok  '}  {check.name:<{width}}{check.detail}" for check in checks
-    ]
+    states = ["ok  " if check.passed else "FAIL" for check in checks]
+    lines = [f"  {state}  {one.name:<{width}}{one.detail}" for state, one in zip(states, checks, strict=True)]
     failed = sum(not check.passed for check in checks)
     summary = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"
     return "\n".join([*lines, summary])

@@ -133,7 +133,8 @@ def _summary(env: ToolUseEnv, result: StepResult | None, show_answer: bool) -> s
     else:
         items = ", ".join(f"{name} {value:g}" for name, value in result.info["reward_items"].items())
         reason, turns = result.info["stop_reason"], result.info["turn"] + 1
-        lines.append(f"Reward {result.reward:g} ({items or 'no items'}); {reason} after {turns} turns.")
+        end = f"ended by {reason} after {turns} turns"
+        lines.append(f"Reward {result.reward:g} ({items or 'no items'}); {end}.")
         if result.info.get("error"):
             lines.append(f"Error: {result.info['error']}")
     if show_answer:

@@ -77,7 +77,6 @@ class ReplayTool:
             raise UserError(
                 f"tool {tool.name} keeps state between calls: equal requests may get different replies, which cannot "
                 "be recorded or replayed: leave record and replay out"
-                "recorded or replayed: leave record and replay out"
             )
         self.tool = tool
         self.name = tool.name

@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,6 @@ def read_rows(path: Path) -> list[Row]:
         return [json.loads(line) for line in lines]
 
 
-def top_three(index: Index, questions: Sequence[str]) -> list[list[Hit]]:
-    found: list[list[Hit]] = []
-    for start in range(0, len(questions), BATCH):
-        found += index.search(questions[start : start + BATCH], TOP_K)
-    return found
-
-
 def ready(data: Path, corpus: str, out: Path, backend: str, dense: DenseOptions) -> Index:
     """The index in ``out``, built or finished first where need be."""
     if not (out / NAME).is_file():
@@ -95,16 +88,19 @@ class Table:
     def __init__(self, data: Path) -> None:
         self.data = data
         self.rows: list[dict[str, Any]] = []
-        self.found: dict[tuple[str, str], list[list[Hit]]] = {}
 
-    def measure(self, label: str, index: Index, corpus: str, names: Iterable[str]) -> None:
-        for name in names:
-            file, counts = QUESTIONS[corpus][name]
+    def measure(self, label: str, index: Index, corpus: str) -> None:
+        for name, (file, counts) in QUESTIONS[corpus].items():
             rows = read_rows(self.data / f"{file}.jsonl.gz")
-            found = self.found[label, name] = top_three(index, [row["question"] for row in rows])
-            recall = sum(counts(row, hits) for row, hits in zip(rows, found, strict=True)) / len(rows)
-            entry = {"index": label, "questions": name, "count": len(rows), "recall": round(recall, 4)}
-            self.rows.append(entry)
+            found = 0
+            for start in range(0, len(rows), BATCH):
+                batch = rows[start : start + BATCH]
+                hits = index.search([row["question"] for row in batch], TOP_K)
+                found += sum(map(counts, batch, hits))
+            recall = found / len(rows)
+            self.rows.append(
+                {"index": label, "questions": name, "count": len(rows), "recall": round(recall, 4)}
+            )
             note = f"  (bm25s: {BM25_BARS[name]:.3f})" if label == "bm25" else ""
             print(
                 f"{label:<16}{name:<10}{len(rows):>6} questions   recall@{TOP_K} {recall:.4f}{note}",
@@ -114,48 +110,30 @@ class Table:
     def recall(self, label: str, name: str) -> float:
         return next(row["recall"] for row in self.rows if (row["index"], row["questions"]) == (label, name))
 
-    def same_hits(self, label: str, other: str, name: str) -> float:
-        """Share of one index's hits that another has, too."""
-        pairs = zip(self.found[label, name], self.found[other, name], strict=True)
-        shared = [len({hit.passage for hit in a} & {hit.passage for hit in b}) / TOP_K for a, b in pairs]
-        return sum(shared) / len(shared)
-
 
 def dense_part(table: Table, arguments: argparse.Namespace) -> list[str]:
     """Vectors, hybrid and compressed kinds on wiki; returns the bars that were missed."""
     missed: list[str] = []
-    names = tuple(QUESTIONS["wiki"])
-    flat_options = DenseOptions(model=arguments.model, vectors=arguments.vectors)
-    flat = ready(arguments.data, "wiki", arguments.work / "wiki-dense", "dense", flat_options)
-    table.measure("dense", flat, "wiki", names)
-    vectors = arguments.work / "wiki-dense" / "dense" / "vectors.npy"
-    whole = vectors.stat().st_size
-    again = DenseOptions(model=arguments.model, vectors=vectors)
-    table.measure(
-        "hybrid",
-        ready(arguments.data, "wiki", arguments.work / "wiki-hybrid", "hybrid", again),
-        "wiki",
-        names,
-    )
-    for name in names:
-        parts = max(table.recall("bm25", name), table.recall("dense", name))
-        gain = table.recall("hybrid", name) - parts
+
+    def measure(label: str, backend: str, dense: DenseOptions) -> Path:
+        out = arguments.work / f"wiki-{''.join(c if c.isalnum() else '-' for c in label)}"
+        table.measure(label, ready(arguments.data, "wiki", out, backend, dense), "wiki")
+        return Path(out / "dense")
+
+    model = arguments.model
+    vectors = measure("dense", "dense", DenseOptions(model, vectors=arguments.vectors)) / "vectors.npy"
+    measure("hybrid", "hybrid", DenseOptions(model, vectors=vectors))
+    for name in QUESTIONS["wiki"]:
+        gain = table.recall("hybrid", name) - max(table.recall("bm25", name), table.recall("dense", name))
         print(f"{'hybrid':<16}{name:<10}{gain:+.4f} over the better of its parts")
         table.rows.append({"index": "hybrid", "questions": name, "gain": gain})
     for kind in arguments.faiss:
-        out = arguments.work / f"wiki-{''.join(c if c.isalnum() else '-' for c in kind)}"
-        options = DenseOptions(model=arguments.model, vectors=vectors, faiss=kind)
-        table.measure(kind, ready(arguments.data, "wiki", out, "dense", options), "wiki", names)
-        memory = (out / "dense" / "index.faiss").stat().st_size / whole
-        for name in names:
+        index = measure(kind, "dense", DenseOptions(model, vectors=vectors, faiss=kind)) / "index.faiss"
+        memory = index.stat().st_size / vectors.stat().st_size
+        for name in QUESTIONS["wiki"]:
             kept = table.recall(kind, name) / table.recall("dense", name)
-            same = table.same_hits(kind, "dense", name)
-            table.rows.append(
-                {"index": kind, "questions": name, "memory": memory, "kept": kept, "same_hits": same}
-            )
-            print(
-                f"{kind:<16}{name:<10}{kept:.3f} of flat's recall, {same:.3f} of its hits, {memory:.3f} of its memory"
-            )
+            table.rows.append({"index": kind, "questions": name, "memory": memory, "kept": kept})
+            print(f"{kind:<16}{name:<10}{kept:.3f} of flat's recall, {memory:.3f} of its memory")
             if memory <= 0.15 and kept < COMPRESSED_BAR:
                 missed.append(f"{kind} on {name}: {kept:.3f} of flat's recall, wanted {COMPRESSED_BAR}")
     return missed
@@ -179,9 +157,9 @@ def add_recall(
 
 def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     table = Table(arguments.data)
-    for corpus, questions in QUESTIONS.items():
+    for corpus in QUESTIONS:
         index = ready(arguments.data, corpus, arguments.work / f"{corpus}-bm25", "bm25", DenseOptions())
-        table.measure("bm25", index, corpus, questions)
+        table.measure("bm25", index, corpus)
     missed = [
         f"bm25 on {name}: {table.recall('bm25', name):.4f}, wanted {bar}"
         for name, bar in BM25_BARS.items()

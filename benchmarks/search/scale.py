@@ -207,9 +207,8 @@ def measure(
     whole_out, killed_out = (folder / f"{kind}-{name}" for name in ("whole", "killed"))
 
     def build(out: Path, kill_at: int = 0) -> dict[str, float]:
-        return run_build(
-            ["build", str(folder / "corpus.jsonl"), "--out", str(out), *options], out, kill_at=kill_at
-        )
+        command = ["build", str(folder / "corpus.jsonl"), "--out", str(out), *options]
+        return run_build(command, out, kill_at=kill_at)
 
     def build_anew() -> dict[str, Any]:
         shutil.rmtree(whole_out, ignore_errors=True)
@@ -245,13 +244,11 @@ def measure(
         "served_over_disk": served["memory"] / whole["disk"],
         "estimate": guessed(size, kind, arguments),
     }
+    fault = "" if row["same_hash"] else "; ANOTHER HASH after a kill"
     print(
         f"{size:>9,} {kind:<7}{row['disk'] / 1e6:>8.0f} MB on disk, built in {whole['seconds']:.0f} s, peak "
-        f"{whole['maxrss'] / 1e6:.0f} MB ({whole['anon'] / 1e6:.0f} without mapped files); killed and resumed: "
-        f"{'same hash' if row['same_hash'] else 'ANOTHER HASH'}; {row['queries_a_second']:.0f} queries/s, resident "
-        f"{row['resident'] / 1e6:.0f} MB ({row['private'] / 1e6:.0f} private), {row['resident_over_disk']:.2f} of disk"
-        f"; served: {served['queries_per_s']:.0f} queries/s, {served['memory'] / 1e6:.0f} MB in all, "
-        f"{row['served_over_disk']:.2f} of disk",
+        f"{whole['maxrss'] / 1e6:.0f} MB; {row['queries_a_second']:.0f} queries/s with {row['resident'] / 1e6:.0f} MB; "
+        f"served: {served['queries_per_s']:.0f} queries/s with {served['memory'] / 1e6:.0f} MB{fault}",
         flush=True,
     )
     return row
