@@ -7,8 +7,8 @@ from pathlib import Path
 
 from sorl_env.errors import UserError
 from sorl_tools.corpus import PassageFile
+from sorl_tools.index.hits import Hit, check_top_k
 from sorl_tools.index.manifest import Manifest
-from sorl_tools.index.open import Hit, check_top_k
 from sorl_tools.index.postings import Postings
 from sorl_tools.index.words import query_stems
 

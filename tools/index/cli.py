@@ -13,8 +13,9 @@ from types import FrameType
 from sorl_env.check import describe_checks
 from sorl_env.command import Parser, number, run_command, whole
 from sorl_env.errors import UserError
-from sorl_tools.index.build.build import BACKENDS, Bm25Options, DenseOptions, HybridOptions, build
+from sorl_tools.index.build.build import BACKENDS, build
 from sorl_tools.index.build.estimate import estimate
+from sorl_tools.index.build.options import Bm25Options, DenseOptions, HybridOptions
 from sorl_tools.index.manifest import Manifest, read_manifest
 from sorl_tools.index.open import open_index
 from sorl_tools.index.verify import check_files, check_recall

@@ -12,8 +12,8 @@ from sorl_env.errors import UserError
 from sorl_tools.corpus import PassageFile
 from sorl_tools.index.encoder import Encoder
 from sorl_tools.index.faiss_kinds import FaissVectors, FlatVectors
+from sorl_tools.index.hits import Hit, check_top_k
 from sorl_tools.index.manifest import Manifest
-from sorl_tools.index.open import Hit, check_top_k
 
 FOLDER = "dense"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from sorl_tools.index.bm25 import Bm25Index
 from sorl_tools.index.dense import DenseIndex
+from sorl_tools.index.hits import Hit, check_top_k
 from sorl_tools.index.manifest import Manifest
-from sorl_tools.index.open import Hit, check_top_k
 
 
 def fuse(rankings: Sequence[Sequence[int]], rrf_k: int) -> list[tuple[int, float]]:

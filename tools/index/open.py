@@ -1,37 +1,12 @@
-"""The interface of an index for searching, and how an index is opened."""
+"""How an index is opened, whichever its backend."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 from sorl_env.errors import UserError
-from sorl_tools.corpus import Passage
-from sorl_tools.index.manifest import Manifest, read_manifest
-
-
-class Hit(NamedTuple):
-    """A passage that was found. Scores can be compared within one query only; their scale depends on the backend."""
-
-    passage: Passage
-    score: float
-
-
-class Index(Protocol):
-    """A folder built by ``sorl-index``. Threads may search one index at the same time."""
-
-    manifest: Manifest
-
-    def search(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
-        """For each query at most ``top_k`` passages, best first; equal scores in the order of the corpus.
-
-        Raises:
-            UserError: ``top_k`` is less than 1.
-        """
-
-    def close(self) -> None:
-        """Close the files; the index cannot be searched afterwards."""
+from sorl_tools.index.hits import Index
+from sorl_tools.index.manifest import read_manifest
 
 
 def open_index(path: str | Path, *, model: str | None = None, device: str | None = None) -> Index:
@@ -60,9 +35,3 @@ def open_index(path: str | Path, *, model: str | None = None, device: str | None
 
         return HybridIndex(folder, manifest, model=model, device=device)
     raise UserError(f"{folder}: this version of sorl does not know the backend {manifest.backend!r}")
-
-
-def check_top_k(top_k: int) -> None:
-    """Raise UserError unless ``top_k`` is at least 1."""
-    if top_k < 1:
-        raise UserError(f"top_k={top_k}: ask for 1 passage or more")

@@ -8,8 +8,8 @@ from pathlib import Path
 from sorl_env.check import Check
 from sorl_env.errors import UserError
 from sorl_tools.corpus import PassageFile
+from sorl_tools.index.hits import Index
 from sorl_tools.index.manifest import Manifest, hash_file
-from sorl_tools.index.open import Index
 from sorl_tools.progress import Progress
 
 QUERY_WORDS = 24

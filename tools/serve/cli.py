@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import ipaddress
-import logging
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sorl_env.command import Parser, number, run_command, whole
 from sorl_env.errors import UserError
+from sorl_tools.serve.logs import set_up_logging
 
 if TYPE_CHECKING:
     from sorl_tools.serve.connections import ConnectionLimits
@@ -100,12 +100,6 @@ def connection_limits(args: argparse.Namespace) -> ConnectionLimits:
         reply_timeout_s=args.reply_timeout_s,
         idle_timeout_s=args.idle_timeout_s,
     )
-
-
-def set_up_logging() -> None:
-    """Log warnings and errors of a server's process to standard error, one line each."""
-    logging.basicConfig(level=logging.WARNING, format="sorl-serve: %(message)s")
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it switches its own debug messages on
 
 
 def main(argv: Sequence[str] | None = None) -> int:

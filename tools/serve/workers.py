@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_tools.serve.cli import set_up_logging
+from sorl_tools.serve.logs import set_up_logging
 from sorl_tools.serve.server import ServeSettings, bind, serve
 
 logger = logging.getLogger(__name__)

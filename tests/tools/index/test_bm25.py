@@ -19,7 +19,8 @@ from sorl_tools.corpus import Passage
 from sorl_tools.index import cached as bm25_index
 from sorl_tools.index import open_index, postings
 from sorl_tools.index.build import bm25 as bm25_build
-from sorl_tools.index.build.build import Bm25Options, build
+from sorl_tools.index.build.build import build
+from sorl_tools.index.build.options import Bm25Options
 from sorl_tools.index.postings import Postings
 from sorl_tools.index.words import STOP_WORD, Vocabulary, WordIds, query_stems
 from sorl_tools.search.bm25_search import BM25Search

@@ -14,8 +14,9 @@ from sorl_env.errors import UserError
 from sorl_tools.corpus import Passage
 from sorl_tools.index import open_index
 from sorl_tools.index.build import dense as dense_build
-from sorl_tools.index.build.build import DenseOptions, HybridOptions, build
+from sorl_tools.index.build.build import build
 from sorl_tools.index.build.journal import Journal
+from sorl_tools.index.build.options import DenseOptions, HybridOptions
 from sorl_tools.index.hybrid import fuse
 
 from ..corpora import made_up, write_jsonl

@@ -20,60 +20,15 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.folders import missing_folders, remove_empty
 from sorl_tools.corpus import PassageFile
 from sorl_tools.index.bm25 import FOLDER as BM25
-from sorl_tools.index.build.bm25 import CHUNK, K1, B, TokenScratch, write_postings
+from sorl_tools.index.build.bm25 import CHUNK, TokenScratch, write_postings
 from sorl_tools.index.build.corpora import Corpus
 from sorl_tools.index.build.journal import Journal, npy_header
+from sorl_tools.index.build.options import DENSE, Bm25Options, DenseOptions, HybridOptions
 from sorl_tools.index.manifest import BUILDING, NAME, Manifest, hash_file, read_manifest, write_manifest
 from sorl_tools.progress import Progress
 
 BACKENDS = ("bm25", "dense", "hybrid")
-DENSE = "dense"
 _PACKAGES = "sorl bm25s PyStemmer numpy faiss-cpu faiss-gpu sentence-transformers torch".split()
-
-
-@dataclass(frozen=True)
-class Bm25Options:
-    """BM25's parameters. The recall figures of docs/search.md were measured with these defaults."""
-
-    k1: float = K1
-    b: float = B
-
-
-@dataclass(frozen=True)
-class DenseOptions:
-    """How passages become vectors, and how these are searched.
-
-    Args:
-        model: a model folder of sentence-transformers, or a name that it finds.
-        query_prefix: text before a query; None takes it from the model's configuration or name (E5's are known).
-        passage_prefix: text before a passage, likewise.
-        vectors: a .npy file of the passages' vectors, (passages, dim) float32, computed earlier with this model.
-        faiss: a kind of ``faiss_kinds.KINDS``, or a factory string of FAISS.
-        batch_size: passages embedded at a time.
-        device: torch device of the model; None takes a GPU if there is one.
-        keep_vectors: keep the float32 vectors in the folder beside a compressed index.
-    """
-
-    model: str = ""
-    query_prefix: str | None = None
-    passage_prefix: str | None = None
-    vectors: Path | None = None
-    faiss: str = "flat"
-    batch_size: int = 64
-    device: str | None = None
-    keep_vectors: bool = False
-
-
-@dataclass(frozen=True)
-class HybridOptions:
-    """Reciprocal rank fusion: a passage scores ``1 / (rrf_k + rank)`` in each part where its rank is at most ``depth``.
-
-    The usual ``rrf_k`` of 60 is for long result lists. An agent reads three passages; with 1, the first of each part is
-    among them.
-    """
-
-    rrf_k: int = 1
-    depth: int = 100
 
 
 def build(

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from sorl_env.errors import UserError
 from sorl_tools.corpus import PassageFile
-from sorl_tools.index.build.build import DENSE, DenseOptions
 from sorl_tools.index.build.journal import Journal, npy_header
+from sorl_tools.index.build.options import DENSE, DenseOptions
 from sorl_tools.index.encoder import Encoder
 from sorl_tools.index.faiss_kinds import SEARCH_SETTINGS, factory_string, faiss_module, write_faiss
 from sorl_tools.progress import Progress
