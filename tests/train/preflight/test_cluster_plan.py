@@ -231,7 +231,8 @@ def test_the_memory_of_a_7b_model(qwen: Path) -> None:
 def test_what_does_not_fit_says_what_to_turn(qwen: Path) -> None:
     text = plan("paper/nq_so_ppo_8gpu", qwen, update__log_prob_micro_batch_size=64)
     assert re.search(
-        r"CAUTION: 'scoring, reference' does not fit, .* GB too much: change update.log_prob_micro_batch_size", text
+        r"CAUTION: 'scoring, reference' does not fit, .* GB too much: change update.log_prob_micro_batch_size",
+        text,
     )
     squeezed = plan("paper/nq_so_ppo_8gpu", qwen, cluster__vllm_memory=0.05)
     assert "leave nothing for the cache: raise cluster.vllm_memory" in squeezed
