@@ -193,6 +193,14 @@ def _within(bounds: Bounds, value: float) -> float:
 seed = whole(0, MAX_SEED)
 
 
+def add_search_options(parser: argparse.ArgumentParser) -> None:
+    """Add the search tool's corpus and server, by their names in a training config."""
+    parser.add_argument("--search.corpus", dest="corpus", metavar="FILE", help="corpus of the search tool")
+    parser.add_argument(
+        "--search.url", dest="search_url", metavar="URL", help="retrieval server of the search tool"
+    )
+
+
 def run_command(
     program: str,
     main: Callable[[list[str]], int],

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from sorl_env.command import FAILED, INTERRUPTED, Parser, run_command, seed, whole
+from sorl_env.command import FAILED, INTERRUPTED, Parser, add_search_options, run_command, seed, whole
 from sorl_env.env import StepResult, ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
@@ -151,11 +151,8 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "--data", help="a .jsonl, .jsonl.gz or .parquet file, a folder of them, or hf:owner/name"
     )
     parser.add_argument("--split", default="train")
-    parser.add_argument("--corpus", help="corpus for the search tool")
-    parser.add_argument("--search-url", "--search_url", help="retrieval server for the search tool")
-    parser.add_argument(
-        "--show-answer", "--show_answer", action="store_true", help="print the right answer at the end"
-    )
+    add_search_options(parser)
+    parser.add_argument("--show_answer", action="store_true", help="print the right answer at the end")
     parser.add_argument("--auto", choices=["expert"], help="let the task's scripted expert play")
     args: argparse.Namespace = parser.parse_args(argv)
     return args

@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from sorl_env.bounds import Bounds
+from sorl_env.bounds import MOST, Bounds
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.config.settings import TrainConfig
 
@@ -48,9 +48,11 @@ def fields(cls: Any = TrainConfig, prefix: str = "") -> Iterator[ConfigField]:
         if dataclasses.is_dataclass(hints[field.name]):
             yield from fields(hints[field.name], f"{prefix}{field.name}.")
         else:
-            about = field.metadata
-            named = f"{prefix}{field.name}"
-            yield ConfigField(named, hints[field.name], about["help"], about.get("paper"), about["bounds"])
+            about, hint = field.metadata, hints[field.name]
+            bounds = about["bounds"]
+            if without_none(hint) is int and bounds.high is None:
+                bounds = bounds._replace(high=MOST)
+            yield ConfigField(f"{prefix}{field.name}", hint, about["help"], about.get("paper"), bounds)
 
 
 @functools.cache

@@ -192,6 +192,6 @@ def _room(prompt_tokens: int, env: ToolUseEnv, job: Job) -> int:
     if left < 1:
         raise UserError(
             f"the prompt of question {job.index} of task {job.task} has {prompt_tokens} tokens in mode {job.mode}, "
-            f"the limit is {env.limits.max_trajectory_tokens}: raise it with --limits max_trajectory_tokens=N"
+            f"the limit is {env.limits.max_trajectory_tokens}: raise it with --limits.max_trajectory_tokens N"
         )
     return min(env.limits.max_new_tokens, left)

@@ -16,12 +16,12 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found; ``move`` says what to do about it."""
+    """What a check found; ``fix`` says what to do about it."""
 
     name: str
     status: Status
     detail: str
-    move: str = ""
+    fix: str = ""
 
 
 @dataclass

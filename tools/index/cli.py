@@ -8,9 +8,8 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
-from sorl_env.command import Parser, number, run_command, whole
+from sorl_env.command import Parser, add_json_option, interrupt_on, number, print_json, run_command, whole
 from sorl_env.errors import UserError
 from sorl_tools.index.build.build import BACKENDS, Bm25Options, DenseOptions, HybridOptions, build
 from sorl_tools.index.build.estimate import estimate
@@ -24,7 +23,7 @@ MOST_PASSAGES = 10**13  # a thousand times what has ever been indexed; beyond it
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 0 done, 1 an index is at fault, 2 wrong usage, 130 interrupted."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_on(signal.SIGTERM)
     given = list(sys.argv[1:] if argv is None else argv)
     again = "; the same command goes on where this one stopped" if given[:1] == ["build"] else ""
     return run_command("sorl-index", _run, given, interrupted=f"interrupted{again}")
@@ -33,10 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     return int(arguments.run(arguments))
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     info = commands.add_parser("info", help="print what an index holds")
     info.add_argument("index", type=Path, help="folder of the index")
+    add_json_option(info)
     info.set_defaults(run=_info)
     verify = commands.add_parser(
         "verify", help="compare files with their hashes, and search for what is in it"
@@ -58,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--sample", type=whole(1), default=200, help="passages to search for (default 200)")
     verify.add_argument("--model", help="where the embedding model is now")
     verify.add_argument("--device", help="torch device of the model")
+    add_json_option(verify)
     verify.set_defaults(run=_verify)
     guess = commands.add_parser(
         "estimate", help="memory, disk and time that an index takes, before it is built"
@@ -74,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     guess.add_argument(
         "--embed_rate", type=number(above=0), help="passages embedded a second, if you have measured it"
     )
+    add_json_option(guess)
     guess.set_defaults(run=_estimate)
     return parser
 
@@ -139,7 +137,8 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    _print(read_manifest(arguments.index))
+    manifest = read_manifest(arguments.index)
+    (print_json if arguments.json else _print)(manifest)
     return 0
 
 
@@ -165,6 +164,9 @@ def _verify(arguments: argparse.Namespace) -> int:
         index = open_index(arguments.index, model=arguments.model, device=arguments.device)
         checks.append(check_recall(index, arguments.index, arguments.sample))
         index.close()
+    if arguments.json:
+        print_json({"checks": checks})
+        return int(not all(check.passed for check in checks))
     for check in checks:
         print(f"  {'ok  ' if check.passed else 'FAIL'}  {check.name:<28}{check.detail}")
     failed = sum(not check.passed for check in checks)
@@ -181,6 +183,9 @@ def _estimate(arguments: argparse.Namespace) -> int:
         faiss=arguments.faiss,
         embed_rate=arguments.embed_rate,
     )
+    if arguments.json:
+        print_json(guess)
+        return 0
     print(f"{arguments.passages:,} passages, {arguments.backend}:")
     print(f"{'index on disk':<28}{human_bytes(guess.disk)}")
     print(f"{'disk while it is built':<28}{human_bytes(guess.build_disk)}")

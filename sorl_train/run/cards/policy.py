@@ -41,19 +41,17 @@ def usage_options(config: TrainConfig) -> list[str]:
     """Options of ``sorl-ask``, ``sorl-eval`` and ``sorl-serve-agent`` that stand for a run's settings where its folder
     is not at hand; what only its author has is named in capitals."""
     options = ["--task", public_name(config.task)]
-    if config.task_args:
-        knobs = (f"{name}={json.dumps(value)}" for name, value in config.task_args.items())
-        options += ["--task_args", *knobs]
-    limits = {name: value for name, value in dataclasses.asdict(config.limits).items() if value is not None}
-    if limits:
-        options += ["--limits", *(f"{name}={value}" for name, value in limits.items())]
+    for name, value in config.task_args.items():
+        options += [f"--task_args.{name}", json.dumps(value)]
+    for name, value in dataclasses.asdict(config.limits).items():
+        options += [] if value is None else [f"--limits.{name}", str(value)]
     if config.search.url:
-        options += ["--search_url", "RETRIEVAL_SERVER"]
+        options += ["--search.url", "RETRIEVAL_SERVER"]
     if config.search.corpus:
-        options += ["--corpus", "PASSAGES"]
+        options += ["--search.corpus", "PASSAGES"]
     if config.search.top_k != 3:
-        options += ["--top_k", str(config.search.top_k)]
-    return options if config.hardware.chat_template else [*options, "--no_chat_template"]
+        options += ["--search.top_k", str(config.search.top_k)]
+    return options if config.hardware.chat_template else [*options, "--hardware.chat_template", "false"]
 
 
 def _text(run: CardRun, step: int, best: bool) -> str:

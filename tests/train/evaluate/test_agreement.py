@@ -30,9 +30,19 @@ def folder(run_folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def evaluated(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("agreement") / "here"
-    knobs = [f"{key}={value}" for key, value in WORLD.items()]
-    command = ["--task", "minihop", "--task_args", *knobs, "--quiet", "--threads", "1", "--out", str(out)]
-    options = ["--mode", "direct", "agent", "--limit", "4", "--limits", "max_new_tokens=8", "max_turns=2"]
+    knobs = [f"--task_args.{key}={value}" for key, value in WORLD.items()]
+    command = ["--task", "minihop", *knobs, "--quiet", "--hardware.threads", "1", "--out", str(out)]
+    options = [
+        "--mode",
+        "direct",
+        "agent",
+        "--limit",
+        "4",
+        "--limits.max_new_tokens",
+        "8",
+        "--limits.max_turns",
+        "2",
+    ]
     assert main([str(folder), *command, *options]) == 0
     return out
 
