@@ -11,12 +11,13 @@ from pathlib import Path
 
 from sorl_env.command import Parser, add_json_option, interrupt_on, number, print_json, run_command, whole
 from sorl_env.errors import UserError
+from sorl_env.figures import duration, size
 from sorl_tools.index.build.build import BACKENDS, Bm25Options, DenseOptions, HybridOptions, build
 from sorl_tools.index.build.estimate import estimate
 from sorl_tools.index.manifest import Manifest, read_manifest
 from sorl_tools.index.open import open_index
 from sorl_tools.index.verify import check_files, check_recall
-from sorl_tools.progress import Progress, duration
+from sorl_tools.progress import Progress
 
 MOST_PASSAGES = 10**13  # a thousand times what has ever been indexed; beyond it figures mean nothing
 
@@ -148,7 +149,7 @@ def _print(manifest: Manifest) -> None:
     print(f"{'corpus':<12}{', '.join(manifest.corpus['source'])}  {manifest.corpus['hash']}")
     for part, parameters in manifest.parameters.items():
         print(f"{part:<12}{', '.join(f'{key} {value}' for key, value in parameters.items())}")
-    print(f"{'on disk':<12}{human_bytes(manifest.bytes)} in {len(manifest.files)} files")
+    print(f"{'on disk':<12}{size(manifest.bytes)} in {len(manifest.files)} files")
     print(f"{'built':<12}{manifest.built_at}, in {duration(manifest.build_seconds)}")
     print(f"{'versions':<12}{', '.join(f'{name} {number}' for name, number in manifest.versions.items())}")
     print(f"{'hash':<12}{manifest.hash}")
@@ -187,24 +188,13 @@ def _estimate(arguments: argparse.Namespace) -> int:
         print_json(guess)
         return 0
     print(f"{arguments.passages:,} passages, {arguments.backend}:")
-    print(f"{'index on disk':<28}{human_bytes(guess.disk)}")
-    print(f"{'disk while it is built':<28}{human_bytes(guess.build_disk)}")
-    print(f"{'memory while it is built':<28}{human_bytes(guess.build_memory)}")
-    print(f"{'memory to search, private':<28}{human_bytes(guess.private_memory)} a process")
-    print(
-        f"{'memory to search, shared':<28}{human_bytes(guess.shared_memory)}, the mapped files when all is in use"
-    )
+    print(f"{'index on disk':<28}{size(guess.disk)}")
+    print(f"{'disk while it is built':<28}{size(guess.build_disk)}")
+    print(f"{'memory while it is built':<28}{size(guess.build_memory)}")
+    print(f"{'memory to search, private':<28}{size(guess.private_memory)} a process")
+    print(f"{'memory to search, shared':<28}{size(guess.shared_memory)}, the mapped files when all is in use")
     print(f"{'time to build':<28}{duration(guess.build_seconds)} on one core{guess.embedding_note}")
     return 0
-
-
-def human_bytes(count: float) -> str:
-    """Like ``1.5 GB``; powers of ten."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 if __name__ == "__main__":

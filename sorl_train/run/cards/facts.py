@@ -7,7 +7,7 @@ No clock and no folder of this machine is in it, so that a run that was killed a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,3 @@ def public_name(name: str) -> str:
 def figure(value: float | None) -> str:
     """Three digits after the point, or nothing."""
     return "" if value is None else f"{value:.3f}"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

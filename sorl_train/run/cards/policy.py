@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sorl_env.figures import markdown_table
 from sorl_env.task import Task
 from sorl_train.algorithms import get_algorithm
 from sorl_train.config.files import config_hash
 from sorl_train.config.settings import TINY, TrainConfig
-from sorl_train.run.cards.facts import CARD, HUB, CardRun, figure, front_matter, hub_name, public_name, table
+from sorl_train.run.cards.facts import CARD, HUB, CardRun, figure, front_matter, hub_name, public_name
 from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import RunDir
 
@@ -123,7 +124,7 @@ def _facts(run: CardRun, step: int) -> str:
         "all settings": f"`config.yaml` of the run, whose settings have the SHA-256 `{config_hash(config)}`",
         "changed on the way": ", ".join(changes),
     }
-    return table(("", ""), [(name, text) for name, text in facts.items() if text])
+    return markdown_table(("", ""), [(name, text) for name, text in facts.items() if text])
 
 
 def _reinforced(config: TrainConfig, step: int) -> dict[str, str]:
@@ -180,7 +181,7 @@ def _evaluated(run: CardRun, evaluations: Sequence[Mapping[str, Any]], step: int
     if run.data("eval").get("is_sample"):
         notes += " The questions are a sample embedded in the task, **not the benchmark**."
     head = ("step", "questions", *(_FIGURES[name] for name in names))
-    return f"## Figures\n\n{table(head, rows)}\n\n{notes}"
+    return f"## Figures\n\n{markdown_table(head, rows)}\n\n{notes}"
 
 
 def _use(run: CardRun) -> str:

@@ -68,7 +68,7 @@ def agreement(folder: Path, a: Path, b: Path, report: Path) -> tuple[int, dict[s
 def test_the_same_twice(folder: Path, evaluated: Path, tmp_path: Path) -> None:
     status, figures, output = agreement(folder, evaluated, evaluated, tmp_path / "report.json")
     assert status == 0 and figures["differences"] == []
-    assert "| all |  | 8 | 8 (100.0%) | 8 (100.0%) | 8 (100.0%) | none |" in output
+    assert "| all | | 8 | 8 (100.0%) | 8 (100.0%) | 8 (100.0%) | none |" in output
 
 
 @pytest.mark.slow

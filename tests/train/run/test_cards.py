@@ -73,7 +73,7 @@ def test_a_policy_that_was_not_evaluated_itself_has_no_figure_of_its_own(tmp_pat
     assert "| 10, an earlier policy | 4 | 0.500 |" in text and "0.750" not in text
     assert "model-index" not in text and "chosen by" not in text
     (run.trajectories / "eval_000010.jsonl").unlink()
-    assert "| 10, an earlier policy |  | 0.500 |" in card_of(run, config, 15)
+    assert "| 10, an earlier policy | | 0.500 |" in card_of(run, config, 15)
     run.metrics.unlink()
     assert "## Figures" not in card_of(run, config, 0)
 
