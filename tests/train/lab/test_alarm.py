@@ -88,8 +88,8 @@ def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "page.html").write_text("<html></html>\n")
     for path, said in (
         ("nothing", "it has no metrics.jsonl"),
-        ("notes.jsonl", "notes.jsonl, line 1: no recorded run"),
-        ("page.html", "page.html, line 1: no recorded run"),
+        ("notes.jsonl", "notes.jsonl, line 1: this is not a recorded run"),
+        ("page.html", "page.html, line 1: this is not a recorded run"),
     ):
         assert main(["alarm", str(tmp_path / path)]) == 2
         assert said in capsys.readouterr().err
