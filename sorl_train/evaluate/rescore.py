@@ -17,9 +17,9 @@ from sorl_env.registry import load_task
 from sorl_env.task import Example
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import iter_jsonl, read_parquet
+from sorl_train.evaluate.answers import REWARDS, score
 from sorl_train.evaluate.intervals import mean_interval
 from sorl_train.evaluate.journal import read_folder
-from sorl_train.evaluate.scores import REWARDS, score
 from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import saved_config
 

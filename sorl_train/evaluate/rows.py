@@ -14,8 +14,7 @@ from sorl_env.rollout import SampledTurn
 from sorl_env.task import Example
 from sorl_env.tool import ToolCall
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_train.evaluate.answers import read_answer, read_choice
-from sorl_train.evaluate.scores import answer_in_text, scores
+from sorl_train.evaluate.answers import answer_in_text, read_answer, read_choice, scores
 
 Key = tuple[str, str, int, int]  # task, mode, index of the question in the data, sample
 

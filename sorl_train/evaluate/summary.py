@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from sorl_train.evaluate.answers import ks, pass_at_k
 from sorl_train.evaluate.intervals import mean_interval
 from sorl_train.evaluate.rows import Key, Row
-from sorl_train.evaluate.scores import ks, pass_at_k
 
 
 def summarize(rows: Sequence[Row], seconds: Mapping[Key, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -42,7 +42,9 @@ def test_a_run_that_fails_is_told_with_its_reason(tmp_path: Path, capsys: pytest
     assert main(["stability", "--config", str(study), "--out", str(tmp_path / "out")]) == 1
     out, error = capsys.readouterr()
     assert "1/1 FAILED" in error and out == "no run has finished yet\n"
-    failed = "\nsorl-lab: default, seed 0 failed (sorl-train: there is no task 'minhop'. Did you mean 'minihop'?"
+    failed = (
+        "\nsorl-lab: default, seed 0 failed (sorl-train: there is no task 'minhop'. Did you mean 'minihop'?"
+    )
     assert failed in error and error.rstrip().endswith(".log), so it is not in the table")
 
 
