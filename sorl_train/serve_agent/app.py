@@ -15,8 +15,9 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
+from sorl_train.evaluate.rows import final_answer
 from sorl_train.serve_agent.agent import Agent
-from sorl_train.serve_agent.chat import ChatRequest, Head, RequestError, final_answer, parse_request
+from sorl_train.serve_agent.chat import ChatRequest, Head, RequestError, parse_request
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from typing import Any
 from sorl_env.errors import did_you_mean
 from sorl_env.text import read_json
 from sorl_env.trajectory import StopReason, Trajectory
+from sorl_train.evaluate.rows import final_answer, turn_facts
 
 # Taken and of no effect: they tell a provider who asks and what to keep.
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
@@ -245,12 +246,6 @@ class Head:
         return {**self._fields("chat.completion.chunk"), "choices": [], "usage": usage(trajectory)}
 
 
-def final_answer(trajectory: Trajectory) -> str | None:
-    """The answer; None where the dialogue ended without one, which is not an empty answer."""
-    last = trajectory.turns[-1] if trajectory.turns else None
-    return last.content if last is not None and last.kind == "answer" else None
-
-
 def usage(trajectory: Trajectory) -> dict[str, int]:
     """Tokens that the policy drew, and those that it read: prompt and replies of tools."""
     total, drawn = len(trajectory.token_ids), trajectory.num_action_tokens
@@ -263,21 +258,8 @@ def dialogue(trajectory: Trajectory, unknown_words: Sequence[str]) -> dict[str, 
     Args:
         unknown_words: of the question; a policy of a closed vocabulary did not read them.
     """
-    turns = [
-        {
-            "text": turn.text,
-            "kind": turn.kind,
-            "content": turn.content,
-            "format_error": turn.format_error,
-            "observation": turn.observation,
-            "tool_calls": [
-                {"tool": call.tool, "argument": call.argument, "ok": call.ok, "hits": call.hits}
-                for call in turn.tool_calls
-            ],
-        }
-        for turn in trajectory.turns
-    ]
     facts = {"stop_reason": trajectory.stop_reason.value, "seed": trajectory.seed}
+    turns = [turn_facts(turn) for turn in trajectory.turns]
     return {**facts, "unknown_words": list(unknown_words), "turns": turns}
 
 
