@@ -22,8 +22,8 @@ def chart_data(
 ) -> dict[str, Any]:
     """What the page's script draws: figures, groups, and for each run its steps and the values of each metric.
 
-    ``more`` are figures of one metric each, for the metrics that no other figure shows. ``every`` is usually 1; with more
-    values than ``most_values``, only one of ``every`` steps is drawn, and each step with an evaluation.
+    ``more`` are figures of one metric each, for the metrics that no other figure shows. ``every`` is usually 1; with
+    more values than ``most_values``, only one of ``every`` steps is drawn, and each step with an evaluation.
     """
     rows = [_joined(run) for run in runs]
     metrics = sorted({name for run_rows in rows for row in run_rows for name in row if name != "step"})

@@ -22,34 +22,34 @@ _positive = whole(1, 2**31 - 1)
 _seconds = number(above=0, high=86400)
 # Each limit: its name, its type, its default, and what it bounds.
 _LIMITS: tuple[tuple[str, Callable[[str], float], float, str], ...] = (
-    ("top_k", _positive, 3, "passages a query, where a request names none"),
-    ("max_top_k", _positive, 100, "passages a query at most"),
-    ("max_queries", _positive, 512, "queries a request at most"),
-    ("max_query_chars", _positive, 4096, "of one query"),
-    ("max_body_mb", whole(1, 65536), 4, "of one request"),
-    ("max_batch", _positive, 512, "queries searched at a time"),
-    ("max_waiting", _positive, 16384, "queries in a worker's queue; more are turned away with 503"),
-    ("max_connections", _positive, 4096, "a worker's"),
-    ("timeout_s", _seconds, 30.0, "longest wait in the queue"),
-    ("drain_s", _seconds, 30.0, "time to answer what is in flight at the end"),
+    ("top-k", _positive, 3, "passages a query, where a request names none"),
+    ("max-top-k", _positive, 100, "passages a query at most"),
+    ("max-queries", _positive, 512, "queries a request at most"),
+    ("max-query-chars", _positive, 4096, "of one query"),
+    ("max-body-mb", whole(1, 65536), 4, "of one request"),
+    ("max-batch", _positive, 512, "queries searched at a time"),
+    ("max-waiting", _positive, 16384, "queries in a worker's queue; more are turned away with 503"),
+    ("max-connections", _positive, 4096, "a worker's"),
+    ("timeout-s", _seconds, 30.0, "longest wait in the queue"),
+    ("drain-s", _seconds, 30.0, "time to answer what is in flight at the end"),
 )
 _CONNECTION_LIMITS: tuple[tuple[str, Callable[[str], float], float, str], ...] = (
     (
-        "max_head_kb",
+        "max-head-kb",
         _positive,
         16,
         "of a request's first line and headers; larger ones are answered with 431",
     ),
-    ("head_timeout_s", _seconds, 10.0, "for a request's first line and headers to arrive, then 408"),
-    ("body_timeout_s", _seconds, 10.0, "for a request's body to arrive, then 408"),
+    ("head-timeout-s", _seconds, 10.0, "for a request's first line and headers to arrive, then 408"),
+    ("body-timeout-s", _seconds, 10.0, "for a request's body to arrive, then 408"),
     (
-        "reply_timeout_s",
+        "reply-timeout-s",
         _seconds,
         30.0,
         "a client that takes nothing of its reply for so long is disconnected",
     ),
     (
-        "idle_timeout_s",
+        "idle-timeout-s",
         _positive,
         20,
         "a connection without a request is closed after so many whole seconds",
@@ -80,7 +80,7 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--model", help="of an index of vectors: where its embedding model is now (default: as at the build)")
     add("--device", help="torch device of that model (default: a GPU if there is one)")
-    add("--token_file", type=Path, help="requests must bear the token in this file")
+    add("--token-file", "--token_file", type=Path, help="requests must bear the token in this file")
     for name, kind, default, text in _LIMITS:
         _add_limit(parser, name, kind, default, text)
     add_connection_options(parser)
@@ -101,7 +101,9 @@ def add_connection_options(parser: argparse._ActionsContainer) -> None:
 def _add_limit(
     parser: argparse._ActionsContainer, name: str, kind: Callable[[str], float], default: float, text: str
 ) -> None:
-    parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default:g})")
+    """An option that may be written with hyphens or with underscores; its help ends with the default."""
+    help_ = f"{text} (default: {default:g})"
+    parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", type=kind, default=default, help=help_)
 
 
 def connection_limits(args: argparse.Namespace) -> ConnectionLimits:
