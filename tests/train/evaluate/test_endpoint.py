@@ -143,7 +143,7 @@ def test_an_evaluation_stopped_by_an_outage_goes_on_when_the_server_is_back(
         ]
         served.requests = Stopper(served)  # type: ignore[assignment]
         assert main(command) == 2
-        assert "what is answered is kept" in capsys.readouterr().err
+        assert "the answers so far are kept" in capsys.readouterr().err
         kept = (tmp_path / "broken" / "results.jsonl").read_text().splitlines()
         assert 1 <= len(kept) < 12
         served.requests, served.faults = [], []
@@ -244,5 +244,5 @@ def test_half_surrogate_pairs_of_a_served_model_are_replaced() -> None:
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b"1" * 5000, b"\xff", b"<html>", b'{"choices": []}', b"[]"])
 def test_what_is_no_reply_is_a_clear_error(body: bytes) -> None:
-    with pytest.raises(UserError, match=r"the reply is no JSON|not a reply of /v1/completions"):
+    with pytest.raises(UserError, match=r"the reply is not JSON|not a reply of /v1/completions"):
         reply_of(body)

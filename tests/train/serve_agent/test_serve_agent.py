@@ -384,7 +384,7 @@ def test_who_leaves_gives_the_place_free_and_who_comes_too_late_is_told(
             if message is not None:
                 return message
             await asyncio.to_thread(script.waiting.wait, 60)
-            with pytest.raises(RequestError, match="come back later"):
+            with pytest.raises(RequestError, match="try again later"):
                 await agent.answer(await agent.prepare(ChatRequest("and I?")))
             return {"type": "http.disconnect"}
 
