@@ -78,11 +78,21 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, with dashes in the names of options read as underscores."""
-        words = _underscored(sys.argv[1:] if args is None else args)
+        words = self._underscored(sys.argv[1:] if args is None else args)
         names = {word.partition("=")[0] for word in words if word.startswith(self._prefixes)}
         for name in sorted(names - self._option_string_actions.keys()):
             self.add_argument(name, dest=name[2:])
         return super().parse_known_args(words, namespace)
+
+    def _underscored(self, words: Iterable[str]) -> list[str]:
+        """``--run-dir=a-b`` becomes ``--run_dir=a-b``; what follows a bare ``--`` stays as it is."""
+        found = list(words)
+        end = found.index("--") if "--" in found else len(found)
+        for i, word in enumerate(found[:end]):
+            name, equals, value = word.partition("=")
+            if re.fullmatch(r"--\w[\w.-]*", name) and name not in self._option_string_actions:
+                found[i] = f"--{name[2:].replace('-', '_')}{equals}{value}"
+        return found
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's; the message about an unknown option suggests the nearest known one."""
@@ -118,17 +128,6 @@ def version() -> str:
         return metadata.version("sorl")
     except metadata.PackageNotFoundError:
         return "unknown (sorl is not installed)"
-
-
-def _underscored(words: Iterable[str]) -> list[str]:
-    """``--run-dir=a-b`` becomes ``--run_dir=a-b``; what follows a bare ``--`` stays as it is."""
-    found = list(words)
-    end = found.index("--") if "--" in found else len(found)
-    for i, word in enumerate(found[:end]):
-        name, equals, value = word.partition("=")
-        if re.fullmatch(r"--\w[\w.-]*", name):
-            found[i] = f"--{name[2:].replace('-', '_')}{equals}{value}"
-    return found
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ def bootstrap(
 
 def percentile_interval(drawn: NDArray[np.float64]) -> tuple[float, float]:
     """The ends of the interval that holds the middle ``LEVEL`` of what `bootstrap` drew."""
-    method = "linear" if np.isfinite(drawn).all() else "inverted_cdf"  # between infinities, inf - inf is NaN
+    # Between infinities there is nothing to interpolate: inf - inf is NaN.
+    method: Literal["linear", "inverted_cdf"] = "linear" if np.isfinite(drawn).all() else "inverted_cdf"
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method=method)
     return float(low), float(high)

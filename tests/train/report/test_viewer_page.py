@@ -53,7 +53,7 @@ def test_it_opens_alone(viewer: Any, page: Path) -> None:
     opened(viewer, "step-1/s1-p0/0")
     assert viewer.run("document.querySelectorAll('.row').length") < 40, "only as many rows as are seen"
     assert viewer.run("document.querySelector('.row[aria-selected=true]').ariaPosInSet") == "1"
-    assert "No per-token figures saved for this step." in viewer.run(TEXT)
+    assert "The run saved no figures per token for this step." in viewer.run(TEXT)
     assert viewer.complaints() == [] and viewer.requests() == [page.as_uri()]
 
 
