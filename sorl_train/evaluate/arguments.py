@@ -46,68 +46,40 @@ def add_one_task_options(parser: argparse.ArgumentParser) -> None:
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where the policy is, and how it samples."""
-    served = parser.add_argument_group("a served model, instead of a local one")
-    served.add_argument(
-        "--endpoint",
-        metavar="URL",
-        help=f"an OpenAI-compatible API, as http://127.0.0.1:8000/v1; ${API_KEY} is sent as its bearer token",
-    )
-    served.add_argument("--model_name", metavar="NAME", help="the model's name on that server")
-    served.add_argument(
-        "--tokenizer",
-        metavar="FOLDER",
-        help="the model's tokenizer: prompts are then sent as token ids, otherwise as plain text",
-    )
-    served.add_argument(
-        "--timeout_s",
-        type=number(above=0, high=86400),
-        default=600.0,
-        help="seconds for one turn, retries included (default: 600)",
-    )
+    add = parser.add_argument_group("a served model, instead of a local one").add_argument
+    url = f"an OpenAI-compatible API, as http://127.0.0.1:8000/v1; ${API_KEY} is sent as its bearer token"
+    add("--endpoint", metavar="URL", help=url)
+    add("--model_name", metavar="NAME", help="the model's name on that server")
+    tokenizer = "the model's tokenizer: prompts are then sent as token ids, otherwise as plain text"
+    add("--tokenizer", metavar="FOLDER", help=tokenizer)
+    timeout = number(above=0, high=86400)
+    add("--timeout_s", type=timeout, default=600.0, help="seconds for a turn with its retries (default: 600)")
     _add_settings(parser.add_argument_group("a local model, as in sorl-train"), _HARDWARE)
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--sampler.temperature",
-        dest="temperature",
-        type=number(0, 100),
-        metavar="T",
-        help="0 is greedy (default: 0; 1 with --samples)",
-    )
-    sampling.add_argument(
-        "--sampler.top_p",
-        dest="top_p",
-        type=number(above=0, high=1),
-        default=1.0,
-        metavar="P",
-        help="sample from the most likely tokens with this much probability (default: 1, all tokens)",
-    )
-    sampling.add_argument(
-        "--sampler.max_concurrency",
-        dest="concurrency",
-        type=whole(1, 65536),
-        default=32,
-        metavar="N",
-        help="questions in flight; each holds a row of the key-value cache (default: 32)",
-    )
-    sampling.add_argument(
+    add = parser.add_argument_group("sampling").add_argument
+    greedy = "0 is greedy (default: 0; 1 with --samples)"
+    add("--sampler.temperature", dest="temperature", type=number(0, 100), metavar="T", help=greedy)
+    nucleus = "sample from the most likely tokens with this much probability (default: 1, all tokens)"
+    share = number(above=0, high=1)
+    add("--sampler.top_p", dest="top_p", type=share, default=1.0, metavar="P", help=nucleus)
+    rows = "questions in flight; each holds a row of the key-value cache (default: 32)"
+    count = whole(1, 65536)
+    add("--sampler.max_concurrency", dest="concurrency", type=count, default=32, metavar="N", help=rows)
+    add(
         "--seed", type=seed, default=0, metavar="N", help="chooses the questions and the samples (default: 0)"
     )
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that a task's environment is built from."""
-    tasks = parser.add_argument_group("the task's data and tools; with several tasks write NAME=VALUE")
-    tasks.add_argument("--data", nargs="+", default=[], help="questions: a file, a folder, or hf:owner/name")
-    tasks.add_argument("--split", help="of the data (default: the run's eval.split, or test)")
-    tasks.add_argument("--search.corpus", nargs="+", default=[], help="passages for search in this process")
-    tasks.add_argument("--search.url", nargs="+", default=[], help="a retrieval server, instead of a corpus")
-    names = [field.name for field in fields() if field.name.startswith(("search.", "limits."))]
+    add = parser.add_argument_group("data and tools; with several tasks write NAME=VALUE").add_argument
+    add("--data", nargs="+", default=[], help="questions: a file, a folder, or hf:owner/name")
+    add("--split", help="of the data (default: the run's eval.split, or test)")
+    add("--search.corpus", nargs="+", default=[], help="passages for search in this process")
+    add("--search.url", nargs="+", default=[], help="a retrieval server, instead of a corpus")
     settings = parser.add_argument_group("settings of the tasks, as in sorl-train")
-    settings.add_argument(
-        f"--{_KNOBS}.KEY",
-        metavar="YAML",
-        help=f'an argument of the task, as --{_KNOBS}.hops "[1, 2]"; of one of several: --{_KNOBS}.NAME.KEY',
-    )
+    knob = f'an argument of the task, as --{_KNOBS}.hops "[1, 2]"; of one of several: --{_KNOBS}.NAME.KEY'
+    settings.add_argument(f"--{_KNOBS}.KEY", metavar="YAML", help=knob)
+    names = [field.name for field in fields() if field.name.startswith(("search.", "limits."))]
     _add_settings(settings, [name for name in names if name not in _OF_A_TASK])
 
 

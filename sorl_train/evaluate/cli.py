@@ -79,36 +79,22 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model",
         nargs="?",
         help="a model folder, a checkpoint, a run folder (its best checkpoint), or a hub name",
     )
-    parser.add_argument("--task", nargs="+", default=[], metavar="NAME", help="default: the run's own task")
-    parser.add_argument(
-        "--mode",
-        nargs="+",
-        default=["agent"],
-        metavar="MODE",
-        help=f"one or several of {', '.join(MODES)} (default: agent)",
-    )
-    parser.add_argument(
-        "--limit", type=whole(1), metavar="N", help="a seeded sample of N questions per task (default: all)"
-    )
-    parser.add_argument(
-        "--samples",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="answers per question, for pass@k (default: 1)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder (default: RUN/evaluation, RUN/evaluation-STEP, or runs/evaluations/MODEL)",
-    )
-    parser.add_argument("--label", help="the policy's name in tables")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    add("--task", nargs="+", default=[], metavar="NAME", help="default: the run's own task")
+    modes = f"one or several of {', '.join(MODES)} (default: agent)"
+    add("--mode", nargs="+", default=["agent"], metavar="MODE", help=modes)
+    add("--limit", type=whole(1), metavar="N", help="a seeded sample of N questions per task (default: all)")
+    answers = "answers per question, for pass@k (default: 1)"
+    add("--samples", type=whole(1), default=1, metavar="N", help=answers)
+    where = "folder (default: RUN/evaluation, RUN/evaluation-STEP, or runs/evaluations/MODEL)"
+    add("--out", type=Path, help=where)
+    add("--label", help="the policy's name in tables")
+    add("--quiet", action="store_true", help="show no progress")
     add_json_option(parser)
     add_task_options(parser)
     add_policy_options(parser)

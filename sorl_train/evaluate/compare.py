@@ -48,20 +48,16 @@ class Comparison:
 def compare_main(argv: Sequence[str]) -> int:
     """Command line of ``sorl-eval compare``."""
     parser = Parser(prog="sorl-eval compare", description=ABOUT)
-    parser.add_argument("a", help="folder of an evaluation; FOLDER:MODE takes one of its modes")
-    parser.add_argument("b", help="folder of the evaluation to compare it with")
-    parser.add_argument("--metric", help="em, f1, subem, choice, reward (default: each task's main score)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("a", help="folder of an evaluation; FOLDER:MODE takes one of its modes")
+    add("b", help="folder of the evaluation to compare it with")
+    add("--metric", help="em, f1, subem, choice or reward (default: each task's main score)")
+    add(
         "--out",
         type=Path,
         help="also write everything to this file as JSON, with all questions gained and lost",
     )
-    parser.add_argument(
-        "--show",
-        type=whole(0),
-        default=5,
-        help="how many of the questions gained and lost to print (default: 5)",
-    )
+    add("--show", type=whole(0), default=5, help="how many of these questions to print (default: 5)")
     add_json_option(parser)
     args = parser.parse_args(argv)
     comparisons = compare(args.a, args.b, args.metric)

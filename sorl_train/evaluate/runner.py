@@ -12,14 +12,7 @@ from typing import Any
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.parser import neutralise
-from sorl_env.rollout import (
-    RolloutJob,
-    RolloutSettings,
-    Sampler,
-    SamplingParams,
-    run_trajectory,
-    turn_text,
-)
+from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, SamplingParams, run_trajectory, turn_text
 from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.trajectory import Trajectory

@@ -44,11 +44,7 @@ class Pair:
 
 
 def find_pairs(
-    train: Sequence[Example],
-    test: Sequence[Example],
-    *,
-    shingle: int = SHINGLE,
-    threshold: float = THRESHOLD,
+    train: Sequence[Example], test: Sequence[Example], *, shingle: int = SHINGLE, threshold: float = THRESHOLD
 ) -> list[Pair]:
     """All pairs that are the same or similar, in the order of the test split, for each question the closest first.
 

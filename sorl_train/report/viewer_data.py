@@ -19,15 +19,7 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.trajectory import Trajectory, Turn
-from sorl_train.report.dialogues import (
-    Kind,
-    evenly,
-    extremes,
-    question_of,
-    read_some,
-    segments,
-    share_out,
-)
+from sorl_train.report.dialogues import Kind, evenly, extremes, question_of, read_some, segments, share_out
 from sorl_train.run.token_stats import TokenRecord, iter_token_records, sidecar_of
 
 MOST_DIALOGUES = 4000

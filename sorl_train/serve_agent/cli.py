@@ -50,28 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("sorl-serve-agent", description=__doc__)
     server = parser.add_argument_group("the server")
-    server.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
-    )
-    server.add_argument(
-        "--port", type=whole(0, 65535), default=8000, help="0 chooses a free port (default: 8000)"
-    )
-    server.add_argument("--token_file", type=Path, help="requests must carry the token in this file")
-    server.add_argument(
-        "--served_name", metavar="NAME", help="the model's name in requests (default: the folder's)"
-    )
-    server.add_argument(
-        "--max_waiting",
-        type=whole(0),
-        default=256,
-        help="questions that may wait for one of sampler.max_concurrency; more get a 503 (default: 256)",
-    )
-    server.add_argument(
-        "--drain_s",
-        type=whole(0, 86400),
-        default=30,
-        help="seconds to finish open dialogues at the end (default: 30)",
-    )
+    add = server.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add("--port", type=whole(0, 65535), default=8000, help="0 chooses a free port (default: 8000)")
+    add("--token_file", type=Path, help="requests must carry the token in this file")
+    add("--served_name", metavar="NAME", help="the model's name in requests (default: the folder's)")
+    waiting = "questions that may wait for one of sampler.max_concurrency; more get a 503 (default: 256)"
+    add("--max_waiting", type=whole(0), default=256, help=waiting)
+    drain = "seconds to finish open dialogues at the end (default: 30)"
+    add("--drain_s", type=whole(0, 86400), default=30, help=drain)
     add_connection_options(server)
     add_one_task_options(parser)
     return parser
