@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from sorl_env.errors import UserError, did_you_mean
@@ -63,21 +63,25 @@ def read_choice(output: str, options: Mapping[str, str]) -> str | None:
 
 def _last_block(output: str) -> str | None:
     """The contents of the last ``<answer>`` block that is closed."""
-    block, at = None, 0
-    while (start := output.find("<answer>", at)) >= 0 and (end := output.find("</answer>", start)) >= 0:
-        block = output[start + len("<answer>") : end]
-        at = end + len("</answer>")
-    return block
+    spans = list(_blocks(output, "answer"))
+    return output[spans[-1][0] + len("<answer>") : spans[-1][1] - len("</answer>")] if spans else None
 
 
 def _without_thoughts(output: str) -> str:
     """The output with each closed ``<think>`` block replaced by a space."""
-    kept: list[str] = []
-    at = 0
-    while (start := output.find("<think>", at)) >= 0 and (end := output.find("</think>", start)) >= 0:
-        kept += (output[at:start], " ")
-        at = end + len("</think>")
-    return "".join((*kept, output[at:]))
+    kept, at = [], 0
+    for start, end in _blocks(output, "think"):
+        kept.append(output[at:start])
+        at = end
+    return " ".join([*kept, output[at:]])
+
+
+def _blocks(text: str, tag: str) -> Iterator[tuple[int, int]]:
+    """Where the closed blocks of a tag begin and end, tags included."""
+    end = 0
+    while (start := text.find(f"<{tag}>", end)) >= 0 and (close := text.find(f"</{tag}>", start)) >= 0:
+        end = close + len(f"</{tag}>")
+        yield start, end
 
 
 def score(reward: str, answer: str | None, golds: Sequence[str], options: Mapping[str, str] | None) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sorl_env.bounds import MAX_SEED
 from sorl_env.errors import did_you_mean
 from sorl_env.text import read_json
 from sorl_env.trajectory import StopReason, Trajectory
@@ -39,7 +40,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _TAKEN = ("model", "messages", "temperature", "top_p", "seed", "stream", "stream_options", "sorl")
 _LENGTHS = ("max_completion_tokens", "max_tokens")
 _KNOWN = (*_TAKEN, *_LENGTHS, *IGNORED, *_NEUTRAL)
-_MAX_SEED = 2**63 - 1
 
 
 class RequestError(Exception):
@@ -119,13 +119,13 @@ def parse_request(body: bytes, model: str) -> ChatRequest:
             code="model_not_found",
         )
     stream = _flag(fields.get("stream"), "stream")
-    lengths = [_integer(fields, name, 1, 1 << 31) for name in _LENGTHS]
+    lengths = [_number(fields, name, 1, 1 << 31, whole=True) for name in _LENGTHS]
     return ChatRequest(
         question=_question(fields.get("messages")),
         options=_options(fields.get("sorl")),
         temperature=_number(fields, "temperature", 0.0, 2.0),
         top_p=_number(fields, "top_p", 1e-6, 1.0),
-        seed=_integer(fields, "seed", 0, _MAX_SEED),
+        seed=_number(fields, "seed", 0, MAX_SEED, whole=True),
         max_tokens=min((length for length in lengths if length is not None), default=None),
         stream=stream,
         include_usage=_include_usage(fields.get("stream_options"), stream),
@@ -170,22 +170,15 @@ def _options(extra: Any) -> Mapping[str, str] | None:
     return dict(options)
 
 
-def _number(fields: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
+def _number(fields: Mapping[str, Any], name: str, low: float, high: float, *, whole: bool = False) -> Any:
+    """A number of the request, or None if it has none."""
     value = fields.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise RequestError(400, f"{name}={value!r}: give a number from {low:g} to {high:g}", param=name)
-    return float(value)
-
-
-def _integer(fields: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
-    value = fields.get(name)
-    if value is None:
-        return None
-    if type(value) is not int or not low <= value <= high:
-        raise RequestError(400, f"{name}={value!r}: give a whole number of at least {low}", param=name)
-    return int(value)
+    if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= high:
+        kind = "a whole number" if whole else "a number"
+        raise RequestError(400, f"{name}={value!r}: give {kind} from {low:g} to {high:g}", param=name)
+    return value if whole else float(value)
 
 
 def _flag(value: Any, name: str) -> bool:
