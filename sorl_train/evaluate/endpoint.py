@@ -137,7 +137,7 @@ class EndpointSampler:
     def release(self, session: str) -> None:
         """Servers keep no sessions."""
 
-    async def _post(self, body: Mapping[str, Any]) -> Any:
+    async def _post(self, body: Mapping[str, Any]) -> httpx.Response:
         """The server's reply. What may pass (no connection, a timeout, 429, 5xx) is retried until the deadline."""
         assert self._client is not None, "use it inside session()"
         deadline = time.monotonic() + self._timeout_s
@@ -147,7 +147,7 @@ class EndpointSampler:
             try:
                 reply = await self._client.post(f"{self.url}/completions", json=body)
                 if reply.status_code < 400:
-                    return _json(reply, self.url)
+                    return reply
                 problem = f"HTTP {reply.status_code}: {reply.text[:300].strip()}"
                 if reply.status_code != 429 and reply.status_code < 500:
                     raise UserError(f"{self.url} refused a request of model {self.model_name!r}: {problem}")
@@ -191,20 +191,16 @@ def with_stop_string(text: str, choice: Mapping[str, Any], stop: Sequence[str]) 
     return text + max(open_at, key=lambda word: open_at[word]) if open_at else text
 
 
-def _choice(reply: Any, url: str) -> Mapping[str, Any]:
+def _choice(reply: httpx.Response, url: str) -> Mapping[str, Any]:
     try:
-        choice = reply["choices"][0]
+        choice = read_json(reply.content)["choices"][0]
         choice["text"]
-    except (KeyError, IndexError, TypeError) as error:
-        raise UserError(f"{url}: this is not a reply of /v1/completions: {str(reply)[:300]}") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        said = reply.text[:300].strip()
+        raise UserError(
+            f"{url}: this is not a reply of /v1/completions: {said!r}; correct --endpoint"
+        ) from error
     return dict(choice)
-
-
-def _json(reply: httpx.Response, url: str) -> Any:
-    try:
-        return read_json(reply.content)
-    except ValueError as error:
-        raise UserError(f"{url}: the reply is not JSON: {reply.text[:300].strip()!r}") from error
 
 
 def _retry_after(reply: httpx.Response) -> float | None:

@@ -12,14 +12,14 @@ from sorl_train.report.run import ReportRun
 
 # name, heading, kind of number
 COLUMNS = (
-    ("cold_start_success", "Success after cold start", "share"),
+    ("cold_start_success", "After cold start", "share"),
     ("best_success", "Peak success", "share"),
     ("final_success", "Final success", "share"),
     ("kept", "Final / peak", "share"),
     ("worst_drop", "Largest drop", "share"),
     ("collapse_step", "Collapsed at", "step"),
     ("max_grad_norm", "Max grad norm", "short"),
-    ("normalized", "Normalized updates", "share"),
+    ("normalized", "Normalized", "share"),
     ("wall_s", "Wall time", "seconds"),
 )
 
