@@ -87,7 +87,11 @@ def _add_settings(group: argparse._ArgumentGroup, names: Sequence[str]) -> None:
     for field in fields():
         if field.name in names:
             about = f"{field.help} ({', '.join(field.choices)})" if field.choices else field.help
-            group.add_argument(f"--{field.name}", metavar=describe_type(field), help=about.replace("%", "%%"))
+            switch: Any = (
+                {"nargs": "?", "const": "true"} if field.type is bool else {}
+            )  # a bare --flag is true
+            metavar, about = describe_type(field), about.replace("%", "%%")
+            group.add_argument(f"--{field.name}", metavar=metavar, help=about, **switch)
 
 
 def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def test_sources(tmp_path: Path) -> None:
     assert choose_sources(nq, []) == dict.fromkeys(("train", "test"), "hf:RUC-NLPIR/FlashRAG_datasets")
     assert choose_sources(nq, ["test=hf:a/b"]) == {"test": "hf:a/b"}
     for given, message in (
-        ([str(file)], "a file holds one split, say which: --source train="),
+        ([str(file)], "a file has one split; say which: --source train="),
         ([f"tset={file}"], "Did you mean 'test'"),
         ([f"train={file}", f"train={file}"], "gives split 'train' twice"),
     ):
