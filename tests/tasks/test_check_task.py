@@ -170,7 +170,7 @@ def test_command_line_with_data_and_corpus(
         (["hotpotq"], "Did you mean 'hotpotqa'"),
         (["nq", "--data", "nowhere/q.jsonl"], "no such file or folder"),
         (["nq", "--search.corpus", "nowhere.jsonl"], "nowhere.jsonl: no such corpus"),
-        (["nq", "--search-url", "nowhere"], "give an address such as"),
+        (["nq", "--search.url", "nowhere"], "give an address such as"),
         (["nq", "--tokenizer", "nowhere"], "nowhere: no tokenizer there"),
     ],
 )
