@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_env.figures import markdown_table
 from sorl_env.registry import load_task
 from sorl_env.rollout import _observation_ids  # as the rollout cut them, to the token
 from sorl_env.task import Limits
@@ -242,22 +243,22 @@ def cell_figures(
 
 def report(figures: Sequence[Mapping[str, Any]], found: Sequence[Difference]) -> str:
     """The table, and a line for each difference."""
-    lines = [
-        "| task | mode | questions | same answer and score | up to numerics | same to the token | differences |",
-        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
-    ]
     counts = ("questions", "same_answer", "same_answer_up_to_numerics", "same_tokens")
     total = {name: sum(cell[name] for cell in figures) for name in counts}
     causes: Counter[str] = Counter()
+    rows = []
     for cell in figures:
         causes.update(cell["causes"])
     for cell in (*figures, {"task": "all", "mode": "", **total, "causes": causes}):
         shares = [f"{cell[name]} ({cell[name] / cell['questions']:.1%})" for name in counts[1:]]
         named = ", ".join(f"{number} {cause}" for cause, number in cell["causes"].items()) or "none"
-        lines.append(
-            f"| {cell['task']} | {cell['mode']} | {cell['questions']} | {' | '.join(shares)} | {named} |"
+        rows.append([cell["task"], cell["mode"], cell["questions"], *shares, named])
+    head = (
+        "task, mode, questions, same answer and score, up to numerics, same to the token, differences".split(
+            ", "
         )
-    return "\n".join([*lines, "", *map(_line, found)])
+    )
+    return "\n".join([markdown_table(head, rows, "llrrrrl"), "", *map(_line, found)])
 
 
 def _line(one: Difference) -> str:

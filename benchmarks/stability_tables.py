@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from stability_runs import DOCS, MAIN, RATES, REUSE, Run, average, cells_of, larger_mini_batch, read, reuse_of
 
+from sorl_env.figures import markdown_table
 from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.lab.alarm import Recorded, count, judge, read_runs
 from sorl_train.lab.study import interval, load_study
@@ -29,12 +30,7 @@ CLASSES = ("tag", "reasoning", "query", "answer")
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lines of a table; an empty cell is one space."""
-    body = "".join(
-        "|" + "".join(f" {cell} |" if cell else " |" for cell in row) + "\n" for row in [header, *rows]
-    )
-    first, rest = body.split("\n", 1)
-    return f"{first}\n|{'---|' * len(header)}\n{rest}"
+    return markdown_table(header, rows) + "\n"
 
 
 def arms(runs: Sequence[Run], chosen: Mapping[str, str] | Sequence[str]) -> str:

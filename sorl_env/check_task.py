@@ -9,7 +9,16 @@ from dataclasses import replace
 
 from sorl_env.check import Check, describe_checks
 from sorl_env.check_episodes import check_episodes, requests
-from sorl_env.command import FAILED, Parser, number, run_command, whole
+from sorl_env.command import (
+    FAILED,
+    Parser,
+    add_json_option,
+    add_search_options,
+    number,
+    print_json,
+    run_command,
+    whole,
+)
 from sorl_env.env import ToolUseEnv
 from sorl_env.env_parts import add_task_options
 from sorl_env.errors import UserError
@@ -213,18 +222,21 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="sorl-check-task", description="Check a task against its contract.")
     add_task_options(parser)
     parser.add_argument("--limit", type=whole(1), default=200, help="examples to check (default 200)")
+    add_search_options(parser)
     parser.add_argument(
         "--tokenizer",
         metavar="FOLDER",
         help="count prompts in tokens, with the tokenizer of this model folder",
     )
     parser.add_argument(
-        "--timeout-s",
-        "--timeout_s",
+        "--search.timeout_s",
+        dest="timeout_s",
         type=number(above=0, high=3600),
         default=10.0,
-        help="seconds for a tool to answer, retries included (default: 10)",
+        metavar="SECONDS",
+        help="for a tool to answer, retries included (default: 10)",
     )
+    add_json_option(parser)
     args: argparse.Namespace = parser.parse_args(argv)
     return args
 
@@ -235,13 +247,23 @@ def _check(argv: Sequence[str]) -> int:
     settings = ToolSettings(corpus=args.corpus, search_url=args.search_url, timeout_s=args.timeout_s)
     env = ToolUseEnv(args.task, data=args.data, split=args.split, tool_settings=settings)
     loaded = env.examples
-    sample = ", a sample and not the benchmark" if loaded.is_sample else ""
-    print(f"task {env.task.name}: {len(loaded)} examples, split {loaded.split}, {loaded.source}{sample}")
+    if not args.json:
+        sample = ", a sample and not the benchmark" if loaded.is_sample else ""
+        print(f"task {env.task.name}: {len(loaded)} examples, split {loaded.split}, {loaded.source}{sample}")
     try:
         checks = check_task(env, limit=args.limit, tokenizer=tokenizer)
     finally:
         env.close()
-    print(describe_checks(checks, 14))
+    if args.json:
+        facts = {
+            "task": env.task.name,
+            "examples": len(loaded),
+            "split": loaded.split,
+            "source": loaded.source,
+        }
+        print_json({**facts, "is_sample": loaded.is_sample, "checks": checks})
+    else:
+        print(describe_checks(checks, 14))
     return int(not all(check.passed for check in checks))
 
 

@@ -1,20 +1,24 @@
-"""What all commands share: how options are read, and how a command ends when something is wrong.
+"""What all commands share: how options are read, how figures are printed as JSON, and how a command ends.
 
-A mistake of the user's becomes one message on standard error and a nonzero status, without a traceback. A fault of
-sorl's own keeps its traceback, below a line that asks for a report.
+A user's mistake becomes one message on standard error and a nonzero exit status, without a traceback. A fault of sorl
+itself keeps its traceback, below a line that asks for a report.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import errno
 import io
+import json
 import math
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import metadata
 from typing import Any, NoReturn
 
 from sorl_env.bounds import MAX_SEED, MOST, Bounds
@@ -22,8 +26,9 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.task_file import their_lines
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130  # 130 is what a shell reports for Ctrl-C
-_LONGEST_WORD = 300  # characters of a value that a message repeats
-_MOVES = {
+_LONGEST_WORD = 300  # characters; a message shows only both ends of a longer one
+# What to do about an error of the system, by its number.
+_ADVICE = {
     errno.ENOSPC: "free some space there, or choose a folder on another disk",
     errno.EDQUOT: "free some space there, or choose a folder on another disk",
     errno.EFBIG: "choose a folder on another disk",
@@ -34,7 +39,8 @@ _MOVES = {
     errno.EMFILE: "allow more open files: ulimit -n 4096",
     errno.ENFILE: "close other programs: the system has too many files open",
 }
-_MOVES_OF_A_PATH = {
+# The same for errors that name a path.
+_ADVICE_FOR_A_PATH = {
     errno.ENOENT: "a part of this path does not exist; correct it, or make the folder first",
     errno.ENOTDIR: "a part of this path is a file; choose another path",
     errno.EISDIR: "it is a folder; name a file",
@@ -49,14 +55,47 @@ _MOVES_OF_A_PATH = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong command line as ``UserError``: one message, not the whole usage before it."""
+    """Reads the options of every command in the same way.
+
+    ``--run_dir`` may be written ``--run-dir``; a value follows its option after a space or after ``=``; names are
+    written in full; ``--version`` prints the installed version. A wrong command line raises ``UserError``, which
+    becomes one message instead of argparse's whole usage text.
+
+    Args:
+        mappings: options whose keys only the user knows. ``("task_args",)`` accepts ``--task_args.hops 2``, and the
+            parsed arguments then have the attribute ``task_args.hops``.
+    """
+
+    def __init__(self, *args: Any, mappings: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **settings})
+        self._prefixes = tuple(f"--{name}." for name in mappings)
+        if " " not in self.prog:  # not for the subcommands
+            self.add_argument("--version", action=_ShowVersion, help="print the installed version and leave")
 
     def error(self, message: str) -> NoReturn:
         said = re.sub(r"^argument (.+?): (must|cannot|expected)", r"\1 \2", message)
         raise UserError(f"{said}; {self.prog} --help explains all options")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, with dashes in the names of options read as underscores."""
+        words = self._underscored(sys.argv[1:] if args is None else args)
+        names = {word.partition("=")[0] for word in words if word.startswith(self._prefixes)}
+        for name in sorted(names - self._option_string_actions.keys()):
+            self.add_argument(name, dest=name[2:])
+        return super().parse_known_args(words, namespace)
+
+    def _underscored(self, words: Iterable[str]) -> list[str]:
+        """``--run-dir=a-b`` becomes ``--run_dir=a-b``; what follows a bare ``--`` stays as it is."""
+        found = list(words)
+        end = found.index("--") if "--" in found else len(found)
+        for i, word in enumerate(found[:end]):
+            name, equals, value = word.partition("=")
+            if re.fullmatch(r"--\w[\w.-]*", name) and name not in self._option_string_actions:
+                found[i] = f"--{name[2:].replace('-', '_')}{equals}{value}"
+        return found
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's; an unknown option is answered with the nearest known one."""
+        """As argparse's; the message about an unknown option suggests the nearest known one."""
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             option = next((word for word in unknown if word.startswith("-")), None)
@@ -72,6 +111,46 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 for parser in action.choices.values():
                     yield from parser._options()
+
+
+class _ShowVersion(argparse.Action):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "nargs": 0, "default": argparse.SUPPRESS})
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        sys.stdout.write(f"{parser.prog} {version()}\n")
+        parser.exit()
+
+
+def version() -> str:
+    """The installed version of sorl."""
+    try:
+        return metadata.version("sorl")
+    except metadata.PackageNotFoundError:
+        return "unknown (sorl is not installed)"
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``; `print_json` is what a command calls when it is given."""
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of text")
+
+
+def print_json(figures: Any) -> None:
+    """Print mappings, sequences and dataclasses as JSON on standard output; NaN and infinities become null."""
+    text = json.dumps(_plain(figures), indent=2, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write(f"{text}\n")
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (str, int)) else str(value)
 
 
 def whole(low: int | None = None, high: int = MOST) -> Callable[[str], int]:
@@ -113,6 +192,14 @@ def _within(bounds: Bounds, value: float) -> float:
 seed = whole(0, MAX_SEED)
 
 
+def add_search_options(parser: argparse.ArgumentParser) -> None:
+    """Add the search tool's corpus and server, by their names in a training config."""
+    parser.add_argument("--search.corpus", dest="corpus", metavar="FILE", help="corpus of the search tool")
+    parser.add_argument(
+        "--search.url", dest="search_url", metavar="URL", help="retrieval server of the search tool"
+    )
+
+
 def run_command(
     program: str,
     main: Callable[[list[str]], int],
@@ -121,31 +208,30 @@ def run_command(
     refused: int = WRONG_USAGE,
     interrupted: str = "interrupted",
 ) -> int:
-    """Run a command to its exit status; whatever ends it is said on standard error.
+    """Run a command and return its exit status. What went wrong is printed on standard error.
 
     Args:
-        main: from the arguments to the exit status.
-        argv: the arguments; those of the process when None.
-        refused: the status after a mistake of the user's (``UserError``).
-        interrupted: what to say after Ctrl-C.
+        main: takes the arguments and returns the exit status.
+        argv: the arguments; None takes those of the process.
+        refused: exit status after a mistake of the user (``UserError``).
+        interrupted: message after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # a terminal that lacks a letter is no reason to fail
+            # A terminal whose encoding lacks a character must not make the command fail.
+            stream.reconfigure(errors="backslashreplace")
     try:
         for argument in arguments:
             _check_text(argument)
         status = main(arguments)
         if sys.stdout is not None:
-            sys.stdout.flush()  # now, so that a full disk is noticed
+            sys.stdout.flush()  # here, so that a full disk is reported as such
         return status
     except UserError as error:
         say(program, str(error))
         return refused
-    except BrokenPipeError:  # the reader of a pipe, as `head`, has seen enough
+    except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does
         _drop_output()
         return 0
     except KeyboardInterrupt:
@@ -168,15 +254,25 @@ def run_command(
         return FAILED
 
 
+def interrupt_on(*signals: signal.Signals) -> None:
+    """Make these signals end the process as Ctrl-C does, so that it can save its work first."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    for each in signals:
+        signal.signal(each, interrupt)
+
+
 def say(program: str, message: str, before: str = "") -> None:
-    """Print a message on standard error; very long values in it are shortened."""
+    """Print a message on standard error, with very long values in it shortened."""
     if sys.stderr is not None:
         sys.stderr.write(f"{before}{program}: {shortened(message)}\n")
         sys.stderr.flush()
 
 
 def shortened(message: str) -> str:
-    """``message`` with the middle of its very long words left out."""
+    """``message`` with the middle of very long words left out."""
 
     def cut(match: re.Match[str]) -> str:
         return f"{match[0][:80]}..{match[0][-20:]} ({len(match[0]):,} characters)"
@@ -185,14 +281,14 @@ def shortened(message: str) -> str:
 
 
 def about_os_error(error: OSError) -> str | None:
-    """What the system refused, and what to do about it; None where it may be a fault of ours."""
+    """What the system refused and what to do about it; None for an error that may be a fault of sorl itself."""
     number = error.errno or 0
-    moves = _MOVES | _MOVES_OF_A_PATH if error.filename is not None else _MOVES
-    if number not in moves:
+    advice = _ADVICE | _ADVICE_FOR_A_PATH if error.filename is not None else _ADVICE
+    if number not in advice:
         return None
     paths = [str(path) for path in (error.filename, error.filename2) if isinstance(path, (str, os.PathLike))]
     where = f"{' and '.join(paths)}: " if paths else ""
-    return f"{where}{(error.strerror or str(error)).lower()}: {moves[number]}"
+    return f"{where}{(error.strerror or str(error)).lower()}: {advice[number]}"
 
 
 def _check_text(argument: str) -> None:
@@ -205,13 +301,12 @@ def _check_text(argument: str) -> None:
 
 
 def _drop_output() -> None:
-    """Have nothing more written to standard output, which would fail again when Python ends."""
+    """Discard what is still buffered for standard output, since writing it would fail again when Python ends."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError):
-        with contextlib.suppress(
-            OSError, ValueError, AttributeError
-        ):  # no file of the system's, as in a test
+        # In a test, standard output may be no file of the system.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

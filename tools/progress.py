@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from sorl_env.figures import duration
+
 EVERY_S = 10.0  # between two plain lines
 
 
@@ -64,15 +66,6 @@ class Progress:
         if self._total > self._done and rate > 0:
             line += f", {duration((self._total - self._done) / rate)} to go"
         sys.stderr.write(f"{line}\n")
-
-
-def duration(seconds: float) -> str:
-    """A duration in words, such as ``45 s``, ``12 min``, ``3.5 h`` or ``12 days``."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 3 * 86400 else f"{seconds / 86400:.0f} days"
 
 
 def _rich_bar() -> Any:

@@ -72,6 +72,13 @@ def read_resolved(path: Path, overrides: Mapping[str, Any] | None = None) -> Tra
     return config
 
 
+def with_overrides(config: TrainConfig, overrides: Mapping[str, Any]) -> TrainConfig:
+    """A config with some settings changed. Raises as ``load_config`` does."""
+    changed = build(_merge(dataclasses.asdict(config), _nest(overrides)))
+    validate(changed)
+    return changed
+
+
 def config_folder() -> Path:
     """The folder of the packaged configs: in the installed package, or ``configs/`` of a checkout."""
     package = Path(__file__).resolve().parents[1]

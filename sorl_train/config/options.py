@@ -8,11 +8,11 @@ around tyro's static types, and argparse starts ten times faster.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
+from sorl_env.command import Parser
 from sorl_env.errors import UserError
 from sorl_train.config.files import value_from_text
 from sorl_train.config.find_algorithm import installed_algorithms
@@ -68,11 +68,7 @@ class Arguments:
 
 def parse(argv: Sequence[str]) -> Arguments:
     """Raises ``UserError`` for an unknown option, a missing or an unreadable value."""
-    argv = [_underscored(argument) for argument in argv]
-    parser = _parser()
-    for name in sorted({match for argument in argv for match in _knob_names(argument)}):
-        parser.add_argument(f"--{name}", dest=name)
-    known, unknown = parser.parse_known_args(argv)
+    known, unknown = _parser().parse_known_args(argv)
     if unknown:
         raise UserError(_about_unknown(unknown))
     values = vars(known)
@@ -87,13 +83,13 @@ def help_text(config: TrainConfig, config_name: str) -> str:
 
 
 def _parser(config: TrainConfig | None = None, config_name: str = "") -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="sorl-train",
         usage="sorl-train [--config NAME_OR_PATH] [--algo ALGO] [--FIELD VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=36),
-        allow_abbrev=False,
+        mappings=_MAPPINGS,
         add_help=False,
     )
     run = parser.add_argument_group("command")
@@ -126,32 +122,12 @@ def _parser(config: TrainConfig | None = None, config_name: str = "") -> argpars
     return parser
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
 def _field_help(field: ConfigField, shown: dict[str, Any]) -> str:
     choices = f" ({', '.join(field.choices)})" if field.choices else ""
     if field.name == "algo" and (installed := installed_algorithms()):
         choices = f"; installed: {', '.join(installed)}"
     paper = f"; paper: {field.paper}" if field.paper else ""
     return f"{field.help}{choices} [{as_text(shown.get(field.name))}{paper}]"
-
-
-def _underscored(argument: str) -> str:
-    """``--run-dir=a-b`` to ``--run_dir=a-b``."""
-    name, equals, value = argument.partition("=")
-    return (
-        f"--{name[2:].replace('-', '_')}{equals}{value}" if re.fullmatch(r"--\w[\w.-]*", name) else argument
-    )
-
-
-def _knob_names(argument: str) -> list[str]:
-    """The name of an option such as ``--task_args.hops``, which no dataclass knows beforehand."""
-    name = argument.partition("=")[0].removeprefix("--")
-    is_knob = argument.startswith("--") and name.startswith(tuple(f"{mapping}." for mapping in _MAPPINGS))
-    return [name] if is_knob else []
 
 
 def _about_unknown(arguments: list[str]) -> str:

@@ -1,19 +1,24 @@
-"""What an output says: its answer, and for multiple choice the letter. Pure functions of text.
+"""The answer that a text gives, and its scores. Pure functions.
 
-Each takes time in proportion to the text, whatever it holds: a policy may write anything.
+A policy may write anything, so reading a text takes time in proportion to its length, whatever it contains.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from sorl_train.evaluate.choices import extract_choice as extract_choice
+from sorl_env.errors import UserError, did_you_mean
+from sorl_env.rewards import exact_match, f1, normalize_answer, substring_match
+from sorl_train.evaluate.choices import extract_choice
+
+REWARDS = ("em", "f1", "subem", "choice")
 
 
 class Answer(NamedTuple):
-    """The answer of an output, and where it stood: in the tags, after "the answer is", or as the text itself."""
+    """An answer, and where it was found: in the tags, after "the answer is", or the text itself is the answer."""
 
     text: str
     where: Literal["tag", "phrase", "text"]
@@ -26,11 +31,11 @@ _SENTENCE_END = re.compile(r"(?<!\b[A-Z])\.(?:\s|$)")  # "J. Smith" goes on
 
 
 def read_answer(output: str, mode: str) -> Answer | None:
-    """The answer to an open question in the output of one turn; None where it gives none.
+    """The answer that one turn gives to an open question; None if it gives none.
 
-    The last ``<answer>`` block counts. Without one: what follows the last "the answer is" that something follows, up to
-    the end of the sentence. Without that, ``direct`` was asked for nothing but the answer, and its first line is taken;
-    the other modes were asked for the tags and have not answered.
+    The last ``<answer>`` block counts. Without a block, it is the rest of the sentence after the last "the answer is".
+    Without that, mode ``direct`` takes the first line, because its prompt asks for nothing but the answer; the other
+    prompts ask for the tags, so a turn without them has not answered.
     """
     block = _last_block(output)
     if block is not None:
@@ -50,26 +55,82 @@ def read_answer(output: str, mode: str) -> Answer | None:
 
 
 def read_choice(output: str, options: Mapping[str, str]) -> str | None:
-    """The letter that the output of one turn chooses: in its last ``<answer>`` block if it has one, else anywhere
-    outside its thoughts (see `extract_choice`)."""
+    """The letter that one turn chooses (see `extract_choice`): in its last ``<answer>`` block, or without a block
+    anywhere outside its thoughts."""
     block = _last_block(output)
     return extract_choice(_without_thoughts(output) if block is None else block, options)
 
 
 def _last_block(output: str) -> str | None:
-    """What stands in the last ``<answer>`` block that is closed."""
-    block, at = None, 0
-    while (start := output.find("<answer>", at)) >= 0 and (end := output.find("</answer>", start)) >= 0:
-        block = output[start + len("<answer>") : end]
-        at = end + len("</answer>")
-    return block
+    """The contents of the last ``<answer>`` block that is closed."""
+    spans = list(_blocks(output, "answer"))
+    return output[spans[-1][0] + len("<answer>") : spans[-1][1] - len("</answer>")] if spans else None
 
 
 def _without_thoughts(output: str) -> str:
-    """The output with a space in place of each ``<think>`` block; one that is not closed stays."""
-    kept: list[str] = []
-    at = 0
-    while (start := output.find("<think>", at)) >= 0 and (end := output.find("</think>", start)) >= 0:
-        kept += (output[at:start], " ")
-        at = end + len("</think>")
-    return "".join((*kept, output[at:]))
+    """The output with each closed ``<think>`` block replaced by a space."""
+    kept, at = [], 0
+    for start, end in _blocks(output, "think"):
+        kept.append(output[at:start])
+        at = end
+    return " ".join([*kept, output[at:]])
+
+
+def _blocks(text: str, tag: str) -> Iterator[tuple[int, int]]:
+    """Where the closed blocks of a tag begin and end, tags included."""
+    end = 0
+    while (start := text.find(f"<{tag}>", end)) >= 0 and (close := text.find(f"</{tag}>", start)) >= 0:
+        end = close + len(f"</{tag}>")
+        yield start, end
+
+
+def score(reward: str, answer: str | None, golds: Sequence[str], options: Mapping[str, str] | None) -> float:
+    """The score of an answer, in [0, 1]; no answer scores 0.
+
+    ``em``, ``f1`` and ``subem`` are SQuAD's scores, the best over the gold answers. ``choice`` is 1 for the right
+    option (see `extract_choice`), whose letter is then the only gold answer.
+
+    Raises:
+        UserError: an unknown reward, or ``choice`` without options.
+    """
+    if reward not in REWARDS:
+        raise UserError(f"there is no reward {reward!r}. {did_you_mean(reward, REWARDS)}")
+    if reward == "choice":
+        if not options:
+            raise UserError("reward 'choice' needs questions with options; use em, f1 or subem")
+        return float(answer is not None and extract_choice(answer, options) == golds[0].strip().upper())
+    if answer is None:
+        return 0.0
+    return {"em": exact_match, "f1": f1, "subem": substring_match}[reward](answer, golds)
+
+
+def scores(answer: str | None, golds: Sequence[str], options: Mapping[str, str] | None) -> dict[str, float]:
+    """All scores that apply to a question; the first one is its main score."""
+    names = ("choice",) if options else ("em", "f1", "subem")
+    return {name: score(name, answer, golds, options) for name in names}
+
+
+def answer_in_text(text: str, golds: Iterable[str], options: Mapping[str, str] | None) -> bool:
+    """Whether retrieved text contains a gold answer, or the right option's text, as whole words."""
+    sought = [options.get(gold, "") for gold in golds] if options else list(golds)
+    padded = f" {normalize_answer(text)} "
+    return any(words and f" {words} " in padded for words in map(normalize_answer, sought))
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The chance that at least one of ``k`` samples is right, if they are drawn from those taken without replacement.
+
+    The unbiased estimator of Chen et al. (2021, arXiv 2107.03374): 1 - C(n - c, k) / C(n, k).
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
+        raise ValueError(f"pass_at_k({num_samples}, {num_correct}, {k}): need 0 <= c <= n and 1 <= k <= n")
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def ks(num_samples: int) -> list[int]:
+    """The values of k to report: powers of two below the number of samples, and that number."""
+    powers = [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples]
+    return [*powers, num_samples]

@@ -1,99 +1,116 @@
-"""Command-line options of ``sorl-eval`` and ``sorl-ask``, and what is built from them: policy and environments."""
+"""The options that ``sorl-eval``, ``sorl-ask`` and ``sorl-serve-agent`` share, and what they make of them: the policy
+and the environments.
+
+What is a setting of ``sorl-train``, too, has the same name here, the same form of value and the same checks.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sorl_env.bounds import MOST
-from sorl_env.command import number, seed, whole
+from sorl_env.command import Parser, number, seed, whole
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.registry import load_task, task_names
 from sorl_env.rollout import RolloutSettings
-from sorl_env.task import Limits, ToolSettings
-from sorl_train.config.files import parse_yaml
+from sorl_train.config.files import value_from_text, with_overrides
+from sorl_train.config.schema import describe_type, fields
 from sorl_train.config.settings import TrainConfig
 from sorl_train.evaluate.endpoint import EndpointSampler, TextTokenizer
 from sorl_train.evaluate.find_policy import PolicySource, find_policy, fingerprint
 from sorl_train.evaluate.runner import Policy
-from sorl_train.rollout.environments import limits as config_limits
-from sorl_train.rollout.environments import tool_settings as config_tools
+from sorl_train.rollout.environments import limits, tool_settings
 
-API_KEY = "SORL_API_KEY"  # not an option: the manifest keeps the command line
-_LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
+API_KEY = "SORL_API_KEY"  # not an option, because the manifest keeps the command line
+_KNOBS = "task_args"
+_HARDWARE = ("hardware.device", "hardware.dtype", "hardware.threads", "chat_template")
+_OF_A_TASK = ("data", "search.corpus", "search.url")  # options that may differ between several tasks
+
+
+def make_parser(prog: str, **settings: Any) -> Parser:
+    """A parser to which `add_policy_options` and `add_task_options` can be added."""
+    return Parser(prog=prog, mappings=(_KNOBS,), **settings)
+
+
+def add_one_task_options(parser: argparse.ArgumentParser) -> None:
+    """Add all options of a command that has one policy and one task."""
+    parser.add_argument("--model", help="a model folder, a checkpoint, a run folder, or a hub name")
+    parser.add_argument("--task", help="the task whose prompt, tools and limits to use (default: the run's)")
+    add_task_options(parser)
+    add_policy_options(parser)
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """Where the policy is, and how it draws."""
-    served = parser.add_argument_group(
-        "a served model, in place of a local one; $SORL_API_KEY is sent as a bearer token"
-    )
-    served.add_argument(
-        "--endpoint", metavar="URL", help="of an OpenAI-compatible API: http://127.0.0.1:8000/v1"
-    )
-    served.add_argument("--model_name", metavar="NAME", help="as the server calls the model")
-    served.add_argument(
-        "--tokenizer",
-        metavar="FOLDER",
-        help="the model's: prompts go out as token ids; without it as plain text",
-    )
-    served.add_argument(
-        "--timeout_s",
-        type=number(above=0, high=86400),
-        default=600.0,
-        help="for one turn, retries included (default: 600)",
-    )
-    local = parser.add_argument_group("a local model")
-    local.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
-    local.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    local.add_argument(
-        "--threads", type=whole(0, 1024), default=0, help="CPU threads of torch; 0 leaves torch's own choice"
-    )
-    drawing = parser.add_argument_group("drawing")
-    drawing.add_argument(
-        "--temperature", type=number(0, 100), metavar="T", help="default: 0, greedy; 1 with --samples"
-    )
-    drawing.add_argument(
-        "--top_p", type=number(above=0, high=1), default=1.0, metavar="P", help="default: 1, all tokens"
-    )
-    drawing.add_argument(
-        "--seed", type=seed, default=0, metavar="N", help="of the sample and the draws (default: 0)"
-    )
-    drawing.add_argument(
-        "--no_chat_template", action="store_true", help="leave the model's chat template out"
-    )
-    drawing.add_argument(
-        "--concurrency",
-        type=whole(1, 65536),
-        default=32,
-        help="questions in flight (default: 32); each holds a cache row",
+    """Add the options that say where the policy is, and how it samples."""
+    add = parser.add_argument_group("a served model, instead of a local one").add_argument
+    url = f"an OpenAI-compatible API, as http://127.0.0.1:8000/v1; ${API_KEY} is sent as its bearer token"
+    add("--endpoint", metavar="URL", help=url)
+    add("--model_name", metavar="NAME", help="the model's name on that server")
+    tokenizer = "the model's tokenizer: prompts are then sent as token ids, otherwise as plain text"
+    add("--tokenizer", metavar="FOLDER", help=tokenizer)
+    timeout = number(above=0, high=86400)
+    add("--timeout_s", type=timeout, default=600.0, help="seconds for a turn with its retries (default: 600)")
+    _add_settings(parser.add_argument_group("a local model, as in sorl-train"), _HARDWARE)
+    add = parser.add_argument_group("sampling").add_argument
+    greedy = "0 is greedy (default: 0; 1 with --samples)"
+    add("--sampler.temperature", dest="temperature", type=number(0, 100), metavar="T", help=greedy)
+    nucleus = "sample from the most likely tokens with this much probability (default: 1, all tokens)"
+    share = number(above=0, high=1)
+    add("--sampler.top_p", dest="top_p", type=share, default=1.0, metavar="P", help=nucleus)
+    rows = "questions in flight; each holds a row of the key-value cache (default: 32)"
+    count = whole(1, 65536)
+    add("--sampler.max_concurrency", dest="concurrency", type=count, default=32, metavar="N", help=rows)
+    add(
+        "--seed", type=seed, default=0, metavar="N", help="chooses the questions and the samples (default: 0)"
     )
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
-    """What a task is built from. ``NAME=`` in front of a value is for one of several tasks."""
-    tasks = parser.add_argument_group("tasks; write NAME=VALUE where a value is for one of several tasks")
-    tasks.add_argument("--task_args", nargs="+", default=[], metavar="KEY=VALUE", help="knobs: hops=[1,2]")
-    tasks.add_argument("--data", nargs="+", default=[], help="a file, a folder, or hf:owner/name")
-    tasks.add_argument("--split", help="default: test")
-    tasks.add_argument("--corpus", nargs="+", default=[], help="passages for search in process")
-    tasks.add_argument("--search_url", nargs="+", default=[], help="a retrieval server")
-    tasks.add_argument("--top_k", type=whole(1), help="passages a search (default: 3)")
-    tasks.add_argument("--limits", nargs="+", default=[], metavar="KEY=VALUE", help=", ".join(_LIMITS))
+    """Add the options that a task's environment is built from."""
+    add = parser.add_argument_group("data and tools; with several tasks write NAME=VALUE").add_argument
+    add("--data", nargs="+", default=[], help="questions: a file, a folder, or hf:owner/name")
+    add("--split", help="of the data (default: the run's eval.split, or test)")
+    add("--search.corpus", nargs="+", default=[], help="passages for search in this process")
+    add("--search.url", nargs="+", default=[], help="a retrieval server, instead of a corpus")
+    settings = parser.add_argument_group("settings of the tasks, as in sorl-train")
+    knob = f'an argument of the task, as --{_KNOBS}.hops "[1, 2]"; of one of several: --{_KNOBS}.NAME.KEY'
+    settings.add_argument(f"--{_KNOBS}.KEY", metavar="YAML", help=knob)
+    names = [field.name for field in fields() if field.name.startswith(("search.", "limits."))]
+    _add_settings(settings, [name for name in names if name not in _OF_A_TASK])
+
+
+def _add_settings(group: argparse._ArgumentGroup, names: Sequence[str]) -> None:
+    for field in fields():
+        if field.name in names:
+            about = f"{field.help} ({', '.join(field.choices)})" if field.choices else field.help
+            switch: Any = (
+                {"nargs": "?", "const": "true"} if field.type is bool else {}
+            )  # a bare --flag is true
+            metavar, about = describe_type(field), about.replace("%", "%%")
+            group.add_argument(f"--{field.name}", metavar=metavar, help=about, **switch)
+
+
+def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    """The settings of a section that the command line gives."""
+    texts = {name: text for name, text in vars(args).items() if name.startswith(prefix)}
+    return {name: value_from_text(name, text) for name, text in texts.items() if isinstance(text, str)}
 
 
 def find_source(args: argparse.Namespace, model: str | None) -> PolicySource | None:
-    """The policy that the options name; None for a served one. Raises ``UserError`` for neither, or both."""
+    """The local policy that the options name, or None for a served one.
+
+    Raises:
+        UserError: the options name neither a local nor a served policy, or both.
+    """
     if args.endpoint and model:
         raise UserError(f"both a model ({model}) and --endpoint {args.endpoint}: give one of them")
     if args.endpoint:
         if not args.model_name:
-            raise UserError("--endpoint needs --model_name, as the server calls the model")
+            raise UserError("--endpoint needs --model_name, the model's name on that server")
         return None
     if not model:
         raise UserError(
@@ -103,7 +120,7 @@ def find_source(args: argparse.Namespace, model: str | None) -> PolicySource | N
 
 
 def policy_facts(args: argparse.Namespace, source: PolicySource | None) -> dict[str, Any]:
-    """What identifies the policy, for the settings of an evaluation."""
+    """What identifies the policy in the settings of an evaluation."""
     if source is not None:
         return dict(fingerprint(source.folder))
     tokenizer = (
@@ -113,40 +130,27 @@ def policy_facts(args: argparse.Namespace, source: PolicySource | None) -> dict[
 
 
 def rollout_settings(args: argparse.Namespace, source: PolicySource | None) -> RolloutSettings:
-    """How turns are drawn. A policy keeps the chat template it was trained with, or without."""
-    trained = source.config.chat_template if source is not None and source.config else True
+    """How turns are sampled. By default a policy is prompted as in training: with a chat template or without."""
+    trained = source.config if source is not None and source.config else TrainConfig()
+    given = _given(args, "chat_template")
     return RolloutSettings(
         temperature=args.temperature or 0.0,
         top_p=args.top_p,
-        use_chat_template=trained and not args.no_chat_template,
+        use_chat_template=with_overrides(trained, given).chat_template,
         max_concurrency=args.concurrency,
     )
 
 
 def make_policy(args: argparse.Namespace, source: PolicySource | None, envs: Iterable[ToolUseEnv]) -> Policy:
-    """Load the model for the trajectories of ``envs`` and check it (see ``model_check``), or connect to the server.
-
-    Imports torch and transformers for a model or a tokenizer.
+    """Load the model and check it on the longest trajectory of ``envs`` (see ``model_check``), or prepare the client
+    of a served one. Only the former, or a tokenizer, imports torch and transformers.
 
     Raises:
-        UserError: the model cannot be loaded, or our sampler would not compute it as it computes itself.
+        UserError: the model cannot be loaded, or our sampler would not compute what the model itself computes.
     """
     settings = rollout_settings(args, source)
     if source is None:
-        tokenizer: Any = TextTokenizer()
-        if args.tokenizer:
-            from sorl_train.models.policy import load_tokenizer
-
-            tokenizer = load_tokenizer(args.tokenizer)
-        served = EndpointSampler(
-            args.endpoint,
-            args.model_name,
-            tokenizer,
-            concurrency=args.concurrency,
-            timeout_s=args.timeout_s,
-            api_key=os.environ.get(API_KEY),
-        )
-        return Policy(served, tokenizer, served.session, settings)
+        return _served_policy(args, settings)
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -155,64 +159,93 @@ def make_policy(args: argparse.Namespace, source: PolicySource | None, envs: Ite
     from sorl_train.rollout.sampler import TransformersSampler
 
     transformers_logging.disable_progress_bar()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    hardware = with_overrides(TrainConfig(), _given(args, "hardware.")).hardware
+    if hardware.threads:
+        torch.set_num_threads(hardware.threads)
     tokenizer = load_tokenizer(source.folder)
-    model = load_policy(source.folder, args.device)
+    model = load_policy(source.folder, hardware.device)
     longest = max(env.limits.max_trajectory_tokens for env in envs)
     check_policy(model, longest, sampled=True, trained=False)
-    local = TransformersSampler(model, tokenizer, settings.max_concurrency, args.dtype)
+    local = TransformersSampler(model, tokenizer, settings.max_concurrency, hardware.dtype)
     return Policy(local, tokenizer, local.session, settings)
+
+
+def _served_policy(args: argparse.Namespace, settings: RolloutSettings) -> Policy:
+    tokenizer: Any = TextTokenizer()
+    if args.tokenizer:
+        from sorl_train.models.policy import load_tokenizer
+
+        tokenizer = load_tokenizer(args.tokenizer)
+    served = EndpointSampler(
+        args.endpoint,
+        args.model_name,
+        tokenizer,
+        concurrency=args.concurrency,
+        timeout_s=args.timeout_s,
+        api_key=os.environ.get(API_KEY),
+    )
+    return Policy(served, tokenizer, served.session, settings)
 
 
 def make_envs(
     args: argparse.Namespace, references: Sequence[str], config: TrainConfig | None
 ) -> dict[str, ToolUseEnv]:
-    """An environment for each task, by the task's name. Settings of the run count for the run's own task.
+    """An environment for each task, by the task's name.
+
+    Args:
+        references: the tasks; if empty, the task of the run.
+        config: settings of the run that made the policy, if one did; they apply to that run's own task only.
 
     Raises:
-        UserError: no task, one given twice, or an option for a task that is not there.
+        UserError: no task, the same task twice, or a setting that is wrong or names another task.
     """
     if not references and config is not None:
         references = [config.task]
     if not references:
         raise UserError(f"give --task NAME, one or several. Known: {', '.join(task_names())}")
-    options = {
-        name: _by_task(getattr(args, name), references, name) for name in ("data", "corpus", "search_url")
-    }
-    knobs = {reference: _knobs(args.task_args, references, reference) for reference in references}
+    by_task = {name: _by_task(getattr(args, name), references, name) for name in _OF_A_TASK}
+    knobs = _knobs(args, references)
     envs: dict[str, ToolUseEnv] = {}
     for reference in references:
-        given = {name: values.get(reference) for name, values in options.items()}
-        run = config if config is not None and config.task == reference else None
-        env = _make_env(args, reference, knobs[reference], given, run)
+        given = {name: values.get(reference) for name, values in by_task.items()}
+        base = config if config is not None and config.task == reference else None
+        env = _make_env(args, reference, base, given, knobs[reference])
         if env.task.name in envs:
             raise UserError(f"--task names {env.task.name!r} twice")
         envs[env.task.name] = env
     return envs
 
 
+def make_env(args: argparse.Namespace, source: PolicySource | None) -> ToolUseEnv:
+    """The environment of a command with the options of `add_one_task_options`. Raises as `make_envs` does."""
+    references = [args.task] if args.task else []
+    (env,) = make_envs(args, references, source.config if source else None).values()
+    return env
+
+
 def _make_env(
     args: argparse.Namespace,
     reference: str,
-    knobs: Mapping[str, Any],
+    base: TrainConfig | None,
     given: Mapping[str, str | None],
-    run: TrainConfig | None,
+    knobs: Mapping[str, Any],
 ) -> ToolUseEnv:
-    task = load_task(reference, **{**(run.task_args if run else {}), **knobs})
-    data = given["data"] or (run and (run.eval_data or run.data)) or None
-    split = args.split or (run.eval.split if run else "test")
-    tools = config_tools(run) if run else ToolSettings()
-    if given["corpus"] or given["search_url"]:
-        tools = dataclasses.replace(tools, corpus=given["corpus"], search_url=given["search_url"])
-    if args.top_k is not None:
-        tools = dataclasses.replace(tools, top_k=args.top_k)
-    limits = _limits(args.limits, config_limits(task, run.limits) if run else task.limits)
-    return ToolUseEnv(task, data=data, split=split, tool_settings=tools, limits=limits)
+    overrides = _given(args, "search.") | _given(args, "limits.")
+    if given["search.corpus"] or given["search.url"]:  # one replaces the other
+        overrides |= {name: given[name] for name in ("search.corpus", "search.url")}
+    config = with_overrides(base or TrainConfig(), overrides)
+    task = load_task(reference, **{**(base.task_args if base else {}), **knobs})
+    return ToolUseEnv(
+        task,
+        data=given["data"] or config.eval_data or config.data,
+        split=args.split or config.eval.split,
+        tool_settings=tool_settings(config),
+        limits=limits(task, config.limits),
+    )
 
 
 def _by_task(values: Sequence[str], references: Sequence[str], option: str) -> dict[str, str]:
-    """Values by task: ``NAME=VALUE`` for one, a value without a name for all."""
+    """The values of an option by task: ``NAME=VALUE`` is for one task, a single value without a name for all."""
     found: dict[str, str] = {}
     for value in values:
         name, equals, rest = value.partition("=")
@@ -229,35 +262,16 @@ def _by_task(values: Sequence[str], references: Sequence[str], option: str) -> d
     return found
 
 
-def _knobs(texts: Sequence[str], references: Sequence[str], reference: str) -> dict[str, Any]:
-    """The knobs of one task: ``KEY=VALUE`` where there is one task, ``NAME.KEY=VALUE`` where there are several."""
-    knobs = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"--task_args {text}: write KEY=VALUE")
-        task, dot, name = key.rpartition(".")
+def _knobs(args: argparse.Namespace, references: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The arguments of each task: ``--task_args.KEY``, with several tasks ``--task_args.NAME.KEY``."""
+    knobs: dict[str, dict[str, Any]] = {reference: {} for reference in references}
+    spelled = {reference.replace("-", "_"): reference for reference in references}  # as the parser has them
+    for option, value in _given(args, f"{_KNOBS}.").items():
+        name = option.removeprefix(f"{_KNOBS}.")
+        task, dot, key = name.rpartition(".")
         if not dot and len(references) > 1:
-            raise UserError(f"--task_args {text}: with several tasks write NAME.{text}")
-        if dot and task not in references:
-            raise UserError(f"--task_args {text}: no task {task!r} here. {did_you_mean(task, references)}")
-        if not dot or task == reference:
-            knobs[name] = parse_yaml(value, f"--task_args {key}")
+            raise UserError(f"--{option}: with several tasks write --{_KNOBS}.NAME.{name}")
+        if dot and task not in spelled:
+            raise UserError(f"--{option}: no task {task!r} here. {did_you_mean(task, references)}")
+        knobs[spelled[task] if dot else references[0]][key] = value
     return knobs
-
-
-def _limits(texts: Sequence[str], limits: Limits) -> Limits:
-    changed = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or key not in _LIMITS:
-            raise UserError(f"--limits {text}: write KEY=VALUE. {did_you_mean(key, _LIMITS)}")
-        changed[key] = parse_yaml(value, f"--limits {key}")
-    for key, value in changed.items():
-        kinds = (int, float, type(None)) if key == "max_seconds" else (int,)
-        if type(value) not in kinds or (value is not None and not 0 < value <= MOST):
-            raise UserError(f"--limits {key}={value}: a number must be at least 1, and at most {MOST}")
-    try:
-        return dataclasses.replace(limits, **changed)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--limits: {error}") from error

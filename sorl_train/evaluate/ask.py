@@ -1,4 +1,4 @@
-"""``sorl-ask "question" --model ..``: a policy on one question, its turns shown as the paper's Table 2 shows them."""
+"""``sorl-ask "question" --model ..``: the turns of a policy on one question, shown as in the paper's Table 2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sorl_env.command import Parser, run_command, whole
+from sorl_env.command import run_command, say, whole
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.render import render_dialogue
@@ -18,10 +18,10 @@ from sorl_env.trajectory import Trajectory
 
 try:
     from sorl_train.evaluate.arguments import (
-        add_policy_options,
-        add_task_options,
+        add_one_task_options,
         find_source,
-        make_envs,
+        make_env,
+        make_parser,
         make_policy,
     )
 except ModuleNotFoundError as missing:  # the core alone is installed
@@ -40,18 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="sorl-ask", description=ABOUT, allow_abbrev=False)
-    parser.add_argument("question", nargs="?", help="in quotes; or --index")
-    parser.add_argument("--model", help="a model folder, a checkpoint, a run folder, or a hub name")
+    parser = make_parser("sorl-ask", description=ABOUT)
+    parser.add_argument("question", nargs="?", help="in quotes; or give --index")
+    parser.add_argument("--index", type=whole(0), help="ask this question of the task's data instead")
     parser.add_argument(
-        "--index", type=whole(0), help="ask this question of the task's data in place of one of your own"
+        "--options", nargs="+", default=[], metavar="A=TEXT", help="of a multiple-choice question"
     )
-    parser.add_argument("--options", nargs="+", default=[], metavar="A=TEXT", help="for multiple choice")
-    parser.add_argument("--search", metavar="CORPUS_OR_URL", help="short for --corpus or --search_url")
-    parser.add_argument("--task", help="whose prompt, tools and limits (default: the run's own)")
     parser.add_argument("--color", choices=["auto", "always", "never"], default="auto")
-    add_task_options(parser)
-    add_policy_options(parser)
+    add_one_task_options(parser)
     return parser
 
 
@@ -60,16 +56,16 @@ def _ask(args: argparse.Namespace) -> int:
         raise UserError(
             'give a question, as sorl-ask "who wrote it?", or --index N for one of the task\'s own'
         )
-    read_search_option(args)
     source = find_source(args, args.model)
-    (env,) = make_envs(args, [args.task] if args.task else [], source.config if source else None).values()
+    env = make_env(args, source)
     try:
         example = _example(args, env)
         policy = make_policy(args, source, [env])
         if strange := unknown_words(policy.tokenizer, example.question):
-            print(
-                f"sorl-ask: this policy has no word for {', '.join(strange)}; --index N asks it a question of its task",
-                file=sys.stderr,
+            say(
+                "sorl-ask",
+                f"this policy's vocabulary lacks {', '.join(strange)}, so it cannot read the whole question; "
+                "--index N asks a question of its own task",
             )
         trajectory = ask(policy, env, example, args.seed)
     finally:
@@ -81,15 +77,8 @@ def _ask(args: argparse.Namespace) -> int:
     return 0 if trajectory.stop_reason.value == "answer" else 1
 
 
-def read_search_option(args: argparse.Namespace) -> None:
-    """Put the value of ``--search`` where its long forms would have put it."""
-    if args.search:
-        is_url = args.search.startswith(("http://", "https://"))
-        (args.search_url if is_url else args.corpus).append(args.search)
-
-
 def ask(policy: Policy, env: ToolUseEnv, example: Example, seed: int = 0) -> Trajectory:
-    """The policy's dialogue on one question, which need not be among the environment's.
+    """Let the policy answer one question, which need not be in the environment's data.
 
     Raises:
         UserError: the prompt is too long, or the policy cannot be reached.
@@ -107,23 +96,23 @@ def ask(policy: Policy, env: ToolUseEnv, example: Example, seed: int = 0) -> Tra
 
 
 def env_of_question(env: ToolUseEnv, example: Example) -> ToolUseEnv:
-    """An environment for one episode of one question, which need not be among those of ``env``, without a reward."""
+    """A copy of ``env`` for one episode of one question, with a reward of nothing."""
     asked = env.spawn()
     asked.examples = dataclasses.replace(env.examples, examples=(example,), source="asked")
-    # what a task rewards may need more of an example than a question has, and nobody asks for it here
+    # a reward may read more of an example than a user's question has
     asked.task = dataclasses.replace(env.task, reward=lambda example, turns: {}, turn_reward=None)
     return asked
 
 
 def unknown_words(tokenizer: Any, question: str) -> list[str]:
-    """The words that are unknown to a tokenizer of a closed vocabulary; a tokenizer of bytes knows all."""
+    """The words of a question that the tokenizer does not know; a tokenizer of bytes knows all."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     words = dict.fromkeys(re.findall(r"\w+", question))
     return [word for word in words if unknown in tokenizer.encode(word, add_special_tokens=False)]
 
 
 def render(env: ToolUseEnv, example: Example, trajectory: Trajectory) -> str:
-    """The dialogue as ``render_mode="ansi"`` prints it; a malformed turn says what is wrong with it."""
+    """The dialogue as ``render_mode="ansi"`` prints it, with a note at each malformed turn."""
     dialogue = []
     for turn in trajectory.turns:
         note = f"\n[invalid turn: {turn.format_error}]" if turn.format_error else ""

@@ -1,21 +1,21 @@
-r"""Which option a text chooses. A wrong letter is the worst answer of all; none is better.
+r"""Reads which option a text chooses. Where that is not clear it reads none, because a wrong letter is worse.
 
-The rules, in order; the first that applies decides:
+The first of these rules that applies decides:
 
-1. **The whole text** is a letter (``b``, ``(B)``, ``Option B.``) or the text of an option. What is the letter of one
-   option and the text of another one chooses nothing. Nor does a text that two options share.
+1. **The whole text** is a letter (``b``, ``(B)``, ``Option B.``) or the text of an option. It chooses nothing if it is
+   the letter of one option and the text of another, or a text that two options share.
 2. **An answer**: "the answer is B", "Answer: B", ``\boxed{B}``, "I choose B", "B is the best answer", "so it must be
-   B", "no, B"; or a sentence that is nothing but an option, where only one option has such a sentence. The last answer
-   counts. One between several ("A or B", "either A or B") chooses nothing, and "wait, that is wrong" takes an answer
-   back.
-3. **A verdict**: "B is correct", "B: right". Where several are correct, nothing is chosen.
-4. **A mention**: where the text names one option and no other, and neither says that it does not know nor that its
-   answer is something else ("the answer is copper"), that one.
+   B", "no, B"; or a sentence that is only an option, if no other option has such a sentence. The last answer counts.
+   An answer between several options ("A or B", "either A or B") chooses nothing, and "wait, that is wrong" takes an
+   answer back.
+3. **A verdict**: "B is correct", "B: right". If several options are correct, nothing is chosen.
+4. **A mention**: the only option that the text names, unless the text says that it does not know, or that its answer is
+   something else ("the answer is copper").
 
-In all of them "not A", "A is wrong", "rather than A", "A can be ruled out" do not mention A. What is a mention at all,
-and what is an article or a part of a term ("vitamin B", "a beta blocker"), is said in `sorl_train.evaluate.mentions`.
-The patterns below read its outline: prose is in lower case, an upper-case letter is an option. Each looks at a bounded
-number of words, so that reading takes time in proportion to the text.
+"Not A", "A is wrong", "rather than A" and "A can be ruled out" never count as a mention of A. What is a mention at all,
+and what is an article or a part of a term ("vitamin B", "a beta blocker"), is decided in `mentions`. The patterns below
+read its outline, in which prose is in lower case and an upper-case letter is an option. Each pattern looks at a bounded
+number of words, so that reading takes time in proportion to the length of the text.
 """
 
 from __future__ import annotations
@@ -116,14 +116,14 @@ _UNSURE = _pattern(
 
 
 class _Said(NamedTuple):
-    """Something that a text says of its options, at a place (line, character): which letters; none takes back."""
+    """What a text says about its options at a place (line, character): the letters; none takes an answer back."""
 
     at: tuple[int, int]
     letters: frozenset[str]
 
 
 def extract_choice(text: str, options: Mapping[str, str]) -> str | None:
-    """The letter of the option that ``text`` chooses; None where it chooses none. See the module for the rules.
+    """The letter of the option that ``text`` chooses; None if it chooses none. The module's docstring has the rules.
 
     >>> options = {"A": "Iron", "B": "Zinc"}
     >>> [extract_choice(t, options) for t in ("b", "The answer is (A).", "It must be zinc.", "A or B", "Copper")]
@@ -153,7 +153,7 @@ def _only(letters: frozenset[str]) -> str | None:
 
 
 def _read_whole(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """The letters that a text stands for which is nothing but a letter or an option's text; None if it is more."""
+    """The letters of a text that is only a letter or an option's text; None if it is more than that."""
     words = [word for word in split_words(text) if word.key]
     if not words:
         return frozenset()
@@ -174,7 +174,7 @@ def _read_whole(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
 
 
 def _is_article(text: str, first: Word, second: Word) -> bool:
-    """Whether "a zinc" or "A zinc" stands there, and not "A: zinc" or "A Zinc", where A may be a letter."""
+    """Whether the text is like "a zinc" or "A zinc", and not like "A: zinc" or "A Zinc", where A may be a letter."""
     is_label = text[first.start].isupper() and text[second.start].isupper()
     return text[first.end : second.start].isspace() and not is_label
 
@@ -182,9 +182,9 @@ def _is_article(text: str, first: Word, second: Word) -> bool:
 def _find(
     pattern: re.Pattern[str], lines: list[str], denied: list[frozenset[int]], *, verb: bool = True
 ) -> Iterator[_Said]:
-    """What a pattern finds: the letters of each object that are not denied.
+    """What a pattern finds: the letters of each match that the text does not deny.
 
-    A pattern with a ``gap`` counts where a verb stands in it (or nothing), and no word that makes it a possibility.
+    With ``verb``, the match's group ``gap`` must be empty, or have a verb and no word that makes it only a possibility.
     """
     for number, line in enumerate(lines):
         for match in pattern.finditer(line):
@@ -200,14 +200,14 @@ def _find(
 
 
 def _letters(line: str, start: int, end: int) -> Iterator[tuple[int, str]]:
-    """The mentions in a part of a line: where each stands, and its letter."""
+    """The position and letter of each mention in a part of a line."""
     for match in _ONE.finditer(line, start, end):
         if match["mark"] != "~":
             yield match.start("letter"), match["letter"]
 
 
 def _denied(line: str) -> frozenset[int]:
-    """Where the mentions stand of which a line says that they are not the answer."""
+    """The positions of the mentions that a line says are not the answer."""
     spans = [
         match.span("object") for pattern in (_DENIED, _FAILS, _ALL_FAIL) for match in pattern.finditer(line)
     ]
@@ -215,7 +215,7 @@ def _denied(line: str) -> frozenset[int]:
 
 
 def _answers(lines: list[str], denied: list[frozenset[int]]) -> list[_Said]:
-    """All that is said to be the answer, in order; with no letters where an answer is taken back."""
+    """Everything that the text says to be the answer, in order; without letters where it takes an answer back."""
     found = [
         *_find(_ANSWER, lines, denied),
         *_find(_IS_ANSWER, lines, denied),
@@ -231,7 +231,7 @@ def _answers(lines: list[str], denied: list[frozenset[int]]) -> list[_Said]:
 
 
 def _alone(lines: list[str], denied: list[frozenset[int]]) -> list[_Said]:
-    """The sentences that are nothing but an option, unless sentences begin with different ones: then it is a list."""
+    """Sentences that are only an option; none if sentences begin with different options, because that is a list."""
     found: list[_Said] = []
     first: set[str] = set()
     for number, line in enumerate(lines):
@@ -247,7 +247,7 @@ def _alone(lines: list[str], denied: list[frozenset[int]]) -> list[_Said]:
 
 
 def _last(answers: list[_Said], lines: list[str], denied: list[frozenset[int]]) -> str | None:
-    """The last answer; none where what follows speaks for another option: a second thought, or a verdict."""
+    """The last answer; None if a second thought or a verdict after it speaks for another option."""
     last = answers[-1]
     number = last.at[0]
     verdicts = {
@@ -265,7 +265,7 @@ def _last(answers: list[_Said], lines: list[str], denied: list[frozenset[int]]) 
 
 
 def _mentioned(lines: list[str], denied: list[frozenset[int]]) -> tuple[frozenset[str], frozenset[str]]:
-    """The options that are mentioned and not denied, and those whose text is a part of something longer."""
+    """The options that are mentioned and not denied, and those whose text is only a part of something longer."""
     named, partly = set(), set()
     for line, not_these in zip(lines, denied, strict=True):
         for match in _ONE.finditer(line):

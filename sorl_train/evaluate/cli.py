@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sorl_env.command import Parser, run_command, whole
+from sorl_env.command import add_json_option, print_json, run_command, say, whole
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 
@@ -23,6 +23,7 @@ try:
         add_task_options,
         find_source,
         make_envs,
+        make_parser,
         make_policy,
         policy_facts,
         rollout_settings,
@@ -45,11 +46,11 @@ from sorl_train.run.files import atomic_write
 
 EXAMPLES = """\
   sorl-eval RUN --mode direct cot rag agent         a run's best checkpoint on the run's own task
-  sorl-eval MODEL --task medqa nq --data medqa=FILE nq=FILE --corpus PASSAGES --limit 500
-  sorl-eval --endpoint URL --model_name NAME --tokenizer MODEL --task nq --search_url URL
-of what it wrote, each with a --help of its own:
+  sorl-eval MODEL --task medqa nq --data medqa=FILE nq=FILE --search.corpus PASSAGES
+  sorl-eval --endpoint URL --model_name NAME --tokenizer MODEL --task nq --search.url URL
+commands on its results, each with a --help of its own:
   sorl-eval compare A B                             paired bootstrap, McNemar, questions gained and lost
-  sorl-eval rescore FOLDER --reward NAME            the same answers under another reward
+  sorl-eval rescore FOLDER --reward NAME            score the same answers with another reward
   sorl-eval table FOLDER .. --latex                 several policies beside the paper's published rows
 """
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
@@ -72,35 +73,29 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="sorl-eval",
-        description="Evaluate a policy on tasks, in four modes; figures with intervals, tables.",
+    parser = make_parser(
+        "sorl-eval",
+        description="Evaluate a policy on tasks in four modes: figures with intervals, and tables.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model",
         nargs="?",
         help="a model folder, a checkpoint, a run folder (its best checkpoint), or a hub name",
     )
-    parser.add_argument("--task", nargs="+", default=[], metavar="NAME", help="default: the run's own task")
-    parser.add_argument(
-        "--mode", nargs="+", default=["agent"], metavar="MODE", help=f"of {', '.join(MODES)} (default: agent)"
-    )
-    parser.add_argument(
-        "--limit", type=whole(1), metavar="N", help="questions a task, a seeded sample (default: all)"
-    )
-    parser.add_argument(
-        "--samples", type=whole(1), default=1, metavar="N", help="answers a question, for pass@k (default: 1)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder (default: RUN/evaluation, RUN/evaluation-STEP, or runs/evaluations/MODEL)",
-    )
-    parser.add_argument("--label", help="the policy's name in tables")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    add("--task", nargs="+", default=[], metavar="NAME", help="default: the run's own task")
+    modes = f"one or several of {', '.join(MODES)} (default: agent)"
+    add("--mode", nargs="+", default=["agent"], metavar="MODE", help=modes)
+    add("--limit", type=whole(1), metavar="N", help="a seeded sample of N questions per task (default: all)")
+    answers = "answers per question, for pass@k (default: 1)"
+    add("--samples", type=whole(1), default=1, metavar="N", help=answers)
+    where = "folder (default: RUN/evaluation, RUN/evaluation-STEP, or runs/evaluations/MODEL)"
+    add("--out", type=Path, help=where)
+    add("--label", help="the policy's name in tables")
+    add("--quiet", action="store_true", help="show no progress")
+    add_json_option(parser)
     add_task_options(parser)
     add_policy_options(parser)
     return parser
@@ -135,11 +130,13 @@ def evaluate(args: argparse.Namespace) -> int:
             progress.close()
             for env in envs.values():
                 env.close()
-    return write_summary(journal, journal.finish(jobs), settings)
+    return write_summary(journal, journal.finish(jobs), settings, as_json=args.json)
 
 
-def write_summary(journal: Journal, rows: Sequence[Row], settings: Mapping[str, Any]) -> int:
-    """Write ``summary.json`` and the tables, print the Markdown one; returns the exit status."""
+def write_summary(
+    journal: Journal, rows: Sequence[Row], settings: Mapping[str, Any], *, as_json: bool = False
+) -> int:
+    """Write ``summary.json`` and the tables, print the summary or the Markdown table; returns the exit status."""
     entries = summarize(rows, journal.seconds)
     for entry in entries:
         entry["is_sample"] = settings["tasks"][entry["task"]]["is_sample"]
@@ -148,13 +145,16 @@ def write_summary(journal: Journal, rows: Sequence[Row], settings: Mapping[str, 
     tables = make_tables([summary])
     atomic_write(journal.folder / "table.md", markdown(tables))
     atomic_write(journal.folder / "table.tex", latex(tables))
-    print(f"{markdown(tables)}\n{journal.folder}: results.jsonl, summary.json, table.md, table.tex")
+    if as_json:
+        print_json(summary)
+    else:
+        print(f"{markdown(tables)}\n{journal.folder}: results.jsonl, summary.json, table.md, table.tex")
     excluded = [row for row in rows if row.excluded]
     if excluded:
-        print(
-            f"sorl-eval: {len(excluded)} of {len(rows)} questions were left out, the last one because: "
+        say(
+            "sorl-eval",
+            f"{len(excluded)} of {len(rows)} answers are left out because a tool failed, the last one with: "
             f"{excluded[-1].error}. The same command tries them again",
-            file=sys.stderr,
         )
     return 1 if excluded else 0
 
@@ -165,7 +165,7 @@ def _check(args: argparse.Namespace, modes: list[str]) -> None:
         args.temperature = 1.0  # n greedy samples would be the same one n times
     if args.samples > 1 and args.temperature == 0:
         raise UserError(
-            f"--samples {args.samples} at --temperature 0 are all the same: raise the temperature"
+            f"--samples {args.samples}: at --sampler.temperature 0 all samples are the same; raise the temperature"
         )
 
 

@@ -1,4 +1,4 @@
-"""``sorl-eval compare A B``: two evaluations over the questions they share, paired."""
+"""``sorl-eval compare A B``: the paired difference of two evaluations, over the questions that both have."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sorl_env.command import Parser, whole
+from sorl_env.command import Parser, add_json_option, print_json, whole
 from sorl_env.errors import UserError, did_you_mean
+from sorl_env.figures import markdown_table
 from sorl_train.evaluate.intervals import Paired, paired
 from sorl_train.evaluate.journal import read_folder
 from sorl_train.evaluate.prompts import MODES
 from sorl_train.evaluate.rows import Row
 from sorl_train.run.files import atomic_write
 
-ABOUT = (
-    "Two evaluations over the questions they share: the paired difference, and the questions gained and lost."
-)
-Question = tuple[str, int]  # its id, and which of the questions with that id
+ABOUT = "Compare two evaluations over the questions that both have, and list the questions gained and lost."
+Question = tuple[str, int]  # id, and a number that tells questions with the same id apart
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: its rows by task and mode, and by question."""
+    """One of the two evaluations: its rows by task and mode, and by question."""
 
     name: str
     groups: Mapping[tuple[str, str], Mapping[Question, list[Row]]]
@@ -35,7 +34,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A task and mode of both: the test, and the questions (id, text) whose score rose or fell."""
+    """The result for one task and mode, and the questions (id, text) whose score rose or fell from A to B."""
 
     task: str
     mode_a: str
@@ -48,19 +47,24 @@ class Comparison:
 
 def compare_main(argv: Sequence[str]) -> int:
     """Command line of ``sorl-eval compare``."""
-    parser = Parser(prog="sorl-eval compare", description=ABOUT, allow_abbrev=False)
-    parser.add_argument("a", help="the folder of an evaluation; FOLDER:MODE takes one of its modes")
-    parser.add_argument("b", help="the one that it is compared with")
-    parser.add_argument("--metric", help="em, f1, subem, choice, reward (default: each task's main score)")
-    parser.add_argument(
-        "--out", type=Path, help="write everything, with all questions gained and lost, as JSON"
+    parser = Parser(prog="sorl-eval compare", description=ABOUT)
+    add = parser.add_argument
+    add("a", help="folder of an evaluation; FOLDER:MODE takes one of its modes")
+    add("b", help="folder of the evaluation to compare it with")
+    add("--metric", help="em, f1, subem, choice or reward (default: each task's main score)")
+    add(
+        "--out",
+        type=Path,
+        help="also write everything to this file as JSON, with all questions gained and lost",
     )
-    parser.add_argument(
-        "--show", type=whole(0), default=5, help="questions gained and lost to print (default: 5)"
-    )
+    add("--show", type=whole(0), default=5, help="how many of these questions to print (default: 5)")
+    add_json_option(parser)
     args = parser.parse_args(argv)
     comparisons = compare(args.a, args.b, args.metric)
-    print(report(comparisons, args.show))
+    if args.json:
+        print_json(comparisons)
+    else:
+        print(report(comparisons, args.show))
     if args.out:
         content = [dataclasses.asdict(comparison) for comparison in comparisons]
         atomic_write(args.out, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
@@ -70,10 +74,10 @@ def compare_main(argv: Sequence[str]) -> int:
 def compare(a: str, b: str, metric: str | None = None) -> list[Comparison]:
     """Compare two folders, task by task and mode by mode; ``FOLDER:MODE`` on both sides compares two modes.
 
-    A question that one side lacks, or left out for an outage, is left out of both.
+    A question counts only if both sides have it and no tool failed on either.
 
     Raises:
-        UserError: a folder without an evaluation, nothing in common, or an unknown metric.
+        UserError: a folder without an evaluation, no question in common, or an unknown metric.
     """
     (side_a, mode_a), (side_b, mode_b) = _read_side(a), _read_side(b)
     if (mode_a is None) != (mode_b is None):
@@ -96,21 +100,20 @@ def compare(a: str, b: str, metric: str | None = None) -> list[Comparison]:
 
 
 def _read_side(text: str) -> tuple[Side, str | None]:
-    """A folder's rows, and the mode named behind it."""
+    """The rows in a folder, and the mode that follows its name after a colon."""
     folder, colon, mode = text.rpartition(":")
     if not colon or mode not in MODES:
         folder, mode = text, ""
     settings, rows = read_folder(Path(folder).expanduser())
-    groups: dict[tuple[str, str], dict[Question, list[Row]]] = {}
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.task, row.mode), {})
-    for (task, group_mode), questions in groups.items():
-        questions.update(_questions([r for r in rows if (r.task, r.mode) == (task, group_mode)]))
-    return Side(str(settings["label"]), groups), mode or None
+        groups.setdefault((row.task, row.mode), []).append(row)
+    by_question = {group: _questions(rows) for group, rows in groups.items()}
+    return Side(str(settings["label"]), by_question), mode or None
 
 
 def _questions(rows: Sequence[Row]) -> dict[Question, list[Row]]:
-    """Rows by question. Ids name questions across folders; those that share one are told apart by their order."""
+    """Rows by question. Ids identify questions across folders; questions with the same id are numbered in order."""
     names: dict[int, Question] = {}
     seen: Counter[str] = Counter()
     for index, example_id in sorted({(row.index, row.example_id) for row in rows}):
@@ -152,43 +155,36 @@ def _content(side: Side) -> str:
     return f"{side.name} has {', '.join(f'{task} ({mode})' for task, mode in side.groups) or 'nothing'}"
 
 
+HEAD = "task, mode, metric, questions, A, B, B - A, 95%, bootstrap p, McNemar p, gained, lost".split(", ")
+
+
 def report(comparisons: Sequence[Comparison], show: int = 5) -> str:
-    """A Markdown table, a verdict for each line, and some of the questions that changed."""
-    lines = [
-        "| task | mode | metric | questions | A | B | B - A | 95% | bootstrap p | McNemar p | gained | lost |",
-        "|---|---|---|---:|---:|---:|---:|---|---:|---:|---:|---:|",
-    ]
+    """A Markdown table, then for each of its rows a verdict and some of the questions that changed."""
+    rows: list[list[Any]] = []
     details: list[str] = []
     for found in comparisons:
-        result, mode = found.result, found.mode_a
-        if found.mode_a != found.mode_b:
-            mode = f"{found.mode_a} / {found.mode_b}"
-        low, high = 100 * result.difference.low, 100 * result.difference.high
-        cells: tuple[Any, ...] = (
-            found.task,
-            mode,
-            found.metric,
-            result.questions,
+        result, same = found.result, found.mode_a == found.mode_b
+        mode = found.mode_a if same else f"{found.mode_a} / {found.mode_b}"
+        difference = result.difference
+        mcnemar = "-" if result.mcnemar_p is None else f"{result.mcnemar_p:.2g}"
+        percents = [
             f"{100 * result.mean_a:.2f}",
             f"{100 * result.mean_b:.2f}",
-            f"{100 * result.difference.mean:+.2f}",
-            f"[{low:+.2f}, {high:+.2f}]",
-            f"{result.bootstrap_p:.2g}",
-            "-" if result.mcnemar_p is None else f"{result.mcnemar_p:.2g}",
-            result.gained,
-            result.lost,
-        )
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+            f"{100 * difference.mean:+.2f}",
+        ]
+        interval = f"[{100 * difference.low:+.2f}, {100 * difference.high:+.2f}]"
+        tests = [f"{result.bootstrap_p:.2g}", mcnemar, result.gained, result.lost]
+        rows.append([found.task, mode, found.metric, result.questions, *percents, interval, *tests])
         details += ["", f"{found.task}, {mode}: {verdict(result)}"]
         for word, questions in (("gained", found.gained), ("lost", found.lost)):
             details += [f"  {word}: {name}  {text}" for name, text in questions[:show]]
             if len(questions) > show:
                 details.append(f"  .. and {len(questions) - show} more {word}")
-    return "\n".join(lines + details)
+    return "\n".join([markdown_table(HEAD, rows, "lllrrrrlrrrr"), *details])
 
 
 def verdict(result: Paired) -> str:
-    """The result in words: a difference is one whose interval leaves 0 out."""
+    """The result in words. There is a difference if its interval does not contain 0."""
     if result.difference.low > 0:
         return "B is better: the interval of the difference is above 0."
     if result.difference.high < 0:

@@ -1,11 +1,11 @@
-"""A sampler on any server that speaks OpenAI's ``/v1/completions``: vLLM, SGLang, llama.cpp, and others.
+"""A sampler that asks any server with OpenAI's ``/v1/completions``: vLLM, SGLang, llama.cpp, and others.
 
-With a tokenizer the prompt goes out as token ids, exactly those that a local model would see. Without one it goes out
-as text, no chat template is applied, and token counts are estimates (`TextTokenizer`).
+With a tokenizer the prompt is sent as the token ids that a local model would get. Without one it is sent as text, no
+chat template is applied, and counts of tokens are estimates (`TextTokenizer`).
 
-Two of vLLM's extensions are asked for, which other servers ignore: the stop string as part of the output, and the ids
-of the drawn tokens. A server without the first leaves the stop string out, and it is put back: the one it names
-(vLLM and SGLang do), or, where a server does not say what ended a turn, the one that closes the block left open.
+Requests ask for two of vLLM's extensions, which other servers ignore: the stop string as a part of the output, and the
+ids of the sampled tokens. If a server leaves the stop string out, it is added again: the one that the server names, as
+vLLM and SGLang do, or else the one that closes the open block.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from sorl_env.text import read_json
 from sorl_env.tokens import Tokenizer
 
 _SEED_BITS = 0x7FFFFFFF  # servers take 32-bit seeds
-_ENDED_BY = ("stop_reason", "matched_stop")  # vLLM's and SGLang's names for what ended a text
+_ENDED_BY = ("stop_reason", "matched_stop")  # where vLLM and SGLang say what ended a text
 _BACKOFF_S, _LONGEST_WAIT_S = 0.5, 30.0
 
 
 class TextTokenizer:
-    """Stands in where no tokenizer is given: cuts text into pieces of up to four characters, about a token each.
+    """Replaces a tokenizer where none is given: it cuts text into pieces of up to four characters, about a token each.
 
-    Nothing is lost, ``decode(encode(text)) == text``; only the counts are estimates.
+    ``decode(encode(text)) == text`` holds; only the counts of tokens are estimates.
     """
 
     chat_template = None
@@ -58,18 +58,18 @@ class TextTokenizer:
         return "".join(self._pieces[i] for i in token_ids)
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
-        """There is none."""
+        """Raises ``ValueError``: there is no chat template."""
         raise ValueError("a TextTokenizer has no chat template")
 
 
 class EndpointSampler:
-    """Implements ``sorl_env.rollout.Sampler``; see the module's docstring. Log-probabilities come as zeros.
+    """Implements ``sorl_env.rollout.Sampler``; see the module's docstring. Its log-probabilities are all 0.
 
     Args:
-        url: the API's address, up to and with ``/v1``.
-        model_name: as the server calls it.
-        tokenizer: of the served model; a `TextTokenizer` makes prompts go out as text.
-        timeout_s: for one request and its retries together; a model under load may take minutes for a turn.
+        url: the address of the API, including ``/v1``.
+        model_name: the model's name on the server.
+        tokenizer: of the served model; with a `TextTokenizer` prompts are sent as text.
+        timeout_s: for one request with its retries; a model under load may take minutes for a turn.
         api_key: sent as a bearer token.
     """
 
@@ -93,21 +93,21 @@ class EndpointSampler:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[EndpointSampler]:
-        """Connections for the time of an evaluation."""
+        """Opens the connections of an evaluation, and closes them at its end."""
         limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
         async with httpx.AsyncClient(
             timeout=self._timeout_s, limits=limits, headers=self._headers
         ) as self._client:
             try:
                 yield self
-            finally:  # also after an error: a closed client must not be taken for one of the next evaluation's
+            finally:  # also after an error, so that the next evaluation does not use a closed client
                 self._client = None
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        """Draw one turn (see ``Sampler.generate``).
+        """Sample one turn (see ``Sampler.generate``).
 
         Raises:
-            UserError: the server refuses the request, or stays out for ``timeout_s``.
+            UserError: the server refuses the request, or does not answer for ``timeout_s``.
         """
         as_text = isinstance(self._tokenizer, TextTokenizer)
         body = {
@@ -137,8 +137,8 @@ class EndpointSampler:
     def release(self, session: str) -> None:
         """Servers keep no sessions."""
 
-    async def _post(self, body: Mapping[str, Any]) -> Any:
-        """The server's reply; what may pass (no connection, time-outs, 429, 5xx) is tried again under the deadline."""
+    async def _post(self, body: Mapping[str, Any]) -> httpx.Response:
+        """The server's reply. What may pass (no connection, a timeout, 429, 5xx) is retried until the deadline."""
         assert self._client is not None, "use it inside session()"
         deadline = time.monotonic() + self._timeout_s
         wait = _BACKOFF_S
@@ -147,7 +147,7 @@ class EndpointSampler:
             try:
                 reply = await self._client.post(f"{self.url}/completions", json=body)
                 if reply.status_code < 400:
-                    return _json(reply, self.url)
+                    return reply
                 problem = f"HTTP {reply.status_code}: {reply.text[:300].strip()}"
                 if reply.status_code != 429 and reply.status_code < 500:
                     raise UserError(f"{self.url} refused a request of model {self.model_name!r}: {problem}")
@@ -157,7 +157,7 @@ class EndpointSampler:
             pause = min(after or wait, _LONGEST_WAIT_S)
             if time.monotonic() + pause >= deadline:
                 raise UserError(
-                    f"{self.url} has not answered for {self._timeout_s:g} s ({problem}); what is answered is kept: "
+                    f"{self.url} has not answered for {self._timeout_s:g} s ({problem}); the answers so far are kept: "
                     "start the server and give the same command again"
                 )
             await asyncio.sleep(pause)
@@ -165,13 +165,13 @@ class EndpointSampler:
 
 
 def with_stop_string(text: str, choice: Mapping[str, Any], stop: Sequence[str]) -> str:
-    """``text`` with the stop string that ended it, where a server left that out.
+    """``text`` with the stop string that ended it, if the server left it out.
 
-    A server that says what ended the text, and names none of ``stop``, met an end-of-text token: nothing is added,
-    even if a block is open.
+    If the server says what ended the text and it is none of ``stop``, that was an end-of-text token. Then nothing is
+    added, even if a block is open.
 
     Args:
-        choice: the server's, with ``stop_reason`` or ``matched_stop`` where it says what ended the text.
+        choice: the server's reply, with ``stop_reason`` or ``matched_stop`` if it says what ended the text.
 
     >>> with_stop_string("<think>so</think><search>who", {}, ("</search>", "</answer>"))
     '<think>so</think><search>who</search>'
@@ -191,20 +191,16 @@ def with_stop_string(text: str, choice: Mapping[str, Any], stop: Sequence[str]) 
     return text + max(open_at, key=lambda word: open_at[word]) if open_at else text
 
 
-def _choice(reply: Any, url: str) -> Mapping[str, Any]:
+def _choice(reply: httpx.Response, url: str) -> Mapping[str, Any]:
     try:
-        choice = reply["choices"][0]
+        choice = read_json(reply.content)["choices"][0]
         choice["text"]
-    except (KeyError, IndexError, TypeError) as error:
-        raise UserError(f"{url}: not a reply of /v1/completions: {str(reply)[:300]}") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        said = reply.text[:300].strip()
+        raise UserError(
+            f"{url}: this is not a reply of /v1/completions: {said!r}; correct --endpoint"
+        ) from error
     return dict(choice)
-
-
-def _json(reply: httpx.Response, url: str) -> Any:
-    try:
-        return read_json(reply.content)
-    except ValueError as error:
-        raise UserError(f"{url}: the reply is no JSON: {reply.text[:300].strip()!r}") from error
 
 
 def _retry_after(reply: httpx.Response) -> float | None:

@@ -1,4 +1,4 @@
-"""What is evaluated: a model folder, a checkpoint, the best checkpoint of a run, or a name on the hub."""
+"""Finds the policy that a command names: a model folder, a checkpoint, a run (its best one), or a hub name."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sorl_train.run.folder import RunDir, saved_config
 from sorl_train.run.hashed_folder import HASHES, find_damage
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_CARD = "README.md"  # as in card_run, whose imports bring torch
-_SMALL = 1 << 24  # files up to so many bytes are hashed whole, larger ones by their ends
+_CARD = "README.md"  # as in run.cards.facts, whose import would import torch
+_SMALL = 1 << 24  # bytes; of larger files only the beginning and the end are hashed
 
 
 @dataclass(frozen=True)
 class PolicySource:
-    """Where a policy is, and the settings of the run that made it, if one did.
+    """Where a policy is, and the run that made it.
 
     Attributes:
-        label: for tables and folder names.
+        label: its name in tables and folders.
         folder: a transformers folder, or a name on the hub.
-        run: the run folder; None for a model that comes from none.
+        run, config: the run's folder and settings; None for a model that no run made.
     """
 
     label: str
@@ -37,10 +37,10 @@ class PolicySource:
 
 
 def find_policy(model: str) -> PolicySource:
-    """What ``model`` names: a run folder (its best checkpoint), a checkpoint, a transformers folder, a hub name.
+    """The policy in a run folder (its best checkpoint), a checkpoint or a transformers folder, or of a hub name.
 
     Raises:
-        UserError: a folder that is none of them, or a path that does not exist, with what stands there.
+        UserError: the path does not exist, or is another kind of folder; the message says what is there.
     """
     path = Path(model).expanduser()
     if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
@@ -89,8 +89,7 @@ def _of_checkpoint(checkpoint: Path, run: Path) -> PolicySource:
 
 
 def _check_whole(checkpoint: Path) -> None:
-    """Raise ``UserError`` when a file of the policy is not as the run wrote it. Only where the hashes are: a policy of
-    an earlier version may have none."""
+    """Raise ``UserError`` if a file of the policy is not as the run wrote it; a folder without hashes is not checked."""
     if not (checkpoint / HASHES).is_file():
         return
     damage = find_damage(checkpoint, allow_more=True)
@@ -103,8 +102,8 @@ def _check_whole(checkpoint: Path) -> None:
 
 
 def fingerprint(folder: str) -> Mapping[str, Any]:
-    """What tells a model folder from another: a hash over its files, of large ones over their size and ends. The card
-    is left out: who fills in its licence changes no answer."""
+    """A hash that identifies a model folder. It covers all files but the card, whose text changes no answer; of a large
+    file only its size, beginning and end."""
     path = Path(folder)
     if not path.is_dir():
         return {"hub": folder}

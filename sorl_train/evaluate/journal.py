@@ -1,17 +1,18 @@
-"""The folder of an evaluation: what was asked of it, and one line a question as it is answered.
+"""The folder of an evaluation: its settings, and one line for each answered question.
 
 ::
 
     settings.json    what decides the results: policy, tasks and their data, modes, sampling
     manifest.json    versions, commit, hardware, command
-    results.jsonl    one row a question and sample; the same bytes for the same settings
+    results.jsonl    one row per question and sample; the same bytes for the same settings
     timings.jsonl    seconds of each row
     summary.json     figures with intervals       table.md, table.tex    the paper's Table 1 with ours
 
-An evaluation may grow: more questions, modes, samples or tasks, with all that the folder has among them.
+An evaluation may grow: it may be started again with more questions, modes, samples or tasks, as long as these include
+all that the folder has.
 
-A killed evaluation leaves whole lines and at most one half line, in the order in which questions ended; the next one
-goes on from them and puts all in order at the end.
+A killed evaluation leaves complete lines, in the order in which questions ended, and at most one incomplete line. The
+next start continues from them, and sorts all lines at the end.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from sorl_train.run.manifest import environment_facts
 
 
 class Journal:
-    """Results of one evaluation on disk.
+    """The results of one evaluation on disk.
 
     Args:
-        folder: made if missing.
-        settings: JSON values; a folder that holds results of other settings is refused.
+        folder: created if missing.
+        settings: JSON values; a folder with results of other settings is refused.
 
     Raises:
-        UserError: the folder holds something else.
+        UserError: the folder contains something else.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -73,7 +74,7 @@ class Journal:
         atomic_write(file, json.dumps(fresh, indent=2) + "\n")
 
     def _read(self) -> None:
-        """Take over whole lines; drop a half one, and those of questions to try again."""
+        """Read the complete lines; drop an incomplete one, and those of questions to try again."""
         if not self.results.is_file():
             return
         rows = read_results(self.results)
@@ -86,7 +87,7 @@ class Journal:
 
     @contextmanager
     def dropped_if_empty(self) -> Iterator[None]:
-        """Where the block raises and there is no row yet, a folder that was made for this evaluation goes again."""
+        """If the block raises before there is a row, delete the folder if it was created for this evaluation."""
         try:
             yield
         except BaseException:
@@ -97,7 +98,7 @@ class Journal:
             raise
 
     def add(self, row: Row, seconds: Mapping[str, float]) -> None:
-        """Append a row at once; its seconds first, so that no row is without."""
+        """Append a row immediately; its seconds first, so that every row has some."""
         task, mode, index, sample = row.key
         timing = {"task": task, "mode": mode, "index": index, "sample": sample, **seconds}
         append_line(self.timings, _line(timing))
@@ -105,7 +106,7 @@ class Journal:
         self.rows[row.key], self.seconds[row.key] = row, timing
 
     def finish(self, jobs: Sequence[Job]) -> list[Row]:
-        """Put the files into the order of the questions; returns the rows."""
+        """Write the files in the order of the questions, and return the rows."""
         self._write([job.key for job in jobs])
         return [self.rows[job.key] for job in jobs]
 
@@ -116,11 +117,11 @@ class Journal:
 
 
 def read_results(path: Path) -> list[Row]:
-    """The rows of ``results.jsonl``. Raises ``UserError`` for a line of another kind, naming it."""
+    """The rows of ``results.jsonl``. Raises ``UserError`` for a line that is not a row."""
     rows = []
     for number, line in enumerate(
         path.read_bytes().split(b"\n")[:-1], start=1
-    ):  # a half last line is left out
+    ):  # an incomplete last line is left out
         try:
             record = read_json(line)
         except ValueError as error:
@@ -132,7 +133,7 @@ def read_results(path: Path) -> list[Row]:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], list[Row]]:
-    """Settings and rows of an evaluation's folder. Raises ``UserError`` when it holds none."""
+    """The settings and rows of an evaluation's folder. Raises ``UserError`` if it is not one."""
     settings, results = folder / "settings.json", folder / "results.jsonl"
     if not settings.is_file() or not results.is_file():
         raise UserError(
@@ -155,7 +156,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 def _grown(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """``old`` with what ``new`` asks for besides, where that contains all that ``old`` asked for."""
+    """``old`` with those values of ``new`` that include everything ``old`` asked for."""
     limit = new["limit"]
     wider = {
         "tasks": old["tasks"].keys() <= new["tasks"].keys(),

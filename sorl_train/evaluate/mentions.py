@@ -1,25 +1,24 @@
-"""Where a text mentions the options of its question: the lower half of reading a choice (`choices` is the upper one).
+"""Finds where a text mentions the options of its question; `choices` reads from that which one it chooses.
 
-``outline`` writes a text as lines of words, one line a sentence, in lower case but for the options: an upper-case
-letter is always an option. "I think (A) is wrong; it is **B: zinc**." becomes ``i think A is wrong`` and ``it is B``.
-Signs of it:
+``outline`` writes a text as lines of words, one line per sentence. Words are in lower case and options are upper-case
+letters: "I think (A) is wrong; it is **B: zinc**." becomes ``i think A is wrong`` and ``it is B``. Other signs are:
 
-    ?         an option, but it cannot be said which: a letter with another option's text, a text that two share
-    #B        option B by a text that is a mere number or letter: an answer, but no mention in passing
-    ~B        the text of option B as a part of something longer ("zinc finger"): no mention, but a reason for doubt
-    , : -     punctuation inside of a sentence; brackets are commas
+    ?         an option that is not clear: a letter with another option's text, or a text that two options share
+    #B        option B by a text that is only a number or a letter: it can be an answer, but not a mention in passing
+    ~B        the text of option B as a part of something longer ("zinc finger"): not a mention, but a reason for doubt
+    , : -     punctuation inside a sentence; brackets become commas
 
 These are mentions:
 
-1. An option's text, word for word (see `sorl_env.option_text`), the longest one first. It stands by itself: between
-   punctuation, or next to words such as "is", "give", "because" (`_BEFORE`, `_AFTER`), unless it has four words.
-   "Yes", "no" and their like (`_PARTICLES`) are words of any prose: they count behind "is" and between punctuation.
+1. An option's text, word for word (see `sorl_env.option_text`), the longest one first. A text of fewer than four words
+   must stand between punctuation, or next to words such as "is", "give", "because" (`_BEFORE`, `_AFTER`). "Yes", "no"
+   and similar words (`_PARTICLES`) are common in prose and count only after "is" and between punctuation.
 2. A letter in brackets, quotation marks or emphasis: ``(B)``, ``b)``, ``"B"``, ``**B**``.
-3. An upper-case letter that stands by itself, next to the same words. In "vitamin B", "B cells", "38 C", "B-cell" and
-   "E. coli" it belongs to a term; "A" before anything but a verb or a conjunction is an article; "I" is a letter only
-   behind "is", "answer" and their like.
-4. A lower-case letter behind "answer", "is", "choose" and their like, before punctuation.
-5. A letter with its own option's text behind it is one mention.
+3. An upper-case letter by itself, next to the same words. In "vitamin B", "B cells", "38 C", "B-cell" and "E. coli" it
+   is a part of a term; "A" is an article unless a verb or a conjunction follows; "I" is a letter only after "is",
+   "answer" and similar words.
+4. A lower-case letter after "answer", "is", "choose" and similar words, and before punctuation.
+5. A letter followed by its own option's text is one mention.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import NamedTuple
 from sorl_env.option_text import HYPHENS, Word, split_words, starts_with_article
 
 _PARTICLES = frozenset("yes no maybe none true false all both neither".split())
-_LONG = 4  # from so many words on an option's text is not part of another term
+_LONG = 4  # an option's text of this many words is not part of another term
 _NOUNS = frozenset("answer answers ans option options choice choices letter letters".split())
 LABELS = _NOUNS - {"answer", "answers", "ans"}
 _IS = frozenset("is are was were be been being its thats = \u2192 \u21d2 boxed".split())
@@ -85,7 +84,7 @@ _JOINTS = HYPHENS + "/+^_'\u2019"
 
 
 class OptionText(NamedTuple):
-    """The text of an option: its words, as they are compared, and its characters without what stands around them."""
+    """The text of an option: its words in the form in which they are compared, and its text from first to last word."""
 
     letter: str
     words: tuple[str, ...]
@@ -93,7 +92,7 @@ class OptionText(NamedTuple):
 
 
 def option_texts(options: Mapping[str, str]) -> tuple[OptionText, ...]:
-    """The options' texts, the longest first. "A" in front is an article unless a sibling begins with a letter, too."""
+    """The options' texts, the longest first. A leading "A" is an article unless another option begins with a letter."""
     return _option_texts(tuple(options.items()))
 
 
@@ -117,14 +116,14 @@ def outline(text: str, options: Mapping[str, str]) -> list[str]:
 
 
 class _Found(NamedTuple):
-    """Something that was read: its sign in the outline, and the number of the word behind it."""
+    """Something that was read: its sign in the outline, and the number of the word after it."""
 
     sign: str
     end: int
 
 
 class _Reader:
-    """One pass over the words of a text; none is looked at more often than there are words in the options."""
+    """One pass over the words of a text. It looks at no word more often than the options have words."""
 
     def __init__(self, text: str, options: Mapping[str, str]):
         self.text, self.options = text, options
@@ -134,7 +133,7 @@ class _Reader:
         spoken = [index for index, word in enumerate(self.words) if word.key]
         self.spoken = spoken
         self.keys = tuple(self.words[index].key for index in spoken)
-        self.place = [0] * (len(self.words) + 1)  # how many words that say something stand before each
+        self.place = [0] * (len(self.words) + 1)  # for each word, how many words with a meaning precede it
         for index, word in enumerate(self.words):
             self.place[index + 1] = self.place[index] + bool(word.key)
 
@@ -154,7 +153,7 @@ class _Reader:
             if sign != ".":
                 line.extend([sign] if sign else [])
             elif line and not (self._raw(at) == "\n" and line[-1] in _IS | _NOUNS | {":", "-"}):
-                lines.append([])  # but "Answer:", a new line and "B" are one sentence
+                lines.append([])  # but "Answer:" and "B" on the next line are one sentence
             at += 1
         return [" ".join(line) for line in lines if line]
 
@@ -168,7 +167,7 @@ class _Reader:
 
     # --- texts ------------------------------------------------------------------------------------------------
     def _named(self, at: int) -> _Found | None:
-        """The option whose text begins at this word, the longest one; "?" where several have the same."""
+        """The option with the longest text that begins at this word; "?" if several options share it."""
         place = self.place[at]
         first = self.keys[place]
         same: list[OptionText] = []
@@ -183,12 +182,12 @@ class _Reader:
         core = self.text[self.words[at].start : self.words[last].end]
         if set("?!;").intersection(core).difference(same[0].core):
             return None  # "A? B?" is not the option "A, B"
-        if len(same) > 1:  # "BB" and "Bb" differ as they are written
+        if len(same) > 1:  # "BB" and "Bb" differ only in how they are written
             same = [option for option in same if option.core == core]
         return _Found(same[0].letter if len(same) == 1 else "?", last + 1)
 
     def _judged(self, at: int, named: _Found) -> _Found | None:
-        """A text as a mention, as a part of something longer, or (None) as plain words."""
+        """Whether an option's text is a mention, a part of something longer, or plain words (None)."""
         words = self.keys[self.place[at] : self.place[named.end]]
         before, after = self._beside(at, -1), self._beside(named.end - 1, 1)
         joined = self._is_joined(at, named.end - 1, _JOINTS)
@@ -219,7 +218,7 @@ class _Reader:
         return _Found("?" if shared else letter, at + 1)
 
     def _enclosed(self, at: int) -> int:
-        """The number of the word behind a letter that is in brackets or emphasis; 0 for one that is not."""
+        """The number of the word after a letter in brackets or emphasis; 0 if the letter has none."""
         opening, closing = self._raw(at - 1), self._raw(at + 1)
         if closing and opening and opening in _EMPHASIS and closing in _EMPHASIS:
             return at + 1
@@ -236,7 +235,7 @@ class _Reader:
         return at + 2 if is_label and not self._is_joined(at, at, _JOINTS) else 0
 
     def _with_text(self, at: int, letter: str, end: int, enclosed: bool) -> _Found | None:
-        """A letter with an option's text behind it: its own, or ("?") another one's."""
+        """A letter followed by an option's text: its own, or another option's ("?")."""
         place = self.place[end]
         if place < len(self.keys) and self.keys[place] == "=":
             place += 1

@@ -1,4 +1,4 @@
-"""The prompts of the modes that take one turn, each with where its words come from. ``agent`` uses the task's own.
+"""The prompts of the modes with one turn, and the sources of their words. Mode ``agent`` uses the task's own prompt.
 
 =========  =======================================================================================================
 direct     question answering: the instruction of FlashRAG's zero-shot example (``examples/methods/run_exp.py``), word
@@ -11,10 +11,10 @@ rag        question answering: Search-R1's ``scripts/data_process/nq_rag.py``, w
            words of ``cot``, with the context put as nq_rag.py puts it.
 =========  =======================================================================================================
 
-The words of FlashRAG were read in its repository, those of Search-R1 in public copies of its own.
+FlashRAG's words were read in its repository, Search-R1's in public copies of its repository.
 
-A policy of a closed vocabulary (``Task.vocabulary``) cannot read any of this. It gets its task's own prompt; in mode
-``rag`` a search for the question, and what it found, stand behind the prompt as if it were the policy's first turn.
+A policy with a closed vocabulary (``Task.vocabulary``) cannot read these prompts and gets its task's own. In mode
+``rag`` a search for the question and its result follow the prompt, as if the policy had searched in its first turn.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ _CHOICE = {
         f"{_ANALYZE}{_LETTER}\nContext: {{context}}\n"
     ),
 }
-# Where a turn ends: with its answer, or where a base model goes on to invent the next question.
+# A turn ends with its answer, or where a base model begins to make up the next question.
 STOP = ("</answer>", "\nQuestion:")
 
 
 def check_modes(modes: list[str]) -> None:
-    """Raise ``UserError`` for a mode that there is not."""
+    """Raise ``UserError`` for an unknown mode."""
     for mode in modes:
         if mode not in MODES:
             raise UserError(f"there is no mode {mode!r}. {did_you_mean(mode, MODES)}")
 
 
 def one_turn_prompt(mode: str, task: Task, example: Example, context: str = "") -> str:
-    """The whole prompt of mode ``direct``, ``cot`` or ``rag``; ``context`` is what the search found, for ``rag``."""
+    """The whole prompt of mode ``direct``, ``cot`` or ``rag``; ``context`` is what the search of ``rag`` found."""
     if task.vocabulary is not None:
         return task.prompt(example) + (_searched(example.question, context) if mode == "rag" else "")
     question = example.question.strip()

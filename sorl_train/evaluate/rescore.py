@@ -1,6 +1,6 @@
-"""``sorl-eval rescore FOLDER --reward NAME``: stored answers, scored again with another reward.
+"""``sorl-eval rescore FOLDER --reward NAME``: score stored answers again with another reward.
 
-FOLDER is the folder of an evaluation, a run folder (its trajectories), or a file of trajectories of a run.
+FOLDER is the folder of an evaluation, a run folder (whose trajectories are scored), or a file of trajectories.
 """
 
 from __future__ import annotations
@@ -9,17 +9,21 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-from sorl_env.command import Parser
+from sorl_env.command import Parser, add_json_option, print_json
 from sorl_env.data import load_examples
 from sorl_env.errors import UserError
+from sorl_env.figures import markdown_table
 from sorl_env.registry import load_task
 from sorl_env.task import Example
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import iter_jsonl, read_parquet
+from sorl_train.evaluate.answers import REWARDS, score
 from sorl_train.evaluate.intervals import mean_interval
 from sorl_train.evaluate.journal import read_folder
-from sorl_train.evaluate.scores import REWARDS, score
+from sorl_train.evaluate.rows import final_answer
 from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import saved_config
 
@@ -40,27 +44,28 @@ class Rescored:
 
 def rescore_main(argv: Sequence[str]) -> int:
     """Command line of ``sorl-eval rescore``."""
-    parser = Parser(prog="sorl-eval rescore", description=ABOUT, allow_abbrev=False)
-    parser.add_argument(
-        "folder", type=Path, help="of an evaluation or of a run, or a file of a run's trajectories"
-    )
-    parser.add_argument("--reward", required=True, help=f"of {', '.join(REWARDS)}")
-    parser.add_argument("--out", type=Path, help="default: rescored_REWARD.jsonl beside the rows")
+    parser = Parser(prog="sorl-eval rescore", description=ABOUT)
+    parser.add_argument("folder", type=Path, help="an evaluation, a run, or a file of a run's trajectories")
+    parser.add_argument("--reward", required=True, help=f"one of {', '.join(REWARDS)}")
+    parser.add_argument("--out", type=Path, help="default: rescored_REWARD.jsonl beside the answers")
+    add_json_option(parser)
     args = parser.parse_args(argv)
     rows = rescore(args.folder.expanduser(), args.reward)
     beside = args.folder if args.folder.is_dir() else args.folder.parent
     out = args.out or beside / f"rescored_{args.reward}.jsonl"
     atomic_write(out, "".join(json.dumps(vars(row), ensure_ascii=False) + "\n" for row in rows))
-    print(report(rows, args.reward))
-    print(f"\n{out}")
+    if args.json:
+        print_json(summarize(rows))
+    else:
+        print(f"{report(rows, args.reward)}\n\n{out}")
     return 0
 
 
 def rescore(folder: Path, reward: str) -> list[Rescored]:
-    """Score again what ``folder`` holds; outages are left out.
+    """Score the answers in ``folder`` again, without those that an outage of a tool ended.
 
     Raises:
-        UserError: nothing to score there, an unknown reward, or one that the questions do not go with.
+        UserError: there is nothing to score, or the reward is unknown or does not apply to the questions.
     """
     if folder.is_dir() and (folder / "results.jsonl").is_file():
         _, results = read_folder(folder)
@@ -95,14 +100,13 @@ def _rescore(trajectory: Trajectory, examples: Mapping[str, Example], reward: st
             f"{file}: trajectory {trajectory.id} is of example {trajectory.example_id!r}, which the run's data "
             "no longer holds"
         )
-    last = trajectory.turns[-1] if trajectory.turns else None
-    answer = last.content if last is not None and last.kind == "answer" else None
+    answer = final_answer(trajectory)
     after = score(reward, answer, example.golden_answers, example.options)
     return Rescored(f"{trajectory.task}, {trajectory.split}", trajectory.id, answer, trajectory.reward, after)
 
 
 def _trajectory_files(path: Path) -> tuple[list[Path], Path]:
-    """Files of trajectories, and the run folder they belong to."""
+    """The files of trajectories, and the run folder that they belong to."""
     if path.is_file():
         run = path.parent.parent
         files = [path]
@@ -119,7 +123,7 @@ def _trajectory_files(path: Path) -> tuple[list[Path], Path]:
 
 
 def _examples(run: Path) -> dict[str, Example]:
-    """The run's training and evaluation questions by id: trajectories do not carry their gold answers."""
+    """The run's questions by id; they have the gold answers, which trajectories do not."""
     if not (run / "config.yaml").is_file():
         raise UserError(
             f"{run} is no run folder (no config.yaml): the gold answers of its trajectories are not known"
@@ -135,17 +139,28 @@ def _read(file: Path) -> Iterator[Trajectory]:
     return iter(read_parquet(file)) if file.suffix == ".parquet" else iter_jsonl(file)
 
 
-def report(rows: Sequence[Rescored], reward: str) -> str:
-    """A Markdown table: means before and now, and how many answers changed."""
+def summarize(rows: Sequence[Rescored]) -> list[dict[str, Any]]:
+    """For each group of answers: how many, the mean before and now, and how many scores changed."""
     groups: dict[str, list[Rescored]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
-    lines = [f"| | answers | before | {reward} | 95% | changed |", "|---|---:|---:|---:|---|---:|"]
-    for name, group in groups.items():
-        now = mean_interval([row.after for row in group])
-        before = mean_interval([row.before for row in group], draws=1).mean
-        changed = sum(row.before != row.after for row in group)
-        lines.append(
-            f"| {name} | {len(group)} | {before:.4f} | {now.mean:.4f} | [{now.low:.4f}, {now.high:.4f}] | {changed} |"
-        )
-    return "\n".join(lines)
+    return [
+        {
+            "group": name,
+            "answers": len(group),
+            "before": fmean(row.before for row in group),
+            "now": mean_interval([row.after for row in group]),
+            "changed": sum(row.before != row.after for row in group),
+        }
+        for name, group in groups.items()
+    ]
+
+
+def report(rows: Sequence[Rescored], reward: str) -> str:
+    """`summarize` as a Markdown table."""
+    lines = []
+    for found in summarize(rows):
+        now = found["now"]
+        figures = (f"{found['before']:.4f}", f"{now.mean:.4f}", f"[{now.low:.4f}, {now.high:.4f}]")
+        lines.append([found["group"], found["answers"], *figures, found["changed"]])
+    return markdown_table(["", "answers", "before", reward, "95%", "changed"], lines, "lrrrlr")

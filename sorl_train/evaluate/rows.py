@@ -1,4 +1,7 @@
-"""One line of ``results.jsonl``: what a policy did on one question, and what it scored. No clock enters it."""
+"""One line of ``results.jsonl``: what a policy did on one question, and its scores.
+
+A row holds no times, so that the same evaluation writes the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from sorl_env.parser import parse_turn
 from sorl_env.rollout import SampledTurn
 from sorl_env.task import Example
 from sorl_env.tool import ToolCall
-from sorl_env.trajectory import StopReason, Trajectory
-from sorl_train.evaluate.answers import read_answer, read_choice
-from sorl_train.evaluate.scores import answer_in_text, scores
+from sorl_env.trajectory import StopReason, Trajectory, Turn
+from sorl_train.evaluate.answers import answer_in_text, read_answer, read_choice, scores
 
 Key = tuple[str, str, int, int]  # task, mode, index of the question in the data, sample
 
@@ -32,29 +34,29 @@ class Job:
 
     @property
     def key(self) -> Key:
-        """What tells it from all others of an evaluation."""
+        """Unique within an evaluation."""
         return self.task, self.mode, self.index, self.sample
 
     @property
     def id(self) -> str:
-        """The sampler's session."""
+        """Name of the sampler's session."""
         return f"{self.task}/{self.mode}/{self.index}/{self.sample}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One question, answered once.
 
     Attributes:
-        turns: each with ``text``, ``kind``, ``content``, ``format_error``, ``observation``, ``tool_calls``, and the
-            ``token_ids`` that were drawn (None where a served model's tokenizer is not known).
+        turns: each with the fields of `turn_facts`, and the sampled ``token_ids`` (None where the tokenizer of a served
+            model is not known).
         answer: what was scored; for multiple choice in one turn the letter. None: no answer.
-        answer_from: ``turn`` (agent), or where the answer stood in the output (see ``Answer``).
+        answer_from: where the answer was found: ``turn`` in mode agent, else as in ``Answer``.
         scores: by name; the first one is the main score.
         reward: the task's own, in mode ``agent``.
-        excluded: a tool was out or the task raised: it says nothing about the policy, counts nowhere, and is tried
-            again when the evaluation is started again.
-        answer_in_retrieved: a gold answer stood in what was retrieved; None where nothing was searched for.
+        excluded: a tool failed or the task's code raised. Such a row says nothing about the policy, enters no figure,
+            and its question is tried again when the evaluation is started again.
+        answer_in_retrieved: whether a retrieved passage contained a gold answer; None where nothing was searched for.
     """
 
     task: str
@@ -66,20 +68,20 @@ class Row:
     golden_answers: tuple[str, ...]
     options: Mapping[str, str] | None
     prompt: str
-    turns: tuple[Mapping[str, Any], ...]
-    answer: str | None
-    answer_from: str | None
+    turns: tuple[Mapping[str, Any], ...] = ()
+    answer: str | None = None
+    answer_from: str | None = None
     scores: Mapping[str, float]
-    reward: float | None
+    reward: float | None = None
     stop_reason: str
-    excluded: bool
-    error: str | None
-    valid_turns: int
+    excluded: bool = False
+    error: str | None = None
+    valid_turns: int = 0
     searches: int
-    answer_in_retrieved: bool | None
-    prompt_tokens: int
-    action_tokens: int
-    observation_tokens: int
+    answer_in_retrieved: bool | None = None
+    prompt_tokens: int = 0
+    action_tokens: int = 0
+    observation_tokens: int = 0
     seed: int
 
     @property
@@ -89,18 +91,18 @@ class Row:
 
     @property
     def main_score(self) -> float:
-        """Exact match, or the right choice."""
+        """Exact match, or whether the choice is right."""
         return next(iter(self.scores.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The row as plain values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any], where: str) -> Row:
-        """Inverse of ``to_json``. Raises ``UserError`` for a record of another kind, naming ``where``."""
+        """Inverse of ``to_json``. Raises ``UserError``, naming ``where``, for a record that is not a row."""
         if not isinstance(record, dict):
-            raise UserError(f"{where}: not a row of sorl-eval: a JSON object is wanted; name another folder")
+            raise UserError(f"{where}: not a row of sorl-eval: it must be a JSON object; name another folder")
         names = [field.name for field in dataclasses.fields(cls)]
         for name in (*(n for n in names if n not in record), *(n for n in record if n not in names)):
             raise UserError(f"{where}: not a row of sorl-eval: field {name!r}. {did_you_mean(name, names)}")
@@ -111,40 +113,29 @@ class Row:
 def row_of_trajectory(job: Job, trajectory: Trajectory, example: Example, keep_ids: bool = True) -> Row:
     """The row of a question answered over several turns. Only an answer in a well-formed turn counts.
 
-    ``keep_ids``: the trajectory's token ids are those of the policy's own tokenizer.
+    Args:
+        keep_ids: whether the token ids of the trajectory are those of the policy's own tokenizer.
     """
-    last = trajectory.turns[-1] if trajectory.turns else None
-    answer = last.content if last is not None and last.kind == "answer" else None
+    answer = final_answer(trajectory)
     calls = [call for turn in trajectory.turns for call in turn.tool_calls]
     prompt_tokens = trajectory.turns[0].start if trajectory.turns else len(trajectory.token_ids)
+    ids = trajectory.token_ids
     return Row(
-        **_question(job, example),
+        **_about(job, example, answer, calls),
         prompt=trajectory.prompt,
         turns=tuple(
-            {
-                "text": turn.text,
-                "kind": turn.kind,
-                "content": turn.content,
-                "format_error": turn.format_error,
-                "observation": turn.observation,
-                "tool_calls": _calls(turn.tool_calls),
-                "token_ids": trajectory.token_ids[turn.start : turn.end].tolist() if keep_ids else None,
-            }
+            {**turn_facts(turn), "token_ids": ids[turn.start : turn.end].tolist() if keep_ids else None}
             for turn in trajectory.turns
         ),
-        answer=answer,
         answer_from=None if answer is None else "turn",
-        scores=scores(answer, example.golden_answers, example.options),
         reward=trajectory.reward,
         stop_reason=trajectory.stop_reason.value,
         excluded=trajectory.excluded,
         error=trajectory.error,
         valid_turns=sum(turn.format_error is None for turn in trajectory.turns),
-        searches=len(calls),
-        answer_in_retrieved=_in_retrieved(calls, example),
         prompt_tokens=prompt_tokens,
         action_tokens=trajectory.num_action_tokens,
-        observation_tokens=len(trajectory.token_ids) - prompt_tokens - trajectory.num_action_tokens,
+        observation_tokens=len(ids) - prompt_tokens - trajectory.num_action_tokens,
     )
 
 
@@ -159,11 +150,13 @@ def row_of_one_turn(
     calls: Sequence[ToolCall],
     keep_ids: bool = True,
 ) -> Row:
-    """The row of a question answered in one turn. A turn is valid when it answers where it was asked to.
+    """The row of a question answered in one turn. The turn is valid if its answer is where the prompt asks for it.
 
-    ``text`` is the output up to its first stop string; ``keep_ids`` as for `row_of_trajectory`.
+    Args:
+        text: the output up to its first stop string.
+        keep_ids: as for `row_of_trajectory`.
     """
-    if env.task.vocabulary is not None:  # a closed world's policy writes turns as it always does
+    if env.task.vocabulary is not None:  # such a policy can only write the turns of its own task
         parsed = parse_turn(text, env.toolbox.names, env.task.require_think)
         answer, where = (parsed.content, "turn") if parsed.kind == "answer" else (None, None)
         valid, kind, error = parsed.error is None, parsed.kind, parsed.error
@@ -184,68 +177,39 @@ def row_of_one_turn(
         "token_ids": list(sampled.token_ids) if keep_ids else None,
     }
     return Row(
-        **_question(job, example),
+        **_about(job, example, answer, calls),
         prompt=prompt,
         turns=(turn,),
-        answer=answer,
         answer_from=where,
-        scores=scores(answer, example.golden_answers, example.options),
-        reward=None,
         stop_reason=reason.value,
-        excluded=False,
-        error=None,
         valid_turns=int(valid),
-        searches=len(calls),
-        answer_in_retrieved=_in_retrieved(calls, example),
         prompt_tokens=prompt_tokens,
         action_tokens=len(sampled.token_ids),
-        observation_tokens=0,
     )
 
 
 def row_of_outage(job: Job, example: Example, prompt: str, error: str) -> Row:
     """The row of a question whose one search failed."""
-    return Row(
-        **_question(job, example),
-        prompt=prompt,
-        turns=(),
-        answer=None,
-        answer_from=None,
-        scores=scores(None, example.golden_answers, example.options),
-        reward=None,
-        stop_reason=StopReason.ERROR.value,
-        excluded=True,
-        error=error,
-        valid_turns=0,
-        searches=1,
-        answer_in_retrieved=None,
-        prompt_tokens=0,
-        action_tokens=0,
-        observation_tokens=0,
-    )
+    about = _about(job, example, None, ()) | {"searches": 1}
+    return Row(**about, prompt=prompt, stop_reason=StopReason.ERROR.value, excluded=True, error=error)
 
 
-def _question(job: Job, example: Example) -> dict[str, Any]:
+def final_answer(trajectory: Trajectory) -> str | None:
+    """The answer of a dialogue; None if it ended without one, which is not the same as an empty answer."""
+    last = trajectory.turns[-1] if trajectory.turns else None
+    return last.content if last is not None and last.kind == "answer" else None
+
+
+def turn_facts(turn: Turn) -> dict[str, Any]:
+    """A turn as plain values: the policy's text, what is wrong with it, and what the tools replied."""
     return {
-        "task": job.task,
-        "mode": job.mode,
-        "index": job.index,
-        "sample": job.sample,
-        "seed": job.seed,
-        "example_id": example.id,
-        "question": example.question,
-        "golden_answers": tuple(example.golden_answers),
-        "options": None if example.options is None else dict(example.options),
+        "text": turn.text,
+        "kind": turn.kind,
+        "content": turn.content,
+        "format_error": turn.format_error,
+        "observation": turn.observation,
+        "tool_calls": _calls(turn.tool_calls),
     }
-
-
-def _read(text: str, mode: str, example: Example) -> tuple[str | None, str | None]:
-    """The answer of an output and where it stood."""
-    found = read_answer(text, mode)
-    if not example.options:
-        return found or (None, None)
-    letter = read_choice(text, example.options)
-    return letter, None if letter is None else found.where if found else "phrase"
 
 
 def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
@@ -254,8 +218,27 @@ def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     ]
 
 
-def _in_retrieved(calls: Sequence[ToolCall], example: Example) -> bool | None:
-    if not calls:
-        return None
+def _about(job: Job, example: Example, answer: str | None, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """What all rows have in common: the question, the answer with its scores, and the searches."""
     found = "\n".join(call.reply for call in calls if call.ok)
-    return answer_in_text(found, example.golden_answers, example.options)
+    golds, options = example.golden_answers, example.options
+    return {
+        **dataclasses.asdict(job),
+        "example_id": example.id,
+        "question": example.question,
+        "golden_answers": tuple(golds),
+        "options": None if options is None else dict(options),
+        "answer": answer,
+        "scores": scores(answer, golds, options),
+        "searches": len(calls),
+        "answer_in_retrieved": answer_in_text(found, golds, options) if calls else None,
+    }
+
+
+def _read(text: str, mode: str, example: Example) -> tuple[str | None, str | None]:
+    """The answer in an output and where it was found."""
+    found = read_answer(text, mode)
+    if not example.options:
+        return found or (None, None)
+    letter = read_choice(text, example.options)
+    return letter, None if letter is None else found.where if found else "phrase"

@@ -1,4 +1,4 @@
-"""Runs an evaluation: many questions in flight, each written down as it ends."""
+"""Runs an evaluation: answers many questions at once, and reports each as it ends."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from typing import Any
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.parser import neutralise
-from sorl_env.rollout import (
-    RolloutJob,
-    RolloutSettings,
-    Sampler,
-    SamplingParams,
-    run_trajectory,
-    turn_text,
-)
+from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, SamplingParams, run_trajectory, turn_text
 from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.trajectory import Trajectory
@@ -34,7 +27,7 @@ OnRow = Callable[[Row, Mapping[str, float]], None]
 
 @dataclass(frozen=True)
 class Policy:
-    """What draws turns, and its tokenizer. ``session`` goes around an evaluation, see ``LocalSampler.session``."""
+    """A sampler with its tokenizer and settings; ``session`` opens and closes it (see ``LocalSampler.session``)."""
 
     sampler: Sampler
     tokenizer: Tokenizer
@@ -43,7 +36,7 @@ class Policy:
 
     @property
     def knows_ids(self) -> bool:
-        """Token ids are the model's own, not pieces of text."""
+        """Whether token ids are the model's own, and not those of a `TextTokenizer`."""
         return not isinstance(self.tokenizer, TextTokenizer)
 
 
@@ -52,7 +45,8 @@ def plan_jobs(
 ) -> list[Job]:
     """All questions to answer, in the order of the results: task, mode, question, sample.
 
-    ``limit`` questions a task are a seeded sample, the same in every mode; a larger limit contains a smaller one.
+    ``limit`` chooses a seeded sample of questions per task, the same in every mode. The sample of a larger limit
+    contains that of a smaller one.
     """
     jobs: list[Job] = []
     for task, env in envs.items():
@@ -67,11 +61,11 @@ def plan_jobs(
 
 
 def check_search(envs: Mapping[str, ToolUseEnv], modes: Sequence[str]) -> None:
-    """Raise ``UserError`` for mode ``rag`` with a task that has no search tool."""
+    """Raise ``UserError`` if mode ``rag`` is asked of a task that has no search tool."""
     for name, env in envs.items():
         if "rag" in modes and SEARCH not in env.toolbox.names:
             raise UserError(
-                f"mode rag needs a tool named {SEARCH!r}, which task {name} has not. "
+                f"mode rag needs a tool named {SEARCH!r}, which task {name} does not have. "
                 f"{did_you_mean(SEARCH, env.toolbox.names)} Leave the mode out for this task"
             )
 
@@ -79,17 +73,16 @@ def check_search(envs: Mapping[str, ToolUseEnv], modes: Sequence[str]) -> None:
 def run_evaluation(
     policy: Policy, envs: Mapping[str, ToolUseEnv], jobs: Sequence[Job], on_row: OnRow
 ) -> None:
-    """Answer all ``jobs`` in a fresh event loop; ``on_row`` gets each row and its seconds as it ends.
+    """Answer all ``jobs`` in a new event loop; ``on_row`` gets each row and its seconds when it ends.
 
     Raises:
         UserError: a prompt is too long, or the policy cannot be reached.
     """
-
     in_session(policy, lambda: _run_all(policy, envs, jobs, on_row))
 
 
 def in_session(policy: Policy, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine in a fresh event loop, with the policy's session around it."""
+    """Run a coroutine in a new event loop, inside the policy's session."""
 
     async def main() -> None:
         session = policy.session()
@@ -118,14 +111,14 @@ async def _run_all(
     tasks = [asyncio.ensure_future(run(job)) for job in jobs]
     try:
         await asyncio.gather(*tasks)
-    finally:  # after a failure or Ctrl-C nothing may go on sampling in the background
+    finally:  # after an error or Ctrl-C, nothing may keep sampling in the background
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def answer_over_turns(policy: Policy, env: ToolUseEnv, job: Job) -> tuple[Row, dict[str, float]]:
-    """Mode ``agent``: the environment's whole dialogue, as in training."""
+    """Answer in mode ``agent``: with the environment's whole dialogue, as in training."""
     trajectory = await agent_trajectory(policy, env, job)
     seconds = {
         "generate_s": round(sum(turn.generate_s for turn in trajectory.turns), 6),
@@ -136,13 +129,13 @@ async def answer_over_turns(policy: Policy, env: ToolUseEnv, job: Job) -> tuple[
 
 
 async def agent_trajectory(policy: Policy, env: ToolUseEnv, job: Job) -> Trajectory:
-    """The dialogue of a job."""
+    """Run the dialogue of a job."""
     rollout = RolloutJob(id=job.id, group_id=job.id, example_index=job.index, seed=job.seed)
     return await run_trajectory(env.spawn(), policy.tokenizer, policy.sampler, rollout, policy.settings)
 
 
 async def answer_in_one_turn(policy: Policy, env: ToolUseEnv, job: Job) -> tuple[Row, dict[str, float]]:
-    """Modes ``direct``, ``cot`` and ``rag``: one prompt, one turn; ``rag`` searches once for the question itself."""
+    """Answer in mode ``direct``, ``cot`` or ``rag``, in one turn; ``rag`` first searches once for the question."""
     example = env.examples.examples[job.index]
     calls: list[ToolCall] = []
     context, tool_s = "", 0.0
@@ -179,7 +172,7 @@ async def answer_in_one_turn(policy: Policy, env: ToolUseEnv, job: Job) -> tuple
 
 
 def _cut(reply: str, tokenizer: Tokenizer, env: ToolUseEnv) -> str:
-    """What a search found, within ``max_observation_tokens``, with no tag in it."""
+    """What a search found, without tags and cut to ``max_observation_tokens``."""
     text = neutralise(reply)
     ids = encode_observation(tokenizer, text)
     limit = env.limits.max_observation_tokens
@@ -187,11 +180,11 @@ def _cut(reply: str, tokenizer: Tokenizer, env: ToolUseEnv) -> str:
 
 
 def _room(prompt_tokens: int, env: ToolUseEnv, job: Job) -> int:
-    """Tokens left for the turn."""
+    """The number of tokens that the turn may have."""
     left = env.limits.max_trajectory_tokens - prompt_tokens
     if left < 1:
         raise UserError(
             f"the prompt of question {job.index} of task {job.task} has {prompt_tokens} tokens in mode {job.mode}, "
-            f"the limit is {env.limits.max_trajectory_tokens}: raise it with --limits max_trajectory_tokens=N"
+            f"the limit is {env.limits.max_trajectory_tokens}: raise it with --limits.max_trajectory_tokens N"
         )
     return min(env.limits.max_new_tokens, left)

@@ -1,4 +1,4 @@
-"""Figures of an evaluation: a mean with its interval for each task and mode."""
+"""The figures of an evaluation: for each task and mode, means with their intervals."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from sorl_train.evaluate.answers import ks, pass_at_k
 from sorl_train.evaluate.intervals import mean_interval
 from sorl_train.evaluate.rows import Key, Row
-from sorl_train.evaluate.scores import ks, pass_at_k
 
 
 def summarize(rows: Sequence[Row], seconds: Mapping[Key, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry for each task and mode, in the order of the rows."""
+    """One entry per task and mode, in the order of the rows."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.task, row.mode), []).append(row)
@@ -25,7 +25,7 @@ def summarize(rows: Sequence[Row], seconds: Mapping[Key, Mapping[str, Any]]) -> 
 def _entry(
     task: str, mode: str, rows: Sequence[Row], seconds: Mapping[Key, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """All intervals are over questions: a question's samples are averaged first."""
+    """All intervals are over questions, so the samples of a question are averaged first."""
     counted = [row for row in rows if not row.excluded]
     questions: dict[int, list[Row]] = {}
     for row in counted:
@@ -68,7 +68,7 @@ def _interval(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _pass_at_k(groups: Sequence[Sequence[Row]], name: str) -> dict[str, dict[str, float | None]]:
-    """Of questions that have all their samples; a score of 1 is a pass."""
+    """pass@k over the questions that have all their samples; a score of 1 is a pass."""
     samples = max((len(group) for group in groups), default=0)
     if samples < 2:
         return {}
@@ -78,7 +78,7 @@ def _pass_at_k(groups: Sequence[Sequence[Row]], name: str) -> dict[str, dict[str
 
 
 def _seconds(timings: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Means a question. ``total_s`` of questions in flight together overlap."""
+    """Mean seconds per question. The ``total_s`` of questions that are answered at the same time overlap."""
     return {name: _mean([line[name] for line in timings]) for name in ("total_s", "generate_s", "tool_s")}
 
 

@@ -1,6 +1,6 @@
-"""Tables in the shape of the paper's Table 1, its published rows beside ours and marked as published.
+"""Tables like the paper's Table 1, with its rows, marked as published, beside ours.
 
-Published figures and ours are never ranked together: questions, passages and prompts differ.
+Published figures and ours are never ranked together, because the questions, passages and prompts differ.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sorl_env.command import Parser
+from sorl_env.command import Parser, add_json_option, print_json
 from sorl_env.errors import UserError
+from sorl_env.figures import markdown_table
 from sorl_env.text import read_json
 
-ABOUT = "Several evaluations in one table, beside the published rows of the paper's Table 1."
+ABOUT = "Show several evaluations in one table, beside the rows of the paper's Table 1."
 MODE_NAMES = {"direct": "Direct Inference", "cot": "CoT", "rag": "RAG", "agent": "agent"}
 _MARKS = {"in": "†", "out": "*", "": ""}
 _TEX_MARKS = {
@@ -29,7 +30,7 @@ _TEX_MARKS = {
 
 @dataclass(frozen=True)
 class Column:
-    """A benchmark: the tasks that are it, and whether training data of it was seen (``in``) or not (``out``)."""
+    """A benchmark, its tasks, and whether the paper trained on data of it (``in``) or not (``out``)."""
 
     name: str
     tasks: tuple[str, ...]
@@ -38,7 +39,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of figures in percent, None where there is none; intervals for ours."""
+    """A row of figures in percent, None where there is none; only our rows have intervals."""
 
     name: str
     values: tuple[float | None, ...]
@@ -49,7 +50,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns, and lines under their group's name."""
+    """The columns, and the lines by the name of their group."""
 
     columns: tuple[Column, ...]
     groups: tuple[tuple[str, tuple[Line, ...]], ...]
@@ -58,7 +59,7 @@ class Table:
 
 @functools.lru_cache(maxsize=1)
 def published() -> dict[str, Any]:
-    """The paper's figures and where they stand."""
+    """The paper's figures and their source."""
     content: dict[str, Any] = json.loads(
         Path(__file__).with_name("published.json").read_text(encoding="utf-8")
     )
@@ -66,9 +67,10 @@ def published() -> dict[str, Any]:
 
 
 def make_tables(summaries: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """The paper's benchmarks in one table with its published rows, all other tasks in a second one.
+    """One table of the paper's benchmarks, with its published rows, and one of all other tasks.
 
-    ``summaries`` are contents of ``summary.json``, one a policy.
+    Args:
+        summaries: the contents of ``summary.json`` of each evaluation.
     """
     paper = [Column(c["name"], tuple(c["tasks"]), c["domain"]) for c in published()["columns"]]
     of_paper = {task for column in paper for task in column.tasks}
@@ -84,23 +86,27 @@ def make_tables(summaries: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 def table_main(argv: Sequence[str]) -> int:
     """Command line of ``sorl-eval table``: several evaluations in one table."""
-    parser = Parser(prog="sorl-eval table", description=ABOUT, allow_abbrev=False)
+    parser = Parser(prog="sorl-eval table", description=ABOUT)
     parser.add_argument("folders", nargs="+", type=Path, help="folders that sorl-eval wrote")
-    parser.add_argument("--latex", action="store_true", help="LaTeX in place of Markdown")
+    parser.add_argument("--latex", action="store_true", help="print LaTeX instead of Markdown")
+    add_json_option(parser)
     args = parser.parse_args(argv)
     tables = make_tables([read_summary(folder) for folder in args.folders])
+    if args.json:
+        print_json(tables)
+        return 0
     print(latex(tables) if args.latex else markdown(tables), end="")
     return 0
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """``summary.json`` of a folder. Raises ``UserError`` where there is none."""
+    """The contents of ``summary.json`` in a folder. Raises ``UserError`` if there is none."""
     file = folder.expanduser() / "summary.json"
     try:
         content = read_json(file.read_bytes()) if file.is_file() else {}
     except ValueError as error:
         raise UserError(f"{file}: it is damaged ({error}); evaluate again") from error
-    if not isinstance(content, dict) or "entries" not in content:  # a run folder has a summary of its own
+    if not isinstance(content, dict) or "entries" not in content:  # a run folder has another summary.json
         raise UserError(
             f"{folder} holds no finished evaluation: give a folder where sorl-eval ran to its end"
         )
@@ -125,13 +131,13 @@ def _table(
 
 
 def _line(columns: Sequence[Column], summary: Mapping[str, Any], mode: str) -> Line | None:
-    """A policy's figures in one mode; None where it has none in these columns."""
+    """The figures of a policy in one mode; None if it has none in these columns."""
     values: list[float | None] = []
     intervals: list[tuple[float, float] | None] = []
     for column in columns:
         entry = next((e for e in summary["entries"] if e["task"] in column.tasks and e["mode"] == mode), None)
         metric = entry["metrics"][entry["main"]] if entry else None
-        if metric is None or metric["mean"] is None:  # every question was left out for an outage
+        if metric is None or metric["mean"] is None:  # a tool failed in every question
             values.append(None)
             intervals.append(None)
         else:
@@ -161,34 +167,28 @@ def _notes(
 
 def _about(entry: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     of = " of the task's embedded sample, which is not the benchmark" if entry["is_sample"] else ""
-    excluded = f", {entry['excluded']} more left out for outages" if entry["excluded"] else ""
+    excluded = f", {entry['excluded']} more left out because a tool failed" if entry["excluded"] else ""
     return (
         f"{summary['label']}, {entry['task']}, {entry['mode']}: {entry['questions']} questions{of}{excluded}."
     )
 
 
 def markdown(tables: Sequence[Table]) -> str:
-    """The tables for a README."""
+    """The tables in Markdown."""
     parts = []
     for table in tables:
         head = ["Model", *(f"{column.name}{_MARKS[column.domain]}" for column in table.columns), "Avg."]
-        lines = [_pipes(head), _pipes(["---"] + ["---:"] * (len(head) - 1))]
-        for name, rows in table.groups:
-            lines.append(_pipes([f"*{name}*"] + [""] * (len(head) - 1)))
-            for row in rows:
-                cells = [_cell(*pair) for pair in zip(row.values, row.intervals, strict=True)]
-                mark = ", published" if row.published else ""
-                lines.append(_pipes([f"{_plain(row.name)}{mark}", *cells, _cell(row.average, None)]))
-        parts.append("\n".join([*lines, "", *(f"- {note}" for note in table.notes)]))
+        rows: list[list[str]] = []
+        for name, lines in table.groups:
+            rows.append([f"*{name}*"] + [""] * (len(head) - 1))
+            for line in lines:
+                mark = ", published" if line.published else ""
+                rows.append(
+                    [line.name + mark, *map(_cell, line.values, line.intervals), _cell(line.average, None)]
+                )
+        text = markdown_table(head, rows, "l" + "r" * (len(head) - 1))
+        parts.append("\n".join([text, "", *(f"- {note}" for note in table.notes)]))
     return "\n\n".join(parts) + "\n"
-
-
-def _pipes(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _plain(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _cell(value: float | None, interval: tuple[float, float] | None) -> str:
@@ -198,7 +198,7 @@ def _cell(value: float | None, interval: tuple[float, float] | None) -> str:
 
 
 def latex(tables: Sequence[Table]) -> str:
-    """The tables as ``tabular``, for booktabs and multirow, as the paper sets its own."""
+    """The tables as LaTeX ``tabular`` with booktabs rules, as in the paper."""
     return "\n\n".join(_latex(table) for table in tables) + "\n"
 
 
@@ -213,10 +213,9 @@ def _latex(table: Table) -> str:
     for name, rows in table.groups:
         lines += [r"\midrule", rf"\multicolumn{{{width}}}{{c}}{{\textit{{{_tex(name)}}}}} \\", r"\midrule"]
         for row in rows:
-            cells = [_tex_cell(*pair) for pair in zip(row.values, row.intervals, strict=True)]
             mark = r" \textit{(published)}" if row.published else ""
-            cells = [f"{_tex(row.name)}{mark}", *cells, _tex_cell(row.average, None)]
-            lines.append(" & ".join(cells) + r" \\")
+            figures = [*map(_tex_cell, row.values, row.intervals), _tex_cell(row.average, None)]
+            lines.append(" & ".join([f"{_tex(row.name)}{mark}", *figures]) + r" \\")
     lines += [r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in table.notes)]
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
-"""``sorl-lab alarm``: what the collapse alarm says of runs that are over, with its default limits or with others.
+"""``sorl-lab alarm``: replays the collapse alarm on finished runs, with its default limits or with others.
 
-The limits were set at one scale. On a few runs of your own that held and that collapsed, this says how early they
-would have been warned of and how often in vain, and between which two figures a limit would part them.
+The default limits were chosen on runs of one size. On runs of your own, some stable and some collapsed, this shows how
+early the alarm would have come, how often it would have been false, and which limit would separate the two kinds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_env.figures import figure, markdown_table
 from sorl_env.text import read_json
 from sorl_train.config.files import read_resolved
 from sorl_train.config.run_settings import AlarmConfig
@@ -23,10 +24,10 @@ from sorl_train.run.files import atomic_write, read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.summary import COLLAPSED
 
-NOT_FINITE = "not finite"  # in a file of records, where null is a metric that the step does not have
-AHEAD = 5  # steps between an alarm and the loss of half the peak, with which there is time to do something
+NOT_FINITE = "not finite"  # in a file of records, where null stands for a metric that the step does not have
+AHEAD = 5  # an alarm this many steps before the collapse leaves time to react
 SUCCESS = "eval/success"
-SEEN = (  # by the alarm
+SEEN = (  # what the alarm reads
     "loss/approx_kl",
     "loss/grad_norm",
     "loss/grad_norm_max",
@@ -40,11 +41,11 @@ LIMITS = tuple(
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the alarm looks at, step by step, and the success that an evaluation after the step found.
+    """A run as the alarm sees it: the metrics that the alarm reads, and the evaluations.
 
     Attributes:
         study, cell, seed: which run it is.
-        lines: a mapping a step. A metric that the step does not have is absent; one that was not finite is None.
+        lines: a mapping for each step. A metric that the step does not have is absent; one that was not finite is None.
     """
 
     study: str
@@ -55,12 +56,13 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Judged:
-    """An alarm next to what became of the run.
+    """What happened to a run, and what the alarm said.
 
     Attributes:
-        lost: first step from which on success stayed below half of its best so far; None: it did not.
-        alarm: the first one raised.
-        strain: the highest; where there was a loss, of the steps ``AHEAD`` of it (None: there is no such step).
+        lost: the collapse step, from which on success stayed below half of its best so far; None: no collapse.
+        alarm: the first alarm.
+        strain: the highest strain; of a collapsed run only up to ``AHEAD`` steps before the collapse (None: it had
+            no such step).
     """
 
     lost: int | None
@@ -69,16 +71,19 @@ class Judged:
 
     @property
     def lead(self) -> int | None:
-        """Steps from the alarm to the loss, negative where it came after it; None without the one or the other."""
+        """Steps from the alarm to the collapse, negative for a late alarm; None without an alarm or a collapse."""
         return None if self.lost is None or self.alarm is None else self.lost - self.alarm.step
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of some runs: how many collapsed, and were alarmed how long before; how many did not, and were alarmed.
+    """How the alarm did on several runs.
 
-    ``in_time`` is no later than the step that lost half the peak; ``possible`` are those where there was a step
-    ``AHEAD`` of it.
+    Attributes:
+        collapsed: runs that collapsed. Of these, ``ahead`` had an alarm at least ``AHEAD`` steps before the collapse,
+            ``before`` at least one step before it, ``in_time`` no later than the collapse itself; ``possible`` are
+            those that ran long enough for an alarm ``AHEAD`` steps before.
+        healthy: runs that did not collapse; ``alarmed`` of these had a false alarm.
     """
 
     collapsed: int
@@ -91,10 +96,10 @@ class Figures:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Recorded]:
-    """Runs from their folders, from folders of studies, and from files that ``--records`` wrote.
+    """Read runs from run folders, from studies' folders, and from files that ``--records`` wrote.
 
     Raises:
-        UserError: no such folder or file, a folder without metrics, or a line that is no recorded run.
+        UserError: no such folder or file, a folder without metrics, or a line that is not a recorded run.
     """
     runs: list[Recorded] = []
     for path in paths:
@@ -108,16 +113,16 @@ def read_runs(paths: Sequence[Path]) -> list[Recorded]:
 def _read_run(path: Path, cell: str) -> Recorded:
     run_dir = RunDir(path)
     if not run_dir.metrics.is_file():
-        raise UserError(f"{path} is no run: it has no {run_dir.metrics.name}")
+        raise UserError(f"{path} is not a run folder: it has no {run_dir.metrics.name}")
     kept = ("step", SUCCESS, *SEEN)
     lines = []
     for number, line in enumerate(_read_metrics(run_dir.metrics), start=1):
         where = f"{run_dir.metrics}, line {number}"
         if not isinstance(line, dict) or type(line.get("step")) is not int:
-            raise UserError(f"{where}: not the metrics of a step; give the folder of another run")
+            raise UserError(f"{where}: this is not the metrics of a step; give the folder of another run")
         for name in (SUCCESS, *SEEN):
             if not isinstance(line.get(name), int | float | None):
-                raise UserError(f"{where}: {name} is {line[name]!r}, a number is wanted; give another run")
+                raise UserError(f"{where}: {name} must be a number, it is {line[name]!r}; give another run")
         lines.append({name: line[name] for name in kept if name in line})
     return Recorded(path.parent.parent.name, cell, read_resolved(run_dir.config).seed, lines)
 
@@ -137,18 +142,14 @@ def _read_records(path: Path) -> list[Recorded]:
             columns = {name: run[name] for name in ("step", SUCCESS, *SEEN)}
             rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
             lines = [
-                {name: _value(value) for name, value in row.items() if value is not None} for row in rows
+                {k: None if v == NOT_FINITE else v for k, v in row.items() if v is not None} for row in rows
             ]
             runs.append(Recorded(run["study"], run["cell"], run["seed"], lines))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
-                f"{path}, line {number}: no recorded run ({error!r}); --records writes them"
+                f"{path}, line {number}: this is not a recorded run ({error!r}); give a file that --records writes"
             ) from error
     return runs
-
-
-def _value(value: Any) -> Any:
-    return None if value == NOT_FINITE else value
 
 
 def _recorded(value: float | None) -> float | str:
@@ -156,7 +157,7 @@ def _recorded(value: float | None) -> float | str:
 
 
 def write_records(runs: Sequence[Recorded], path: Path) -> None:
-    """A line a run: which it is, and a column of values, with four digits, for each metric."""
+    """Write one line per run: which it is, and for each metric its values over the steps, with four digits."""
     lines = []
     for run in runs:
         columns = {
@@ -169,7 +170,7 @@ def write_records(runs: Sequence[Recorded], path: Path) -> None:
 
 
 def judge(run: Recorded, limits: AlarmConfig) -> Judged:
-    """What the alarm with these limits says of a run, and what became of it."""
+    """Replay the alarm with these limits on a run."""
     watch, found, strains = CollapseAlarm(limits), None, []
     best, lost = 0.0, None
     for line in run.lines:
@@ -184,7 +185,7 @@ def judge(run: Recorded, limits: AlarmConfig) -> Judged:
 
 
 def count(judged: Sequence[Judged]) -> Figures:
-    """How many of them collapsed, and what the alarm saw of that."""
+    """Count collapses and alarms."""
     lost = [one for one in judged if one.lost is not None]
     healthy = [one for one in judged if one.lost is None]
     leads = [one.lead for one in lost if one.lead is not None]
@@ -199,28 +200,30 @@ def count(judged: Sequence[Judged]) -> Figures:
     )
 
 
+def row_of(run: Recorded, judged: Judged) -> dict[str, Any]:
+    """A run's row in the table, by heading; None where it has no such figure."""
+    success = [line[SUCCESS] for line in run.lines if line.get(SUCCESS) is not None]
+    return {
+        "run": run.cell,
+        "seed": run.seed,
+        "steps": run.lines[-1]["step"] if run.lines else 0,
+        "peak": max(success, default=None),
+        "final": success[-1] if success else None,
+        "collapse step": judged.lost,
+        "alarm step": judged.alarm.step if judged.alarm else None,
+        "steps ahead": judged.lead,
+        "highest strain": judged.strain,
+        "signals": ", ".join(judged.alarm.signals) if judged.alarm else None,
+    }
+
+
 def table(runs: Sequence[Recorded], judged: Sequence[Judged]) -> str:
-    """A Markdown table, a line a run, and below it what they come to."""
-    lines = [
-        "| run | seed | steps | peak | final | half lost in | alarm in | steps ahead | highest strain | why |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+    """A Markdown table with a row per run, and below it what they add up to."""
+    rows = [row_of(*pair) for pair in zip(runs, judged, strict=True)]
+    cells = [
+        ["" if v is None else figure(v) if isinstance(v, float) else v for v in row.values()] for row in rows
     ]
-    for run, one in zip(runs, judged, strict=True):
-        success = [line[SUCCESS] for line in run.lines if line.get(SUCCESS) is not None]
-        columns = (
-            run.cell,
-            run.seed,
-            run.lines[-1]["step"] if run.lines else 0,
-            f"{max(success):.3f}" if success else "",
-            f"{success[-1]:.3f}" if success else "",
-            _shown(one.lost),
-            _shown(one.alarm.step if one.alarm else None),
-            _shown(one.lead),
-            "" if one.strain is None else f"{one.strain:.3f}",
-            ", ".join(one.alarm.signals) if one.alarm else "",
-        )
-        lines.append(f"| {' | '.join(map(str, columns))} |")
-    return "\n".join([*lines, "", *_summary(judged)])
+    return "\n".join([markdown_table(list(rows[0]), cells), "", *_summary(judged)])
 
 
 def _summary(judged: Sequence[Judged]) -> list[str]:
@@ -228,21 +231,19 @@ def _summary(judged: Sequence[Judged]) -> list[str]:
     lines = [f"{found.collapsed} collapsed (success stayed below half its peak), {found.healthy} did not."]
     if found.collapsed:
         lines.append(
-            f"Of those that did, {found.ahead} were alarmed {AHEAD} steps ahead or more ({found.possible} had so "
-            f"many), {found.before} before, {found.in_time} no later than the step that lost it."
+            f"Collapsed runs: {found.ahead} had an alarm {AHEAD} or more steps before the collapse ({found.possible} "
+            f"ran long enough for that), {found.before} at least one step before, {found.in_time} no later than it."
         )
     if found.healthy:
-        lines.append(f"Of those that did not, {found.alarmed} were alarmed.")
+        lines.append(f"Other runs: {found.alarmed} had a false alarm.")
     held = [one.strain for one in judged if one.lost is None and one.strain is not None]
     lost = [one.strain for one in judged if one.lost is not None and one.strain is not None]
     if held and lost:
-        parts = "a limit between the two parts them" if max(held) < min(lost) else "no limit parts them"
+        separates = (
+            "a value of alarm.strain between them" if max(held) < min(lost) else "no value of alarm.strain"
+        )
         lines.append(
-            f"Highest strain of one that did not: {max(held):.3f}; lowest of one that did, {AHEAD} steps ahead: "
-            f"{min(lost):.3f}: {parts} (alarm.strain)."
+            f"Highest strain of a run that did not collapse: {max(held):.3f}. Lowest of a collapsed run, {AHEAD} steps "
+            f"before the collapse: {min(lost):.3f}. So {separates} separates the two kinds."
         )
     return lines
-
-
-def _shown(step: int | None) -> str:
-    return "" if step is None else str(step)

@@ -1,7 +1,7 @@
-"""``sorl-lab``: studies of many runs, and what the collapse alarm says of runs that are over.
+"""``sorl-lab``: run studies of many training runs, and replay the collapse alarm on finished runs.
 
-``sorl-lab stability`` runs a study, several runs side by side, resumable; one results file and one table.
-``sorl-lab alarm`` judges the alarm's limits on runs.
+``sorl-lab stability`` runs a study, several runs side by side, and makes one results file and one table of it; after an
+interruption the same command continues. ``sorl-lab alarm`` judges the alarm's limits on finished runs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,18 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from sorl_env.command import Parser, number, run_command, whole
+from sorl_env.command import (
+    Parser,
+    add_json_option,
+    interrupt_on,
+    number,
+    print_json,
+    run_command,
+    say,
+    whole,
+)
 from sorl_env.errors import UserError
 from sorl_train.config.files import to_yaml
 from sorl_train.config.run_settings import AlarmConfig
@@ -41,48 +49,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    signal.signal(signal.SIGINT, _interrupt)  # a shell that starts it in the background has it ignored
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_on(signal.SIGINT, signal.SIGTERM)  # a shell ignores SIGINT for what it starts in the background
     parser = Parser(prog="sorl-lab", description=(__doc__ or "").replace("``", ""))
     commands = parser.add_subparsers(dest="command", required=True)
-    stability = commands.add_parser(
-        "stability", help="compare algorithms over rates, reuse, staleness and seeds"
-    )
-    stability.add_argument(
-        "--config", required=True, help=f"a study: {', '.join(packaged_studies())}, or a path to a .yaml"
-    )
-    stability.add_argument("--out", type=Path, help="folder of the study (default: runs/studies/NAME)")
-    stability.add_argument(
-        "--jobs", type=whole(1), default=os.cpu_count() or 1, help="runs at a time (default: cores)"
-    )
-    stability.add_argument(
-        "--only", default="", help="only runs whose cell contains this text, as 'so_ppo, '"
-    )
-    stability.add_argument("--seeds", type=whole(1), help="only the first so many seeds")
-    stability.add_argument("--list", action="store_true", help="show the runs and which are finished")
-    stability.add_argument(
-        "--table", action="store_true", help="print the table of what is finished, run nothing"
-    )
-    alarm = commands.add_parser("alarm", help="what the collapse alarm says of runs that are over")
-    alarm.add_argument(
+    _add_stability(commands.add_parser("stability", help="run a study that compares algorithms"))
+    _add_alarm(commands.add_parser("alarm", help="replay the collapse alarm on finished runs"))
+    arguments = parser.parse_args(argv)
+    return int(arguments.run(arguments))
+
+
+def _add_stability(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--config", required=True, help=f"a study: {', '.join(packaged_studies())}, or a path to a .yaml")
+    add("--out", type=Path, help="folder of the study (default: runs/studies/NAME)")
+    add("--jobs", type=whole(1), default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
+    add("--only", default="", help="only runs whose cell contains this text, as 'so_ppo, '")
+    add("--seeds", type=whole(1), metavar="N", help="only the first N seeds")
+    add("--list", action="store_true", help="list the runs and whether they are finished, then leave")
+    add("--table", action="store_true", help="print the table of the finished runs, run nothing")
+    add_json_option(parser)
+    parser.set_defaults(run=_stability)
+
+
+def _add_alarm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="a run, a study's folder, or a file of --records"
     )
     for name in alarm_lab.LIMITS:
         default = getattr(AlarmConfig(), name)
-        what = f"alarm.{name} (default: {default:g})"
-        alarm.add_argument(f"--{name}", type=number(above=0), default=default, metavar="LIMIT", help=what)
-    alarm.add_argument(
+        about = f"this limit of the alarm (default: {default:g})"
+        parser.add_argument(
+            f"--alarm.{name}", type=number(above=0), default=default, metavar="LIMIT", help=about
+        )
+    parser.add_argument(
         "--records",
         type=Path,
         metavar="FILE",
-        help="also write what the alarm looks at, a line of JSON a run",
+        help="also write what the alarm reads, one line of JSON per run",
     )
-    arguments = parser.parse_args(argv)
-    return _alarm(arguments) if arguments.command == "alarm" else _stability(arguments)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    add_json_option(parser)
+    parser.set_defaults(run=_alarm)
 
 
 def _stability(arguments: argparse.Namespace) -> int:
@@ -95,8 +101,13 @@ def _stability(arguments: argparse.Namespace) -> int:
         raise UserError(f"--only {arguments.only!r} matches no cell; the cells are\n{cells}")
     open_runs = [run for run in chosen if not _finished(run, folder)]
     if arguments.list:
-        for run in chosen:
-            print(f"{'done' if _finished(run, folder) else 'open':<6}{run.cell}, seed {run.seed}  {run.id}")
+        states = [(run, "open" if run in open_runs else "done") for run in chosen]
+        if arguments.json:
+            print_json(
+                [{"cell": run.cell, "seed": run.seed, "id": run.id, "state": state} for run, state in states]
+            )
+        else:
+            print("\n".join(f"{state:<6}{run.cell}, seed {run.seed}  {run.id}" for run, state in states))
         return 0
     failed: list[Run] = []
     if arguments.table and not folder.is_dir():
@@ -104,59 +115,73 @@ def _stability(arguments: argparse.Namespace) -> int:
             f"there is no folder {folder}: the study has not run there; --out names another folder"
         )
     if not arguments.table:
-        print(
-            f"{study.name}: {len(chosen)} runs, {len(chosen) - len(open_runs)} done, {arguments.jobs} at a time"
-        )
+        done = len(chosen) - len(open_runs)
+        _progress(f"{study.name}: {len(chosen)} runs, {done} done, {arguments.jobs} at a time")
         failed = run_all(open_runs, folder, arguments.jobs)
-    _tell(study, folder, failed)
+    results = write_results(study, folder)
+    if arguments.json:
+        print_json(results)
+    else:
+        _print_results(study, folder, results)
+    _report_unfinished(study, folder, failed)
     return 1 if failed else 0
 
 
-def _tell(study: Study, folder: Path, failed: Sequence[Run]) -> None:
-    """Write the results and the page, print the table, and name the runs that are not in it."""
-    results = write_results(study, folder)
-    if results:
-        print(table(results))
-        others = {run.path.name for run in find_runs([folder])} - {run.id for run in study.runs}
-        if others:
-            print(
-                f"\nruns not of this study as it is now, so in the page but not in the table: {len(others)}"
-            )
-        print(f"\nall runs in one page: {write_report([folder], folder / 'report.html')}")
-    else:
+def _print_results(study: Study, folder: Path, results: Sequence[dict[str, Any]]) -> None:
+    """Print the table, and write the page of all runs."""
+    if not results:
         print("no run has finished yet")
+        return
+    print(table(results))
+    others = {run.path.name for run in find_runs([folder])} - {run.id for run in study.runs}
+    if others:
+        print(
+            f"\n{len(others)} run folders belong to an older version of this study: shown on the page, left out of "
+            "the table"
+        )
+    print(f"\nall runs on one page: {write_report([folder], folder / 'report.html')}")
+
+
+def _report_unfinished(study: Study, folder: Path, failed: Sequence[Run]) -> None:
+    """Name the runs that failed or have not finished, on standard error."""
     for run in study.runs:
         if run in failed:
             log = folder / "logs" / f"{run.id}.log"
-            last = [
-                line
-                for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
-                if line.strip()
-            ]
-            why = f"failed ({last[-1] if last else 'without a word'}; its log is {log})"
+            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+            why = f"failed ({last}; its log is {log})"
         elif (folder / "runs" / run.id).is_dir() and not _finished(run, folder):
-            why = "begun and not finished"
+            why = "has not finished"
         else:
             continue
-        print(f"{why}, so not in the table: {run.cell}, seed {run.seed}", file=sys.stderr)
+        say("sorl-lab", f"{run.cell}, seed {run.seed} {why}, so it is not in the table")
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _alarm(arguments: argparse.Namespace) -> int:
     runs = alarm_lab.read_runs(arguments.runs)
-    limits = AlarmConfig(**{name: getattr(arguments, name) for name in alarm_lab.LIMITS})
-    print(alarm_lab.table(runs, [alarm_lab.judge(run, limits) for run in runs]))
+    limits = AlarmConfig(**{name: getattr(arguments, f"alarm.{name}") for name in alarm_lab.LIMITS})
+    judged = [alarm_lab.judge(run, limits) for run in runs]
+    if arguments.json:
+        rows = [alarm_lab.row_of(*pair) for pair in zip(runs, judged, strict=True)]
+        print_json({"runs": rows, "counts": alarm_lab.count(judged)})
+    else:
+        print(alarm_lab.table(runs, judged))
     if arguments.records:
         alarm_lab.write_records(runs, arguments.records)
     return 0
 
 
 def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
-    """Run them, ``jobs`` at a time, each in a process of its own; returns those that failed.
+    """Run them, ``jobs`` at a time, each in its own process, and return those that failed.
 
-    A run that broke off before goes on from its last checkpoint. Ctrl-C lets every run save and end.
+    A run that was interrupted earlier continues from its last checkpoint. Ctrl-C lets every run save and end.
 
     Raises:
-        UserError: other runs are at work in the folder.
+        UserError: another process is running the study in this folder.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "configs").mkdir(exist_ok=True)
@@ -166,13 +191,13 @@ def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[int]:
-    """Hold a lock, whose descriptor the runs get as well: those that outlive a killed sorl-lab still hold it."""
+    """Hold the folder's lock. The runs inherit its descriptor, so they still hold it if sorl-lab is killed."""
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"another sorl-lab, or a run that one left behind, is at work in {folder}; wait until it has ended, "
+                f"another sorl-lab, or a run that it started, is still working in {folder}; wait until it has ended, "
                 "or choose another --out"
             ) from error
         yield file.fileno()
@@ -192,7 +217,7 @@ def _run_side_by_side(runs: Sequence[Run], folder: Path, jobs: int, lock: int) -
                 done += 1
                 took = time.monotonic() - started
                 state = "done" if process.returncode == 0 else "FAILED"
-                print(f"{done}/{len(runs)} {state:<6} {took:5.0f} s  {run.cell}, seed {run.seed}", flush=True)
+                _progress(f"{done}/{len(runs)} {state:<6} {took:5.0f} s  {run.cell}, seed {run.seed}")
                 if process.returncode:
                     failed.append(run)
             time.sleep(POLL_S)
@@ -203,11 +228,11 @@ def _run_side_by_side(runs: Sequence[Run], folder: Path, jobs: int, lock: int) -
 
 
 def _end(running: Collection[subprocess.Popen[bytes]]) -> None:
-    """Have them save and end; each further Ctrl-C is passed on, as they do not get the terminal's."""
+    """Make the runs save and end. They do not receive the terminal's Ctrl-C, so each further one is passed on."""
     while True:
         try:
             for process in running:
-                process.send_signal(signal.SIGINT)  # none for one that has ended
+                process.send_signal(signal.SIGINT)  # does nothing if it has ended
             for process in running:
                 process.wait()
             return
@@ -235,7 +260,7 @@ def _finished(run: Run, folder: Path) -> bool:
 
 
 def write_results(study: Study, folder: Path) -> list[dict[str, Any]]:
-    """``results.jsonl``: a line for each finished run; returns what is in it."""
+    """Write ``results.jsonl`` with a line for each finished run, and return its contents."""
     folder.mkdir(parents=True, exist_ok=True)
     results = results_of(study, folder)
     atomic_write(folder / "results.jsonl", "".join(f"{json.dumps(line)}\n" for line in results))

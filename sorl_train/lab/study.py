@@ -1,14 +1,14 @@
-"""A study: one config, varied along axes, with seeds. Cells, what each run measured, and a table with intervals.
+"""A study: one config, varied along axes and repeated with several seeds; its runs, their results, and a table.
 
 A study is a YAML file::
 
     base: quickstart                 # the config of every run
-    settings: {update.steps: 12}     # over it
+    settings: {update.steps: 12}     # changes to it, for all runs
     seeds: [0, 1, 2]
-    arms:                            # what is compared; each a name and settings
+    arms:                            # what is compared: names, each with its settings
       ppo: {algo: ppo}
       so_ppo: {algo: so_ppo}
-    axes:                            # every combination of these values, for each arm
+    axes:                            # each arm is run with every combination of these values
       optim.lr: [3e-4, 1e-3]
 """
 
@@ -25,8 +25,10 @@ from typing import Any
 import numpy as np
 
 from sorl_env.errors import UserError, did_you_mean
+from sorl_env.figures import markdown_table
 from sorl_train.config.files import STUDIES, config_folder, config_hash, find_config, load_config, parse_yaml
 from sorl_train.config.settings import TrainConfig
+from sorl_train.run.bootstrap import bootstrap, percentile_interval
 from sorl_train.run.folder import RunDir
 from sorl_train.run.stability import infinite_if_none, measure, success_curve
 
@@ -44,42 +46,34 @@ class Run:
 
     @property
     def cell(self) -> str:
-        """Arm and point: runs that differ in the seed alone share it."""
-        return ", ".join(
-            [
-                self.arm,
-                *(
-                    f"{name}={value:g}" if _is_number(value) else f"{name}={value}"
-                    for name, value in self.point
-                ),
-            ]
-        )
+        """Arm and point as text; runs that differ in the seed alone share it."""
+        return ", ".join([self.arm, *(f"{name}={_setting_text(value)}" for name, value in self.point)])
 
     @functools.cached_property
     def id(self) -> str:
-        """A folder's name, other for other settings."""
+        """The name of the run's folder; different settings give different names."""
         return f"{self.arm}-s{self.seed}-{config_hash(self.config)[:10]}"
 
 
 @dataclass(frozen=True)
 class Study:
-    """All runs of a study, in an order that finishes every cell's first seed before any second one."""
+    """All runs of a study, ordered so that every cell runs its first seed before any runs its second."""
 
     name: str
     runs: tuple[Run, ...]
 
 
 def packaged_studies() -> list[str]:
-    """Names of the studies that the package brings along."""
+    """Names of the studies in the package."""
     return sorted(file.stem for file in (config_folder() / STUDIES).glob("*.yaml"))
 
 
 def load_study(name_or_path: str) -> Study:
-    """Read a study and check every run's settings.
+    """Read a study and check the settings of every run.
 
     Raises:
-        UserError: no such file, an unknown key or one of another form, settings that do not fit together, naming the
-            cell, or runs that are the same twice.
+        UserError: no such file, an unknown key or a wrong value, settings that do not fit together, or the same run
+            twice; the message names the cell.
     """
     packaged = config_folder() / STUDIES / f"{name_or_path}.yaml"
     path = packaged if packaged.is_file() else Path(name_or_path)
@@ -106,13 +100,15 @@ def load_study(name_or_path: str) -> Study:
             except UserError as error:
                 raise UserError(f"{path}, {arm} at {dict(point)}: {error}") from error
             if run.id in runs:
-                raise UserError(f"{path}: {run.cell}, seed {seed} is there twice; drop one of seeds or axes")
+                raise UserError(
+                    f"{path}: {run.cell}, seed {seed} is there twice: remove the repeated value from seeds or axes"
+                )
             runs[run.id] = run
     return Study(path.stem, tuple(runs.values()))
 
 
 def _check_form(path: Path, study: Mapping[str, Any]) -> None:
-    """Raise a ``UserError`` for a key that is not of the form that the head of this module shows."""
+    """Raise ``UserError`` for a value that has not the form shown at the top of this module."""
 
     def check(holds: bool, what: str, form: str) -> None:
         if not holds:
@@ -136,53 +132,52 @@ def _check_form(path: Path, study: Mapping[str, Any]) -> None:
             check(
                 axis not in (settings or {}),
                 f"arm {name} sets {axis}",
-                "it in the arms or in the axes, not in both",
+                "the setting in the arms or in the axes, not in both",
             )
     for place in (study.get("settings", {}), axes, *arms.values()):
         check("seed" not in (place or {}), "seed", "the seeds in the key seeds: [0, 1, 2]")
 
 
-def interval(
-    values: Sequence[float], *, level: float = 0.95, draws: int = 2000
-) -> tuple[float, float, float]:
-    """Median and percentile bootstrap interval of it; of one value, that value three times."""
-    data = np.asarray(values, dtype=np.float64)
-    draw = np.random.default_rng(0).integers(0, len(data), size=(draws, len(data)))
-    medians = np.median(data[draw], axis=1)
-    whole = np.isfinite(data).all()  # else there are no values in between: inf - inf is NaN
-    ends = [(1 - level) / 2, (1 + level) / 2]
-    low, high = np.quantile(medians, ends, method="linear" if whole else "inverted_cdf")
-    return float(np.median(data)), float(low), float(high)
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median and its 95% bootstrap interval; for one value that value three times."""
+    low, high = percentile_interval(bootstrap(values, np.median, draws=2000))
+    return float(np.median(values)), low, high
+
+
+# name in the results, heading, format
+_COLUMNS = (
+    ("peak", "peak", ".3f"),
+    ("final", "final", ".3f"),
+    ("kept", "final / peak", ".2f"),
+    ("kept_mean", "of means", ".2f"),
+    ("worst_drop", "worst drop", ".2f"),
+    ("collapse_step", "collapsed", ""),
+    ("max_grad_norm", "max grad norm", ".2g"),
+    ("normalized", "normalized", ".2f"),
+)
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table: a line a cell, medians over seeds and, of several, the 95% intervals of these."""
+    """A Markdown table with a row per cell: medians over the seeds and, of several seeds, their 95% intervals."""
     cells: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         cells.setdefault(result["cell"], []).append(result)
-    lines = [
-        "| cell | seeds | peak | final | final/peak | of means | worst drop | collapsed | max grad norm | normalized "
-        "| mean rate |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for cell, rows in cells.items():
-        steps = [row["collapse_step"] for row in rows if row["collapse_step"] is not None]
-        at = f", median step {np.median(steps):g}" if steps else ""
-        columns = (
-            cell,
-            len(rows),
-            _spread([row["peak"] for row in rows], ".3f"),
-            _spread([row["final"] for row in rows], ".3f"),
-            _spread([row["kept"] for row in rows], ".2f"),
-            _spread([row["kept_mean"] for row in rows], ".2f"),
-            _spread([row["worst_drop"] for row in rows], ".2f"),
-            f"{len(steps)}/{len(rows)}{at}",
-            _spread([infinite_if_none(row["max_grad_norm"]) for row in rows], ".2g"),
-            _spread([row["normalized"] for row in rows], ".2f"),
-            f"{np.median([row['mean_rate'] for row in rows]):.1e}",
-        )
-        lines.append(f"| {' | '.join(map(str, columns))} |")
-    return "\n".join(lines)
+    rows = []
+    for cell, runs in cells.items():
+        figures = [
+            _collapses(runs)
+            if name == "collapse_step"
+            else _spread([infinite_if_none(run[name]) for run in runs], form)
+            for name, _, form in _COLUMNS
+        ]
+        rows.append([cell, len(runs), *figures, f"{np.median([run['mean_rate'] for run in runs]):.1e}"])
+    return markdown_table(["cell", "seeds", *(heading for _, heading, _ in _COLUMNS), "mean rate"], rows)
+
+
+def _collapses(runs: Sequence[Mapping[str, Any]]) -> str:
+    steps = [run["collapse_step"] for run in runs if run["collapse_step"] is not None]
+    at = f", median step {np.median(steps):g}" if steps else ""
+    return f"{len(steps)}/{len(runs)}{at}"
 
 
 def _spread(values: Sequence[float], form: str) -> str:
@@ -192,8 +187,8 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def results_of(study: Study, folder: Path) -> list[dict[str, Any]]:
-    """A line for each run that is finished: which it was, its figures (null: none, or for the highest gradient norm
-    one that was not finite) and its evaluations."""
+    """A mapping for each finished run: which it was, its figures, and the success of its evaluations. A figure is None
+    where there is none, or where the highest gradient norm was not finite."""
     results = []
     for run in study.runs:
         run_dir = folder / "runs" / run.id
@@ -206,5 +201,5 @@ def results_of(study: Study, folder: Path) -> list[dict[str, Any]]:
     return results
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _setting_text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)

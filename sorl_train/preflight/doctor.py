@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sorl_env.command import Parser, run_command
+from sorl_env.command import Parser, add_json_option, print_json, run_command
 
 try:
     from sorl_train.config.files import DEFAULT_CONFIG, load_config
@@ -28,10 +28,9 @@ _WIDTH = 110
 def _parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(
         prog="sorl-doctor",
-        usage="sorl-doctor [--index DIR] [options of sorl-train]",
+        usage="sorl-doctor [--index DIR] [--json] [options of sorl-train]",
         description="Check what the run that these options of sorl-train describe needs, without starting it.",
         epilog="Exit status: 0 the run can start, 1 a check failed, 2 wrong usage.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--index",
@@ -39,6 +38,7 @@ def _parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="DIR",
         help="the index folder that the server at search.url should serve",
     )
+    add_json_option(parser)
     return parser.parse_known_args(argv)
 
 
@@ -57,8 +57,12 @@ def _examine(argv: Sequence[str]) -> int:
     with _only_errors_logged():
         for finding in examine(config, own.index, new=not (arguments.resume or arguments.overwrite)):
             findings.append(finding)
-            print(as_text(finding), flush=True)
-    print(_verdict(findings))
+            if not own.json:
+                print(as_text(finding), flush=True)
+    if own.json:
+        print_json({"checks": findings})
+    else:
+        print(_verdict(findings))
     return 1 if any(finding.status == "fail" for finding in findings) else 0
 
 

@@ -1,12 +1,13 @@
-"""From published rows to a folder: ``{split}.jsonl`` in one schema, a manifest, a card, and the pairs in both splits.
+"""Prepares a published data set as a folder: ``{split}.jsonl`` in one schema, a manifest, a card, and the questions
+that are in both splits.
 
-A row is an ``Example`` laid flat; the tasks and ``sorl_env.data`` read it as any other data file::
+A row is an ``Example`` as one flat object, which the tasks and ``sorl_env.data`` read as any other data file::
 
     {"id": "..", "data_source": "nq", "split": "test", "question": "..", "golden_answers": [".."], "gold_ids": [".."]}
     {"id": "..", .., "question": "..", "options": {"A": "..", "B": ".."}, "golden_answers": ["B"], "subject": ".."}
 
-``split`` stands in every row, so that a copy under another name is still known as test data. The same input gives the
-same bytes: nothing here knows the time, the machine, or a path.
+Every row names its ``split``, so that test data are still recognized in a copy under another name. The same input gives
+the same bytes: nothing that is written depends on the time, the machine, or a path.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,19 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.folders import new_folder
 from sorl_env.registry import load_task
 from sorl_env.task import Example
+from sorl_env.text import read_json
 from sorl_train.prepare.card import card
-from sorl_train.prepare.manifest import CARD, MANIFEST, PAIRS, Manifest, jsonl, read_manifest
 from sorl_train.prepare.overlap import Pair, count_pairs, count_repeated, find_pairs
 from sorl_train.prepare.questions import read_questions
 from sorl_train.prepare.recipes import Recipe
 from sorl_train.prepare.sources import Source, is_file, read_source
 from sorl_train.run.files import atomic_write
 
+MANIFEST = "sorl_data.json"  # says what each data file of the folder is
+PAIRS = "overlap.jsonl"
+CARD = "README.md"
 DROP = ("none", "exact", "near")
+Manifest = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +45,11 @@ class Options:
     """How to prepare.
 
     Attributes:
-        drop: which train questions that stand in test, too, are left out; ``near`` takes the exact ones as well.
-        skip_unreadable: leave out rows that the task cannot read, and count them, instead of refusing.
+        drop: which train questions to leave out because they are in test as well; ``near`` includes the exact ones.
+        skip_unreadable: leave out and count rows that the task cannot read, instead of refusing the data.
         test_ids: ids of the test questions, where the published split mixes them with others.
-        against: more test questions that train is checked against, of other data sets.
+        revision: commit or tag of the hub data set.
+        against: files with test questions of other data sets to check train against.
     """
 
     drop: str = "none"
@@ -57,11 +63,11 @@ def prepare(recipe: Recipe, sources: Mapping[str, str], out: Path, options: Opti
     """Read the sources, write the folder, and return its manifest.
 
     Args:
-        sources: split -> where its rows are (see ``read_source``).
+        sources: for each split, where its rows are (see ``read_source``).
 
     Raises:
-        UserError: a source cannot be read, a row is none of this data set, nothing is left, or ``out`` holds other
-            files.
+        UserError: a source cannot be read, a row is not of this data set, no row is left, or ``out`` contains files
+            that sorl-data did not write.
     """
     _check_out(out)
     examples: dict[str, list[Example]] = {}
@@ -77,40 +83,42 @@ def prepare(recipe: Recipe, sources: Mapping[str, str], out: Path, options: Opti
         kept = [example for example in examples["train"] if example.id not in in_test]
         entries["train"]["dropped"]["also for testing"] = len(examples["train"]) - len(kept)
         examples["train"] = kept
-    return _write(recipe, examples, entries, pairs, out, options)
+    with new_folder(out):
+        return _write(recipe, examples, entries, pairs, out, options)
 
 
 def _find_overlap(
     examples: Mapping[str, Sequence[Example]], against: Sequence[Path]
 ) -> dict[str, list[Pair]]:
-    """Test file -> the pairs of train with it; empty where there is no train split, or nothing to check it against."""
+    """For each test file, the pairs of its questions with train; empty where there is nothing to compare."""
     if "train" not in examples:
         if against:
-            raise UserError("--against checks a train split, and none is prepared")
+            raise UserError("--against needs a train split to check, and none is prepared: leave it out")
         return {}
     tests = {f"{TEST_SPLIT}.jsonl": examples[TEST_SPLIT]} if TEST_SPLIT in examples else {}
     for path in against:
         name = f"{path.resolve().parent.name}/{path.name}"
         if name in tests:
-            raise UserError(f"--against {path}: another file is called {name}, too; rename a folder")
+            raise UserError(f"--against {path}: another file has the same name {name}; rename its folder")
         tests[name] = read_questions(path)
     return {name: find_pairs(examples["train"], test) for name, test in tests.items()}
 
 
 def choose_sources(recipe: Recipe, given: Sequence[str]) -> dict[str, str]:
-    """Split -> reference, from ``--source`` options: ``SPLIT=REFERENCE``, or one folder or hub name for all splits.
+    """The source of each split, from ``--source`` options: ``SPLIT=WHERE``, or one folder or hub name for all splits.
 
     Raises:
-        UserError: a file without its split, an unknown or repeated split, or nothing given and nothing published.
+        UserError: a file without its split, an unknown or repeated split, or no source for a data set that is not on
+            the hub.
     """
     if not given and recipe.hub is None:
-        raise UserError(f"{recipe.name} is on no hub: give --source. {recipe.note}")
+        raise UserError(f"{recipe.name} is not on the hub: give --source. {recipe.note}")
     chosen: dict[str, str] = {}
     for text in given or [recipe.hub or ""]:
         split, equals, reference = text.partition("=")
         if not equals and is_file(text) and Path(text).expanduser().exists():
             known = " or ".join(f"--source {name}={text}" for name in recipe.splits)
-            raise UserError(f"{text}: a file holds one split, say which: {known}")
+            raise UserError(f"{text}: a file has one split; say which: {known}")
         if equals and not {"/", ".", ":"} & set(split):
             named = {split: reference}
         else:
@@ -125,7 +133,7 @@ def choose_sources(recipe: Recipe, given: Sequence[str]) -> dict[str, str]:
 
 
 def to_row(example: Example, data_source: str, split: str) -> dict[str, Any]:
-    """An example as a row; ``parse_row`` of its task gives it back."""
+    """An example as a row, the inverse of its task's ``parse_row``."""
     row: dict[str, Any] = {
         "id": example.id,
         "data_source": data_source,
@@ -138,7 +146,7 @@ def to_row(example: Example, data_source: str, split: str) -> dict[str, Any]:
 
 
 def _read(recipe: Recipe, source: Source, split: str, options: Options) -> tuple[list[Example], Counter[str]]:
-    """The examples of a split, and how many rows were left out for which reason."""
+    """The examples of a split, and how many rows were left out, by reason."""
     task = load_task(recipe.name)
     examples, dropped = [], Counter[str]()
     for where, published in source.rows:
@@ -172,7 +180,7 @@ def _read(recipe: Recipe, source: Source, split: str, options: Options) -> tuple
 def _split_of(
     recipe: Recipe, row: Mapping[str, Any], example_id: str, where: str, test_ids: frozenset[str] | None
 ) -> str | None:
-    """The split that a row says it belongs to, or that the list of test ids says; None if nothing does."""
+    """The split of a row, by the list of test ids or by the row itself; None if neither says."""
     if test_ids is not None:
         return TEST_SPLIT if example_id in test_ids else "train"
     split = row.get("split")
@@ -180,7 +188,7 @@ def _split_of(
         return str(split)
     if recipe.mixed:
         raise UserError(
-            f"{where}: nothing says whether this question is for training or for testing: give --test_ids, a JSON list "
+            f"{where}: it is not known whether this is a train or a test question: give --test_ids, a JSON list "
             f"or object of the test questions' ids. {recipe.note}"
         )
     return None
@@ -205,18 +213,6 @@ def _write(
     out: Path,
     options: Options,
 ) -> Manifest:
-    with new_folder(out):
-        return _write_files(recipe, examples, entries, pairs, out, options)
-
-
-def _write_files(
-    recipe: Recipe,
-    examples: Mapping[str, Sequence[Example]],
-    entries: Mapping[str, Mapping[str, Any]],
-    pairs: Mapping[str, Sequence[Pair]],
-    out: Path,
-    options: Options,
-) -> Manifest:
     files = {}
     for split, found in examples.items():
         text = jsonl(to_row(example, recipe.name, split) for example in found)
@@ -230,7 +226,7 @@ def _write_files(
         rows = [{"with": name, **dataclasses.asdict(pair)} for name, found in pairs.items() for pair in found]
         atomic_write(out / PAIRS, jsonl(rows))
     else:
-        (out / PAIRS).unlink(missing_ok=True)  # of an earlier call that made both splits
+        (out / PAIRS).unlink(missing_ok=True)  # an earlier call may have prepared both splits
     for name in ("train.jsonl", f"{TEST_SPLIT}.jsonl"):
         if name not in files:
             (out / name).unlink(missing_ok=True)
@@ -243,4 +239,24 @@ def _check_out(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
     if out.is_dir() and any(out.iterdir()) and read_manifest(out) is None:
-        raise UserError(f"--out {out} holds files that sorl-data did not write; give a new folder")
+        raise UserError(f"--out {out} contains files that sorl-data did not write; give a new folder")
+
+
+def jsonl(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows as JSON lines."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a prepared folder; None for any other folder. Raises ``UserError`` if it is damaged."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest = read_json(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); prepare the folder again") from error
+    is_ours = isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) and "name" in manifest
+    if not is_ours:
+        raise UserError(f"{path}: not a manifest of sorl-data; prepare the folder again")
+    return manifest

@@ -1,4 +1,4 @@
-"""The card of a prepared data set: a README with front matter that the Hugging Face hub and ``datasets`` read."""
+"""The card of a prepared data set: a README whose front matter the Hugging Face hub and ``datasets`` read."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 import yaml
 
 from sorl_env.data import TEST_SPLIT
+from sorl_env.figures import markdown_table
 from sorl_train.prepare.recipes import Recipe
 
 
 def card(recipe: Recipe, manifest: Mapping[str, Any]) -> str:
-    """The text of the card; nothing in it depends on when or where it was written."""
+    """The text of the card. It does not depend on when or where it is written."""
     files: Mapping[str, Mapping[str, Any]] = manifest["files"]
     front = {
         "pretty_name": f"{recipe.title}, prepared for sorl",
         "license": recipe.licence,
         "language": ["en"],
         "task_categories": ["question-answering"],
-        # a configuration each: the splits of one would have to agree in every column, and sources do not
+        # one configuration per split, because the splits of one configuration must have the same columns
         "configs": [
             {"config_name": entry["split"], "data_files": [{"split": entry["split"], "path": name}]}
             for name, entry in files.items()
@@ -40,11 +41,11 @@ def card(recipe: Recipe, manifest: Mapping[str, Any]) -> str:
 
 
 def _splits(files: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = ["## Splits", "", "| file | split | questions | use | SHA-256 |", "|---|---|---|---|---|"]
+    rows = []
     for name, entry in files.items():
         use = "evaluation only: training on it is refused" if entry["split"] == TEST_SPLIT else "training"
-        lines.append(f"| {name} | {entry['split']} | {entry['rows']:,} | {use} | `{entry['sha256']}` |")
-    return "\n".join(lines)
+        rows.append([name, entry["split"], f"{entry['rows']:,}", use, f"`{entry['sha256']}`"])
+    return "## Splits\n\n" + markdown_table(["file", "split", "questions", "use", "SHA-256"], rows)
 
 
 def _origin(recipe: Recipe, files: Mapping[str, Mapping[str, Any]]) -> str:
@@ -59,7 +60,7 @@ def _origin(recipe: Recipe, files: Mapping[str, Mapping[str, Any]]) -> str:
         left_out = "; ".join(f"{count:,} {reason}" for reason, count in entry["dropped"].items()) or "none"
         lines.append(
             f"- {name}: from `{entry['source']}`{of_split} ({entry['source_rows']:,} rows, SHA-256 "
-            f"`{entry['source_sha256']}`); left out: {left_out}; word for word repeated: {entry['repeated']:,}."
+            f"`{entry['source_sha256']}`); left out: {left_out}; repeated word for word: {entry['repeated']:,}."
         )
     return "\n".join(lines)
 
@@ -70,18 +71,14 @@ def _overlap(overlap: Mapping[str, Any]) -> str:
         "exact": "The exact ones were left out of train.",
         "near": "All of them were left out of train.",
     }[overlap["dropped"]]
-    lines = [
-        "## Train questions that are also for testing",
-        "",
-        "| with | word for word | nearly |",
-        "|---|---|---|",
+    rows = [
+        [name, f"{counts['exact_test']:,} test questions", f"{counts['near_test']:,} test questions"]
+        for name, counts in overlap["with"].items()
     ]
-    for name, counts in overlap["with"].items():
-        lines.append(
-            f"| {name} | {counts['exact_test']:,} test questions | {counts['near_test']:,} test questions |"
-        )
-    return "\n".join(lines) + (
-        "\n\nCounted before anything was left out. Questions that are nearly the same are alike in wording; some are "
+    return (
+        "## Train questions that are also in test\n\n"
+        + markdown_table(["with", "word for word", "nearly"], rows)
+        + "\n\nCounted before anything was left out. Nearly means similar wording; some of these questions are "
         f"about different things. Every pair is in `overlap.jsonl`. {dropped}"
     )
 

@@ -1,4 +1,4 @@
-"""``sorl-data``: prepare a published data set, look for questions that stand in two files, show what is in a file."""
+"""``sorl-data``: prepare a published data set, find questions that are in two files, describe a file."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.check_task import load_tokenizer
-from sorl_env.command import Parser, number, run_command, whole
+from sorl_env.command import Parser, add_json_option, number, print_json, run_command, whole
 from sorl_env.data import SUFFIXES
 from sorl_env.errors import UserError
 from sorl_env.text import read_json
-from sorl_train.prepare.build import DROP, Options, choose_sources, prepare
-from sorl_train.prepare.manifest import CARD, PAIRS, Manifest, jsonl
+from sorl_train.prepare.build import CARD, DROP, PAIRS, Manifest, Options, choose_sources, jsonl, prepare
 from sorl_train.prepare.overlap import SHINGLE, THRESHOLD, Pair, count_pairs, find_pairs
 from sorl_train.prepare.questions import read_questions
 from sorl_train.prepare.recipes import RECIPES, find_recipe
 from sorl_train.prepare.show import describe
 from sorl_train.run.files import atomic_write
 
-ABOUT = "Prepare published data sets, find questions that stand in two files, show what is in a file."
+ABOUT = "Prepare published data sets, find questions that are in two files, describe a file."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,73 +46,56 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_prepare(commands: Any) -> None:
     make = commands.add_parser(
-        "prepare", help="a published data set as train.jsonl and test.jsonl, with a card"
+        "prepare", help="write a published data set as train.jsonl and test.jsonl, with a card"
     )
-    make.add_argument("name", metavar="NAME", help=", ".join(RECIPES))
-    make.add_argument(
-        "--source",
-        action="append",
-        default=[],
-        metavar="[SPLIT=]WHERE",
-        help="a file (SPLIT=file), a folder, or hf:owner/name[:config]; repeatable; default: where it is published",
-    )
-    make.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a new or prepared folder")
-    make.add_argument("--revision", help="commit or tag of the hub data set")
-    make.add_argument(
-        "--test_ids", "--test-ids", type=Path, metavar="FILE", help="JSON list or object of ids"
-    )
-    make.add_argument(
-        "--drop",
-        choices=DROP,
-        default="none",
-        help="leave train questions out that stand in test, too: word for word, or nearly (default none: only report)",
-    )
-    make.add_argument(
-        "--against",
+    add = make.add_argument
+    add("name", metavar="NAME", help=", ".join(RECIPES))
+    where = "a file (SPLIT=FILE), a folder, or hf:owner/name[:config]; repeatable (default: where it is published)"
+    add("--source", action="append", default=[], metavar="[SPLIT=]WHERE", help=where)
+    add(
+        "--out",
         type=Path,
-        nargs="+",
-        default=[],
+        required=True,
+        metavar="FOLDER",
+        help="a new folder, or one that was prepared before",
+    )
+    add("--revision", help="commit or tag of the hub data set")
+    add(
+        "--test_ids",
+        type=Path,
         metavar="FILE",
-        help="test questions of other data sets to check train against, too",
+        help="JSON list of the test questions' ids, or object with them",
     )
-    make.add_argument(
-        "--skip_unreadable",
-        "--skip-unreadable",
-        action="store_true",
-        help="leave out and count rows that cannot be read",
-    )
+    drop = "leave out train questions that are in test, word for word or nearly (default: none, only report them)"
+    add("--drop", choices=DROP, default="none", help=drop)
+    against = "files with test questions of other data sets to check train against"
+    add("--against", type=Path, nargs="+", default=[], metavar="FILE", help=against)
+    add("--skip_unreadable", action="store_true", help="leave out and count rows that cannot be read")
     make.set_defaults(run=_prepare)
 
 
 def _add_check(commands: Any) -> None:
-    check = commands.add_parser(
-        "check", help="questions that stand in both of two files, word for word or nearly"
-    )
-    check.add_argument("train", type=Path, metavar="TRAIN", help="a file")
-    check.add_argument("test", type=Path, metavar="TEST", help="the file whose questions should not be in it")
-    check.add_argument("--task", help="the task that reads both files; default: by their columns")
-    check.add_argument(
-        "--shingle", type=whole(1), default=SHINGLE, help=f"words of a shingle (default {SHINGLE})"
-    )
-    check.add_argument(
-        "--threshold",
-        type=number(above=0, high=1),
-        default=THRESHOLD,
-        help=f"least Jaccard similarity (default {THRESHOLD})",
-    )
-    check.add_argument("--out", type=Path, metavar="FILE", help="write every pair as a JSON line")
-    check.add_argument("--rows", type=whole(0), default=5, help="pairs of each kind to print (default 5)")
+    check = commands.add_parser("check", help="find questions that are in two files, word for word or nearly")
+    add = check.add_argument
+    add("train", type=Path, metavar="TRAIN", help="a file")
+    add("test", type=Path, metavar="TEST", help="the file whose questions should not be in it")
+    add("--task", help="the task that reads both files (default: read them by their columns)")
+    add("--shingle", type=whole(1), default=SHINGLE, help=f"words of a shingle (default: {SHINGLE})")
+    similarity = f"smallest Jaccard similarity of nearly equal questions (default: {THRESHOLD})"
+    add("--threshold", type=number(above=0, high=1), default=THRESHOLD, help=similarity)
+    add("--out", type=Path, metavar="FILE", help="write every pair as a JSON line")
+    add("--rows", type=whole(0), default=5, help="pairs of each kind to print (default: 5)")
+    add_json_option(check)
     check.set_defaults(run=_check)
 
 
 def _add_show(commands: Any) -> None:
-    show = commands.add_parser(
-        "show", help="counts, lengths and the first rows of a file, or of a folder's files"
-    )
-    show.add_argument("path", type=Path, metavar="FILE", help="or the folder of a prepared set")
-    show.add_argument("--rows", type=whole(0), default=3, help="rows to print (default 3)")
-    show.add_argument("--task", help="the task that reads the file; default: the one it was prepared for")
-    show.add_argument("--tokenizer", metavar="FOLDER", help="count tokens with this model folder's tokenizer")
+    show = commands.add_parser("show", help="print counts, lengths and the first rows of a file or folder")
+    add = show.add_argument
+    add("path", type=Path, metavar="FILE", help="or the folder of a prepared data set")
+    add("--rows", type=whole(0), default=3, help="rows to print (default: 3)")
+    add("--task", help="the task that reads the file (default: the one it was prepared for)")
+    add("--tokenizer", metavar="FOLDER", help="count tokens with the tokenizer in this model folder")
     show.set_defaults(run=_show)
 
 
@@ -139,7 +121,7 @@ def _print_manifest(manifest: Manifest, out: Path) -> None:
     found = {name: counts for name, counts in overlap["with"].items() if any(counts.values())}
     for name, counts in found.items():
         print(
-            f"{name}: {counts['exact_test']:,} of its questions stand in train word for word, "
+            f"{name}: {counts['exact_test']:,} of its questions are in train word for word, "
             f"{counts['near_test']:,} nearly",
             file=sys.stderr,
         )
@@ -155,10 +137,10 @@ def _read_ids(path: Path | None) -> frozenset[str] | None:
     try:
         content = read_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"--test_ids {path}: {error}; a JSON list of ids is wanted") from error
+        raise UserError(f"--test_ids {path}: {error}; give a JSON list of ids") from error
     if not isinstance(content, (list, dict)) or not content:
         raise UserError(
-            f"--test_ids {path}: a JSON list of ids, or an object that has them as keys, is wanted"
+            f"--test_ids {path}: it must be a JSON list of ids, or an object with the ids as keys"
         )
     return frozenset(map(str, content))
 
@@ -169,6 +151,9 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         atomic_write(arguments.out, jsonl(dataclasses.asdict(pair) for pair in pairs))
     counts = count_pairs(pairs)
+    if arguments.json:
+        print_json({"train_questions": len(train), "test_questions": len(test), **counts})
+        return 1 if pairs else 0
     print(f"{len(train):,} and {len(test):,} questions")
     for kind in ("exact", "near"):
         print(
@@ -195,7 +180,7 @@ def _show(arguments: argparse.Namespace) -> int:
         paths = [arguments.path / f"{split}{suffix}" for split in ("train", "test") for suffix in SUFFIXES]
         paths = [path for path in paths if path.is_file()]
         if not paths:
-            raise UserError(f"{arguments.path}: no train or test file ({', '.join(SUFFIXES)}) in it")
+            raise UserError(f"{arguments.path}: it contains no train or test file ({', '.join(SUFFIXES)})")
     for path in paths:
         for line in describe(path, rows=arguments.rows, task=arguments.task, tokenizer=tokenizer):
             print(line)

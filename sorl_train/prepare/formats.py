@@ -1,4 +1,4 @@
-"""Published forms that a task's own ``parse_row`` does not read: lifted into columns that it does."""
+"""Converts published forms of rows to the columns that a task's ``parse_row`` reads, and filters rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NQ_MAX_WORDS = 5  # NQ-open's rule (Lee et al., 2019): short answers of at most 
 
 
 def lift_qa(row: Row) -> dict[str, Any]:
-    """FlashRAG's and Search-R1's ``metadata`` as columns, HotpotQA's ``_id`` as ``id``, NQ's annotations as answers.
+    """Make columns of FlashRAG's and Search-R1's ``metadata``, of HotpotQA's ``_id`` and of NQ's annotations.
 
     >>> lift_qa({"id": "0", "question": "q", "golden_answers": ["a"], "metadata": {"type": "bridge"}})["type"]
     'bridge'
@@ -24,14 +24,14 @@ def lift_qa(row: Row) -> dict[str, Any]:
     if lifted.get("id") is None and lifted.get("_id") is not None:
         lifted["id"] = lifted["_id"]
     facts = lifted.get("supporting_facts")
-    if isinstance(facts, Mapping):  # the hub holds two parallel lists where the original has pairs
+    if isinstance(facts, Mapping):  # on the hub two parallel lists, in the original pairs
         sentences = facts["sent_id"]
         lifted["supporting_facts"] = [list(pair) for pair in zip(facts["title"], sentences, strict=True)]
     return lifted
 
 
 def _lift_nq(row: Row) -> dict[str, Any]:
-    """A row of the simplified Natural Questions: the short answers are spans of the document's words."""
+    """Convert a row of the simplified Natural Questions, whose short answers are spans of the document's words."""
     if not isinstance(row["document_text"], str):
         raise ValueError(f"column 'document_text' must be a text, not {row['document_text']!r}")
     words = row["document_text"].split(" ")
@@ -46,7 +46,7 @@ def _lift_nq(row: Row) -> dict[str, Any]:
 
 
 def drop_nq(row: Row) -> str | None:
-    """Why a row of NQ is left out, None if it is not."""
+    """Why a row of NQ is left out; None if it is kept."""
     if row.get("data_source", "nq") != "nq":
         return "of another data set"
     return None if _answers(row) else f"no short answer of at most {NQ_MAX_WORDS} tokens"

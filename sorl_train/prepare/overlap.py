@@ -1,9 +1,9 @@
-"""Questions that stand in both of two splits: the same after normalization, or nearly the same.
+"""Finds questions that are in both of two splits: the same after normalization, or nearly the same.
 
-Near-duplicates are pairs whose sets of word shingles have a Jaccard similarity of at least a threshold. The join is
-exact and without random numbers: a prefix filter leaves out only pairs that cannot reach the threshold. (MinHash, the
-usual choice, estimates the same figure and misses pairs near the threshold by chance. It pays off on documents; a
-question has ten to a hundred words.)
+Two questions are nearly the same if the Jaccard similarity of their sets of word shingles reaches a threshold. All such
+pairs are found: a prefix filter skips only pairs that cannot reach it. (MinHash, the usual choice, estimates the same
+similarity and misses pairs near the threshold by chance. It pays off on long documents, not on questions of ten to a
+hundred words.)
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ARTICLES = frozenset(("a", "an", "the"))
 
 @dataclass(frozen=True)
 class Pair:
-    """A train question and a test question that are the same, or nearly.
+    """A train question and a test question that are the same or nearly the same.
 
     Attributes:
-        kind: ``exact``: the same words in the same order, options in any order; ``near``: similar enough.
+        kind: ``exact``: the same words in the same order, with options in any order; ``near``: similar.
         similarity: Jaccard similarity of the shingles, 1.0 for an exact pair.
-        same_answer: they share an answer; of two templated questions about different things it is usually False.
+        same_answer: they share an answer; usually False for two questions of one template about different things.
     """
 
     train_id: str
@@ -44,19 +44,15 @@ class Pair:
 
 
 def find_pairs(
-    train: Sequence[Example],
-    test: Sequence[Example],
-    *,
-    shingle: int = SHINGLE,
-    threshold: float = THRESHOLD,
+    train: Sequence[Example], test: Sequence[Example], *, shingle: int = SHINGLE, threshold: float = THRESHOLD
 ) -> list[Pair]:
-    """Every pair of the two splits that is the same or similar, in the order of the test split, the closest first.
+    """All pairs that are the same or similar, in the order of the test split, for each question the closest first.
 
-    The options of multiple choice belong to the text: "Which is true?" is another question with other options.
+    The options of a multiple-choice question belong to its text: with other options it is another question.
 
     Args:
         shingle: words of a shingle.
-        threshold: least Jaccard similarity of a near-duplicate, above 0, at most 1.
+        threshold: smallest Jaccard similarity of a near-duplicate, above 0, at most 1.
 
     Raises:
         UserError: ``shingle`` or ``threshold`` is out of range.
@@ -85,7 +81,7 @@ def find_pairs(
 
 
 def count_pairs(pairs: Sequence[Pair]) -> dict[str, int]:
-    """Pairs, and the questions of each side that are in one, by kind."""
+    """For each kind, the number of pairs, and of train and test questions in them."""
     counts = {}
     for kind in ("exact", "near"):
         of_kind = [pair for pair in pairs if pair.kind == kind]
@@ -96,7 +92,7 @@ def count_pairs(pairs: Sequence[Pair]) -> dict[str, int]:
 
 
 def count_repeated(examples: Sequence[Example]) -> int:
-    """How many questions of a split stood in it before, word for word."""
+    """How many questions of a split are word-for-word repetitions of an earlier one."""
     return len(examples) - len({_key(example) for example in examples})
 
 
@@ -110,13 +106,13 @@ def _words(text: str) -> Words:
 
 
 def _key(example: Example) -> Key:
-    """Options are sorted: a shuffled question is the same one."""
+    """The words of a question and its options; options are sorted, because their order does not matter."""
     options: Mapping[str, str] = example.options or {}
     return (_words(example.question), *sorted(_words(text) for text in options.values()))
 
 
 def _shingles(key: Key, size: int) -> frozenset[Words]:
-    """Runs of ``size`` words within the question and within each option; a shorter text is one shingle."""
+    """All runs of ``size`` words in the question and in each option; a shorter text is one shingle."""
     return frozenset(
         words[start : start + size] for words in key for start in range(max(1, len(words) - size + 1))
     )
@@ -131,11 +127,11 @@ def _share_answer(one: Example, other: Example) -> bool:
 
 
 class _Index:
-    """The test questions by their shingles.
+    """The test questions, indexed by their shingles.
 
-    If J(x, y) >= t then x and y share at least ceil(t |x|) shingles, so in any common order the first shared one is
-    among the first |x| - ceil(t |x|) + 1 of x, and likewise of y. Ordered by how many test questions have a shingle,
-    those of x that none has come first and need not be looked up, and the frequent ones hardly ever are.
+    If the Jaccard similarity of x and y is at least t, they share at least ceil(t |x|) shingles. So in any common order
+    the first shared shingle is among the first |x| - ceil(t |x|) + 1 of x, and likewise of y: only this prefix must be
+    looked up. The order is by how many test questions have a shingle, so that frequent shingles are rarely looked up.
     """
 
     def __init__(self, keys: Sequence[Key], size: int, threshold: float) -> None:
@@ -150,7 +146,7 @@ class _Index:
                 self._by_shingle[item].append(position)
 
     def similar(self, key: Key) -> list[tuple[int, float]]:
-        """(position, Jaccard) of every test question that reaches the threshold."""
+        """The position and similarity of every test question that reaches the threshold."""
         items = _shingles(key, self._size)
         candidates = {other for item in self._prefix(items) for other in self._by_shingle.get(item, ())}
         found = []

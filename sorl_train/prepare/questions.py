@@ -1,4 +1,4 @@
-"""Questions of any data file, whoever made it."""
+"""Reads the questions of any data file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sorl_tasks.alphamed19k import parse_row as parse_choice_row
 
 
 def read_questions(path: Path, task: str | None = None) -> list[Example]:
-    """All questions of a file, read by a task or, without one, by the columns that they have.
+    """All questions of a file, read by a task's ``parse_row``, or without a task by their columns.
 
     Raises:
         UserError: the file or a row of it cannot be read.
@@ -29,5 +29,5 @@ def read_questions(path: Path, task: str | None = None) -> list[Example]:
             hint = "" if task else " --task NAME reads the columns of that task."
             raise UserError(f"{where}: {problem}.{hint}") from error
     if not examples:
-        raise UserError(f"{path}: it has no rows")
+        raise UserError(f"{path}: it has no rows; give another file")
     return examples

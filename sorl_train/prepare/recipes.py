@@ -1,4 +1,4 @@
-"""The data sets that ``sorl-data prepare`` knows: where they are published, under which licence, what is left out."""
+"""The data sets that ``sorl-data prepare`` knows: where they are published, their licences, and which rows are kept."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def _nothing(row: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a published data set becomes ours; the task of the same name reads the rows.
+    """How to prepare a published data set; the task of the same name reads its rows.
 
     Attributes:
-        title, home: for the card.
-        licence: an identifier that the hub knows.
-        hub: where ``--source`` points when it is not given; None where nothing usable is published there.
+        title, home: name and web page, for the card.
+        licence: an identifier of the hub.
+        hub: the default of ``--source``; None where the hub has no usable copy.
         configs: configurations of the hub data set to join.
-        splits: our split -> the publisher's.
-        lift: brings a published row into columns that the task reads.
-        drop: why a row is left out, None if it is not; sees the lifted row.
-        mixed: the published split mixes train and test: rows say which in ``split``, or ``--test_ids`` does.
+        splits: from our names of splits to the publisher's.
+        lift: converts a published row to the columns that the task reads.
+        drop: takes such a row; returns why it is left out, or None to keep it.
+        mixed: the published split mixes train and test questions; a row's ``split`` or ``--test_ids`` tells them apart.
         filter: what ``drop`` does, in words, for the card.
-        note: more for the card.
+        note: more text for the card.
     """
 
     name: str
@@ -150,5 +150,5 @@ RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in _RECIPES}
 def find_recipe(name: str) -> Recipe:
     """The recipe of a name. Raises ``UserError`` for an unknown one."""
     if name not in RECIPES:
-        raise UserError(f"no data set {name!r}. {did_you_mean(name, RECIPES)}")
+        raise UserError(f"there is no recipe for the data set {name!r}. {did_you_mean(name, RECIPES)}")
     return RECIPES[name]

@@ -1,4 +1,4 @@
-"""What is in a data file: counts, a few rows, lengths; and whether it is still what was prepared."""
+"""Describes a data file: counts, lengths, a few rows, and whether it was changed since it was prepared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sorl_env.data import read_rows
 from sorl_env.registry import load_task
 from sorl_env.task import Example, Task
 from sorl_env.tokens import Tokenizer, encode_prompt
-from sorl_train.prepare.manifest import read_manifest
+from sorl_train.prepare.build import read_manifest
 from sorl_train.prepare.questions import read_questions
 
 _GROUPS = ("data_source", "split", "type", "level", "subset_name", "subject")
@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS = 300
 def describe(
     path: Path, *, rows: int = 3, task: str | None = None, tokenizer: Tokenizer | None = None
 ) -> Iterator[str]:
-    """Lines about a file: rows by kind, answers, lengths, the first rows."""
+    """Lines of text about a file: counts of its rows and answers, lengths, and its first rows."""
     manifest = read_manifest(path.parent)
     entry = (manifest or {"files": {}})["files"].get(path.name)
     name = task or (manifest["name"] if manifest is not None and entry is not None else None)

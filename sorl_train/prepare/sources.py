@@ -1,4 +1,4 @@
-"""Rows as somebody published them: from a file, a folder, or a Hugging Face data set."""
+"""Reads rows as they were published: from a file, a folder, or a Hugging Face data set."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Source:
     """The rows of one published split.
 
     Attributes:
-        name: the file's name, or ``hf:owner/name:config``; never a path of this machine, since it goes into the card.
-        split: what its publisher calls the split; empty for a file.
-        sha256: of the file's bytes, or of the rows in order where there is no single file.
-        rows: each with where it stands, for messages.
+        name: the file's name, or ``hf:owner/name:config``. It goes into the card, so it is never a path.
+        split: the publisher's name of the split; empty for a file.
+        sha256: hash of the file's bytes, or of the rows in order where there is no single file.
+        rows: each with the place where it is, for messages.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Source:
 
 
 def is_file(reference: str) -> bool:
-    """Whether a reference names a single file, which then needs to be told its split."""
+    """Whether a reference names a single file, whose split must then be given."""
     return not reference.startswith(_HUB) and not Path(reference).expanduser().is_dir()
 
 
@@ -47,12 +47,12 @@ def read_source(
         reference: a ``.jsonl``, ``.jsonl.gz``, ``.parquet`` or ``.json`` file (a list of rows, or an object with one
             list of rows); a folder that holds ``{split}.jsonl`` and the like, or a copy of a hub data set;
             ``hf:owner/name`` or ``hf:owner/name:config``.
-        split: the publisher's name of the split; means nothing for a file.
-        configs: configurations of the data set to read one after the other, where the reference names none.
+        split: the publisher's name of the split; ignored for a file.
+        configs: configurations of the data set to read one after the other, if the reference names none.
         revision: a commit or tag on the hub.
 
     Raises:
-        UserError: nothing is there, or it cannot be read.
+        UserError: the source does not exist or cannot be read.
     """
     if reference.startswith(_HUB):
         name, _, config = reference[len(_HUB) :].partition(":")
@@ -72,18 +72,18 @@ def _read_file(path: Path) -> Source:
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A JSON list of rows, or an object that holds one, as BioASQ's ``{"questions": [..]}``."""
+    """A JSON list of rows, or an object with one such list, as BioASQ's ``{"questions": [..]}``."""
     try:
         content = read_json(path.read_bytes())
     except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); a list of rows is wanted") from error
+        raise UserError(f"{path}: not valid JSON ({error}); it must be a list of rows") from error
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         if len(lists) != 1:
-            raise UserError(f"{path}: an object with {len(lists)} lists; one list of rows is wanted")
+            raise UserError(f"{path}: an object with {len(lists)} lists; it must have one list of rows")
         content = lists[0]
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
-        raise UserError(f"{path}: a list of JSON objects is wanted")
+        raise UserError(f"{path}: it must be a list of JSON objects")
     for number, row in enumerate(content, start=1):
         yield f"{path}:{number}", row
 
@@ -91,7 +91,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _load_all(
     name: str, label: str, configs: Sequence[str | None], split: str, revision: str | None
 ) -> Source:
-    """All configurations of a data set in order, through ``datasets``."""
+    """All configurations of a data set in order, read with ``datasets``."""
     rows = [row for config in configs for row in _load_one(name, label, config, split, revision)]
     digest = hashlib.sha256()
     for _, row in rows:
@@ -108,7 +108,9 @@ def _load_one(
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise UserError(f"{where}: this needs datasets: pip install 'sorl[train]'") from error
+        raise UserError(
+            f"{where}: reading it needs the package datasets: pip install 'sorl[train]'"
+        ) from error
     try:
         loaded = datasets.load_dataset(name, config, split=split, revision=revision)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

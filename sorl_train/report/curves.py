@@ -1,4 +1,4 @@
-"""The points of the report's curves, as the page's script draws them."""
+"""The data of the report's curves, for the script of the page."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sorl_train.report.figures import FIGURES, Figure
 from sorl_train.report.groups import Group, choices, setting_text
 from sorl_train.report.run import ALARM, ReportRun, Row, is_number
 
-# Parts of a step in timings.jsonl that do not overlap.
+# The parts of a step in timings.jsonl, which do not overlap.
 STAGES = ("rollout", "log_probs", "update", "eval", "checkpoint")
-FEW = 8  # groups that have a colour and a switch each; more can be chosen by their settings
-MOST_VALUES = 1_500_000  # in a page, some 12 MB of it
+FEW = 8  # up to so many groups have a colour and a switch each; more are chosen by their settings
+MOST_VALUES = 1_500_000  # in a page, where they take about 12 MB
 
 
 def chart_data(
@@ -22,8 +22,8 @@ def chart_data(
 ) -> dict[str, Any]:
     """What the page's script draws: figures, groups, and for each run its steps and the values of each metric.
 
-    ``more`` are figures made of the metrics that no other figure shows, one each. ``every`` is 1, or where there are
-    more values than ``most_values``, the number of steps of which one is drawn; steps with an evaluation always are.
+    ``more`` are figures of one metric each, for the metrics that no other figure shows. ``every`` is usually 1; with
+    more values than ``most_values``, only one of ``every`` steps is drawn, and each step with an evaluation.
     """
     rows = [_joined(run) for run in runs]
     metrics = sorted({name for run_rows in rows for row in run_rows for name in row if name != "step"})
@@ -68,7 +68,7 @@ def missing_figures(runs: Sequence[ReportRun]) -> list[str]:
 
 
 def stage_seconds(run: ReportRun) -> dict[str, float]:
-    """Seconds of the whole run by stage, longest first; ``other`` is what the steps took beyond their stages."""
+    """Seconds of the whole run by stage, longest first; ``other`` is the time of the steps outside all stages."""
     totals = {stage: sum(_values(run.timings, f"time/{stage}_s")) for stage in STAGES}
     totals["other"] = sum(_values(run.timings, "time/step_s")) - sum(totals.values())
     return {
@@ -77,7 +77,7 @@ def stage_seconds(run: ReportRun) -> dict[str, float]:
 
 
 def _joined(run: ReportRun) -> list[Row]:
-    """Metrics and timings of each step in one row."""
+    """One row per step, with its metrics and timings."""
     rows: dict[int, dict[str, Any]] = {}
     for row in (*run.metrics, *run.timings):
         rows.setdefault(int(row["step"]), {}).update(row)
@@ -93,7 +93,7 @@ def _has_data(figure: Figure, rows: Sequence[Sequence[Row]]) -> bool:
 
 
 def _column(rows: Sequence[Row], name: str) -> list[float | None]:
-    """A metric at each step, with the six digits a plot can show; None where it has no value."""
+    """A metric at each step, with six digits, which is all a plot can show; None where it has no value."""
     return [float(f"{row[name]:.6g}") if is_number(row.get(name)) else None for row in rows]
 
 

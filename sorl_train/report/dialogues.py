@@ -1,4 +1,4 @@
-"""Dialogues to show: which ones of a run, and their text in pieces that can be coloured."""
+"""Chooses the dialogues of a run to show, and splits their text into pieces to colour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 _K = TypeVar("_K")
 
 COUNT = 10
-_READ_OF_A_FILE = 64  # of the steps that are not the last one; a file may hold hundreds of long trajectories
+_READ_OF_A_FILE = 64  # trajectories, except of the last step; a file may have hundreds of long ones
 _STEP_FILE = re.compile(r"(step|eval)_(\d+)\.jsonl(\.gz)?")
 _TAG = re.compile(r"<(?P<closing>/?)(?P<tag>[A-Za-z_][\w-]*)>")
 _QUESTION = re.compile(r"^[^\S\n]*Question:\s{0,9}(\S.*)$", re.MULTILINE)
@@ -26,7 +26,7 @@ _NOT_TOOLS = {"think": "think", "answer": "answer", "information": "forged"}
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A trajectory to show. ``why`` says what is special about it, if anything is."""
+    """A trajectory to show. ``why`` says why it was chosen, if it is special."""
 
     step: int
     kind: Kind
@@ -35,15 +35,15 @@ class Dialogue:
 
 
 def choose_dialogues(folder: Path, notes: list[str], count: int = COUNT) -> list[Dialogue]:
-    """At most ``count`` dialogues by step: the lowest and the highest reward of the last saved step, others spread.
+    """At most ``count`` dialogues: the lowest and the highest reward of the last saved step, and others from all steps.
 
-    Training steps are shown, or evaluations if no training step was saved. Adds a note for each file that cannot be
-    read to the end; what comes before the fault is used.
+    They are of training steps, or of evaluations if no training step was saved. A note is added for each damaged file,
+    whose trajectories before the damage are used.
     """
     found = step_files(folder)
     files = [(step, path) for kind, step, path in found if kind == "step"] or [file[1:] for file in found]
     if not files:
-        notes.append(f"no dialogues: there is no {folder.name}/step_*.jsonl")
+        notes.append(f"there are no dialogues: the run has no {folder.name}/step_*.jsonl")
         return []
     *earlier, (last, path) = files
     read = {step: read_some(file, notes, _READ_OF_A_FILE) for step, file in evenly(earlier, count - 2)}
@@ -65,10 +65,10 @@ def choose_dialogues(folder: Path, notes: list[str], count: int = COUNT) -> list
 
 
 def segments(text: str) -> list[tuple[str, str]]:
-    """A turn in pieces: (``think``, ``answer``, ``tool``, ``forged`` or ``plain``, text), which join to the turn."""
+    """A turn as pieces (kind, text); the kinds are ``think``, ``answer``, ``tool``, ``forged`` and ``plain``."""
     pieces, end = [], 0
     tags = list(_TAG.finditer(text))
-    closings: dict[str, list[re.Match[str]]] = {}  # the next one of each name last
+    closings: dict[str, list[re.Match[str]]] = {}  # by name, the next one last
     for tag in reversed(tags):
         if tag["closing"]:
             closings.setdefault(tag["tag"], []).append(tag)
@@ -89,14 +89,14 @@ def segments(text: str) -> list[tuple[str, str]]:
 
 
 def question_of(trajectory: Trajectory) -> str:
-    """The question in one line: what follows the prompt's last ``Question:``, or else its last line."""
+    """The question in one line: the text after the prompt's last ``Question:``, or else the prompt's last line."""
     marked = _QUESTION.findall(trajectory.prompt)
     lines = [line.strip() for line in trajectory.prompt.splitlines() if line.strip()]
     return marked[-1].strip() if marked else lines[-1] if lines else trajectory.example_id
 
 
 def step_files(folder: Path) -> list[tuple[Kind, int, Path]]:
-    """Files of trajectories with what they are of, by step; an evaluation comes after the step it judges."""
+    """Files of trajectories with their kind and step, by step; an evaluation comes after the step that it judges."""
     names = ((path, _STEP_FILE.fullmatch(path.name)) for path in folder.glob("*.jsonl*"))
     found: list[tuple[Kind, int, Path]] = [
         ("eval" if match[1] == "eval" else "step", int(match[2]), path) for path, match in names if match
@@ -105,23 +105,23 @@ def step_files(folder: Path) -> list[tuple[Kind, int, Path]]:
 
 
 def read_some(path: Path, notes: list[str], limit: int | None = None) -> list[Trajectory]:
-    """The first ``limit`` trajectories of a file, or those before a fault in it, which becomes a note."""
+    """The first ``limit`` trajectories of a file. A damaged file gives those before the damage, and a note."""
     found: list[Trajectory] = []
     try:
-        found.extend(islice(iter_jsonl(path), limit))  # extend keeps what came before a fault
+        found.extend(islice(iter_jsonl(path), limit))  # extend keeps what it read before the error
     except (OSError, ValueError) as error:
-        notes.append(f"{path.parent.name}/{path.name} is used up to its fault: {error}")
+        notes.append(f"{path.parent.name}/{path.name} is damaged, and used only up to there: {error}")
     return found
 
 
 def extremes(ranked: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory]:
-    """Lowest and highest reward; an excluded trajectory has none to speak of, so it counts only among its like."""
+    """The trajectories with the lowest and the highest reward; excluded ones count only if all are excluded."""
     counted = [trajectory for trajectory in ranked if not trajectory.excluded] or ranked
     return counted[0], counted[-1]
 
 
 def share_out(available: Mapping[_K, int], wanted: int) -> dict[_K, int]:
-    """How many of each, as equal as what is available allows; ``wanted`` in all, or everything there is."""
+    """Share ``wanted`` out as equally as the available numbers allow; everything if that is fewer."""
     given, left = dict.fromkeys(available, 0), wanted
     for rank, (name, number) in enumerate(sorted(available.items(), key=lambda item: item[1])):
         given[name] = min(number, left // (len(available) - rank))
@@ -130,6 +130,6 @@ def share_out(available: Mapping[_K, int], wanted: int) -> dict[_K, int]:
 
 
 def evenly(items: Sequence[_T], number: int) -> list[_T]:
-    """``number`` of the items, evenly spread over the sequence: the middle of each of as many equal parts."""
+    """``number`` items, spread evenly: the middle item of each of ``number`` equal parts of the sequence."""
     number = min(number, len(items))
     return [items[(2 * i + 1) * len(items) // (2 * number)] for i in range(number)]

@@ -1,4 +1,4 @@
-"""Which curves the report draws."""
+"""The figures of the report: which metrics they show, and what to look for in them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-_TURNS = (
-    8  # as in sorl_train.learner.diagnostics, whose import would cost a report the seconds that torch takes
-)
-# name, title and text of each section that has figures over training steps, in the order of the page
+_TURNS = 8  # as in sorl_train.learner.diagnostics, which is not imported because it imports torch
+# name, title and text of each section of figures, in the order of the page
 SECTIONS = (
-    ("outcome", "Outcome", "What was learned, and whether it was kept."),
-    ("gradient", "Gradient and clipping bias", "An exploding norm announces a collapse; clipping adds its bias."),
-    ("clipping", "Clipping", "Which of the policy's tokens the loss clips away."),
-    ("off-policy", "Off-policy", "How far the policy is from the one that sampled the data."),
+    ("outcome", "Outcome", "What the policy learned, and whether it kept it."),
+    ("gradient", "Gradient and clipping bias", "An exploding norm announces a collapse. Clipping biases the gradient."),
+    ("clipping", "Clipping", "For which of the policy's tokens the loss clips the ratio."),
+    ("off-policy", "Off-policy", "How far the policy has moved from the policy that sampled the data."),
     ("policy", "Policy and advantages", ""),
     ("time", "Time", ""),
 )  # fmt: skip
@@ -26,15 +24,15 @@ class Figure:
 
     Attributes:
         id: of its element in the page.
-        about: what to look for, in a sentence.
-        curves: metric names with what to call them; the first one is shown where several groups share a plot.
-        axis: ``share`` runs from 0 to 1, ``log`` breaks a line where a value is not positive.
-        section: of the page; ``more`` is the collection of all other metrics.
-        delta: draw the lower bound of the clipping-bias norm, from which on it scales the step down, if all runs
-            that normalize have the same.
-        alarms: mark the steps at which a run raised an alarm.
-        holds: a run that ended early counts on as it was last, where it is one of a group: a collapsed run that was
-            stopped would otherwise lift the median by its absence.
+        about: what it shows or what to look for, in a sentence.
+        curves: metric names with their labels; only the first is shown where several groups share a plot.
+        axis: ``share`` runs from 0 to 1; ``log`` interrupts a line where a value is not positive.
+        section: of the page; ``more`` collects all other metrics.
+        delta: draw ``loss.clip_bias_delta``, the norm above which steps are scaled down, if it is the same in all runs
+            that normalize.
+        alarms: mark the steps with a collapse alarm.
+        holds: in a group, keep the last value of a run that ended early. Otherwise the median would rise when a
+            collapsed run is stopped.
     """
 
     id: str
@@ -52,7 +50,7 @@ FIGURES = (
     Figure(
         "success",
         "Success",
-        "Greedy on held-out questions, and sampled on the training batch.",
+        "Share of questions answered correctly: greedy on held-out questions, sampled on the training batch.",
         {"eval/success": "held out, greedy", "rollout/success": "training, sampled"},
         "share",
         "outcome",
@@ -61,8 +59,8 @@ FIGURES = (
     ),
     Figure(
         "valid-turns",
-        "Valid actions",
-        "Share of turns in the right format; it falls before a collapse.",
+        "Valid turns",
+        "Share of turns in the right format. It falls before a collapse.",
         {"eval/valid_turn_rate": "held out, greedy", "rollout/valid_turn_rate": "training, sampled"},
         "share",
         "outcome",
@@ -71,7 +69,7 @@ FIGURES = (
     Figure(
         "reward",
         "Reward",
-        "Of the step's trajectories.",
+        "Mean and spread over the trajectories of the step.",
         {"rollout/reward_mean": "mean", "rollout/reward_std": "standard deviation"},
         section="outcome",
         holds=True,
@@ -79,7 +77,7 @@ FIGURES = (
     Figure(
         "grad-norm",
         "Gradient norm",
-        "Of the policy, before gradient clipping.",
+        "Norm of the policy's gradient, before gradient clipping.",
         {
             "loss/grad_norm": "as computed",
             "loss/grad_norm_max": "largest of the step",
@@ -91,7 +89,7 @@ FIGURES = (
     Figure(
         "clip-bias",
         "Clipping bias",
-        "In several norms; none where nothing was clipped. Above delta, the dashed line, SO scales the step down.",
+        "The bias that clipping adds, in several norms. Above the dashed line (delta), SO scales the step down.",
         {
             "loss/clip_bias_norm": "in use",
             "loss/clip_bias_scalar": "scalar",
@@ -107,29 +105,29 @@ FIGURES = (
     Figure(
         "normalizer",
         "Normalization",
-        "A factor of 1 leaves a step as it is. Means over the step's mini-batches.",
-        {"loss/normalizer": "factor", "loss/normalized_frac": "share normalized"},
+        "The factor on the step (1 leaves it as it is) and the share of mini-batches that were scaled down.",
+        {"loss/normalizer": "mean factor", "loss/normalized_frac": "share scaled down"},
         "share",
         "gradient",
     ),
     Figure(
         "clip-frac",
         "Clip fraction",
-        "Share of the policy's tokens whose ratio was clipped.",
+        "Share of the policy's tokens whose importance ratio was clipped.",
         {"loss/clip_frac": "clipped"},
         section="clipping",
     ),
     Figure(
         "clip-turn",
         "Clip fraction by turn",
-        "Of the tokens of each turn; the last one counts all later turns, too.",
+        "Share of clipped tokens in each turn; the last one includes all later turns.",
         {f"loss/clip_frac_turn{turn}": f"turn {turn + 1}" for turn in range(_TURNS)},
         section="clipping",
     ),
     Figure(
         "clip-class",
         "Clip fraction by kind of token",
-        "Tags, reasoning, queries and answers.",
+        "Share of clipped tokens among tags, reasoning, queries and answers.",
         {
             "loss/clip_frac_tag": "tags",
             "loss/clip_frac_reasoning": "reasoning",
@@ -142,14 +140,14 @@ FIGURES = (
     Figure(
         "log-ratio",
         "Log ratio",
-        "Quantiles of log(new / old) over the policy's tokens; 0 is on policy.",
+        "Quantiles over the policy's tokens of log(new probability / old probability); 0 is on policy.",
         {"loss/log_ratio_p99": "99%", "loss/log_ratio_p50": "median", "loss/log_ratio_p01": "1%"},
         section="off-policy",
     ),
     Figure(
         "ess",
         "Effective sample size",
-        "Of the ratios at three levels, as a share; 1 is on policy.",
+        "Of the importance ratios per token, turn and trajectory, as a share of all; 1 is on policy.",
         {"loss/ess_token": "token", "loss/ess_turn": "turn", "loss/ess_sequence": "sequence"},
         "share",
         "off-policy",
@@ -157,46 +155,46 @@ FIGURES = (
     Figure(
         "kl",
         "KL divergence",
-        "How far the policy moved in the update, and from the reference model.",
+        "How far the policy moved in the step, is from the reference model, and differs from its sampler.",
         {
-            "loss/approx_kl": "to the old policy",
-            "loss/ref_kl": "to the reference",
-            "rollout/mismatch_kl": "sampler to trainer",
+            "loss/approx_kl": "from the old policy",
+            "loss/ref_kl": "from the reference",
+            "rollout/mismatch_kl": "sampler from trainer",
         },
         section="off-policy",
     ),
     Figure(
         "advantage",
         "Advantage",
-        "Over the tokens of the loss.",
+        "Mean and spread over the tokens of the loss.",
         {"loss/advantage_mean": "mean", "loss/advantage_std": "standard deviation"},
         section="policy",
     ),
     Figure(
         "entropy",
         "Entropy",
-        "Of the policy at its own tokens, in nats; it shrinks as the policy settles.",
+        "Of the policy at its own tokens, in nats. It shrinks as the policy becomes certain.",
         {"loss/entropy": "entropy"},
         section="policy",
     ),
     Figure(
         "length",
         "Length",
-        "Tokens the policy samples for a trajectory.",
+        "Tokens that the policy samples per trajectory.",
         {"rollout/response_tokens": "tokens"},
         section="policy",
     ),
     Figure(
         "step-time",
-        "Seconds a step",
+        "Seconds per step",
         "Wall time of each step and of its longest parts.",
         {"time/step_s": "step", "time/rollout_s": "rollout", "time/update_s": "update"},
         section="time",
     ),
     Figure(
         "tokens-per-s",
-        "Tokens a second",
-        "Sampled by the policy.",
+        "Tokens per second",
+        "Tokens that the policy samples.",
         {"time/rollout_tokens_per_s": "during rollouts", "time/tokens_per_s": "over the whole step"},
         section="time",
     ),

@@ -1,4 +1,4 @@
-"""Which runs a report is about, and which of them belong together: those whose settings differ in the seed alone."""
+"""Which runs a report shows, and which form a group: runs whose settings differ in the seed alone."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ RUNS = "runs"
 RESULTS = "results.jsonl"
 _OF_ONE_RUN = ("run_dir", "seed")
 _LABEL_SETTINGS = 4
-_MOST_VALUES = 8  # of a setting that can be chosen from
-_RUN_ID = re.compile(r"-s\d+-[0-9a-f]+$")  # what a study's run folder has after the arm
-_MOVED_ASIDE = re.compile(r"-s\d+-[0-9a-f]{10}-\d+$")  # an earlier start of such a run: no seed of its own
+_MOST_VALUES = 8  # a setting with more values is not offered for choosing groups
+_RUN_ID = re.compile(r"-s\d+-[0-9a-f]+$")  # the end of a run folder's name in a study, after the arm
+_MOVED_ASIDE = re.compile(
+    r"-s\d+-[0-9a-f]{10}-\d+$"
+)  # an earlier start of such a run, which is not another seed
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run to show; in a study, with the name of its cell, or of its arm as long as that is not known."""
+    """A run to show; in a study with the name of its cell, or of its arm if the cell is not known yet."""
 
     path: Path
     cell: str | None = None
@@ -36,8 +38,8 @@ class Group:
     """Runs with the same settings but for the seed.
 
     Attributes:
-        settings: those in which groups differ, with this group's values (None where not set).
-        members: positions of its runs.
+        settings: the settings in which groups differ, with this group's values (None where not set).
+        members: the positions of its runs.
     """
 
     label: str
@@ -46,10 +48,10 @@ class Group:
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunFolder]:
-    """The runs themselves, and those of studies: a study's folder has them under ``runs/``.
+    """The given runs, and all runs of the given studies, which are in the study's folder ``runs/``.
 
     Raises:
-        UserError: a study without a run or with results that are none, or a run given twice.
+        UserError: a study without runs or with a damaged results file, or a run given twice.
     """
     found: list[RunFolder] = []
     for path in paths:
@@ -75,7 +77,7 @@ def _runs_of_study(path: Path) -> list[RunFolder]:
 
 
 def _cells(results: Path) -> dict[str, str]:
-    """The cell of each run that is in the results."""
+    """The cell of each run in the results."""
     cells = {}
     for number, line in enumerate(results.read_bytes().splitlines(), start=1):
         try:
@@ -83,19 +85,19 @@ def _cells(results: Path) -> dict[str, str]:
             cells[str(result["id"])] = str(result["cell"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{results}, line {number}: no result of a study ({error}); sorl-lab stability .. --table writes "
-                "the file anew"
+                f"{results}, line {number}: this is not a result of a study ({error}); sorl-lab stability .. --table "
+                "writes the file anew"
             ) from error
     return cells
 
 
 def _natural(path: Path) -> list[tuple[str, int]]:
-    """Orders names as a person does: s2 before s10."""
+    """A sort key that compares numbers in names as numbers: s2 before s10."""
     return [(text, int(part or 0)) for text, part in re.findall(r"(\D*)(\d*)", path.name)]
 
 
 def group_runs(runs: Sequence[ReportRun]) -> list[Group]:
-    """The groups; in a study in the order of their settings, else as they were given."""
+    """The groups of runs; those of a study are sorted by their settings, others stay in the given order."""
     members: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         shared = {name: value for name, value in run.config.items() if name not in _OF_ONE_RUN}
@@ -112,14 +114,14 @@ def group_runs(runs: Sequence[ReportRun]) -> list[Group]:
 
 
 def differing_settings(runs: Sequence[ReportRun]) -> Mapping[str, Sequence[Any]]:
-    """Settings but the seed that are not the same in all runs, with their value in each (None: not set)."""
+    """Settings other than the seed that differ between runs, with the value in each run (None: not set)."""
     names = dict.fromkeys(name for run in runs for name in run.config if name not in _OF_ONE_RUN)
     values = {name: [run.config.get(name) for run in runs] for name in names}
     return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
 
 
 def choices(groups: Sequence[Group]) -> Mapping[str, Sequence[Any]]:
-    """Settings by which groups can be chosen, with their values: those that several groups share, and few values."""
+    """Settings by which groups can be chosen, with their values: few values, each shared by several groups."""
     found = {}
     for name, column in _telling([group.settings for group in groups]).items():
         values = list(dict.fromkeys(column))
@@ -129,7 +131,7 @@ def choices(groups: Sequence[Group]) -> Mapping[str, Sequence[Any]]:
 
 
 def name_runs(runs: Sequence[ReportRun], groups: Sequence[Group]) -> list[str]:
-    """What to call each run: its folder's name, or in a study, where that is a hash, its group and seed."""
+    """A name for each run: its folder, or in a study, where folders are named by hashes, its group and seed."""
     names = [run.label for run in runs]
     for group in groups:
         for i in group.members if len(groups) > 1 else ():
@@ -140,7 +142,7 @@ def name_runs(runs: Sequence[ReportRun], groups: Sequence[Group]) -> list[str]:
 
 
 def _telling(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Settings that differ, with their values as text; of several that tell the same groups apart, the first."""
+    """Settings that differ, with their values as text. Of settings that split the groups alike, only the first."""
     found: dict[str, list[str]] = {}
     partitions = set()
     for name in settings[0]:
@@ -156,7 +158,7 @@ def _telling(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 def _labels(
     runs: Sequence[ReportRun], members: Sequence[Sequence[int]], settings: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """The study's name of the cell, or the settings that tell the groups apart, or the run's own label."""
+    """Each group's cell in its study, or else the settings that tell the groups apart, or else its run's label."""
     if len(members) == 1:
         return [runs[members[0][0]].title if len(members[0]) > 1 else runs[members[0][0]].label]
     described = _described(settings)
@@ -172,7 +174,7 @@ def _labels(
 
 
 def _described(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each group's values of the settings that tell the groups apart; empty where these are many."""
+    """Each group's values of the settings that tell the groups apart; empty if there are too many such settings."""
     telling = _telling(settings)
     if not 0 < len(telling) <= _LABEL_SETTINGS:
         return [""] * len(settings)
@@ -190,5 +192,5 @@ def _order(settings: Mapping[str, Any]) -> list[tuple[bool, float, str]]:
 
 
 def setting_text(value: Any) -> str:
-    """A setting as labels and choices show it."""
+    """A setting as text for labels and choices."""
     return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)

@@ -1,7 +1,7 @@
-"""A self-contained page from a template: styles and scripts inline, and a policy that lets nothing else in.
+"""Renders a self-contained page from a template, with its styles and scripts inline.
 
-Everything that comes from a run is escaped by Jinja or set as text by the scripts. The content security policy of the
-page lets nothing load, and no script run but those whose hashes it names.
+Text that comes from a run is escaped by Jinja, or set as plain text by the scripts. The page's content security policy
+lets it load nothing, and run no scripts but its own, which it names by their hashes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 import jinja2
 
 from sorl_env.errors import UserError
+from sorl_env.figures import MISSING, duration, size
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
 
 
 def render_page(template: str, *, styles: Sequence[str], scripts: Sequence[str], **context: Any) -> str:
-    """The page as text; ``styles`` and ``scripts`` are names of assets, in the order in which they count."""
+    """The page as text; ``styles`` and ``scripts`` are names of assets, in the order in which they apply."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_ASSETS),
         autoescape=True,
@@ -30,7 +31,7 @@ def render_page(template: str, *, styles: Sequence[str], scripts: Sequence[str],
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # curves keep their order
-    environment.filters |= {"figure": figure, "seconds": seconds, "pretty": _pretty}
+    environment.filters |= {"figure": figure, "seconds": duration, "pretty": _pretty}
     texts = [_script(name) for name in scripts]
     return environment.get_template(template).render(
         styles=[_asset(name) for name in styles],
@@ -55,35 +56,24 @@ def _sha256(text: str) -> str:
 
 
 def check_place_for(page: Path) -> None:
-    """Raise UserError where there is a folder in place of the page."""
+    """Raise ``UserError`` if the page's path is a folder."""
     if page.is_dir():
-        raise UserError(f"--out {page} is a folder; name a file, as {page / 'page.html'}")
+        raise UserError(f"--out {page} is a folder; name a file in it, as {page / 'page.html'}")
 
 
 def figure(value: Any, kind: str = "") -> str:
-    """A figure as a person reads it; an en dash for one that is not there."""
+    """A figure of a certain kind as a person reads it; an en dash where there is none."""
     if not isinstance(value, (int, float)):
-        return "–"  # noqa: RUF001
+        return MISSING
     if kind == "seconds":
-        return seconds(value)
+        return duration(value)
     if kind == "megabytes":
-        return f"{value / 1000:.2f} GB" if value >= 1000 else f"{value:.0f} MB"
+        return size(1e6 * value)
     if kind == "step":
         return f"step {value:.0f}"
     if kind == "short":
         return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
     return f"{value:.3f}" if kind == "share" else f"{value:.4g}"
-
-
-def seconds(value: float) -> str:
-    """A duration with the units that suit it."""
-    if value < 1:
-        return f"{value * 1000:.3g} ms"
-    if value < 60:
-        return f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 def _pretty(value: Any) -> str:

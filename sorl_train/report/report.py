@@ -1,8 +1,9 @@
-"""``sorl-report RUN...``: one self-contained HTML page about a run, about several overlaid, or about a study.
+"""``sorl-report RUN...``: one self-contained HTML page about a run, several runs overlaid, or a study.
 
-The page works offline and is small because its plots are uPlot's (51 KB, vendored in ``report_assets``), which has
-log axes, hover values and cursors linked over all plots. The alternatives: plotly.js is 4.8 MB in its Python package
-(1.2 MB its basic build, not in it), Vega-Lite 0.8 MB with what it needs, and matplotlib's SVG has no hover values.
+The page works offline. It is small because its plots are drawn by uPlot (51 KB, vendored in ``assets``), which has log
+axes, values on hover, and a cursor linked across all plots. The alternatives are larger or do less: plotly.js has
+4.8 MB (1.2 MB in its basic build, which its Python package lacks), Vega-Lite 0.8 MB with its dependencies, and SVGs of
+matplotlib show no values on hover.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sorl_env.command import Parser, run_command
+from sorl_env.command import Parser, add_json_option, print_json, run_command, say
 from sorl_env.errors import UserError
 from sorl_env.folders import new_folder
 from sorl_train.report.curves import chart_data, missing_figures, stage_seconds
@@ -30,37 +31,41 @@ from sorl_train.report.viewer import write_viewer
 from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import RunDir
 
-DETAILED = 8  # of more runs, the page shows no dialogues, stage times, settings and manifests
+DETAILED = 8  # with more runs the page leaves out dialogues, stage times, settings and manifests
 _SCRIPTS = ("uPlot.iife.min.js", "page.js", "report_lines.js", "report_plots.js", "report.js")
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Path:
     """Write one HTML page about runs to ``out``, and return ``out``.
 
-    A run that is still going on or that broke off is shown as far as it got; the page names what is missing. The page
-    links to the viewers (``write_viewer``) that are there.
+    An unfinished run is shown as far as it got, and the page names what is missing. It links to those viewers
+    (``write_viewer``) that exist.
 
     Args:
         paths: run folders, and folders of studies, which stand for all their runs.
 
     Raises:
-        UserError: no such folder, or nothing in it to show.
+        UserError: no such folder, or it contains nothing to show.
     """
-    folders = find_runs(paths)
-    if not folders:
-        raise UserError("a report needs at least one run folder")
-    labels = _labels([folder.path for folder in folders])
-    dialogues = COUNT if len(folders) <= DETAILED else 0
-    runs = [
-        read_run(folder.path, label, dialogues, folder.cell)
-        for folder, label in zip(folders, labels, strict=True)
-    ]
+    runs = _read_runs(paths)
     check_place_for(out)
     title = f"{paths[0].resolve().name}: {len(runs)} runs" if len(paths) == 1 else f"{len(runs)} runs"
     page = render(runs, title, [_viewer_address(run.path, out) for run in runs])
     with new_folder(out.parent):
         atomic_write(out, page)
     return out
+
+
+def _read_runs(paths: Sequence[Path]) -> list[ReportRun]:
+    folders = find_runs(paths)
+    if not folders:
+        raise UserError("a report needs at least one run folder")
+    labels = _labels([folder.path for folder in folders])
+    dialogues = COUNT if len(folders) <= DETAILED else 0
+    return [
+        read_run(folder.path, label, dialogues, folder.cell)
+        for folder, label in zip(folders, labels, strict=True)
+    ]
 
 
 def render(runs: Sequence[ReportRun], title: str, viewers: Sequence[str | None]) -> str:
@@ -103,9 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(argv: Sequence[str]) -> int:
-    parser = Parser(prog="sorl-report", description="One self-contained HTML page about runs.")
+    parser = Parser(prog="sorl-report", description="Write one self-contained HTML page about runs.")
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folders, overlaid; or a study's folder"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="run folders, drawn over each other, or a study's folder",
     )
     parser.add_argument(
         "--out", type=Path, help="default: RUN/report.html, or report.html here for several runs"
@@ -113,8 +122,9 @@ def _report(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--viewers",
         action=argparse.BooleanOptionalAction,
-        help="write each run's viewer, too, to link to (default: of a single run)",
+        help="also write each run's viewer, to link to (default: for a single run only)",
     )
+    add_json_option(parser)
     arguments = parser.parse_args(argv)
     runs: list[Path] = arguments.runs
     out = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
@@ -123,20 +133,29 @@ def _report(argv: Sequence[str]) -> int:
     for folder in folders if wanted else ():
         if step_files(RunDir(folder.path).trajectories):
             _write_viewer(folder.path)
-    print(write_report(runs, out))
+    write_report(runs, out)
+    if arguments.json:
+        print_json({"report": out, "runs": [_figures(run) for run in _read_runs(runs)]})
+    else:
+        print(out)
     return 0
 
 
+def _figures(run: ReportRun) -> dict[str, Any]:
+    names = {"label": run.label, "cell": run.cell, "seed": run.config.get("seed"), "status": run.status}
+    return names | {name: {**run.headline, **run.stability}.get(name) for name, *_ in COLUMNS}
+
+
 def _write_viewer(run: Path) -> None:
-    """Write a run's viewer. Where it cannot be written there still is a report, which says what is damaged."""
+    """Write a run's viewer. If that fails, the report is still written, and says what is damaged."""
     try:
         write_viewer(run)
     except UserError as error:
-        print(f"sorl-report: no viewer of {run}: {error}", file=sys.stderr)
+        say("sorl-report", f"there is no viewer of {run}: {error}")
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """Folder names, as many of the last ones as tell the runs apart."""
+    """The ends of the runs' paths, as long as it takes to tell the runs apart."""
     parts = [path.resolve().parts for path in paths]
     if len(paths) == 1:
         return [parts[0][-1]]
@@ -148,7 +167,7 @@ def _labels(paths: Sequence[Path]) -> list[str]:
 
 
 def _viewer_address(run: Path, out: Path) -> str | None:
-    """Of a run's viewer, as seen from the page."""
+    """The address of a run's viewer relative to the page; None if there is no viewer."""
     if not (run / VIEWER).is_file():
         return None
     return urllib.parse.quote(
@@ -157,14 +176,14 @@ def _viewer_address(run: Path, out: Path) -> str | None:
 
 
 def _with_dialogues(event: Mapping[str, Any], run: ReportRun) -> dict[str, Any]:
-    """An event with the last step up to it of which dialogues were saved, sampled or held out (None: there is none)."""
+    """An event, and in ``saved`` the last step up to it with saved dialogues (None: no such step)."""
     files = step_files(RunDir(run.path).trajectories)
     saved = [step for _, step, _ in files if step <= event["step"]]
     return {**event, "saved": max(saved, default=None)}
 
 
 def _samples(runs: Sequence[ReportRun]) -> dict[str, list[str]]:
-    """What data are only an embedded sample, and the labels of the runs on them."""
+    """Which data are only an embedded sample, and the labels of the runs on them."""
     found: dict[str, list[str]] = {}
     for run in runs:
         if run.data_samples:

@@ -1,4 +1,4 @@
-"""What the report knows of a run folder: whatever is there, and notes about what is not."""
+"""Reads a run folder for the report: all that is there, and notes about what is missing."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from sorl_train.run.stability import measure
 Row = Mapping[str, Any]
 _T = TypeVar("_T")
 
-# name in summary.json, what to call it, kind of number
+# name in summary.json, label, kind of number
 HEADLINE = (
-    ("cold_start_success", "After the cold start", "share"),
+    ("cold_start_success", "Success after cold start", "share"),
     ("final_success", "Final success", "share"),
     ("best_success", "Best success", "share"),
-    ("search_off_success", "Search switched off", "share"),
+    ("search_off_success", "Success without search", "share"),
     ("wall_s", "Wall time", "seconds"),
     ("peak_rss_mb", "Peak memory", "megabytes"),
 )
-# name in what ``measure`` returns, what to call it, kind of number
+# name in the result of ``measure``, label, kind of number
 STABILITY = (
     ("kept", "Final / peak", "share"),
-    ("worst_drop", "Worst drop", "share"),
-    ("collapse_step", "Collapse", "step"),
+    ("worst_drop", "Largest drop from peak", "share"),
+    ("collapse_step", "Collapsed at", "step"),
     ("max_grad_norm", "Max gradient norm", "short"),
-    ("normalized", "Steps normalized", "share"),
-    ("clip_frac", "Tokens clipped", "short"),
+    ("normalized", "Normalized updates", "share"),
+    ("clip_frac", "Share of tokens clipped", "short"),
 )
-# settings that a reader asks for first
+# the settings to show first
 _KEY_SETTINGS = (
     "algo task model seed update.steps optim.lr optim.critic_lr rollout.batch_size rollout.group_size "
     "update.mini_batch_size update.epochs rollout.max_staleness loss.clip_eps loss.clip_bias_norm "
@@ -54,14 +54,14 @@ class ReportRun:
     """One run as the page shows it.
 
     Attributes:
-        config: dotted names to values.
-        metrics, timings: one mapping a step, ``step`` among them, sorted by it.
-        headline: the figures of ``HEADLINE`` that are known.
-        stability: the figures of ``STABILITY`` that are known (``sorl_train.run.stability.measure``).
-        cell: what the run's study calls it and those that differ in the seed alone.
-        events: what the run noticed about itself, as a collapse alarm; each with ``step``, ``kind`` and ``reason``.
-        finished: the run wrote its summary; else the headline is as of the last line of the metrics.
-        data_samples: descriptions of the data that are only an embedded sample of a benchmark.
+        config: the settings by dotted name.
+        metrics, timings: one mapping per step, with its ``step``, in order.
+        headline: those figures of ``HEADLINE`` that are known.
+        stability: those figures of ``STABILITY`` that are known (see ``sorl_train.run.stability.measure``).
+        cell: in a study, the name that this run shares with those that differ in the seed alone.
+        events: what happened in the run, such as a collapse alarm; each with ``step``, ``kind`` and ``reason``.
+        finished: whether the run wrote its summary; without it the headline is as of the last step.
+        data_samples: which of its data are only an embedded sample of a benchmark.
         notes: what is missing or unreadable.
     """
 
@@ -105,18 +105,18 @@ class ReportRun:
 
     @property
     def planned_steps(self) -> int | None:
-        """The steps of the run's stage; None where its settings do not say."""
+        """The number of training steps in the settings; None if they have none."""
         planned = self.config.get("sft.steps" if self.config.get("stage") == "sft" else "update.steps")
         return planned if isinstance(planned, int) else None
 
     @property
     def ended_early(self) -> bool:
-        """It finished before its last step: ``eval.patience`` or the alarm ended it."""
+        """Whether the run finished before its last step, because ``eval.patience`` or the alarm ended it."""
         return self.finished and self.last_step < (self.planned_steps or 0)
 
     @property
     def status(self) -> str:
-        """How far the run got."""
+        """How far the run got, in words."""
         at = f"step {self.last_step}" + (f" of {self.planned_steps}" if self.planned_steps else "")
         if self.ended_early:
             return f"ended early (eval.patience or alarm.action): {at}"
@@ -129,10 +129,10 @@ class ReportRun:
 
 
 def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = None) -> ReportRun:
-    """Read a run folder, finished or not; at most so many of its dialogues.
+    """Read the folder of a finished or unfinished run, with at most ``dialogues`` of its dialogues.
 
     Raises:
-        UserError: no such folder, or nothing in it to show.
+        UserError: no such folder, or it contains nothing to show.
     """
     if path.is_file():
         raise UserError(f"{path} is a file; give the folder of a run or of a study")
@@ -169,7 +169,7 @@ def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = 
 
 
 def _read(file: Path, parse: Callable[[Path], _T], notes: list[str]) -> _T | None:
-    """What ``parse`` makes of the file; None, and a note, if it is missing or broken."""
+    """The result of ``parse``; None and a note if the file is missing or damaged."""
     try:
         return parse(file)
     except FileNotFoundError:
@@ -182,45 +182,40 @@ def _read(file: Path, parse: Callable[[Path], _T], notes: list[str]) -> _T | Non
 
 
 def _rows(file: Path, notes: list[str]) -> list[Row]:
-    """The lines of a metrics file by step. A resumed run may repeat a step: the later line counts."""
-    rows: dict[int, Row] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        try:
-            row = _mapping(read_json(line))
-            rows[int(row["step"])] = row
-        except (ValueError, KeyError, TypeError):
-            notes.append(f"{file.name}:{number} is left out: not a JSON object with a step")
+    """The lines of a metrics file, by step. A resumed run may repeat a step: then the later line counts."""
+    rows = {int(row["step"]): row for row in _lines(file, notes, ("step",))}
     return [rows[step] for step in sorted(rows)]
 
 
+def _events(file: Path, notes: list[str]) -> list[Row]:
+    """The events in the order in which they happened; most runs have none, and then no file."""
+    texts = ("kind", "reason", "action")
+    rows = _lines(file, notes, ("step", "kind")) if file.is_file() else ()
+    return [{"step": int(row["step"]), **{name: str(row.get(name, "")) for name in texts}} for row in rows]
+
+
+def _lines(file: Path, notes: list[str], needed: Sequence[str]) -> Iterator[Row]:
+    """The lines that are JSON objects with the needed names and a whole step; a note for every other line."""
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            row = _mapping(read_json(line))
+            int(row["step"])
+            if missing := [name for name in needed if name not in row]:
+                raise KeyError(missing)
+            yield row
+        except (ValueError, KeyError, TypeError):
+            notes.append(
+                f"{file.name}:{number} is left out: it is not a JSON object with {' and '.join(needed)}"
+            )
+
+
 def _stability(path: Path) -> dict[str, float]:
-    """What can be said of a run's stability; nothing before its first evaluation and step, or of broken metrics."""
+    """The figures of a run's stability; none before its first evaluation and step, or if its metrics are damaged."""
     try:
         figures = measure(path)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     return {name: value for name, value in figures.items() if not math.isnan(value)}
-
-
-def _events(file: Path, notes: list[str]) -> list[Row]:
-    """The events in the order in which they came about; most runs have none, and then no file."""
-    if not file.is_file():
-        return []
-    found: list[Row] = []
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        try:
-            event = _mapping(read_json(line))
-            found.append(
-                {
-                    "step": int(event["step"]),
-                    "kind": str(event["kind"]),
-                    "reason": str(event.get("reason", "")),
-                    "action": str(event.get("action", "")),
-                }
-            )
-        except (ValueError, KeyError, TypeError):
-            notes.append(f"{file.name}:{number} is left out: not a JSON object with a step and a kind")
-    return found
 
 
 def _headline_so_far(metrics: Sequence[Row]) -> dict[str, float]:
@@ -232,7 +227,7 @@ def _headline_so_far(metrics: Sequence[Row]) -> dict[str, float]:
 
 
 def is_number(value: Any) -> bool:
-    """A finite number: what a curve can show. NaN is written as null."""
+    """Whether a curve can show the value: a finite number. NaN is written as null."""
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
@@ -241,7 +236,7 @@ def _numbers(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _samples(facts: Any) -> Iterator[str]:
-    """Sources in the manifest, at any depth, that say of themselves ``is_sample``."""
+    """The sources in the manifest, at any depth, that are marked with ``is_sample``."""
     if not isinstance(facts, dict):
         return
     if facts.get("is_sample") is True:
@@ -251,7 +246,7 @@ def _samples(facts: Any) -> Iterator[str]:
 
 
 def _yaml_settings(file: Path) -> dict[str, Any]:
-    """Dotted names to values. Not ``read_resolved``: a report must open runs of other versions of the config."""
+    """The settings by dotted name. Not ``read_resolved``, because a report must open runs of other versions, too."""
     return _flatten(_mapping(yaml.safe_load(file.read_text(encoding="utf-8"))))
 
 

@@ -1,4 +1,4 @@
-"""The rows of the report's table of results: one a run, and one a group of runs that differ in the seed alone."""
+"""The rows of the report's table of results: one per run, and one per group of runs that differ in the seed alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sorl_train.report.groups import Group
 from sorl_train.report.page import figure
 from sorl_train.report.run import ReportRun
 
-# name, what to call it, kind of number
+# name, heading, kind of number
 COLUMNS = (
-    ("cold_start_success", "Cold start", "share"),
-    ("best_success", "Peak", "share"),
-    ("final_success", "Final", "share"),
+    ("cold_start_success", "After cold start", "share"),
+    ("best_success", "Peak success", "share"),
+    ("final_success", "Final success", "share"),
     ("kept", "Final / peak", "share"),
-    ("worst_drop", "Worst drop", "share"),
-    ("collapse_step", "Collapse", "step"),
+    ("worst_drop", "Largest drop", "share"),
+    ("collapse_step", "Collapsed at", "step"),
     ("max_grad_norm", "Max grad norm", "short"),
     ("normalized", "Normalized", "share"),
     ("wall_s", "Wall time", "seconds"),
@@ -26,7 +26,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure: what to sort by (None goes last), what to show, and the range over a group's runs."""
+    """A figure: the value to sort by (None comes last), the text to show, and the range over a group's runs."""
 
     value: float | None
     text: str
@@ -34,7 +34,7 @@ class Cell:
 
     @property
     def sort(self) -> str:
-        """The value as JavaScript reads it; empty where there is none."""
+        """The value as JavaScript reads it; empty for None."""
         if self.value is None:
             return ""
         return repr(float(self.value)).replace("inf", "Infinity")
@@ -42,7 +42,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableRow:
-    """One row. ``key`` names its curves in the page: ``g`` or ``r`` with a number."""
+    """One row. ``key`` identifies its curves in the page: ``g`` (group) or ``r`` (run) with a number."""
 
     key: str
     label: str
@@ -52,7 +52,7 @@ class TableRow:
 
 
 def run_rows(runs: Sequence[ReportRun], groups: Sequence[Group], names: Sequence[str]) -> list[TableRow]:
-    """A row a run, group after group."""
+    """One row per run, group after group."""
     return [
         TableRow(f"r{i}", names[i], g, [_one(runs[i], *column) for column in COLUMNS], [i])
         for g, group in enumerate(groups)
@@ -61,7 +61,7 @@ def run_rows(runs: Sequence[ReportRun], groups: Sequence[Group], names: Sequence
 
 
 def group_rows(runs: Sequence[ReportRun], groups: Sequence[Group]) -> list[TableRow]:
-    """A row a group: medians, with the range over its runs."""
+    """One row per group: the median and the range over its runs."""
     return [
         TableRow(
             f"g{g}",
@@ -98,7 +98,7 @@ def _median(runs: Sequence[ReportRun], name: str, title: str, kind: str) -> Cell
 
 
 def _collapses(steps: Sequence[float], runs: Sequence[ReportRun]) -> Cell:
-    """How many of a group's runs collapsed, and at which step; ordered by their share."""
+    """How many of a group's runs collapsed, and the median step; sorted by the share that collapsed."""
     if not runs:
         return Cell(None, figure(None))
     middle = f"median step {statistics.median(steps):g}" if steps else ""

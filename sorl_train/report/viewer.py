@@ -1,7 +1,7 @@
-"""``sorl-view RUN``: the dialogues of a run in one self-contained page, to read, search and filter.
+"""``sorl-view RUN``: a self-contained page to read, search and filter the dialogues of a run.
 
-A page of its own, not a part of the report: a report is opened to compare runs and stays small, a run's dialogues are
-megabytes. The report links into it. As the report, it works offline, and nothing in it can load or run.
+It is a page of its own because a run's dialogues take megabytes, while a report is opened to compare runs and stays
+small. The report links to it. Like the report it works offline, and text of the dialogues cannot run as a script.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def write_viewer(
 ) -> Path:
     """Write the page of a run, by default to ``RUN/viewer.html``, and return its path.
 
-    Where there are more dialogues than ``most``, or than fit into ``most_bytes``, each step keeps its lowest and its
-    highest reward and as many others as all steps can; the page says so.
+    If there are more dialogues than ``most``, or more than fit into ``most_bytes``, the page has the lowest and the
+    highest reward of each step and the same number of others from each; it says so.
 
     Args:
-        steps: only the dialogues of these, first and last.
+        steps: first and last step to show; None shows all.
 
     Raises:
-        UserError: no such folder or that of a study, no dialogues in it, or none of these steps.
+        UserError: no such folder, the folder of a study, or a run without dialogues of these steps.
     """
     first = find_runs([run_dir])[0].path
     if first != run_dir:
@@ -107,15 +107,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _view(argv: Sequence[str]) -> int:
-    parser = Parser(prog="sorl-view", description="A run's dialogues in one page.")
+    parser = Parser(prog="sorl-view", description="Write a run's dialogues to one page.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--out", type=Path, help=f"default: RUN/{NAME}")
-    parser.add_argument("--steps", metavar="FIRST-LAST", help="only dialogues of these steps, or of this one")
+    parser.add_argument(
+        "--steps", metavar="FIRST-LAST", help="only the dialogues of these steps, or of one step"
+    )
     parser.add_argument(
         "--most",
         type=whole(1),
         default=MOST_DIALOGUES,
-        help="dialogues in the page, but two of each step at least (default: %(default)s)",
+        help="dialogues in the page, but at least two of each step (default: %(default)s)",
     )
     arguments = parser.parse_args(argv)
     steps = _parse_steps(arguments.steps) if arguments.steps else None
@@ -128,21 +130,21 @@ def _files(run_dir: Path, steps: tuple[int, int] | None) -> list[StepFile]:
     found = step_files(folder)
     if not found:
         raise UserError(
-            f"no dialogues: there is no {folder}/step_*.jsonl; training saves some every rollout.save_every steps"
+            f"there are no dialogues: no {folder}/step_*.jsonl; training saves some every rollout.save_every steps"
         )
     if steps is None:
         return found
     chosen = [file for file in found if steps[0] <= file[1] <= steps[1]]
     if not chosen:
         saved = ", ".join(map(str, sorted({file[1] for file in found})))
-        raise UserError(f"no dialogues of steps {steps[0]}-{steps[1]}; saved are {saved}")
+        raise UserError(f"no dialogues of steps {steps[0]}-{steps[1]} were saved; choose from {saved}")
     return chosen
 
 
 def _parse_steps(text: str) -> tuple[int, int]:
     match = _STEPS.fullmatch(text)
     if not match:
-        raise UserError(f"--steps {text!r} is neither a step nor FIRST-LAST, as 10 or 10-50")
+        raise UserError(f"--steps {text!r} is neither a step nor FIRST-LAST; write 10 or 10-50")
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise UserError(f"--steps {text} ends before it begins: did you mean {last}-{first}?")

@@ -1,7 +1,8 @@
-"""What the trajectory viewer shows: a list of all its dialogues, and the dialogues, packed.
+"""The data of the trajectory viewer: a list of all its dialogues, and the dialogues themselves, compressed.
 
-The list is small and read at once. Dialogues are packed 32 together (JSON, gzip, base64), and the page unpacks only
-those that are looked at or searched: 2,000 of them with their tokens fit in some megabytes and open at once.
+The page reads the small list at once. Dialogues are compressed in chunks of 32 (JSON, gzip, base64), and the page
+unpacks only the chunks that are looked at or searched. So 2,000 dialogues with their tokens are a few megabytes, and
+the page opens at once.
 """
 
 from __future__ import annotations
@@ -18,26 +19,18 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.trajectory import Trajectory, Turn
-from sorl_train.report.dialogues import (
-    Kind,
-    evenly,
-    extremes,
-    question_of,
-    read_some,
-    segments,
-    share_out,
-)
+from sorl_train.report.dialogues import Kind, evenly, extremes, question_of, read_some, segments, share_out
 from sorl_train.run.token_stats import TokenRecord, iter_token_records, sidecar_of
 
 MOST_DIALOGUES = 4000
-MOST_BYTES = 20_000_000  # of packed dialogues in a page
+MOST_BYTES = 20_000_000  # of compressed dialogues in a page
 CHUNK = 32
 _LINES_READ = 1 << 20  # bytes at a time, when lines are counted
 
-NO_TOKENS_SAVED = "No per-token figures saved for this step."
-NO_LOSS = "Held-out dialogues have no per-token figures: no loss saw them."
-NOT_IN_LOSS = "No per-token figures for this dialogue: it entered no loss that was recorded."
-MISMATCH = "Per-token figures are left out: they are not of this dialogue's tokens."
+NO_TOKENS_SAVED = "The run saved no figures per token for this step."
+NO_LOSS = "Held-out dialogues have no figures per token, because they enter no loss."
+NOT_IN_LOSS = "There are no figures per token: this dialogue is in no loss that was recorded."
+MISMATCH = "The figures per token are left out, because they belong to other tokens than this dialogue's."
 
 StepFile = tuple[Kind, int, Path]
 
@@ -47,9 +40,9 @@ class Packed:
     """A page's dialogues.
 
     Attributes:
-        rows: what the list shows of each, in order; row i is dialogue ``i % CHUNK`` of chunk ``i // CHUNK``.
-        chunks: packed dialogues.
-        found: how many dialogues there are of each step, shown or not.
+        rows: what the list shows of each dialogue; row i is dialogue ``i % CHUNK`` of chunk ``i // CHUNK``.
+        chunks: the compressed dialogues.
+        found: how many dialogues the run saved, shown or not.
         size: bytes of all chunks.
     """
 
@@ -59,28 +52,28 @@ class Packed:
     size: int = 0
 
     def add(self, rows: Sequence[dict[str, Any]], dialogues: Sequence[dict[str, Any]]) -> None:
-        """Append dialogues; all chunks but the last of a page hold ``CHUNK`` of them."""
+        """Append a chunk; all chunks of a page but the last have ``CHUNK`` dialogues."""
         self.rows.extend(rows)
         self.chunks.append(pack(dialogues))
         self.size += len(self.chunks[-1])
 
 
 def pack(value: Any) -> str:
-    """JSON, gzip, base64: nothing in it can end a script element, and no word of it is read as HTML."""
+    """JSON, gzip, base64: no text in it can end a script element or be read as HTML."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     data = text.encode(
         "utf-8", errors="replace"
-    )  # half a surrogate pair, which a tokenizer can make, is no text
+    )  # a tokenizer can make half a surrogate pair, which is not text
     return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
 
 
 def pack_files(files: Sequence[StepFile], notes: list[str], *, most: int, most_bytes: int) -> Packed:
-    """As many dialogues as ``most`` and ``most_bytes`` allow, shared out equally among the files.
+    """Compress as many dialogues as ``most`` and ``most_bytes`` allow, the same number from each file.
 
-    The lowest and the highest reward of each file are always among them, the others are spread over its rewards.
+    The lowest and the highest reward of each file are always included; the others are spread over its rewards.
 
     Raises:
-        UserError: two of each file are already too much.
+        UserError: even two dialogues of each file exceed ``most_bytes``.
     """
     counts = {file: _count_lines(file[2]) for file in files}
     while True:
@@ -92,8 +85,8 @@ def pack_files(files: Sequence[StepFile], notes: list[str], *, most: int, most_b
             return packed
         if most <= 2 * len(files):
             raise UserError(
-                f"the lowest and the highest reward of {len(files)} files are more than {most_bytes / 1e6:.0f} MB of "
-                "page; choose fewer steps with --steps FIRST-LAST"
+                f"two dialogues of each of {len(files)} steps exceed the {most_bytes / 1e6:.0f} MB of a page; "
+                "choose fewer steps with --steps FIRST-LAST"
             )
         most = int(0.9 * len(packed.rows) * most_bytes / packed.size)
 
@@ -118,14 +111,14 @@ def _pack(counts: Mapping[StepFile, int], most: int, most_bytes: int, notes: lis
                 packed.add(rows, dialogues)
                 rows, dialogues = [], []
         if packed.size > 2 * most_bytes:
-            break  # enough to know how many will fit
+            break  # enough to estimate how many fit
     if rows:
         packed.add(rows, dialogues)
     return packed
 
 
 def _choose(trajectories: Sequence[Trajectory], number: int) -> list[tuple[Trajectory, str]]:
-    """At most so many, in the file's order, with the marks of the lowest and the highest reward."""
+    """At most ``number``, in the file's order; the lowest and the highest reward are marked."""
     if not trajectories:
         return []
     ranked = sorted(trajectories, key=lambda trajectory: trajectory.reward)
@@ -140,9 +133,9 @@ def _choose(trajectories: Sequence[Trajectory], number: int) -> list[tuple[Traje
 
 
 def _drop_common_start(rows: Sequence[dict[str, Any]]) -> None:
-    """Leave out the sentences with which every question begins ("Search, then answer."): a list has little room."""
+    """Leave out sentences with which every question begins ("Search, then answer."): the list has little room."""
     questions = [row["question"] for row in rows] or [""]
-    first, last = min(questions), max(questions)  # what these two share, all between them do
+    first, last = min(questions), max(questions)  # all strings between these two share their common start
     common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     cut = first.rfind(". ", 0, common) + 2
     if len(set(questions)) > 1 and cut > 1:
@@ -153,7 +146,7 @@ def _drop_common_start(rows: Sequence[dict[str, Any]]) -> None:
 def _token_records(
     kind: Kind, path: Path, wanted: set[str], notes: list[str]
 ) -> tuple[dict[str, TokenRecord], str]:
-    """The records of the wanted trajectories by id, and what to say of one that has none."""
+    """The token records of the wanted trajectories by id, and the note for a trajectory without one."""
     sidecar = sidecar_of(path)
     if sidecar is None:
         return {}, NO_LOSS if kind == "eval" else NO_TOKENS_SAVED
@@ -161,12 +154,12 @@ def _token_records(
     try:
         found.update((record.id, record) for record in iter_token_records(sidecar) if record.id in wanted)
     except (OSError, ValueError) as error:
-        notes.append(f"{path.parent.name}/{sidecar.name} is used up to its fault: {error}")
+        notes.append(f"{path.parent.name}/{sidecar.name} is damaged, and used only up to there: {error}")
     return found, NOT_IN_LOSS
 
 
 def row_of(kind: Kind, step: int, t: Trajectory, mark: str, record: TokenRecord | None) -> dict[str, Any]:
-    """What the list shows and filters by. ``clipped`` is a share of the tokens, None where it is not known."""
+    """What the list shows of a dialogue. ``clipped`` is the share of clipped tokens, None where it is not known."""
     return {
         "key": f"{kind}-{step}/{t.id}",
         "kind": kind,
@@ -184,7 +177,7 @@ def row_of(kind: Kind, step: int, t: Trajectory, mark: str, record: TokenRecord 
 
 
 def encode(t: Trajectory, record: TokenRecord | None, why: str) -> dict[str, Any]:
-    """One dialogue as plain values; ``why`` is shown as its ``note`` where there is no token record."""
+    """One dialogue as plain values; its ``note`` is ``why`` if there is no token record."""
     note = why if record is None else "" if _fits(t, record) else MISMATCH
     by_turn = _split(record) if record is not None and not note else {}
     facts = [("trajectory", t.id), ("example", t.example_id), ("data", f"{t.task}, {t.split}, {t.source}")]
@@ -232,13 +225,13 @@ def _encode_turn(turn: Turn, tokens: Mapping[str, Any] | None) -> dict[str, Any]
 
 
 def _fits(t: Trajectory, record: TokenRecord) -> bool:
-    """Whether the record has the trajectory's sampled tokens, turn by turn."""
+    """Whether the record has as many tokens in each turn as the trajectory."""
     expected = [turn.index for turn in t.turns for _ in range(turn.start, turn.end)]
     return list(record.turn) == expected
 
 
 def _split(record: TokenRecord) -> dict[int, dict[str, Any]]:
-    """The record's columns by turn, NaN as null."""
+    """The record's columns by turn, with None for NaN."""
     turns: dict[int, dict[str, Any]] = {}
     names = ("log_ratio", "ratio", "advantage", "entropy", "clipped")
     for i, turn in enumerate(record.turn):
@@ -254,7 +247,7 @@ def _plain(value: float) -> float | None:
 
 
 def _count_lines(path: Path) -> int:
-    """Lines up to the end or the fault of a file."""
+    """The number of lines in a file, up to the point where it is damaged."""
     opener = gzip.open if path.suffix == ".gz" else open
     count = 0
     with opener(path, "rb") as stream:
@@ -262,5 +255,5 @@ def _count_lines(path: Path) -> int:
             while block := stream.read(_LINES_READ):
                 count += block.count(b"\n")
         except (EOFError, gzip.BadGzipFile, zlib.error):
-            pass  # reading the trajectories will say so
+            pass  # reported when its trajectories are read
     return count

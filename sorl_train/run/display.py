@@ -26,6 +26,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from sorl_env.figures import duration
+
 Advance = Callable[[int], None]
 
 
@@ -103,16 +105,20 @@ class PlainDisplay(Display):
         yield lambda units: None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        left = duration(self._eta.after(step))
+        """See ``Display``."""
+        seconds = self._eta.after(step)
+        left = "-" if seconds is None else duration(seconds)
         width = 2 * len(str(self._eta.steps)) + 3
         columns = SFT_COLUMNS if "sft/loss" in metrics else COLUMNS
         figures = any(first_of(column, metrics) is not None for column in columns[:-1])
         if figures or "rollout/excluded_rate" in metrics:  # a step, even one that lost all its trajectories
             if columns != self._columns:
                 self._columns = columns
-                self.message(f"{'step':>{width}}" + "".join(f"{c.short:>9}" for c in columns) + f"{'ETA':>9}")
+                self.message(
+                    f"{'step':>{width}}" + "".join(f"{c.short:>9}" for c in columns) + f"{'ETA':>12}"
+                )
             values = "".join(f"{figure(column, metrics):>9}" for column in columns)
-            self.message(f"{f'{step}/{self._eta.steps}':>{width}}{values}{left:>9}")
+            self.message(f"{f'{step}/{self._eta.steps}':>{width}}{values}{left:>12}")
         if line := evaluation_line(step, metrics):
             self.message(line)
 
@@ -249,21 +255,6 @@ def figure(column: Column, metrics: Mapping[str, float]) -> str:
     """The column's value as text, ``-`` if a step has none."""
     value = first_of(column, metrics)
     return "-" if value is None else column.form.format(value)
-
-
-def duration(seconds: float | None) -> str:
-    """``42s``, ``3m05s``, ``2h10m``.
-
-    >>> duration(185)
-    '3m05s'
-    """
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02}m"
-    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
 
 
 def sparkline(values: deque[float]) -> str:

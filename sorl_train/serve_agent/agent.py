@@ -1,4 +1,4 @@
-"""The policy's dialogues on a thread and an event loop of their own, so that the server answers while it computes."""
+"""Runs the policy's dialogues on a thread with its own event loop, so that the server answers while it computes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class Dialogue:
-    """A dialogue that can begin: its prompt fits. ``unknown_words`` of the question the policy cannot read."""
+    """A dialogue whose prompt fits. ``unknown_words`` are those of the question that the policy cannot read."""
 
     env: ToolUseEnv
     job: RolloutJob
@@ -44,14 +44,14 @@ class Dialogue:
 
 
 class Agent:
-    """Answers questions with a policy and its tools; those in flight share the sampler's batch.
+    """Answers questions with a policy and its tools. Open dialogues share the sampler's batch.
 
-    Its methods are called from another event loop, all from the same one.
+    All methods are called from one event loop, which is not the agent's own.
 
     Args:
-        env: the task's, with its tools.
-        seed: of the draws, where a request names none.
-        max_waiting: dialogues that wait for one of the policy's ``max_concurrency`` places; more are turned away.
+        env: the task's environment, with its tools.
+        seed: of the sampling, for requests without one.
+        max_waiting: dialogues that may wait for one of the policy's ``max_concurrency`` places; more are refused.
     """
 
     def __init__(self, policy: Policy, env: ToolUseEnv, *, seed: int = 0, max_waiting: int = 256) -> None:
@@ -63,9 +63,9 @@ class Agent:
         self._numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
-        self._slots: asyncio.Semaphore  # of that loop, like the next
+        self._slots: asyncio.Semaphore  # belongs to that loop, as the next one does
         self._ending: asyncio.Event
-        self.open = 0  # dialogues in flight or waiting
+        self.open = 0  # dialogues in the batch or waiting
 
     @property
     def task(self) -> str:
@@ -73,12 +73,12 @@ class Agent:
 
     @property
     def in_flight(self) -> int:
-        """Dialogues that have a place in the batch."""
+        """The number of dialogues in the batch."""
         return min(self.open, self._places)
 
     @contextmanager
     def running(self) -> Iterator[Agent]:
-        """Around the time of service. What is still in flight at the end is given up."""
+        """Answer questions inside this context. Dialogues that are open at its end are given up."""
         opened = threading.Event()
         thread = threading.Thread(target=self._run, args=(opened,), name="agent", daemon=True)
         thread.start()
@@ -102,23 +102,25 @@ class Agent:
 
         try:
             in_session(self._policy, serve)
-        except BaseException as error:  # noqa: BLE001  told to the thread that waits for it
+        except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
             self._failure = error
         finally:
             opened.set()
 
     async def prepare(self, request: ChatRequest) -> Dialogue:
-        """Check that the question fits. Raises ``RequestError`` where it does not."""
+        """Check that the question fits into the prompt. Raises ``RequestError`` if it does not."""
         return await self._there(self._prepare(request))
 
     async def answer(self, dialogue: Dialogue, on_turn: OnTurn | None = None) -> Trajectory:
-        """Hold a dialogue; ``on_turn`` gets the text of each turn as it is drawn, on this agent's thread.
+        """Run a dialogue. ``on_turn`` gets the text of each turn as it is sampled, on the agent's thread.
 
         Raises:
-            RequestError: too many are waiting, the policy's server is out, or a tool is.
+            RequestError: too many dialogues wait, or the policy's server or a tool failed.
         """
         if self.open >= self._limit:
-            raise RequestError(503, f"{self.open} dialogues are waiting, come back later", code="overloaded")
+            raise RequestError(
+                503, f"{self.open} dialogues are open or waiting; try again later", code="overloaded"
+            )
         self.open += 1
         try:
             return await self._there(self._answer(dialogue, on_turn))
@@ -126,7 +128,7 @@ class Agent:
             self.open -= 1
 
     async def _there(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine on the agent's loop; when this task is cancelled, so is it."""
+        """Run a coroutine on the agent's loop. It is cancelled with the task that waits for it."""
         assert self._loop is not None, "use it inside running()"
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
@@ -148,7 +150,7 @@ class Agent:
             limit = min(env.limits.max_prompt_tokens, env.limits.max_trajectory_tokens - 1)
             raise RequestError(
                 400,
-                f"the question in its prompt has more than {limit} tokens (limits.max_prompt_tokens): shorten it",
+                f"the prompt with this question has more than {limit} tokens (limits.max_prompt_tokens): shorten it",
                 param="messages",
                 code="context_length_exceeded",
             ) from error
@@ -161,22 +163,22 @@ class Agent:
         policy = self._policy
         sampler: Sampler = policy.sampler
         if on_turn is not None:
-            sampler = Told(sampler, policy.tokenizer, on_turn)
+            sampler = ReportingSampler(sampler, policy.tokenizer, on_turn)
         async with self._slots:
             try:
                 trajectory = await run_trajectory(
                     dialogue.env, policy.tokenizer, sampler, dialogue.job, dialogue.settings
                 )
-            except UserError as error:  # of an endpoint: the prompt has been seen to fit
-                said = str(error).partition(";")[0]  # the rest is for who runs an evaluation
+            except UserError as error:  # from the policy's server, since the prompt fits
+                said = str(error).partition(";")[0]  # the rest is advice for evaluations
                 raise RequestError(502, said, code="policy_unavailable") from error
         if trajectory.stop_reason is StopReason.ERROR:
-            raise RequestError(503, f"the dialogue broke off: {trajectory.error}", code="tool_unavailable")
+            raise RequestError(503, f"a tool or the task failed: {trajectory.error}", code="tool_unavailable")
         return trajectory
 
 
-class Told:
-    """A sampler that tells the text of each turn it draws."""
+class ReportingSampler:
+    """A sampler that reports the text of each turn that it samples."""
 
     def __init__(self, sampler: Sampler, tokenizer: Tokenizer, on_turn: OnTurn) -> None:
         self._sampler = sampler
@@ -184,7 +186,7 @@ class Told:
         self._on_turn = on_turn
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        """Draw one turn (see ``Sampler.generate``)."""
+        """Sample one turn (see ``Sampler.generate``)."""
         sampled = await self._sampler.generate(session, token_ids, params)
         self._on_turn(turn_text(self._tokenizer, sampled.token_ids, params.stop))
         return sampled

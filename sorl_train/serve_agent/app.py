@@ -1,6 +1,6 @@
 """The service as an ASGI application: ``/v1/chat/completions``, ``/v1/models`` and ``/health``.
 
-Plain ASGI on uvicorn, as ``sorl_tools.serve.app`` and for its reason: there are three routes.
+It is plain ASGI on uvicorn, because a framework is not worth it for three routes (see ``sorl_tools.serve.app``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
+from sorl_train.evaluate.rows import final_answer
 from sorl_train.serve_agent.agent import Agent
-from sorl_train.serve_agent.chat import ChatRequest, Head, RequestError, final_answer, parse_request
+from sorl_train.serve_agent.chat import ChatRequest, Head, RequestError, parse_request
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +27,21 @@ Send = Callable[[Message], Awaitable[None]]
 
 MAX_BODY_BYTES = 1 << 20
 _METHODS = {"/v1/chat/completions": "POST", "/v1/models": "GET", "/health": "GET"}
-_BUG = "the server has a bug; its log says more"
+_BUG = "a bug in the server; its log has the traceback"
 _DONE = b"data: [DONE]\n\n"
 
 
 class _GoneError(Exception):
-    """The client left; nobody reads a reply."""
+    """The client disconnected, so nobody reads a reply."""
 
 
 class App:
     """The application.
 
     Args:
-        model: the name that requests and replies bear.
-        token: when given, all but ``/health`` wants ``Authorization: Bearer TOKEN``.
-        body_timeout_s: for the whole body of a request to arrive; then 408.
+        model: the model's name in requests and replies.
+        token: if given, all routes but ``/health`` require ``Authorization: Bearer TOKEN``.
+        body_timeout_s: time for the whole body of a request to arrive; after that the answer is 408.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class App:
         self._started = int(time.time())
 
     def refused(self, reason: str) -> None:
-        """Count a connection that was ended for one of `sorl_tools.serve.connections.REFUSALS`."""
+        """Count a connection that was closed for one of `sorl_tools.serve.connections.REFUSALS`."""
         self._refused[reason] += 1
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            raise ValueError(f"no {scope['type']} here")
+            raise ValueError(f"{scope['type']} is not supported")
         try:
             await self._route(scope, receive, send)
         except _GoneError:
@@ -74,7 +75,7 @@ class App:
         path, headers = scope["path"], dict(scope["headers"])
         method = _METHODS.get(path)
         if method is None:
-            raise RequestError(404, f"no {path[:100]} here: {', '.join(_METHODS)}")
+            raise RequestError(404, f"there is no {path[:100]}; use {', '.join(_METHODS)}")
         if scope["method"] != method:
             raise RequestError(405, f"{path} takes {method}")
         if path == "/health":
@@ -117,7 +118,7 @@ class App:
         await _send_json(send, head.reply(trajectory, dialogue.unknown_words))
 
     async def _stream(self, head: Head, request: ChatRequest, send: Send) -> None:
-        """Server-sent events; what goes wrong once they have begun is the last of them."""
+        """Answer with server-sent events. An error after the first of them is sent as the last one."""
         dialogue = await self._agent.prepare(request)
         turns: asyncio.Queue[str] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -152,7 +153,7 @@ class App:
 
 
 async def _until(turns: asyncio.Queue[str], answering: asyncio.Future[Any]) -> AsyncIterator[str]:
-    """What is put into ``turns`` until ``answering`` is done, to the last."""
+    """All items of ``turns`` until ``answering`` is done and the queue is empty."""
     while not answering.done() or not turns.empty():
         turn = asyncio.ensure_future(turns.get())
         await asyncio.wait({turn, answering}, return_when=asyncio.FIRST_COMPLETED)
@@ -163,7 +164,7 @@ async def _until(turns: asyncio.Queue[str], answering: asyncio.Future[Any]) -> A
 
 
 async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run ``work``, and give it up when the client leaves: its place is another's."""
+    """Run ``work``, but cancel it if the client disconnects, to free its place for another dialogue."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -183,12 +184,12 @@ async def _left(receive: Receive) -> None:
 
 async def _read_body(headers: dict[bytes, bytes], receive: Receive, timeout_s: float) -> bytes:
     length = headers.get(b"content-length", b"")
-    too_large = RequestError(413, f"the body is above {MAX_BODY_BYTES} bytes")
+    too_large = RequestError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
     if length.isdigit() and int(length[:20]) > MAX_BODY_BYTES:
         raise too_large
     chunks: list[bytes] = []
     size = 0
-    deadline = time.monotonic() + timeout_s  # for all of it: bytes that trickle in do not extend it
+    deadline = time.monotonic() + timeout_s  # for the whole body, however slowly it arrives
     try:
         while True:
             message = await asyncio.wait_for(receive(), max(deadline - time.monotonic(), 0.0))
@@ -202,7 +203,7 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive, timeout_s: f
             if not message.get("more_body"):
                 return b"".join(chunks)
     except asyncio.TimeoutError:
-        raise RequestError(408, f"no whole body within {timeout_s:g} s") from None
+        raise RequestError(408, f"the body did not arrive within {timeout_s:g} s") from None
 
 
 async def _start(send: Send, status: int, content_type: bytes, length: int | None = None) -> None:
@@ -212,7 +213,7 @@ async def _start(send: Send, status: int, content_type: bytes, length: int | Non
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if status == 408:
-        headers.append((b"connection", b"close"))  # what comes next on this connection is no request
+        headers.append((b"connection", b"close"))  # the rest of the body is not a request
     if status in (502, 503):
         headers.append((b"retry-after", b"5"))
     await send({"type": "http.response.start", "status": status, "headers": headers})

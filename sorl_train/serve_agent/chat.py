@@ -1,7 +1,7 @@
-"""The protocol: OpenAI's ``/v1/chat/completions`` as far as an agent for single questions can keep it.
+"""The protocol: the part of OpenAI's ``/v1/chat/completions`` that an agent for single questions can support.
 
-The policy was trained on one question in its task's own prompt, so a request is one user message. What would change the
-answer and cannot be had (a history, a system prompt, tools of the client's) is refused, never dropped in silence.
+The policy was trained on one question in its task's own prompt, so a request has one user message. Fields that would
+change the answer but are not supported (a history, a system prompt, the client's tools) are refused, not ignored.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sorl_env.bounds import MAX_SEED
 from sorl_env.errors import did_you_mean
 from sorl_env.text import read_json
 from sorl_env.trajectory import StopReason, Trajectory
+from sorl_train.evaluate.rows import final_answer, turn_facts
 
-# Taken and of no effect: they tell a provider who asks and what to keep.
+# Accepted without effect: they tell a provider who asks and what to store.
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
-# Known to clients, which send them with a value that asks for nothing; any other value is refused.
+# Clients send these with a value that asks for nothing; any other value is refused.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "stop": ([],),
@@ -38,15 +40,14 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _TAKEN = ("model", "messages", "temperature", "top_p", "seed", "stream", "stream_options", "sorl")
 _LENGTHS = ("max_completion_tokens", "max_tokens")
 _KNOWN = (*_TAKEN, *_LENGTHS, *IGNORED, *_NEUTRAL)
-_MAX_SEED = 2**63 - 1
 
 
 class RequestError(Exception):
     """A request that is answered with ``status`` and OpenAI's error object.
 
     Attributes:
-        param: the field of the request that is wrong.
-        code: a word for programs.
+        param: the wrong field of the request.
+        code: a word that programs can test.
     """
 
     def __init__(
@@ -66,14 +67,14 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What a client wants to know.
+    """A client's question.
 
     Attributes:
-        options: letter -> text of a multiple-choice question; None for an open one.
-        temperature, top_p, seed: None leaves them to the server.
-        max_tokens: after the prompt, replies of tools included; None leaves it to the task.
+        options: text by letter of a multiple-choice question; None for an open one.
+        temperature, top_p, seed: None takes the server's.
+        max_tokens: after the prompt, with the replies of tools; None takes the task's limit.
         stream: send the turns as they are sampled.
-        include_usage: end a stream with a chunk that counts tokens.
+        include_usage: end the stream with a chunk that counts tokens.
     """
 
     question: str
@@ -90,12 +91,12 @@ def parse_request(body: bytes, model: str) -> ChatRequest:
     """Read a request for the model that is served as ``model``.
 
     Raises:
-        RequestError: it is malformed, or asks for what cannot be had.
+        RequestError: it is malformed, or asks for something that is not supported.
     """
     try:
         fields = read_json(body)
     except ValueError as error:
-        raise RequestError(400, f"the body is no JSON: {error}") from error
+        raise RequestError(400, f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise RequestError(400, "the body must be a JSON object")
     for name, value in fields.items():
@@ -106,25 +107,25 @@ def parse_request(body: bytes, model: str) -> ChatRequest:
         if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
             raise RequestError(
                 400,
-                f"{name}={json.dumps(value)[:80]}: this server cannot do that; leave it out",
+                f"{name}={json.dumps(value)[:80]}: this server does not support that; leave it out",
                 param=name,
                 code="unsupported_parameter",
             )
     if fields.get("model") != model:
         raise RequestError(
             404,
-            f"no model {fields.get('model')!r} here, only {model!r}",
+            f"there is no model {fields.get('model')!r} here, only {model!r}",
             param="model",
             code="model_not_found",
         )
     stream = _flag(fields.get("stream"), "stream")
-    lengths = [_integer(fields, name, 1, 1 << 31) for name in _LENGTHS]
+    lengths = [_number(fields, name, 1, 1 << 31, whole=True) for name in _LENGTHS]
     return ChatRequest(
         question=_question(fields.get("messages")),
         options=_options(fields.get("sorl")),
         temperature=_number(fields, "temperature", 0.0, 2.0),
         top_p=_number(fields, "top_p", 1e-6, 1.0),
-        seed=_integer(fields, "seed", 0, _MAX_SEED),
+        seed=_number(fields, "seed", 0, MAX_SEED, whole=True),
         max_tokens=min((length for length in lengths if length is not None), default=None),
         stream=stream,
         include_usage=_include_usage(fields.get("stream_options"), stream),
@@ -147,7 +148,7 @@ def _question(messages: Any) -> str:
     if isinstance(content, list):
         texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
         if any(not isinstance(text, str) for text in texts):
-            raise RequestError(400, "only parts of type text can be read", param="messages")
+            raise RequestError(400, "message parts must be of type text", param="messages")
         content = "\n".join(texts)
     if not isinstance(content, str) or not content.strip():
         raise RequestError(400, "the user message has no text", param="messages")
@@ -155,7 +156,7 @@ def _question(messages: Any) -> str:
 
 
 def _options(extra: Any) -> Mapping[str, str] | None:
-    """``{"options": {"A": "text", ..}}``, our own field."""
+    """Read the field ``sorl``, which OpenAI's protocol does not have: ``{"options": {"A": "text", ..}}``."""
     if extra is None:
         return None
     if not isinstance(extra, dict) or extra.keys() - {"options"}:
@@ -165,26 +166,19 @@ def _options(extra: Any) -> Mapping[str, str] | None:
         return None
     letters = isinstance(options, dict) and all(re.fullmatch("[A-J]", letter) for letter in options)
     if not letters or not options or not all(isinstance(text, str) and text for text in options.values()):
-        raise RequestError(400, "sorl.options: letters from A to J, each with a text", param="sorl")
+        raise RequestError(400, "sorl.options must map letters from A to J to texts", param="sorl")
     return dict(options)
 
 
-def _number(fields: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
+def _number(fields: Mapping[str, Any], name: str, low: float, high: float, *, whole: bool = False) -> Any:
+    """A number of the request, or None if it has none."""
     value = fields.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise RequestError(400, f"{name}={value!r}: give a number from {low:g} to {high:g}", param=name)
-    return float(value)
-
-
-def _integer(fields: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
-    value = fields.get(name)
-    if value is None:
-        return None
-    if type(value) is not int or not low <= value <= high:
-        raise RequestError(400, f"{name}={value!r}: give a whole number from {low}", param=name)
-    return int(value)
+    if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= high:
+        kind = "a whole number" if whole else "a number"
+        raise RequestError(400, f"{name}={value!r}: give {kind} from {low:g} to {high:g}", param=name)
+    return value if whole else float(value)
 
 
 def _flag(value: Any, name: str) -> bool:
@@ -198,7 +192,7 @@ def _include_usage(options: Any, stream: bool) -> bool:
         return False
     if not stream or not isinstance(options, dict) or options.keys() - {"include_usage"}:
         raise RequestError(
-            400, 'stream_options: {"include_usage": true}, and only with stream', param="stream_options"
+            400, 'stream_options must be {"include_usage": true}, and needs stream', param="stream_options"
         )
     return _flag(options.get("include_usage"), "stream_options.include_usage")
 
@@ -206,7 +200,7 @@ def _include_usage(options: Any, stream: bool) -> bool:
 # -- replies ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Head:
-    """What all parts of one reply begin with; ``created`` in seconds since 1970."""
+    """The first fields of all parts of one reply; ``created`` is in seconds since 1970."""
 
     id: str
     created: int
@@ -216,7 +210,7 @@ class Head:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def reply(self, trajectory: Trajectory, unknown_words: Sequence[str]) -> dict[str, Any]:
-        """A whole reply: the final answer as the message, the dialogue in ``sorl``."""
+        """A complete reply: the final answer is the message, the dialogue is in ``sorl``."""
         message = {"role": "assistant", "content": final_answer(trajectory), "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(trajectory)}
         return {
@@ -227,12 +221,12 @@ class Head:
         }
 
     def chunk(self, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        """A part of a streamed reply that ends nothing."""
+        """A part of a streamed reply that does not end it."""
         choice = {"index": 0, "delta": dict(delta), "logprobs": None, "finish_reason": None}
         return {**self._fields("chat.completion.chunk"), "choices": [choice], **more}
 
     def last_chunk(self, trajectory: Trajectory, unknown_words: Sequence[str]) -> dict[str, Any]:
-        """The part that says how it ended, with the dialogue."""
+        """The part that says how the dialogue ended, with the whole dialogue."""
         choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish(trajectory)}
         return {
             **self._fields("chat.completion.chunk"),
@@ -241,43 +235,24 @@ class Head:
         }
 
     def usage_chunk(self, trajectory: Trajectory) -> dict[str, Any]:
-        """The part behind the last one that counts tokens."""
+        """The part after the last one, with the counts of tokens."""
         return {**self._fields("chat.completion.chunk"), "choices": [], "usage": usage(trajectory)}
 
 
-def final_answer(trajectory: Trajectory) -> str | None:
-    """The answer; None where the dialogue ended without one, which is not an empty answer."""
-    last = trajectory.turns[-1] if trajectory.turns else None
-    return last.content if last is not None and last.kind == "answer" else None
-
-
 def usage(trajectory: Trajectory) -> dict[str, int]:
-    """Tokens that the policy drew, and those that it read: prompt and replies of tools."""
+    """Counts of the tokens that the policy sampled, and of those that it read: the prompt and the tools' replies."""
     total, drawn = len(trajectory.token_ids), trajectory.num_action_tokens
     return {"prompt_tokens": total - drawn, "completion_tokens": drawn, "total_tokens": total}
 
 
 def dialogue(trajectory: Trajectory, unknown_words: Sequence[str]) -> dict[str, Any]:
-    """Why it ended, and its turns: the policy's text, what was wrong with it, and what the tools replied.
+    """The dialogue as plain values: why it ended, and its turns (see `turn_facts`).
 
     Args:
-        unknown_words: of the question; a policy of a closed vocabulary did not read them.
+        unknown_words: words of the question that a policy with a closed vocabulary could not read.
     """
-    turns = [
-        {
-            "text": turn.text,
-            "kind": turn.kind,
-            "content": turn.content,
-            "format_error": turn.format_error,
-            "observation": turn.observation,
-            "tool_calls": [
-                {"tool": call.tool, "argument": call.argument, "ok": call.ok, "hits": call.hits}
-                for call in turn.tool_calls
-            ],
-        }
-        for turn in trajectory.turns
-    ]
     facts = {"stop_reason": trajectory.stop_reason.value, "seed": trajectory.seed}
+    turns = [turn_facts(turn) for turn in trajectory.turns]
     return {**facts, "unknown_words": list(unknown_words), "turns": turns}
 
 

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sorl_env.command import Parser, run_command, whole
+from sorl_env.command import run_command, say, whole
 from sorl_env.errors import UserError
 from sorl_tools.serve.cli import add_connection_options, connection_limits
 
 try:
     from sorl_train.evaluate.arguments import (
-        add_policy_options,
-        add_task_options,
+        add_one_task_options,
         find_source,
-        make_envs,
+        make_env,
+        make_parser,
         make_policy,
     )
 except ModuleNotFoundError as missing:  # the core alone is installed
@@ -29,7 +29,6 @@ except ModuleNotFoundError as missing:  # the core alone is installed
         f"sorl-serve-agent needs the package {missing.name!r}: pip install 'sorl[train]'"
     ) from missing
 
-from sorl_train.evaluate.ask import read_search_option
 from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.app import App
 
@@ -49,29 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="sorl-serve-agent", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", help="a model folder, a checkpoint, a run folder, or a hub name")
-    parser.add_argument("--search", metavar="CORPUS_OR_URL", help="short for --corpus or --search_url")
-    parser.add_argument("--task", help="whose prompt, tools and limits (default: the run's own)")
+    parser = make_parser("sorl-serve-agent", description=__doc__)
     server = parser.add_argument_group("the server")
-    server.add_argument("--host", default="127.0.0.1", help="to listen on (default: this machine only)")
-    server.add_argument(
-        "--port", type=whole(0, 65535), default=8000, help="0 takes a free one (default: 8000)"
-    )
-    server.add_argument("--token_file", type=Path, help="requests must bear the token in this file")
-    server.add_argument("--served_name", metavar="NAME", help="of the model, in requests (default: its own)")
-    server.add_argument(
-        "--max_waiting",
-        type=whole(0),
-        default=256,
-        help="questions beyond --concurrency that wait; more are turned away with 503 (default: 256)",
-    )
-    server.add_argument(
-        "--drain_s", type=whole(0, 86400), default=30, help="for what is in flight at the end (default: 30)"
-    )
+    add = server.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add("--port", type=whole(0, 65535), default=8000, help="0 chooses a free port (default: 8000)")
+    add("--token_file", type=Path, help="requests must carry the token in this file")
+    add("--served_name", metavar="NAME", help="the model's name in requests (default: the folder's)")
+    waiting = "questions that may wait for one of sampler.max_concurrency; more get a 503 (default: 256)"
+    add("--max_waiting", type=whole(0), default=256, help=waiting)
+    drain = "seconds to finish open dialogues at the end (default: 30)"
+    add("--drain_s", type=whole(0, 86400), default=30, help=drain)
     add_connection_options(server)
-    add_task_options(parser)
-    add_policy_options(parser)
+    add_one_task_options(parser)
     return parser
 
 
@@ -82,13 +71,12 @@ def _serve(args: argparse.Namespace) -> int:
     from sorl_tools.serve.cli import read_token
     from sorl_tools.serve.server import bind
 
-    read_search_option(args)
     token = None if args.token_file is None else read_token(args.token_file)
     source = find_source(args, args.model)
-    (env,) = make_envs(args, [args.task] if args.task else [], source.config if source else None).values()
+    env = make_env(args, source)
     name = args.served_name or (source.label if source else args.model_name)
     try:
-        with bind(args.host, args.port) as bound:  # a port in use is found before the model is loaded
+        with bind(args.host, args.port) as bound:  # before the model is loaded, since the port may be in use
             policy = make_policy(args, source, [env])
             agent = Agent(policy, env, seed=args.seed, max_waiting=args.max_waiting)
             with agent.running():
@@ -103,13 +91,13 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _run(app: App, bound: socket.socket, limits: ConnectionLimits, drain_s: int) -> None:
-    """Serve until SIGTERM or SIGINT, then answer what is in flight."""
+    """Serve until SIGTERM or SIGINT, then finish the open dialogues."""
     import uvicorn
 
     from sorl_tools.serve.connections import limited_config
 
     config = limited_config(app, limits, app.refused, drain_s=drain_s)
-    # uvicorn ends in order, and then raises the signal again under the handler that it found
+    # After its shutdown, uvicorn raises the signal again for the handler that it found.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         uvicorn.Server(config).run(sockets=[bound])
@@ -121,8 +109,10 @@ def _say(host: str, port: int, what: str, token: str | None) -> None:
     where = f"[{host}]" if ":" in host else host
     print(f"sorl-serve-agent: http://{where}:{port}/v1: {what}", flush=True)
     if token is None and host not in _LOOPBACK:
-        said = f"anyone who reaches {host} may ask: there is no --token_file"
-        print(f"sorl-serve-agent: warning: {said}", file=sys.stderr, flush=True)
+        say(
+            "sorl-serve-agent",
+            f"warning: anyone who can reach {host} may ask, because there is no --token_file",
+        )
 
 
 if __name__ == "__main__":

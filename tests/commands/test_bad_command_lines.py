@@ -22,6 +22,8 @@ except ModuleNotFoundError:  # Python 3.10
 for package in ("torch", "transformers", "uvicorn", "msgspec", "numba"):
     pytest.importorskip(package, reason="all commands want all packages")
 
+from sorl_env.command import version  # noqa: E402
+
 from .lines import COMMANDS, Outcome, Row, as_process, in_process, listing, read_table, sockets  # noqa: E402
 from .world import make_world  # noqa: E402
 
@@ -107,6 +109,12 @@ def test_as_processes(row: Row, root: Path, places: dict[str, str]) -> None:
     check(row, alone, root, before)
     inside = in_process(row, root, places)
     assert (alone.status, alone.err.splitlines()[-1:]) == (inside.status, inside.err.splitlines()[-1:])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_prints_its_version(command: str, root: Path, places: dict[str, str]) -> None:
+    outcome = in_process(Row(f"{command} --version", ()), root, places)
+    assert (outcome.status, outcome.out, outcome.err) == (0, f"{command} {version()}\n", "")
 
 
 def test_the_tables_know_every_command() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
+import json
+import math
 import os
 import signal
 import subprocess
@@ -14,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from sorl_env.bounds import MOST, Bounds
-from sorl_env.command import Parser, number, run_command, seed, whole
+from sorl_env.command import Parser, number, print_json, run_command, seed, whole
 from sorl_env.errors import UserError, did_you_mean, no_such_file
 from sorl_env.folders import new_folder
 
@@ -135,6 +138,21 @@ def test_an_unknown_option_gets_a_suggestion() -> None:
         parser.parse_args(["build", "--batch_sise", "3"])
     with pytest.raises(UserError, match="unexpected argument 'more'"):
         parser.parse_args(["build", "more"])
+
+
+def test_dashes_and_underscores_are_the_same_in_names_only() -> None:
+    parser = Parser(prog="sorl-x", mappings=("task_args",))
+    parser.add_argument("--run_dir")
+    parser.add_argument("--viewers", action=argparse.BooleanOptionalAction)
+    parser.add_argument("rest", nargs="*")
+    words = ["--run-dir=a-b", "--no-viewers", "--task-args.top-k", "x-y", "--", "--as-it-is"]
+    read = vars(parser.parse_args(words))
+    assert read == {"run_dir": "a-b", "viewers": False, "task_args.top_k": "x-y", "rest": ["--as-it-is"]}
+
+
+def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"checks": (Bounds(low=1),), "share": math.nan, "path": Path("a/b")})
+    assert json.loads(capsys.readouterr().out) == {"checks": [[1, None, None]], "share": None, "path": "a/b"}
 
 
 def test_what_is_at_a_path(tmp_path: Path) -> None:

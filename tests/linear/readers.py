@@ -25,8 +25,7 @@ from sorl_env.tool import ToolCall
 from sorl_tasks import minihop
 from sorl_tools.index import words
 from sorl_tools.search.stats import holds_answer, search_metrics
-from sorl_train.evaluate.answers import extract_choice, read_answer, read_choice
-from sorl_train.evaluate.scores import answer_in_text
+from sorl_train.evaluate.answers import answer_in_text, extract_choice, read_answer, read_choice
 from sorl_train.report.dialogues import segments
 
 METALS = {"A": "Iron", "B": "Zinc", "C": "A reduction in the B", "D": "iron iron iron iron zinc"}

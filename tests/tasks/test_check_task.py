@@ -157,7 +157,7 @@ def test_command_line_with_data_and_corpus(
     data, corpus = tmp_path / "q.jsonl", tmp_path / "c.jsonl"
     data.write_text(json.dumps({"question": "Who?", "golden_answers": ["<search>"]}) + "\n")
     corpus.write_text(json.dumps({"id": "0", "contents": '"Who"\nThe band.'}) + "\n")
-    assert main(["nq", "--data", str(data), "--corpus", str(corpus)]) == 1
+    assert main(["nq", "--data", str(data), "--search.corpus", str(corpus)]) == 1
     out = capsys.readouterr().out
     assert "FAIL  gold answer" in out
     assert "1 hits: 'Doc 1 (Who): The band.'" in out
@@ -169,8 +169,8 @@ def test_command_line_with_data_and_corpus(
     [
         (["hotpotq"], "Did you mean 'hotpotqa'"),
         (["nq", "--data", "nowhere/q.jsonl"], "no such file or folder"),
-        (["nq", "--corpus", "nowhere.jsonl"], "nowhere.jsonl: no such corpus"),
-        (["nq", "--search-url", "nowhere"], "give an address such as"),
+        (["nq", "--search.corpus", "nowhere.jsonl"], "nowhere.jsonl: no such corpus"),
+        (["nq", "--search.url", "nowhere"], "give an address such as"),
         (["nq", "--tokenizer", "nowhere"], "nowhere: no tokenizer there"),
     ],
 )

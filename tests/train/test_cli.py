@@ -194,7 +194,7 @@ def test_options_become_typed_overrides() -> None:
         (["--config", "quikstart"], "unknown config 'quikstart'. Did you mean 'quickstart'?"),
         (["--config", "nowhere/x.yaml"], "no config file 'nowhere/x.yaml'"),
         (["algo=so_ppo"], "unexpected argument 'algo=so_ppo': options are written --name value"),
-        (["--seed"], "--seed: expected one argument"),
+        (["--seed"], "--seed expected one argument"),
         (["--update.epochs", "two"], "update.epochs: expected a whole number, got 'two'"),
         (["--task_args.hops", "[1"], "--task_args.hops, line 1: not valid YAML"),
         (["--rollout.group_size", "3"], "group_size 3 does not divide"),

@@ -8,25 +8,25 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from sorl_env.check import describe_checks
-from sorl_env.command import Parser, number, run_command, whole
+from sorl_env.command import Parser, add_json_option, interrupt_on, number, print_json, run_command, whole
 from sorl_env.errors import UserError
+from sorl_env.figures import duration, size
 from sorl_tools.index.build.build import BACKENDS, build
 from sorl_tools.index.build.estimate import estimate
 from sorl_tools.index.build.options import Bm25Options, DenseOptions, HybridOptions
 from sorl_tools.index.manifest import Manifest, read_manifest
 from sorl_tools.index.open import open_index
 from sorl_tools.index.verify import check_files, check_recall
-from sorl_tools.progress import Progress, duration
+from sorl_tools.progress import Progress
 
 MOST_PASSAGES = 10**13  # a thousand times the largest index anyone has built
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 0 done, 1 an index has a fault, 2 wrong usage, 130 interrupted."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_on(signal.SIGTERM)
     given = list(sys.argv[1:] if argv is None else argv)
     again = "; the same command continues from here" if given[:1] == ["build"] else ""
     return run_command("sorl-index", _run, given, interrupted=f"interrupted{again}")
@@ -35,10 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     return int(arguments.run(arguments))
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,12 +46,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_build(commands.add_parser("build", help="build an index, or continue an interrupted build"))
     info = commands.add_parser("info", help="print the facts about an index")
     info.add_argument("index", type=Path, help="folder of the index")
+    add_json_option(info)
     info.set_defaults(run=_info)
     verify = commands.add_parser("verify", help="check the files and search for some passages")
     verify.add_argument("index", type=Path, help="folder of the index")
     verify.add_argument("--sample", type=whole(1), default=200, help="passages to search for (default: 200)")
     verify.add_argument("--model", help="folder or name of the embedding model, if it has moved")
     verify.add_argument("--device", help="torch device of the model")
+    add_json_option(verify)
     verify.set_defaults(run=_verify)
     guess = commands.add_parser("estimate", help="estimate memory, disk and time of a build")
     guess.add_argument("--passages", type=whole(1, MOST_PASSAGES), required=True)
@@ -64,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     guess.add_argument("--dim", type=whole(1, 1_000_000), default=768, help="elements of a vector")
     guess.add_argument("--faiss", default="flat", help="as for build")
     guess.add_argument("--embed_rate", type=number(above=0), help="passages embedded per second")
+    add_json_option(guess)
     guess.set_defaults(run=_estimate)
     return parser
 
@@ -128,7 +127,8 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    _print(read_manifest(arguments.index))
+    manifest = read_manifest(arguments.index)
+    (print_json if arguments.json else _print)(manifest)
     return 0
 
 
@@ -138,7 +138,7 @@ def _print(manifest: Manifest) -> None:
     print(f"{'corpus':<12}{', '.join(manifest.corpus['source'])}  {manifest.corpus['hash']}")
     for part, parameters in manifest.parameters.items():
         print(f"{part:<12}{', '.join(f'{key} {value}' for key, value in parameters.items())}")
-    print(f"{'on disk':<12}{human_bytes(manifest.bytes)} in {len(manifest.files)} files")
+    print(f"{'on disk':<12}{size(manifest.bytes)} in {len(manifest.files)} files")
     print(f"{'built':<12}{manifest.built_at}, in {duration(manifest.build_seconds)}")
     print(f"{'versions':<12}{', '.join(f'{name} {number}' for name, number in manifest.versions.items())}")
     print(f"{'hash':<12}{manifest.hash}")
@@ -154,7 +154,10 @@ def _verify(arguments: argparse.Namespace) -> int:
         index = open_index(arguments.index, model=arguments.model, device=arguments.device)
         checks.append(check_recall(index, arguments.index, arguments.sample))
         index.close()
-    print(describe_checks(checks, 28))
+    if arguments.json:
+        print_json({"checks": checks})
+    else:
+        print(describe_checks(checks, 28))
     return int(not all(check.passed for check in checks))
 
 
@@ -167,23 +170,17 @@ def _estimate(arguments: argparse.Namespace) -> int:
         faiss=arguments.faiss,
         embed_rate=arguments.embed_rate,
     )
+    if arguments.json:
+        print_json(guess)
+        return 0
     print(f"{arguments.passages:,} passages, {arguments.backend}:")
-    print(f"{'index on disk':<28}{human_bytes(guess.disk)}")
-    print(f"{'disk while it is built':<28}{human_bytes(guess.build_disk)}")
-    print(f"{'memory while it is built':<28}{human_bytes(guess.build_memory)}")
-    print(f"{'memory to search, private':<28}{human_bytes(guess.private_memory)} a process")
-    print(f"{'memory to search, shared':<28}{human_bytes(guess.shared_memory)}, with all mapped files in use")
+    print(f"{'index on disk':<28}{size(guess.disk)}")
+    print(f"{'disk while it is built':<28}{size(guess.build_disk)}")
+    print(f"{'memory while it is built':<28}{size(guess.build_memory)}")
+    print(f"{'memory to search, private':<28}{size(guess.private_memory)} a process")
+    print(f"{'memory to search, shared':<28}{size(guess.shared_memory)}, with all mapped files in use")
     print(f"{'time to build':<28}{duration(guess.build_seconds)} on one core{guess.embedding_note}")
     return 0
-
-
-def human_bytes(count: float) -> str:
-    """A size such as ``1.5 GB``, with units of powers of ten."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ sorl.makeDialogue = (host) => {
       call.latency_s === null ? "" : sorl.seconds(call.latency_s),
       call.attempts > 1 ? `${call.attempts} attempts` : "",
       call.cached ? "replayed" : "",
-      call.cut_from ? `reply cut, it had ${sorl.count(call.cut_from, "character")}` : "",
+      call.cut_from ? `reply cut from ${sorl.count(call.cut_from, "character")}` : "",
     ];
     element(line, "span", ` ${facts.filter(Boolean).join(" · ")}`, "muted");
     if (call.error) element(line, "span", ` ${call.error}`, "fault");
@@ -40,7 +40,7 @@ sorl.makeDialogue = (host) => {
     if (turn.error) element(head, "span", ` ${turn.error}`, "fault");
     const facts = [sorl.count(turn.length, "token")];
     if (turn.generate_s) facts.push(sorl.seconds(turn.generate_s));
-    facts.push(`policy ${turn.version}`);
+    facts.push(`policy version ${turn.version}`);
     if (turn.tokens) facts.push(`${turn.tokens.clipped.filter(Boolean).length} clipped`);
     element(head, "span", ` ${facts.join(" · ")}`, "muted");
     drawText(turn, element(box, "pre"));
@@ -59,7 +59,7 @@ sorl.makeDialogue = (host) => {
     element(line, "span", `${row.kind === "eval" ? "held-out, after step" : "training step"} ${row.step}`);
     element(line, "span", `stopped: ${row.stop}`);
     if (row.mark) element(line, "span", `${row.mark} reward of its step`, "mark");
-    if (row.excluded) element(line, "span", "left out of the loss", "fault");
+    if (row.excluded) element(line, "span", "excluded from the loss", "fault");
     if (dialogue.error) element(head, "p", `error: ${dialogue.error}`, "fault");
     const facts = element(head, "dl", "", "facts");
     for (const [name, value] of dialogue.facts) {
@@ -105,7 +105,7 @@ sorl.makeDialogue = (host) => {
     if (dialogue) {
       drawHead(row, dialogue);
       turns.forEach(drawTurn);
-    } else element(host, "p", "No dialogue fits these filters.", "empty");
+    } else element(host, "p", "No dialogue matches these filters.", "empty");
     host.dataset.key = row ? row.key : "";
     drawLegend();
   };

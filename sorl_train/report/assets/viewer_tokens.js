@@ -57,8 +57,8 @@ sorl.tokens = (() => {
 
   const figures = (tokens, i) => {
     const rows = [
-      ["ratio in the loss", number(tokens.ratio[i])],
-      ["log ratio of the token", number(tokens.log_ratio[i])],
+      ["importance ratio in the loss", number(tokens.ratio[i])],
+      ["log-ratio of the token", number(tokens.log_ratio[i])],
       ["advantage", number(tokens.advantage[i])],
       ["entropy", `${number(tokens.entropy[i])} nats`],
     ];

@@ -7,7 +7,7 @@ have no times and no paths of this machine, so that a run that was killed and re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +119,3 @@ def public_name(name: str) -> str:
 def figure(value: float | None) -> str:
     """A figure with three digits after the point; empty for None."""
     return "" if value is None else f"{value:.3f}"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

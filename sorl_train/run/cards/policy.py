@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sorl_env.figures import markdown_table
 from sorl_env.task import Task
 from sorl_train.config.files import config_hash
 from sorl_train.config.find_algorithm import short_name
 from sorl_train.config.settings import TINY, TrainConfig
-from sorl_train.run.cards.facts import CARD, HUB, CardRun, figure, front_matter, hub_name, public_name, table
+from sorl_train.run.cards.facts import CARD, HUB, CardRun, figure, front_matter, hub_name, public_name
 from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import RunDir
 
@@ -41,19 +42,17 @@ def usage_options(config: TrainConfig) -> list[str]:
     """Options of ``sorl-ask``, ``sorl-eval`` and ``sorl-serve-agent`` with a run's settings, for those who have only
     the policy. What only the run's author has (a server, a corpus) is a name in capitals."""
     options = ["--task", public_name(config.task)]
-    if config.task_args:
-        knobs = (f"{name}={json.dumps(value)}" for name, value in config.task_args.items())
-        options += ["--task_args", *knobs]
-    limits = {name: value for name, value in dataclasses.asdict(config.limits).items() if value is not None}
-    if limits:
-        options += ["--limits", *(f"{name}={value}" for name, value in limits.items())]
+    for name, value in config.task_args.items():
+        options += [f"--task_args.{name}", json.dumps(value)]
+    for name, value in dataclasses.asdict(config.limits).items():
+        options += [] if value is None else [f"--limits.{name}", str(value)]
     if config.search.url:
-        options += ["--search_url", "RETRIEVAL_SERVER"]
+        options += ["--search.url", "RETRIEVAL_SERVER"]
     if config.search.corpus:
-        options += ["--corpus", "PASSAGES"]
+        options += ["--search.corpus", "PASSAGES"]
     if config.search.top_k != 3:
-        options += ["--top_k", str(config.search.top_k)]
-    return options if config.chat_template else [*options, "--no_chat_template"]
+        options += ["--search.top_k", str(config.search.top_k)]
+    return options if config.chat_template else [*options, "--chat_template", "false"]
 
 
 def _text(run: CardRun, step: int, best: bool) -> str:
@@ -125,7 +124,7 @@ def _facts(run: CardRun, step: int) -> str:
         "all settings": f"`config.yaml` of the run, whose settings have the SHA-256 `{config_hash(config)}`",
         "changed on the way": ", ".join(changes),
     }
-    return table(("", ""), [(name, text) for name, text in facts.items() if text])
+    return markdown_table(("", ""), [(name, text) for name, text in facts.items() if text])
 
 
 def _reinforced(config: TrainConfig, step: int) -> dict[str, str]:
@@ -182,7 +181,7 @@ def _evaluated(run: CardRun, evaluations: Sequence[Mapping[str, Any]], step: int
     if run.data("eval").get("is_sample"):
         notes += " The questions are a sample embedded in the task, **not the benchmark**."
     head = ("step", "questions", *(_FIGURES[name] for name in names))
-    return f"## Figures\n\n{table(head, rows)}\n\n{notes}"
+    return f"## Figures\n\n{markdown_table(head, rows)}\n\n{notes}"
 
 
 def _use(run: CardRun) -> str:

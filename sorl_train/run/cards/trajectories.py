@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from sorl_env.figures import markdown_table
 from sorl_env.task import Task
 from sorl_train.config.settings import TrainConfig
-from sorl_train.run.cards.facts import CARD, CardRun, figure, front_matter, table
+from sorl_train.run.cards.facts import CARD, CardRun, figure, front_matter
 from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import RunDir
 
@@ -62,7 +63,7 @@ def _text(run: CardRun) -> str:
         "What a policy wrote, turn by turn, and what its tools replied: as sampled in training (`sampled`), and when "
         f"it was evaluated on held-out questions (`evaluation`, {run.decoding}). Made with sorl.",
         _files_table(run, files),
-        table(("", ""), [(name, text) for name, text in facts.items() if text]),
+        markdown_table(("", ""), [(name, text) for name, text in facts.items() if text]),
         _COLUMNS,
         _LIMITS,
         _LICENCE,
@@ -95,4 +96,4 @@ def _files_table(run: CardRun, files: Mapping[str, Sequence[Path]]) -> str:
         ends = [figure(success.get(step)) for step in (first, last)]
         rows.append((f"`{kind}`", f"`{_KINDS[kind][1]}`", f"{len(found)}, of steps {first} to {last}", *ends))
     head = ("configuration", "files", "how many", "success in the first", "success in the last")
-    return table(head, rows)
+    return markdown_table(head, rows)

@@ -26,9 +26,9 @@ def test_a_dialogue_is_shown_as_the_environment_shows_it(expert: Policy, minihop
 
 
 def test_a_question_of_ones_own(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["What is the employer of nobody?", "--model", str(run_folder), "--threads", "1"])
+    status = main(["What is the employer of nobody?", "--model", str(run_folder), "--hardware.threads", "1"])
     printed, error = capsys.readouterr()
-    assert "no word for nobody; --index N" in error
+    assert "vocabulary lacks nobody" in error and "--index N" in error
     assert "Question: What is the employer of nobody?" in printed and "\033" not in printed
     assert (status, "No answer: " in printed) in ((1, True), (0, False))
 
@@ -37,7 +37,7 @@ def test_options_are_shown_and_the_prompt_holds_them(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["Which?", "--task", "alphamed19k", "--options", "A=iron", "B=zinc", "--model", str(run_folder)]
-    assert main([*command, "--limits", "max_new_tokens=4", "--color", "always"]) in (0, 1)
+    assert main([*command, "--limits.max_new_tokens", "4", "--color", "always"]) in (0, 1)
     printed = capsys.readouterr().out
     assert "A: iron\nB: zinc" in printed and "\033[1mQuestion:" in printed
 
@@ -50,7 +50,7 @@ def test_options_are_shown_and_the_prompt_holds_them(
         (["x"], "give a model folder"),
         (["x", "--model", "RUN", "--options", "1=zinc"], "write A=TEXT"),
         (["--index", "64", "--model", "RUN"], "questions 0 to 63"),
-        (["x", "--model", "RUN", "--task", "nq", "--search", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["x", "--model", "RUN", "--task", "nq", "--search.corpus", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
 def test_mistakes_are_named(

@@ -54,7 +54,7 @@ def test_a_run_folder_brings_its_task_and_its_best_checkpoint(
         "5",
         "--out",
         str(out),
-        "--threads",
+        "--hardware.threads",
         "1",
     ]
     assert main(command) == 0
@@ -75,8 +75,10 @@ def test_a_run_folder_brings_its_task_and_its_best_checkpoint(
     assert direct["searches"] == 0 and direct["answer_in_retrieved"] is None
 
     before = (out / "results.jsonl").read_bytes()
-    assert main(command) == 0  # all is there: nothing is answered again
-    assert "evaluate:" not in capsys.readouterr().err
+    assert main([*command, "--json"]) == 0  # all is there: nothing is answered again
+    printed = capsys.readouterr()
+    assert "evaluate:" not in printed.err
+    assert json.loads(printed.out) == json.loads((out / "summary.json").read_text())
     assert (out / "results.jsonl").read_bytes() == before
 
 
@@ -104,8 +106,18 @@ def test_all_names_of_a_checkpoint_are_the_same_policy(run_folder: Path, tmp_pat
 def test_an_interrupted_evaluation_goes_on_where_it_stopped(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [str(run_folder), "--mode", "direct", "agent", "--limit", "6", "--concurrency", "2", "--quiet"]
-    options += ["--limits", "max_new_tokens=6"]
+    options = [
+        str(run_folder),
+        "--mode",
+        "direct",
+        "agent",
+        "--limit",
+        "6",
+        "--sampler.max_concurrency",
+        "2",
+        "--quiet",
+    ]
+    options += ["--limits.max_new_tokens", "6"]
     assert main([*options, "--out", str(tmp_path / "whole")]) == 0
     add = Journal.add
 
@@ -129,8 +141,18 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(
 
 @pytest.mark.slow  # three processes
 def test_a_killed_evaluation_goes_on_to_the_same_file(run_folder: Path, tmp_path: Path) -> None:
-    options = ["--mode", "direct", "cot", "rag", "agent", "--concurrency", "3", "--threads", "1"]
-    options += ["--limits", "max_new_tokens=6"]  # fast, and yet not over before the kill
+    options = [
+        "--mode",
+        "direct",
+        "cot",
+        "rag",
+        "agent",
+        "--sampler.max_concurrency",
+        "3",
+        "--hardware.threads",
+        "1",
+    ]
+    options += ["--limits.max_new_tokens", "6"]  # fast, and yet not over before the kill
 
     def command(out: Path) -> list[str]:
         return [sys.executable, "-m", "sorl_train.evaluate.cli", str(run_folder), *options, "--out", str(out)]
@@ -180,7 +202,7 @@ def test_samples_give_pass_at_k(run_folder: Path, tmp_path: Path) -> None:
 
 def test_an_evaluation_grows(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With one question in flight a batch holds no other, and the same bytes come in whatever order."""
-    options = [str(run_folder), "--limits", "max_new_tokens=6", "--concurrency", "1", "--out"]
+    options = [str(run_folder), "--limits.max_new_tokens", "6", "--sampler.max_concurrency", "1", "--out"]
     grown, whole = tmp_path / "grown", tmp_path / "whole"
     assert main([*options, str(grown), "--mode", "agent", "--limit", "2", "--quiet"]) == 0
     wider = ["--mode", "direct", "agent", "--limit", "3"]
@@ -195,7 +217,7 @@ def test_each_checkpoint_of_a_run_has_a_folder_of_its_own(run_folder: Path, tmp_
     run = tmp_path / "small"
     shutil.copytree(run_folder, run)
     for model in (run, run / "checkpoints" / "step_000001"):
-        assert main([str(model), "--limit", "1", "--limits", "max_new_tokens=4", "--quiet"]) == 0
+        assert main([str(model), "--limit", "1", "--limits.max_new_tokens", "4", "--quiet"]) == 0
     labels = [json.loads((run / name / "summary.json").read_text())["label"] for name in FOLDERS]
     assert labels == ["small", "small-step_000001"]
 
@@ -222,19 +244,22 @@ def test_other_settings_do_not_go_into_the_same_folder(
         (["RUN", "--mode", "agnet"], "Did you mean 'agent'"),
         (["RUN", "--task", "minihopp"], "Did you mean 'minihop'"),
         (["RUN", "--task", "minihop", "minihop"], "names 'minihop' twice"),
-        (["RUN", "--samples", "2", "--temperature", "0"], "raise the temperature"),
+        (["RUN", "--samples", "2", "--sampler.temperature", "0"], "raise the temperature"),
         (["RUN", "--samples", "0"], "--samples must be at least 1, it is 0"),
-        (["RUN", "--limits", "max_turn=2"], "Did you mean 'max_turns'"),
-        (["RUN", "--limits", "max_turns=0"], "must be at least 1"),
-        (["RUN", "--task_args", "hops"], "write KEY=VALUE"),
-        (["RUN", "--task", "minihop", "nq", "--task_args", "hops=[1]"], "write NAME.hops=[1]"),
+        (["RUN", "--limits.max_turn", "2"], "Did you mean '--limits.max_turns'"),
+        (["RUN", "--limits.max_turns", "0"], "must be at least 1"),
+        (["RUN", "--task_args", "hops"], "Did you mean '--task_args.KEY'"),
+        (["RUN", "--task", "minihop", "nq", "--task_args.hops", "[1]"], "write --task_args.NAME.hops"),
         (["RUN", "--task", "minihop", "nq", "--data", "a", "b"], "with several of them write minihop=a"),
         (
             ["RUN", "--task", "nq", "medqa", "--data", "nq=a", "medq=b"],
             "no task 'medq' is given with --task. Did",
         ),
-        (["RUN", "--task", "nq", "--corpus", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["RUN", "--concurrency", "0"], "--concurrency must lie between 1 and 65536, it is 0"),
+        (["RUN", "--task", "nq", "--search.corpus", "nowhere.jsonl"], "nowhere.jsonl"),
+        (
+            ["RUN", "--sampler.max_concurrency", "0"],
+            "--sampler.max_concurrency must lie between 1 and 65536, it is 0",
+        ),
         (["RUN", "--colour"], "unknown option --colour. Did you mean"),
         (["RUNS"], "there is no model at"),
         ([], "give a model folder"),

@@ -39,8 +39,8 @@ def vllm(folder: str) -> Iterator[Served]:
 
 
 def evaluate(out: Path, *options: str, world: dict[str, Any] = WORLD) -> list[dict[str, Any]]:
-    knobs = [f"{key}={value}" for key, value in world.items()]
-    command = ["--task", "minihop", "--task_args", *knobs, "--quiet", "--threads", "1", "--out", str(out)]
+    knobs = [f"--task_args.{key}={value}" for key, value in world.items()]
+    command = ["--task", "minihop", *knobs, "--quiet", "--hardware.threads", "1", "--out", str(out)]
     assert main([*options, *command]) == 0
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
@@ -121,16 +121,29 @@ def test_a_refusal_and_an_outage_stop_the_evaluation_with_the_reason(
 def test_an_evaluation_stopped_by_an_outage_goes_on_when_the_server_is_back(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--task", "minihop", "--mode", "direct", "--limit", "12", "--concurrency", "1", "--quiet"]
-    options += ["--limits", "max_new_tokens=6"]
+    options = [
+        "--task",
+        "minihop",
+        "--mode",
+        "direct",
+        "--limit",
+        "12",
+        "--sampler.max_concurrency",
+        "1",
+        "--quiet",
+    ]
+    options += ["--limits.max_new_tokens", "6"]
     with serving(folder, vllm=True) as served:
         whole = evaluate(tmp_path / "whole", *served_as(served, *options[2:]))
     with serving(folder, vllm=True) as served:
-        command = [*served_as(served, "--timeout_s", "0.4"), *options, "--task_args"]
-        command += [f"{key}={value}" for key, value in WORLD.items()] + ["--out", str(tmp_path / "broken")]
+        command = [*served_as(served, "--timeout_s", "0.4"), *options]
+        command += [f"--task_args.{key}={value}" for key, value in WORLD.items()] + [
+            "--out",
+            str(tmp_path / "broken"),
+        ]
         served.requests = Stopper(served)  # type: ignore[assignment]
         assert main(command) == 2
-        assert "what is answered is kept" in capsys.readouterr().err
+        assert "the answers so far are kept" in capsys.readouterr().err
         kept = (tmp_path / "broken" / "results.jsonl").read_text().splitlines()
         assert 1 <= len(kept) < 12
         served.requests, served.faults = [], []
@@ -196,7 +209,7 @@ def test_an_end_of_text_inside_a_block_is_not_its_closing_tag(
 
     monkeypatch.setattr(vllm, "complete", complete)
     options = served_as(vllm, "--tokenizer", folder, "--mode", "agent", "--limit", "1")
-    (row,) = evaluate(tmp_path / "out", *options, "--limits", "max_turns=1")
+    (row,) = evaluate(tmp_path / "out", *options, "--limits.max_turns", "1")
     (turn,) = row["turns"]
     assert turn["token_ids"] == ids and turn["kind"] == "invalid" and row["answer"] is None
 
@@ -231,5 +244,5 @@ def test_half_surrogate_pairs_of_a_served_model_are_replaced() -> None:
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b"1" * 5000, b"\xff", b"<html>", b'{"choices": []}', b"[]"])
 def test_what_is_no_reply_is_a_clear_error(body: bytes) -> None:
-    with pytest.raises(UserError, match=r"the reply is no JSON|not a reply of /v1/completions"):
+    with pytest.raises(UserError, match=r"the reply is not JSON|not a reply of /v1/completions"):
         reply_of(body)

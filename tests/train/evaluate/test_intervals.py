@@ -8,12 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from sorl_train.evaluate.intervals import bootstrap_means, mcnemar_exact, mean_interval, paired
+from sorl_train.evaluate.intervals import mcnemar_exact, mean_interval, paired
+from sorl_train.run.bootstrap import bootstrap
 
 
 def test_resampled_means_follow_the_exact_distribution() -> None:
     """Of (0, 0, 1) the 27 resamples have means 0, 1/3, 2/3, 1 in the shares 8, 12, 6, 1."""
-    means = bootstrap_means([0.0, 0.0, 1.0], draws=200_000)
+    means = bootstrap([0.0, 0.0, 1.0], draws=200_000)
     for value, share in ((0.0, 8 / 27), (1 / 3, 12 / 27), (2 / 3, 6 / 27), (1.0, 1 / 27)):
         assert np.isclose(means, value).mean() == pytest.approx(share, abs=0.004)
 
@@ -31,7 +32,7 @@ def test_two_draws_by_hand() -> None:
     indices = np.random.default_rng(7).integers(0, 4, size=(2, 4))
     values = [1.0, 2.0, 4.0, 8.0]
     by_hand = [sum(values[i] for i in row) / 4 for row in indices]
-    assert bootstrap_means(values, draws=2, seed=7).tolist() == by_hand
+    assert bootstrap(values, draws=2, seed=7).tolist() == by_hand
     found = mean_interval(values, draws=2, seed=7)
     below, above = sorted(by_hand)  # quantiles of two values lie between them
     assert found.low == pytest.approx(below + 0.025 * (above - below))
@@ -59,7 +60,7 @@ def test_intervals_repeat_and_cover_the_true_mean_about_as_often_as_they_say() -
 
 
 def test_many_questions_are_resampled_in_parts() -> None:
-    whole = bootstrap_means([0.0, 1.0] * 3000, draws=2000)  # 12 million indices
+    whole = bootstrap([0.0, 1.0] * 3000, draws=2000)  # 12 million indices
     assert whole.shape == (2000,) and whole.std() == pytest.approx(math.sqrt(0.25 / 6000), rel=0.1)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_train.evaluate.scores import answer_in_text, ks, pass_at_k, score, scores
+from sorl_train.evaluate.answers import answer_in_text, ks, pass_at_k, score, scores
 
 
 def test_scores_agree_with_seven_public_scorers(shared_data: Path) -> None:

@@ -76,11 +76,11 @@ def test_the_command_on_a_run_and_on_its_record(tmp_path: Path, capsys: pytest.C
     assert main(["alarm", str(run_dir.path), "--records", str(records)]) == 0
     first = capsys.readouterr().out
     assert "| mine | 4 | 7 | 0.800 | 0.100 | 7 | 1 | 6 | 0.080 | strain |" in first
-    assert "1 collapsed" in first and "1 were alarmed 5 steps ahead or more" in first
+    assert "1 collapsed" in first and "1 had an alarm 5 or more steps before" in first
     assert main(["alarm", str(records)]) == 0
     assert capsys.readouterr().out == first
-    assert main(["alarm", str(records), "--strain", "0.1"]) == 0
-    assert "| 7 |  |  | 0.080 |  |" in capsys.readouterr().out
+    assert main(["alarm", str(records), "--alarm.strain", "0.1"]) == 0
+    assert "| 7 | | | 0.080 | |" in capsys.readouterr().out
 
 
 def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,8 +88,8 @@ def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "page.html").write_text("<html></html>\n")
     for path, said in (
         ("nothing", "it has no metrics.jsonl"),
-        ("notes.jsonl", "notes.jsonl, line 1: no recorded run"),
-        ("page.html", "page.html, line 1: no recorded run"),
+        ("notes.jsonl", "notes.jsonl, line 1: this is not a recorded run"),
+        ("page.html", "page.html, line 1: this is not a recorded run"),
     ):
         assert main(["alarm", str(tmp_path / path)]) == 2
         assert said in capsys.readouterr().err

@@ -41,9 +41,11 @@ def test_a_run_that_fails_is_told_with_its_reason(tmp_path: Path, capsys: pytest
     study.write_text("settings: {task: minhop}\n")
     assert main(["stability", "--config", str(study), "--out", str(tmp_path / "out")]) == 1
     out, error = capsys.readouterr()
-    assert "1/1 FAILED" in out and out.endswith("no run has finished yet\n")
-    assert error.startswith("failed (sorl-train: there is no task 'minhop'. Did you mean 'minihop'?")
-    assert error.rstrip().endswith(".log), so not in the table: default, seed 0")
+    assert "1/1 FAILED" in error and out == "no run has finished yet\n"
+    failed = (
+        "\nsorl-lab: default, seed 0 failed (sorl-train: there is no task 'minhop'. Did you mean 'minihop'?"
+    )
+    assert failed in error and error.rstrip().endswith(".log), so it is not in the table")
 
 
 @pytest.fixture(name="ctrl_c")
@@ -82,11 +84,11 @@ def test_a_folder_is_one_studys_at_a_time(run: Run, tmp_path: Path) -> None:
     for name in ("logs", "configs"):
         (tmp_path / name).mkdir()
     with lab._alone_in(tmp_path) as lock:
-        with pytest.raises(UserError, match="another sorl-lab, or a run that one left behind"):
+        with pytest.raises(UserError, match="another sorl-lab, or a run that it started"):
             run_all([], tmp_path, 1)
         process = lab._start(run, tmp_path, lock)
     try:
-        with pytest.raises(UserError, match=f"is at work in {tmp_path}"):
+        with pytest.raises(UserError, match=f"is still working in {tmp_path}"):
             run_all([], tmp_path, 1)
     finally:
         process.kill()
@@ -122,7 +124,7 @@ def test_mistakes_on_the_command_line(
 def test_a_file_in_place_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").write_text("")
     assert main(["stability", "--config", "severe", "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.startswith(f"sorl-lab: {tmp_path / 'out'}")
+    assert f"\nsorl-lab: {tmp_path / 'out'}" in capsys.readouterr().err
 
 
 def test_a_study_of_which_no_run_has_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,5 +133,5 @@ def test_a_study_of_which_no_run_has_finished(tmp_path: Path, capsys: pytest.Cap
     assert main(["stability", "--config", "severe", "--out", str(tmp_path), "--table"]) == 0
     assert capsys.readouterr() == (
         "no run has finished yet\n",
-        "begun and not finished, so not in the table: so_ppo, seed 0\n",
+        "sorl-lab: so_ppo, seed 0 has not finished, so it is not in the table\n",
     )

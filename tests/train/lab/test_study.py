@@ -187,8 +187,8 @@ def test_a_study_runs_and_goes_on_where_it_stopped(
     results = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     assert len(results) == 1 and json.loads(results[0])["arm"] == "ppo"
     assert main(command) == 0
-    out = capsys.readouterr().out
-    assert "2 runs, 1 done" in out and out.count("| ppo | 1 |") == 2 and "| so_grpo | 1 |" in out
+    out, error = capsys.readouterr()
+    assert "2 runs, 1 done" in error and out.count("| ppo | 1 |") == 2 and "| so_grpo | 1 |" in out
     first = (tmp_path / "out" / "results.jsonl").read_text()
     run_id = json.loads(first.splitlines()[1])["id"]
     run_dir = RunDir(tmp_path / "out" / "runs" / run_id)

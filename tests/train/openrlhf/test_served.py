@@ -71,9 +71,9 @@ def test_a_served_model_agrees_token_by_token(tmp_path: Path) -> None:
     shutil.copytree(run / "checkpoints" / "best" / "policy", model)
 
     def evaluate(out: Path, *policy: str) -> None:
-        knobs = [f"{name}={json.dumps(value)}" for name, value in WORLD.items()]
-        task = ["--task", "minihop", "--task_args", *knobs, "--mode", "direct", "cot", "rag", "agent"]
-        limits = ["--limits", "max_new_tokens=32", "max_trajectory_tokens=512"]
+        knobs = [f"--task_args.{name}={json.dumps(value)}" for name, value in WORLD.items()]
+        task = ["--task", "minihop", *knobs, "--mode", "direct", "cot", "rag", "agent"]
+        limits = ["--limits.max_new_tokens", "32", "--limits.max_trajectory_tokens", "512"]
         evaluation = [
             sys.executable,
             "-m",
@@ -88,7 +88,7 @@ def test_a_served_model_agrees_token_by_token(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
     here, there, report = tmp_path / "here", tmp_path / "there", tmp_path / "agreement.json"
-    evaluate(here, str(model), "--threads", "1")
+    evaluate(here, str(model), "--hardware.threads", "1")
     with vllm_server(model, tmp_path / "vllm.log") as url:
         evaluate(there, "--endpoint", url, "--model_name", "tiny", "--tokenizer", str(model))
     agreement = [sys.executable, str(AGREEMENT), str(model), str(here), str(there), "--json", str(report)]

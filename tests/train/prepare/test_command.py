@@ -25,7 +25,7 @@ def test_prepare_check_and_show(
     said = capsys.readouterr()
     assert (
         f"{out}/train.jsonl: 298 questions" in said.out
-        and "test.jsonl: 51 of its questions stand in train word for word" in said.err
+        and "test.jsonl: 51 of its questions are in train word for word" in said.err
     )
     assert (
         main(

@@ -148,7 +148,7 @@ def test_hub_layouts_through_datasets(tmp_path: Path) -> None:
     config = {"config_name": "pqa_labeled", "data_files": [{"split": "train", "path": "pqa_labeled/train-*"}]}
     (tmp_path / "pubmedqa" / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': [config]})}---\n")
     with pytest.raises(
-        UserError, match=r"nothing says whether this question is for training .* give --test_ids"
+        UserError, match=r"it is not known whether this is a train or a test question: give --test_ids"
     ):
         made("pubmedqa", tmp_path / "pubmedqa_out", str(tmp_path / "pubmedqa"))
     made("pubmedqa", tmp_path / "pubmedqa_out", str(tmp_path / "pubmedqa"), test_ids=frozenset(("1", "3")))

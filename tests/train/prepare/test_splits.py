@@ -91,7 +91,7 @@ def test_train_is_checked_against_other_benchmarks(shared_data: Path, tmp_path: 
     }
     assert manifest["files"]["train.jsonl"]["rows"] == 5809 - 626
     assert {row["with"] for row in rows_of(tmp_path / "alphamed" / "overlap.jsonl")} == {"medqa/test.jsonl"}
-    with pytest.raises(UserError, match="--against checks a train split, and none is prepared"):
+    with pytest.raises(UserError, match="--against needs a train split to check, and none is prepared"):
         made("medqa", medqa, f"test={shared_data / 'medical/medqa_test.jsonl.gz'}", against=(mmlu,))
-    with pytest.raises(UserError, match=r"another file is called medqa/test\.jsonl, too"):
+    with pytest.raises(UserError, match=r"another file has the same name medqa/test\.jsonl"):
         made("alphamed19k", tmp_path / "alphamed", train, against=(medqa / "test.jsonl",) * 2)

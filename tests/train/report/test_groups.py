@@ -50,7 +50,7 @@ def test_a_study_stands_for_its_runs(make_run: MakeRun, tmp_path: Path) -> None:
         find_runs([study, study / "runs" / "ppo-s2-cc"])
     with (study / "results.jsonl").open("a") as stream:
         stream.write('{"arm": "ppo"}\n')
-    with pytest.raises(UserError, match=r"results\.jsonl, line 2: no result of a study"):
+    with pytest.raises(UserError, match=r"results\.jsonl, line 2: this is not a result of a study"):
         find_runs([study])
 
 
@@ -279,7 +279,7 @@ def test_many_runs_leave_out_what_is_long(make_run: MakeRun, tmp_path: Path) -> 
     text = write_report([tmp_path], tmp_path / "report.html").read_text()
     assert f"<h1>{tmp_path.name}: 9 runs</h1>" in text
     assert '<details class="dialogue"' not in text and "manifest (versions" not in text
-    assert "are in the reports of each" in text
+    assert "are only in the report of each run" in text
     few = write_report([tmp_path / "runs" / f"ppo-s{seed}" for seed in range(8)], tmp_path / "few.html")
     assert '<details class="dialogue"' in few.read_text()
 

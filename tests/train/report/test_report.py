@@ -46,7 +46,7 @@ def test_a_finished_run(make_run: MakeRun, tmp_path: Path) -> None:
         ">0.973<",
         ">0.012<",
         "3 min 51 s",
-        "1.84 GB",
+        "1.8 GB",
     ):
         assert expected in text
     assert "<dt>loss.clip_bias_norm</dt><dd>rms</dd>" in text
@@ -127,8 +127,8 @@ def test_missing_and_broken_files_are_named(make_run: MakeRun, tmp_path: Path) -
     ]  # fmt: skip
     assert "step_000040.jsonl:12: not valid JSON" in read.notes[-1]
     assert read.last_step == 39 and len(read.dialogues) == 10
-    assert missing_figures([read]) == ["Seconds a step", "Tokens a second"]
-    assert "7 notes on what is missing" in text_of(write_report([run], tmp_path / "report.html"))
+    assert missing_figures([read]) == ["Seconds per step", "Tokens per second"]
+    assert "7 notes about missing data" in text_of(write_report([run], tmp_path / "report.html"))
 
 
 def test_only_metrics(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_only_metrics(tmp_path: Path) -> None:
     data = chart_data([read], group_runs([read]), ["run"])
     assert data["figures"] == [] and [figure["title"] for figure in data["more"]] == ["loss/lr"]
     assert data["runs"][0]["values"]["loss/lr"] == [1e-4, None]
-    assert "None were saved." in text_of(write_report([tmp_path], tmp_path / "report.html"))
+    assert "The run saved no dialogues." in text_of(write_report([tmp_path], tmp_path / "report.html"))
 
 
 def test_no_run_at_all(make_run: MakeRun, tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_evaluations_when_there_is_nothing_else(batches: Callable[..., Path]) ->
 def test_a_folder_without_trajectories(tmp_path: Path) -> None:
     notes: list[str] = []
     assert choose_dialogues(tmp_path / "trajectories", notes) == []
-    assert notes == ["no dialogues: there is no trajectories/step_*.jsonl"]
+    assert notes == ["there are no dialogues: the run has no trajectories/step_*.jsonl"]
 
 
 def test_segments() -> None:
@@ -354,5 +354,7 @@ def test_curves_are_shown_whatever_happened_to_the_trajectories(
     data = chart_data([read], group_runs([read]), ["run"])
     assert data["figures"] and data["figures"][0]["title"] in page
     if not read.dialogues and name != "empty":
-        assert any(f"trajectories/{file.name} is used up to its fault" in page for file in files), read.notes
+        assert any(
+            f"trajectories/{file.name} is damaged, and used only up to there" in page for file in files
+        ), read.notes
         assert f"no viewer of {run}: " in said.err

@@ -85,7 +85,7 @@ def test_every_saved_dialogue(make_run: MakeRun, tmp_path: Path) -> None:
     )  # fmt: skip
     text = page.read_text()
     assert "default-src 'none'" in text and 'src="' not in text
-    assert "saved dialogues are in this page" not in text
+    assert "saved dialogues are on this page" not in text
 
 
 def test_a_reply_that_was_cut_is_marked(make_trajectory: MakeTrajectory) -> None:
@@ -112,7 +112,7 @@ def test_it_samples_and_says_so(make_run: MakeRun, tmp_path: Path) -> None:
     page = write_viewer(run, tmp_path / "new" / "page.html", most=30)
     rows, _ = contents(page)
     assert [sum(row["step"] == step for row in rows) for step in (1, 10, 20)] == [10, 10, 10]
-    assert "30 of 120 saved dialogues are in this page" in page.read_text()
+    assert "30 of 120 saved dialogues are on this page" in page.read_text()
     for step in (1, 10, 20):
         assert sorted(row["mark"] for row in rows if row["step"] == step)[-2:] == ["highest", "lowest"]
 
@@ -125,7 +125,7 @@ def test_command_line(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureF
     assert {row["step"] for row in contents(tmp_path / "some.html")[0]} == {10}
     for arguments, message in (
         (["--steps", "ten"], "--steps 'ten' is neither a step nor FIRST-LAST"),
-        (["--steps", "11-19"], "no dialogues of steps 11-19; saved are 1, 10, 20"),
+        (["--steps", "11-19"], "no dialogues of steps 11-19 were saved; choose from 1, 10, 20"),
         (["--steps", "20-10"], "--steps 20-10 ends before it begins: did you mean 10-20?"),
         (["--most", "0"], "--most must be at least 1, it is 0"),
         (["--out", str(tmp_path)], f"--out {tmp_path} is a folder; name a file"),
@@ -152,8 +152,8 @@ def test_a_file_that_was_cut_off(make_run: MakeRun, tmp_path: Path) -> None:
     page = write_viewer(run)
     assert len(contents(page)[0]) == 12 + 11
     text = page.read_text()
-    assert "trajectories/step_000010.jsonl is used up to its fault" in text
-    assert "trajectories/step_000010.tokens.jsonl.gz is used up to its fault" in text
+    assert "trajectories/step_000010.jsonl is damaged, and used only up to there" in text
+    assert "trajectories/step_000010.tokens.jsonl.gz is damaged, and used only up to there" in text
     last.write_bytes(b"")
     (run / "trajectories" / "step_000001.jsonl").write_bytes(b"{}\n")
     with pytest.raises(UserError, match=r"no dialogue in .* can be read: .*step_000001.jsonl:1"):
@@ -181,7 +181,7 @@ def test_a_page_keeps_to_its_size(batches: Callable[..., Path]) -> None:
     whole = pack_files(files, [], most=1000, most_bytes=10**9)
     half = pack_files(files, [], most=1000, most_bytes=whole.size // 2)
     assert half.size <= whole.size // 2 and 60 < len(half.rows) < 160
-    with pytest.raises(UserError, match=r"lowest and the highest reward of 2 files .* --steps FIRST-LAST"):
+    with pytest.raises(UserError, match=r"two dialogues of each of 2 steps .* --steps FIRST-LAST"):
         pack_files(files, [], most=1000, most_bytes=500)
 
 

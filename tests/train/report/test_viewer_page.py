@@ -53,7 +53,7 @@ def test_it_opens_alone(viewer: Any, page: Path) -> None:
     opened(viewer, "step-1/s1-p0/0")
     assert viewer.run("document.querySelectorAll('.row').length") < 40, "only as many rows as are seen"
     assert viewer.run("document.querySelector('.row[aria-selected=true]').ariaPosInSet") == "1"
-    assert "No per-token figures saved for this step." in viewer.run(TEXT)
+    assert "The run saved no figures per token for this step." in viewer.run(TEXT)
     assert viewer.complaints() == [] and viewer.requests() == [page.as_uri()]
 
 
@@ -69,14 +69,14 @@ def test_filters(viewer: Any) -> None:
     opened(viewer, "step-10/s10-p0/0")
     choose(viewer, "stop", "error", 1)
     opened(viewer, "step-10/s10-p2/0")
-    assert "left out of the loss" in viewer.run(TEXT)
+    assert "excluded from the loss" in viewer.run(TEXT)
     choose(viewer, "stop", "", 40)
     choose(viewer, "error", "unclosed", 1)
     choose(viewer, "error", "none", 39)
     right = sum(i % 3 != 0 for i in range(40)) - 1  # the third one is an outage
     choose(viewer, "min", "0.5", right)
     choose(viewer, "max", "0.9", 0)
-    assert "No dialogue fits these filters." in viewer.run(TEXT)
+    assert "No dialogue matches these filters." in viewer.run(TEXT)
     viewer.run("document.getElementById('clear').click()")
     viewer.wait_for(f"{COUNT} === '120 of 120 dialogues'")
     choose(viewer, "sort", "-clipped", 120)

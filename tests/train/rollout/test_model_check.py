@@ -222,10 +222,10 @@ def test_each_command_refuses_before_anything_starts(
 ) -> None:
     run = tmp_path / "run"
     task = ["--task", "minihop"]
-    knobs = ["--task_args", *(f"{name}={value}" for name, value in WORLD.items())]
+    knobs = [f"--task_args.{name}={value}" for name, value in WORLD.items()]
     training = ["--model", mamba_folder, "--task_args", str(WORLD), "--run_dir", str(run), "--algo", "grpo"]
     training += ["--rollout.group_size", "2", "--hardware.device", "cpu"]
-    asking = ["--device", "cpu", *task, *knobs]
+    asking = ["--hardware.device", "cpu", *task, *knobs]
     commands = {
         "train": lambda: cli.main(training),
         "eval": lambda: evaluate.main(

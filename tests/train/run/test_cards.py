@@ -74,7 +74,7 @@ def test_a_policy_that_was_not_evaluated_itself_has_no_figure_of_its_own(tmp_pat
     assert "| 10, an earlier policy | 4 | 0.500 |" in text and "0.750" not in text
     assert "model-index" not in text and "chosen by" not in text
     (run.trajectories / "eval_000010.jsonl").unlink()
-    assert "| 10, an earlier policy |  | 0.500 |" in card_of(run, config, 15)
+    assert "| 10, an earlier policy | | 0.500 |" in card_of(run, config, 15)
     run.metrics.unlink()
     assert "## Figures" not in card_of(run, config, 0)
 
@@ -123,9 +123,12 @@ def test_what_only_the_author_has_is_named_in_the_commands() -> None:
     settings = {"search.url": "http://10.0.0.1:8000/retrieve", "limits.max_turns": 4, "search.top_k": 5}
     config = load_config("paper/nq_so_ppo_8gpu", {**settings, "chat_template": False})
     text = shlex.join(usage_options(config))
-    assert "--search_url RETRIEVAL_SERVER --top_k 5 --no_chat_template" in text
-    assert "max_turns=4" in text and "10.0.0.1" not in text
-    assert usage_options(load_config("quickstart", {"task_args": {"hops": [1, 2]}}))[-1] == "hops=[1, 2]"
+    assert "--search.url RETRIEVAL_SERVER --search.top_k 5 --chat_template false" in text
+    assert "--limits.max_turns 4" in text and "10.0.0.1" not in text
+    assert usage_options(load_config("quickstart", {"task_args": {"hops": [1, 2]}}))[-2:] == [
+        "--task_args.hops",
+        "[1, 2]",
+    ]
 
 
 def test_a_card_that_is_edited_leaves_the_policy_what_it_was(tmp_path: Path) -> None:
@@ -172,5 +175,5 @@ def test_every_saved_policy_has_a_card_and_its_first_command_works_elsewhere(
     assert "| 1, this policy | 8 |" in text
     (command,) = re.findall(r"^sorl-ask (.*)", text, re.MULTILINE)
     arguments = shlex.split(command.replace("POLICY", shlex.quote(str(policy))))
-    assert sorl_ask([*arguments, "--threads", "1"]) in (0, 1)
+    assert sorl_ask([*arguments, "--hardware.threads", "1"]) in (0, 1)
     assert "Question: a question" in capsys.readouterr().out

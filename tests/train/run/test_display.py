@@ -8,10 +8,10 @@ from collections import deque
 import pytest
 from rich.console import Console
 
+from sorl_env.figures import duration
 from sorl_train.run.display import (
     LiveDisplay,
     PlainDisplay,
-    duration,
     make_display,
     sparkline,
     summary_block,
@@ -51,9 +51,9 @@ def test_plain_lines_are_aligned_and_count_down() -> None:
     assert stream.getvalue().splitlines() == [
         "so_ppo on minihop",
         "evaluation before training: success 0.690, valid turns 0.980",
-        "   step  success    valid     clip     bias     grad       KL    tok/s      ETA",
-        "   1/10    0.750    0.988   0.0123      1.5 1.23e+04   0.0012     1834      27s",
-        "   2/10    0.750    0.988   0.0123      1.5 1.23e+04   0.0012     1834      24s",
+        "   step  success    valid     clip     bias     grad       KL    tok/s         ETA",
+        "   1/10    0.750    0.988   0.0123      1.5 1.23e+04   0.0012     1834        27 s",
+        "   2/10    0.750    0.988   0.0123      1.5 1.23e+04   0.0012     1834        24 s",
         "evaluation after step 2: success 0.800",
         "",
         "final success  0.8",
@@ -70,19 +70,30 @@ def test_the_reference_kl_is_shown_before_the_approximate_one() -> None:
 
 def test_a_step_without_an_update_shows_dashes() -> None:
     stream = io.StringIO()
-    display = PlainDisplay(stream)
+    display = PlainDisplay(stream, Clock())
     display.start("t", steps=3)
     display.step(1, {"rollout/success": 0.0})
-    assert stream.getvalue().splitlines()[-1].split() == ["1/3", "0.000", "-", "-", "-", "-", "-", "-", "0s"]
+    assert stream.getvalue().splitlines()[-1].split() == [
+        "1/3",
+        "0.000",
+        "-",
+        "-",
+        "-",
+        "-",
+        "-",
+        "-",
+        "0",
+        "ms",
+    ]
 
 
 def test_a_step_and_an_evaluation_that_lost_all_trajectories_are_shown() -> None:
     stream = io.StringIO()
-    display = PlainDisplay(stream)
+    display = PlainDisplay(stream, Clock())
     display.start("t", steps=3)
     display.step(1, {"rollout/excluded_rate": 1.0, "eval/excluded_rate": 1.0})
     row, evaluation = stream.getvalue().splitlines()[-2:]
-    assert row.split() == ["1/3", *["-"] * 7, "0s"]
+    assert row.split() == ["1/3", *["-"] * 7, "0", "ms"]
     assert evaluation == "evaluation after step 1: no result: all trajectories were excluded (tool outages)"
 
 
@@ -102,7 +113,7 @@ def test_a_resumed_run_counts_only_its_own_time() -> None:
     display.start("t", steps=100, done=90)
     clock.now = 2.0
     display.step(91, STEP)
-    assert stream.getvalue().splitlines()[-1].endswith(" 18s")
+    assert stream.getvalue().splitlines()[-1].endswith(" 18 s")
 
 
 def test_the_live_panel_shows_steps_stage_and_figures() -> None:
@@ -151,9 +162,10 @@ def test_pipes_ci_and_dumb_terminals_get_plain_lines(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "-"), (0.4, "0s"), (59.6, "1m00s"), (185, "3m05s"), (7800, "2h10m")]
+    ("seconds", "text"),
+    [(0.4, "400 ms"), (59.4, "59.4 s"), (185, "3 min 05 s"), (7800, "2 h 10 min"), (8e6, "93 days")],
 )
-def test_durations(seconds: float | None, text: str) -> None:
+def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
@@ -166,4 +178,4 @@ def test_sparklines(values: list[float], text: str) -> None:
 
 def test_the_summary_has_units_and_leaves_out_what_is_missing() -> None:
     block = summary_block({"wall_s": 61.2, "peak_rss_mb": 1834.2, "best_step": None, "parameters": 487584})
-    assert block.splitlines() == ["wall        1m01s", "peak rss    1,834 MB", "parameters  487,584"]
+    assert block.splitlines() == ["wall        1 min 01 s", "peak rss    1,834 MB", "parameters  487,584"]

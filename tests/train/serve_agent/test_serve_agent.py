@@ -89,7 +89,9 @@ def run(cold_started_run: Path) -> Path:
 @pytest.fixture(scope="module")
 def server(run: Path) -> Iterator[Server]:
     limits = ("--head_timeout_s", "2", "--body_timeout_s", "2")
-    with served("--model", str(run), "--threads", "1", "--concurrency", "4", *limits) as started:
+    with served(
+        "--model", str(run), "--hardware.threads", "1", "--sampler.max_concurrency", "4", *limits
+    ) as started:
         yield started
 
 
@@ -97,7 +99,7 @@ def server(run: Path) -> Iterator[Server]:
 def test_questions_in_flight_together_are_answered_as_sorl_ask_answers_them(
     run: Path, server: Server
 ) -> None:
-    args = ask_parser().parse_args(["x", "--model", str(run), "--threads", "1"])
+    args = ask_parser().parse_args(["x", "--model", str(run), "--hardware.threads", "1"])
     source = find_source(args, args.model)
     assert source is not None
     (env,) = make_envs(args, [], source.config).values()
@@ -199,7 +201,7 @@ def test_over_a_served_model_with_a_token(run: Path, tmp_path: Path) -> None:
     """The policy is on another server; ours holds the dialogue. It ends in order."""
     policy = str(run / "checkpoints" / "best" / "policy")
     (tmp_path / "token").write_text("secret\n")
-    task = ["--task", "minihop", "--task_args", *world_of(run)]
+    task = ["--task", "minihop", *world_of(run)]
     with serving(policy, vllm=True) as upstream:
         options = [
             "--endpoint",
@@ -230,7 +232,7 @@ def test_over_a_served_model_with_a_token(run: Path, tmp_path: Path) -> None:
 def world_of(run: Path) -> list[str]:
     from sorl_train.run.folder import saved_config
 
-    return [f"{name}={json.dumps(value)}" for name, value in saved_config(run).task_args.items()]
+    return [f"--task_args.{name}={json.dumps(value)}" for name, value in saved_config(run).task_args.items()]
 
 
 # --- requests -------------------------------------------------------------------------------------------------
@@ -382,7 +384,7 @@ def test_who_leaves_gives_the_place_free_and_who_comes_too_late_is_told(
             if message is not None:
                 return message
             await asyncio.to_thread(script.waiting.wait, 60)
-            with pytest.raises(RequestError, match="come back later"):
+            with pytest.raises(RequestError, match="try again later"):
                 await agent.answer(await agent.prepare(ChatRequest("and I?")))
             return {"type": "http.disconnect"}
 

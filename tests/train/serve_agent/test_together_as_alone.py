@@ -82,7 +82,16 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def policy_of(run: Path, task: Path, concurrency: int) -> tuple[Policy, ToolUseEnv]:
-    options = ["--model", str(run), "--task", str(task), "--threads", "1", "--concurrency", str(concurrency)]
+    options = [
+        "--model",
+        str(run),
+        "--task",
+        str(task),
+        "--hardware.threads",
+        "1",
+        "--sampler.max_concurrency",
+        str(concurrency),
+    ]
     args: argparse.Namespace = ask_parser().parse_args(["x", *options])
     source = find_source(args, args.model)
     (env,) = make_envs(args, [args.task], None).values()
@@ -166,7 +175,15 @@ def test_many_rollouts(cold_started_run: Path, task: Path, temperature: float) -
 
 # --- sorl-eval ------------------------------------------------------------------------------------------------
 def evaluate(run: Path, task: Path, out: Path, at_once: int, *options: str) -> bytes:
-    fixed = ["--task", str(task), "--threads", "1", "--quiet", "--concurrency", str(at_once)]
+    fixed = [
+        "--task",
+        str(task),
+        "--hardware.threads",
+        "1",
+        "--quiet",
+        "--sampler.max_concurrency",
+        str(at_once),
+    ]
     assert main([str(run), *fixed, "--out", str(out), *options]) == 0
     return (out / "results.jsonl").read_bytes()
 
@@ -303,12 +320,12 @@ def test_a_service_with_64_overlapping_clients(cold_started_run: Path, task: Pat
     """Over HTTP; where there are fewer places than clients, and where each has one."""
     _, env = policy_of(cold_started_run, task, 1)
     bodies = requests_of(env, 128)
-    options = ["--model", str(cold_started_run), "--task", str(task), "--threads", "1"]
-    with served(*options, "--concurrency", "1") as server:
+    options = ["--model", str(cold_started_run), "--task", str(task), "--hardware.threads", "1"]
+    with served(*options, "--sampler.max_concurrency", "1") as server:
         alone = [said(body, server.client.post(CHAT, json=body)) for body in bodies]
         assert server.end() == 0
     for places in (12, 64):
-        with served(*options, "--concurrency", str(places)) as server:
+        with served(*options, "--sampler.max_concurrency", str(places)) as server:
             together = overlapping(server.client, bodies, 64)
             assert server.client.get("/health").json()["in_flight"] == 0
             assert server.end() == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from sorl_env.errors import UserError
+from sorl_env.figures import duration
 from sorl_tools.corpus import Passage
 from sorl_tools.index import cli, open_index
 from sorl_tools.index.build import bm25 as bm25_build
@@ -22,7 +23,7 @@ from sorl_tools.index.build.estimate import estimate
 from sorl_tools.index.build.journal import Journal
 from sorl_tools.index.manifest import hash_file, read_manifest
 from sorl_tools.index.postings import DATA
-from sorl_tools.progress import Progress, duration
+from sorl_tools.progress import Progress
 
 from ....waiting import wait_until
 from ...corpora import made_up, write_jsonl
@@ -338,4 +339,4 @@ def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch
         "vectors: 200 of 1,000 (20%), 5/s, 3 min to go",
         "vectors: 201 of 1,000 (20%), 3/s, 4 min to go",
     ]
-    assert [duration(s) for s in (45, 300, 9000, 8e6)] == ["45 s", "5 min", "2.5 h", "93 days"]
+    assert [duration(s) for s in (45, 300, 9000, 8e6)] == ["45 s", "5 min 00 s", "2 h 30 min", "93 days"]
