@@ -89,7 +89,7 @@ def _of_checkpoint(checkpoint: Path, run: Path) -> PolicySource:
 
 
 def _check_whole(checkpoint: Path) -> None:
-    """Raise ``UserError`` if a file of the policy is not as the run wrote it; a folder without hashes is not checked."""
+    """Raise ``UserError`` if a file of the policy is not as the run wrote it. Without hashes nothing is checked."""
     if not (checkpoint / HASHES).is_file():
         return
     damage = find_damage(checkpoint, allow_more=True)
