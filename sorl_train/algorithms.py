@@ -75,7 +75,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "so_ppo": Algorithm("turn", "gae", True, "SO-PPO: turn-level PPO, normalized", "eq:ST_PPO_mc"),
         "grpo": Algorithm("token", "group", about="GRPO", equation="eq:GRPO_objective"),
         "gspo": Algorithm(
-            "sequence", "group", about="GSPO: one ratio a sequence", equation="the paper's baseline"
+            "sequence", "group", about="GSPO, one ratio a sequence", equation="the paper's baseline"
         ),
         "so_grpo": Algorithm("token", "group", True, "SO-GRPO: GRPO, normalized", "eq:GRPO_MC"),
     }

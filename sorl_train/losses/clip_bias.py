@@ -106,7 +106,7 @@ def measure(
 
     Args:
         bias: (N,) c_t of each loss token, 0 where it is not clipped.
-        logit_scale: (N,) or None.
+        logit_scale: (B, T) or None.
         trajectory_norm, delta: see ``LossSettings``.
 
     Returns:
@@ -120,7 +120,7 @@ def measure(
     square = segments.row_sums(bias.square())
     logit_square = torch.full_like(square, torch.nan)
     if logit_scale is not None:
-        logit_square = segments.row_sums((bias * logit_scale).square())
+        logit_square = segments.row_sums((bias * segments.pick(logit_scale).to(bias.dtype)).square())
     present = (segments.row_lengths > 0).to(mean.dtype)
     factors = torch.ones_like(mean)
     if trajectory_norm is not None:

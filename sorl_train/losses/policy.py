@@ -8,6 +8,11 @@ before the shift::
     turn_ids  = [-1 -1 -1 0  0  0  -1 -1 1  1 ]
 
 What lies off the loss mask is never read, so it may be anything, NaN included.
+
+Deviations from the paper: |y| and the turn's length count loss tokens (the policy's own, less those masked out of the
+loss). A token with A_t = 0 counts as not clipped. The log-ratio of a segment is clamped to +-20: beyond it the loss has
+no gradient, while the clipping bias keeps w = exp(+-20). Ratios are computed in float32, or in float64 for float64
+``log_probs``.
 """
 
 from __future__ import annotations
@@ -126,30 +131,24 @@ def policy_loss(
         c_t  = 1[t is clipped] w_t A_t, the clipping bias                 eq:Cturn_def, eq:ppo_composition
 
     The tokens of a segment share their ratio. A segment is a token (eq:ppo_obj, eq:GRPO_objective), a turn
-    (eq:turn_level_PPO) or the whole sequence (GSPO). Advantages, and with them clipping, stay per token.
-
-    Deviations from the paper: |y| and the turn's length count loss tokens (the policy's own, less those masked out of
-    the loss). A token with A_t = 0 counts as not clipped. The log-ratio of a segment is clamped to +-20: beyond it the
-    loss has no gradient, while the clipping bias keeps w = exp(+-20). Ratios are computed in float32, or in float64
-    for float64 ``log_probs``.
+    (eq:turn_level_PPO) or the whole sequence (GSPO). Advantages, and with them clipping, stay per token. The module's
+    docstring lists the deviations from the paper.
 
     Args:
         log_probs: (B, T), the only input that a gradient flows to.
         old_log_probs, advantages: (B, T).
         loss_mask: (B, T) bool. A trajectory without loss tokens contributes 0.
         turn_ids: (B, T) int, >= 0 on loss tokens, not decreasing along a trajectory; read at level ``turn`` only.
-        settings: which loss; None is ``LossSettings()``, PPO's.
-        denominator: see ``aggregate``. It is that of the whole mini-batch, over all its micro-batches and ranks,
-            whose gradients are to be summed, not averaged. None: that of this batch.
+        settings: which loss; None is PPO's.
+        denominator: that of the whole mini-batch (``loss_denominator``), over all its micro-batches and ranks, whose
+            gradients are to be summed, not averaged. None: that of this batch.
         logit_scale: (B, T) as ``token_log_probs`` gives it, for the ``logit`` norm.
 
-    Raises:
-        ValueError: for shapes that differ, or turn ids that break their contract.
+    Raises ValueError for shapes that differ, or turn ids that break their contract.
     """
     settings = settings or LossSettings()
-    check_shapes(
-        log_probs, old_log_probs=old_log_probs, advantages=advantages, loss_mask=loss_mask, turn_ids=turn_ids
-    )
+    check_shapes(log_probs, old_log_probs=old_log_probs, advantages=advantages)
+    check_shapes(log_probs, loss_mask=loss_mask, turn_ids=turn_ids)
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
     segments = Segments.of(settings.ratio_level, loss_mask, turn_ids)
     advantage = segments.pick(advantages.detach()).to(dtype)  # (N,), as all that follows
@@ -161,23 +160,23 @@ def policy_loss(
     check_shapes(ratio, surrogate=surrogate)
     with torch.no_grad():
         bias = (ratio * advantage).masked_fill_(~settings.clip.clips(ratio, advantage), 0.0)  # c_t
-        scale = None if logit_scale is None else segments.pick(logit_scale).to(dtype)
-        factors, clip_bias = measure(segments, bias, scale, settings.trajectory_norm, settings.delta)
-        weights = factors * row_weights(
-            segments.row_lengths, settings.aggregation, denominator, dtype
-        )  # (B,)
-        stats = LossStats(
-            tokens=clip_bias.tokens,
-            signal=advantage.count_nonzero().to(dtype),
-            clipped=clip_bias.clipped,
-            ratio_sum=ratio.sum(),
-            ratio_square_sum=torch.dot(ratio, ratio),
-            log_ratio_square_sum=log_ratio_square_sum,
-        )
+        factors, clip_bias = measure(segments, bias, logit_scale, settings.trajectory_norm, settings.delta)
+        weights = factors * row_weights(segments.row_lengths, settings.aggregation, denominator, dtype)
+        stats = _statistics(clip_bias, ratio, advantage, log_ratio_square_sum)
     loss = -(segments.row_sums(surrogate) * weights).sum()
-    objective = None
-    if settings.clip_bias_objective and bool(clip_bias.clipped):
-        # equal to c_t, with the gradient of c_t even beyond the clamp of the log-ratio
-        differentiable = bias * (1.0 + log_ratio - log_ratio.detach())
-        objective = (segments.row_sums(differentiable) * weights).sum()
-    return LossOutput(loss, clip_bias, stats, objective)
+    if not (settings.clip_bias_objective and bool(clip_bias.clipped)):
+        return LossOutput(loss, clip_bias, stats, None)
+    # equal to c_t, with the gradient of c_t even beyond the clamp of the log-ratio
+    differentiable = bias * (1.0 + log_ratio - log_ratio.detach())
+    return LossOutput(loss, clip_bias, stats, (segments.row_sums(differentiable) * weights).sum())
+
+
+def _statistics(clip_bias: ClipBias, ratio: Tensor, advantage: Tensor, square_sum: Tensor) -> LossStats:
+    return LossStats(
+        tokens=clip_bias.tokens,
+        signal=advantage.count_nonzero().to(ratio.dtype),
+        clipped=clip_bias.clipped,
+        ratio_sum=ratio.sum(),
+        ratio_square_sum=ratio.square().sum(),
+        log_ratio_square_sum=square_sum,
+    )
