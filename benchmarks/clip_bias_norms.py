@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from sorl_train.algorithms import get_algorithm
 from sorl_train.config.files import load_config
 from sorl_train.config.seeds import generator
 from sorl_train.engine import LocalEngine
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.scored_batch import estimate_advantages
+from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import Means, PolicyUpdate
 from sorl_train.losses.aggregate import loss_denominator
-from sorl_train.losses.policy import policy_loss
+from sorl_train.losses.policy import LossSettings, policy_loss
 from sorl_train.run.display import PlainDisplay
 from sorl_train.run.folder import RunDir
 from sorl_train.run.manifest import environment_facts
@@ -67,7 +67,7 @@ def collect(engine: LocalEngine) -> Batch:
     for step in (1, 2):
         batch = engine.collect(step).batch
         assert batch is not None
-        batch = estimate_advantages(batch, engine.config.algo, engine.config.loss)
+        batch = estimate_advantages(batch, engine.config.algorithm.advantage, engine.config.loss)
         if step == 1:
             for _ in range(20):
                 engine.critic_update.step(batch, 1e-3, Means())
@@ -91,10 +91,9 @@ def norms(engine: LocalEngine, mini: Batch, level: Any) -> dict[str, float]:
         mini.advantages,
         mini.loss_mask,
         mini.turn_ids,
-        ratio_level=level,
-        denominator=float(loss_denominator(mini.loss_mask)),
+        LossSettings(level, clip_bias_objective=True),
+        denominator=loss_denominator(mini.loss_mask),
         logit_scale=stats.logit_scale,
-        clip_bias_objective=True,
     )
     parameters = engine.policy_update.parameters
 
@@ -152,7 +151,7 @@ def adam(engine: LocalEngine, batch: Batch, delta: float) -> dict[str, Any]:
             kind = torch.optim.AdamW if optimizer == "adam" else torch.optim.SGD
             rate = 1e-3 if optimizer == "adam" else 0.3
             stepper = kind(engine.policy_update.parameters, lr=rate, weight_decay=0.0)
-            update = PolicyUpdate(engine.policy, stepper, get_algorithm(algo), config)
+            update = PolicyUpdate(engine.policy, stepper, update_settings(config))
             means, length = Means(), 0.0
             for epoch in range(3):
                 order = generator(0, "adam", epoch).permutation(len(batch))

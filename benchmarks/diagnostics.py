@@ -51,7 +51,7 @@ class BareUpdate(PolicyUpdate):
     """The update and nothing else."""
 
     def _forward(self, micro: Batch) -> TokenStats:
-        temperature = self.config.sampler.temperature
+        temperature = self.settings.temperature
         stats = action_stats(self.model, micro.token_ids, micro.loss_mask, temperature=temperature)
         return TokenStats(stats.log_probs, torch.zeros_like(stats.log_probs), None)
 
@@ -81,7 +81,7 @@ def with_diagnostics(engine: LocalEngine) -> Callable[[], None]:
             collected.trajectories, 1
         )
         assert collected.batch is not None
-        batch = estimate_advantages(collected.batch, engine.config.algo, engine.config.loss)
+        batch = estimate_advantages(collected.batch, engine.config.algorithm.advantage, engine.config.loss)
         metrics |= engine.update(batch, 2)
         alarm.observe(2, metrics)
 
@@ -96,7 +96,9 @@ def without_diagnostics(engine: LocalEngine) -> Callable[[], None]:
     def step() -> None:
         collected = engine.collect(2)
         assert collected.batch is not None
-        engine.update(estimate_advantages(collected.batch, engine.config.algo, engine.config.loss), 2)
+        engine.update(
+            estimate_advantages(collected.batch, engine.config.algorithm.advantage, engine.config.loss), 2
+        )
 
     return step
 

@@ -139,11 +139,10 @@ class LocalModel:
     """MODEL in process, in float32: the next token's log-probabilities after any context."""
 
     def __init__(self, folder: str, settings: Mapping[str, Any]) -> None:
-        from sorl_train.config.settings import ModelConfig
         from sorl_train.models.policy import load_policy, load_tokenizer
 
         self.tokenizer: Tokenizer = load_tokenizer(folder)
-        self._model = load_policy(folder, ModelConfig(device="cpu", dtype="float32")).eval()
+        self._model = load_policy(folder, "cpu").eval()
         self._settings = settings
 
     def context(self, row: Row, turn: int, position: int) -> list[int]:

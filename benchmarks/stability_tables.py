@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from stability_runs import DOCS, MAIN, RATES, REUSE, Run, average, cells_of, larger_mini_batch, read, reuse_of
 
-from sorl_train.config.settings import AlarmConfig
+from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.lab.alarm import Recorded, count, judge, read_runs
 from sorl_train.lab.study import interval, load_study
 from sorl_train.run.alarm import CollapseAlarm

@@ -113,7 +113,7 @@ def sorl_step(model: str, folder: Path) -> Callable[[int], int]:
         collected = engine.collect(number)
         assert collected.batch is not None
         metrics = rollout_metrics(collected.trajectories, engine.answers)
-        metrics |= engine.update(estimate_advantages(collected.batch, "grpo", engine.config.loss), number)
+        metrics |= engine.update(estimate_advantages(collected.batch, "group", engine.config.loss), number)
         return sum(trajectory.num_action_tokens for trajectory in collected.trajectories)
 
     return step
@@ -129,7 +129,7 @@ def compare_steps(model: str, rounds: int, warm_up: int) -> dict[str, Any]:
     assert task.embedded is not None
     prompts = [task.prompt(example) for example in task.embedded("train")]
     tokenizer = load_tokenizer(model)
-    policy = load_policy(model, TrainConfig().hardware)
+    policy = load_policy(model)
     forbid_ends(policy, tokenizer)
     ours: list[float] = []
     theirs: list[float] = []
@@ -232,8 +232,8 @@ def generate_rollouts(
 def compare_rollouts(model: str, config: TrainConfig, rounds: int, warm_up: int) -> dict[str, Any]:
     """Seconds and action tokens of both on the same questions, taking turns in going first."""
     env, tokenizer = make_env(config), load_tokenizer(model)
-    policy = load_policy(model, config.hardware).eval()
-    sampler = TransformersSampler(policy, tokenizer, config.sampler.max_concurrency, config.hardware)
+    policy = load_policy(model, config.hardware.device).eval()
+    sampler = TransformersSampler(policy, tokenizer, config.sampler.max_concurrency, config.hardware.dtype)
     sides: tuple[Callable[[Sequence[RolloutJob]], list[Trajectory]], ...] = (
         lambda jobs: run_jobs(env, tokenizer, sampler, jobs, config, temperature=1.0),
         lambda jobs: generate_rollouts(env, tokenizer, policy, jobs),

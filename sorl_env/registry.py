@@ -60,7 +60,7 @@ def load_task(reference: str, **knobs: Any) -> Task:
     if location.endswith(".py"):
         module = import_file(Path(location).expanduser())
     elif attribute:
-        module = import_module(location, reference)
+        module = import_module(location, f"task {reference!r}")
     else:
         module, attribute = _find_by_name(reference)
     task = _pick(module, attribute, reference, knobs)
@@ -126,7 +126,7 @@ def _find_by_name(name: str) -> tuple[ModuleType, str | None]:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
             module_name, _, attribute = point.value.partition(":")
-            return import_module(module_name, name), attribute or None
+            return import_module(module_name, f"task {name!r}"), attribute or None
     raise UserError(
         f"there is no task {name!r}. {did_you_mean(name, task_names())} A task of your own: package.module:TASK, or "
         "the path of a .py file"

@@ -39,8 +39,8 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
-def import_module(name: str, reference: str) -> ModuleType:
-    """The module ``name``, which a task reference names.
+def import_module(name: str, wanted_by: str) -> ModuleType:
+    """The module ``name``; ``wanted_by`` says in messages who asked for it, as in ``task 'package.module:TASK'``.
 
     Raises:
         UserError: there is no such module, or importing it fails; the message shows the module's own lines.
@@ -49,12 +49,12 @@ def import_module(name: str, reference: str) -> ModuleType:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _failed(f"task {reference!r}", error) from error  # it is there, and what it imports is not
+            raise _failed(wanted_by, error) from error  # it is there, and what it imports is not
         raise UserError(
-            f"task {reference!r}: there is no module {error.name!r}; is its folder on the path?"
+            f"{wanted_by}: there is no module {error.name!r}; is its folder on the path?"
         ) from error
     except (Exception, SystemExit) as error:
-        raise _failed(f"task {reference!r}", error) from error
+        raise _failed(wanted_by, error) from error
     return module
 
 
@@ -74,9 +74,7 @@ def their_lines(error: BaseException) -> str | None:
 def _failed(what: str, error: BaseException) -> UserError:
     """Says where an import failed: the lines from the imported file on."""
     if isinstance(error, SystemExit):
-        return UserError(
-            f"{what} ends Python while it is imported (sys.exit): leave that out of a task's file"
-        )
+        return UserError(f"{what} ends Python while it is imported (sys.exit): leave that out of the file")
     if isinstance(error, UserError):
         return error
     frames = traceback.extract_tb(error.__traceback__)

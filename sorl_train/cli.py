@@ -1,4 +1,4 @@
-"""``sorl-train``: settings, a run folder, a training run, a report."""
+"""``sorl-train``: reads the settings, makes a run folder, trains, and writes a report."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sorl_env.registry import load_task
 from sorl_train.config.settings import TrainConfig
 
 try:
-    from sorl_train.config.checks import check_tiny
     from sorl_train.config.files import DEFAULT_CONFIG, load_config, packaged_configs
+    from sorl_train.config.find_algorithm import short_name
     from sorl_train.config.options import Arguments, help_text, parse
 except ModuleNotFoundError as error:  # the core alone is installed
     raise SystemExit(f"sorl-train needs the package {error.name!r}: pip install 'sorl[train]'") from error
@@ -28,16 +28,12 @@ if TYPE_CHECKING:
     from sorl_train.run.display import Display
     from sorl_train.run.folder import RunDir
 
-# Imports of torch and of the terminal display wait until they are needed: --help and a typo answer at once.
+# torch and the terminal display are imported where they are needed, so that --help and messages appear at once.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
-
-    What a user can mend (``UserError``) becomes one message on standard error; any other exception is a bug, and
-    keeps its traceback.
-    """
-    # torch says so of a package that OpenRLHF's environment brings; it is nothing a user could do about
+    """Run the command line and return the exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    # torch warns of a package in OpenRLHF's environment, which a user cannot change
     warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
     return run_command("sorl-train", _run, argv, interrupted="interrupted, nothing was started")
 
@@ -60,7 +56,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _settings(arguments: Arguments) -> TrainConfig:
-    """The config with its run folder; a resumed run brings its own settings unless --config says otherwise."""
+    """The config with its run folder. A resumed run keeps its saved settings unless --config is given."""
     name = arguments.config or DEFAULT_CONFIG
     config = load_config(name, arguments.overrides)
     folder = config.run_dir or _default_run_dir(config, arguments)
@@ -72,21 +68,20 @@ def _settings(arguments: Arguments) -> TrainConfig:
 
 
 def _default_run_dir(config: TrainConfig, arguments: Arguments) -> str:
-    """``runs/quickstart-so_ppo-s0``; a task given on the command line names the folder in place of the config."""
+    """A folder such as ``runs/quickstart-so_ppo-s0``, named after the config, or after a --task that is given."""
     origin = arguments.config or arguments.overrides.get("task") or DEFAULT_CONFIG
-    kind = config.algo if config.stage == "rl" else config.stage
+    kind = short_name(config.algo) if config.stage == "rl" else config.stage
     return f"runs/{re.sub(r'[^a-zA-Z0-9_.]+', '_', Path(origin).stem)}-{kind}-s{config.seed}"
 
 
 def _check_inputs(config: TrainConfig) -> None:
-    """Find a wrong task, an unreadable data row or a test split to train on now: before there is a run folder."""
+    """Raise ``UserError`` for wrong inputs, such as an unreadable row of data, before there is a run folder."""
     from sorl_train.rollout.environments import training_examples
     from sorl_train.run.metrics_log import require_package
 
     task = load_task(config.task, **config.task_args)
     training_examples(config)
     load_examples(task, config.eval_data or config.data, config.eval.split)
-    check_tiny(config.hardware.tiny)
     for package, wanted, why in (
         ("tensorboard", config.log.tensorboard, "log.tensorboard=true"),
         ("wandb", config.log.wandb is not None, f"log.wandb={config.log.wandb}"),
@@ -103,7 +98,7 @@ def _check_inputs(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig, arguments: Arguments) -> int:
-    """Make or reopen the run folder, train, write the report."""
+    """Make or reopen the run folder, train, and return the exit status."""
     from sorl_train.run.display import make_display
     from sorl_train.run.folder import RunDir
 
@@ -143,7 +138,7 @@ def _train(config: TrainConfig, arguments: Arguments) -> int:
 
 
 def _check_finished_run(config: TrainConfig) -> None:
-    """A finished run that is to be trained longer loses its summary: not when it cannot be resumed."""
+    """Raise ``UserError`` if a finished run cannot be resumed, before resuming removes its summary."""
     from sorl_train.run.folder import RunDir
 
     assert config.run_dir is not None
@@ -155,7 +150,7 @@ def _check_finished_run(config: TrainConfig) -> None:
 
 
 def _run_stage(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) -> dict[str, Any]:
-    """Train and write the report; the summary."""
+    """Train with the engine and stage of the config, and write the report; returns the summary."""
     if config.engine == "openrlhf":
         from sorl_train.openrlhf.launch import run
     elif config.stage == "sft":
@@ -168,7 +163,7 @@ def _run_stage(config: TrainConfig, run_dir: RunDir, display: Display, resume: b
     from sorl_train.report.report import write_report
     from sorl_train.report.viewer import write_viewer
 
-    transformers_logging.disable_progress_bar()  # one for each checkpoint would bury the run's own lines
+    transformers_logging.disable_progress_bar()  # one bar for each checkpoint would bury the run's own lines
     summary = run(config, run_dir, display, resume)
     if step_files(run_dir.trajectories):
         write_viewer(run_dir.path)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,13 @@ from sorl_env.rollout import RolloutJob
 from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
-from sorl_train.algorithms import get_algorithm
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit
 from sorl_train.learner.schedule import learning_rate, mini_batches, steps_of_batch
 from sorl_train.learner.scored_batch import batch_metrics
 from sorl_train.learner.scoring import score
+from sorl_train.learner.settings import update_settings
 from sorl_train.learner.state import Collected, load_optimizers, load_waiting, save_optimizers, save_waiting
 from sorl_train.learner.token_records import token_records
 from sorl_train.learner.update import CriticUpdate, Means, NonFiniteError, PolicyUpdate, past_target_kl
@@ -46,7 +46,6 @@ class LocalEngine:
     def __init__(self, config: TrainConfig, run_dir: RunDir, display: Display, model_folder: str) -> None:
         self.config = config
         self.run_dir = run_dir
-        self.algorithm = get_algorithm(config.algo, config.loss.ratio)
         self.model_folder = model_folder
         self.tokenizer = load_tokenizer(model_folder)
         self.classify = TokenClassifier(self.tokenizer)
@@ -66,23 +65,30 @@ class LocalEngine:
         torch.manual_seed(config.seed)
         source = str(folder / "policy") if folder else self.model_folder
         self.device = pick_device(hardware.device)
-        self.policy = load_policy(self.model_folder if hardware.lora_rank else source, hardware)
-        if folder and hardware.lora_rank:
+        loading: Any = {
+            "device": hardware.device,
+            "gradient_checkpointing": hardware.gradient_checkpointing,
+        }
+        self.policy = load_policy(
+            self.model_folder if config.lora.rank else source, lora=config.lora, **loading
+        )
+        if folder and config.lora.rank:
             load_adapters(self.policy, folder / "policy")
         if not hasattr(self, "sampler"):  # after a roll-back the old one stays: a second vLLM would not fit
             self.sampler: LocalSampler = self._make_sampler()
         self.sampler.model = self.policy
         optimizer = self._adamw([p for p in self.policy.parameters() if p.requires_grad], config.optim.lr)
-        self.policy_update = PolicyUpdate(self.policy, optimizer, self.algorithm, config)
+        settings = update_settings(config)
+        self.policy_update = PolicyUpdate(self.policy, optimizer, settings)
         self.optimizers = {"actor": optimizer}
         self.critic_update: CriticUpdate | None = None
-        if self.algorithm.advantage == "gae":
-            critic = load_critic(str(folder / "critic") if folder else hardware.critic or source, hardware)
+        if config.algorithm.needs_critic:
+            critic = load_critic(str(folder / "critic") if folder else config.critic or source, **loading)
             self.optimizers["critic"] = self._adamw(list(critic.parameters()), config.optim.critic_lr)
-            self.critic_update = CriticUpdate(critic, self.optimizers["critic"], config)
+            self.critic_update = CriticUpdate(critic, self.optimizers["critic"], settings)
         self.reference = None
         if config.loss.kl_coef > 0:
-            self.reference = load_policy(self.model_folder, dataclasses.replace(hardware, lora_rank=0))
+            self.reference = load_policy(self.model_folder, **loading)
             self.reference.requires_grad_(False).eval()
         self._check_models()
         self.waiting.clear()
@@ -99,7 +105,7 @@ class LocalEngine:
 
             return VllmSampler(self.policy, self.model_folder, self.longest, config)
         return TransformersSampler(
-            self.policy, self.tokenizer, config.sampler.max_concurrency, config.hardware
+            self.policy, self.tokenizer, config.sampler.max_concurrency, config.hardware.dtype
         )
 
     @property
@@ -190,7 +196,7 @@ class LocalEngine:
             batch.old_log_probs,
             batch,
             batch.loss_mask,
-            limit=mismatch_limit(self.config, compute_dtype(self.config.hardware, self.device)),
+            limit=mismatch_limit(self.config, compute_dtype(self.config.hardware.dtype, self.device)),
             decode=self.tokenizer.decode,
             path=self.run_dir.path / f"mismatch_{step:06d}.jsonl",
             step=step,
@@ -222,7 +228,7 @@ class LocalEngine:
                     if self.on_policy:
                         batch = mini.with_fields(old_log_probs=log_probs)
                         self.check_mismatch(batch, step)
-                    train_policy = not past_target_kl(config, means)
+                    train_policy = not past_target_kl(config.update.target_kl, means)
                 advance(1)
         self.visited = (batch, seen) if seen else None
         return means.result() | batch_metrics(batch)
@@ -244,7 +250,7 @@ class LocalEngine:
         if self.visited is not None:
             batch, seen = self.visited
             texts = {t.id: self.classify.texts(t) for t in trajectories if t.id in seen}
-            records = token_records(batch, seen, self.algorithm, self.config.loss, texts)
+            records = token_records(batch, seen, self.policy_update.settings.loss, texts)
             write_token_records(self.run_dir.trajectories / f"step_{step:06d}.tokens.jsonl.gz", records)
             self.visited = None
         self.recorder.save_trajectories(step, trajectories)

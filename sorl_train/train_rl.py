@@ -41,7 +41,7 @@ def train(engine: LocalEngine, interrupted: threading.Event) -> None:
         metrics = rollout_metrics(trajectories, engine.answers) | staleness(trajectories, engine.step)
         if collected.batch is not None:
             with stop_on_non_finite(recorder, step, trajectories):
-                batch = estimate_advantages(collected.batch, config.algo, config.loss)
+                batch = estimate_advantages(collected.batch, config.algorithm.advantage, config.loss)
                 metrics |= engine.update(batch, step)
         engine.step = step
         metrics |= recorder.evaluate_if_due(step, engine.evaluate)

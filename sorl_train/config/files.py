@@ -1,14 +1,16 @@
-"""Configs from YAML and the command line to a checked ``TrainConfig`` and back.
+"""From YAML files and the command line to a checked ``TrainConfig``, and back to YAML.
 
-Layers, each over the one before: the dataclass defaults, ``base:`` files, the file, the files' ``algos:`` section of
-the chosen algorithm, overrides. Files hold differences only::
+The layers of a config, each over the one before: the defaults of the dataclasses, the files that ``base:`` names, the
+file itself, the ``algos:`` sections of the chosen algorithm in these files, and overrides. Files hold the
+differences alone::
 
     base: quickstart              # optional: another packaged config, or a file next to this one
     optim: {lr: 1e-4}
-    algos:                        # optional: what one algorithm needs changed
-      so_grpo: {rollout: {group_size: 8}}
+    algos:                        # optional: what some algorithms need changed
+      group: {rollout: {group_size: 8}}   # all whose kind of advantage is group (or gae)
+      gspo: {loss: {clip_eps: 3e-4}}      # one, over the settings of its kind
 
-Knobs and data belong to a task, so a layer that changes ``task`` drops those of the layers below it.
+A task's arguments and data belong to it, so a layer that changes ``task`` drops those of the layers below.
 """
 
 from __future__ import annotations
@@ -19,42 +21,50 @@ import json
 import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
 from sorl_env.command import shortened
 from sorl_env.errors import UserError, did_you_mean
+from sorl_train.algorithms import ALGORITHMS, AdvantageKind
 from sorl_train.config.checks import validate
+from sorl_train.config.find_algorithm import find_algorithm, installed_algorithms
 from sorl_train.config.schema import build, fields, flatten, without_none
-from sorl_train.config.settings import ALGOS, TrainConfig
+from sorl_train.config.settings import TrainConfig
 
 DEFAULT_CONFIG = "quickstart"
-_MOST_NODES = 100_000  # of a YAML file; the largest config has some hundred
-STUDIES = "studies"  # their folder among the packaged configs
+STUDIES = "studies"  # the folder of sorl-lab's studies among the packaged configs
+_MOST_NODES = 100_000  # values that a YAML file may have; the largest config has some hundred
 _OF_A_TASK = ("task_args", "data", "eval_data")  # dropped when a layer changes the task
 
 
 def load_config(
     name_or_path: str | Path = DEFAULT_CONFIG, overrides: Mapping[str, Any] | None = None
 ) -> TrainConfig:
-    """The validated config of a packaged name or a YAML path.
+    """Load and check a config by its packaged name or the path of a YAML file.
 
     ``overrides`` maps dotted names to values: ``{"optim.lr": 1e-4, "task_args.hops": [1, 2]}``.
-    Raises ``UserError`` for an unknown config, key or name, a wrong type, or settings that do not fit together.
+    Raises ``UserError`` for an unknown config or name, a wrong type, or settings that do not fit together.
     """
     path = find_config(name_or_path)
     top = _nest(overrides or {})
-    build(top)  # a mistake in an override is reported as such, not as one of the file
+    build(top)  # so that a mistake in an override is not reported as one of the file
     settings, algos = _read_layers(path, above=())
     algo = top.get("algo", settings.get("algo", TrainConfig.algo))
-    config = build(_merge(_merge(settings, algos.get(algo)), top), source=str(path))
+    try:
+        kind = find_algorithm(algo).advantage
+    except UserError as error:
+        raise UserError(f"{'' if 'algo' in top else f'{path}: '}algo: {error}") from error
+    for section in (kind, algo):
+        settings = _merge(settings, algos.get(section))
+    config = build(_merge(settings, top), source=str(path))
     validate(config)
     return config
 
 
 def read_resolved(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The config that a run folder saved, with overrides on top. Raises as ``load_config`` does."""
+    """The config that a run folder has saved, with overrides on top. Raises as ``load_config`` does."""
     top = _nest(overrides or {})
     build(top)
     config = build(_merge(_read_yaml(path), top), source=str(path))
@@ -63,25 +73,25 @@ def read_resolved(path: Path, overrides: Mapping[str, Any] | None = None) -> Tra
 
 
 def config_folder() -> Path:
-    """The packaged configs: inside the installed package, or ``configs/`` of a checkout."""
+    """The folder of the packaged configs: in the installed package, or ``configs/`` of a checkout."""
     package = Path(__file__).resolve().parents[1]
     return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
 
 
 def packaged_configs() -> dict[str, str]:
-    """Names of the packaged configs (``quickstart``, ``paper/NAME``), and what each is: its first comment line."""
+    """The packaged configs by name (``quickstart``, ``paper/NAME``), each with the first line of its comment."""
     folder = config_folder()
-    about = {}
-    for path in sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), path)):
-        if path.parent == folder / STUDIES:
-            continue  # those are sorl-lab's
-        name = path.relative_to(folder).with_suffix("").as_posix()
-        about[name] = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-    return about
+    paths = [path for path in folder.rglob("*.yaml") if path.parent != folder / STUDIES]
+    return {
+        path.relative_to(folder).with_suffix("").as_posix(): (
+            path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        )
+        for path in sorted(paths, key=lambda path: (len(path.parts), path))
+    }
 
 
 def find_config(name_or_path: str | Path, beside: Path | None = None) -> Path:
-    """The file of a path (relative to ``beside``, or to the working folder) or of a packaged name."""
+    """The file of a path (relative to ``beside`` or the working folder), or of a packaged name."""
     text = str(name_or_path)
     path = (beside or Path()) / text
     if path.is_file():
@@ -105,7 +115,7 @@ def find_config(name_or_path: str | Path, beside: Path | None = None) -> Path:
 
 # --- layers ---------------------------------------------------------------------------------------------------
 def _read_layers(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings of a file over those of its bases, and the ``algos`` sections likewise; each layer checked."""
+    """The settings of a file over those of its bases, and its ``algos`` sections over theirs. Checks each layer."""
     if path.resolve() in above:
         raise UserError(f"{path}: 'base' comes back to itself: {' -> '.join(p.name for p in (*above, path))}")
     settings = _read_yaml(path)
@@ -127,10 +137,11 @@ def _checked_algos(algos: Any, path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(algos, dict):
         raise UserError(f"{path}: 'algos' maps algorithms to settings, it is {algos!r}")
+    known = {*ALGORITHMS, *get_args(AdvantageKind), *installed_algorithms()}
     for name, settings in algos.items():
-        if name not in ALGOS:
+        if name not in known and ":" not in str(name) and not str(name).endswith(".py"):
             raise UserError(
-                f"{path}: unknown algorithm {name!r} in 'algos'. {did_you_mean(str(name), ALGOS)}"
+                f"{path}: unknown algorithm {name!r} in 'algos'. {did_you_mean(str(name), known)}"
             )
         build(settings, source=f"{path}, algos.{name}")
         if settings and "algo" in settings:
@@ -154,7 +165,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any] | None) -> dict[st
 
 
 def _nest(dotted: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"optim.lr": 1}`` to ``{"optim": {"lr": 1}}``."""
+    """Turn ``{"optim.lr": 1}`` into ``{"optim": {"lr": 1}}``."""
     nested: dict[str, Any] = {}
     for name, value in dotted.items():
         *parents, leaf = name.split(".")
@@ -164,18 +175,20 @@ def _nest(dotted: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(level, dict):
                 raise UserError(f"{name} cannot be set: {parent} is set to {level!r} as a whole")
         if isinstance(value, Mapping) and isinstance(level.get(leaf), dict):
-            value = _merge(value, level[leaf])  # task_args as a whole, and a knob of it by name
+            value = _merge(value, level[leaf])  # task_args as a whole, and a key of it by name
         level[leaf] = dict(value) if isinstance(value, Mapping) else value
     return nested
 
 
 # --- YAML -----------------------------------------------------------------------------------------------------
 class _Loader(yaml.SafeLoader):
-    """YAML that reads ``1e-4`` as a number (YAML 1.1 wants ``1.0e-4``), takes no key twice, and stays small."""
+    """YAML 1.1 with ``1e-4`` as a number, and an error for a key given twice and for aliases that explode."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._sizes: dict[int, int] = {}  # of the nodes so far, with what their aliases stand for
+        self._sizes: dict[
+            int, int
+        ] = {}  # id of a node: how many values it has, those behind aliases included
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         is_alias = self.check_event(yaml.AliasEvent)
@@ -203,7 +216,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# Without timestamps: a date would be a value that JSON, and so the manifest, does not know.
+# Dates stay text: the run's manifest is JSON, which has no dates.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -214,7 +227,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value of a YAML text. ``UserError`` names ``source`` and the line of a syntax error."""
+    """The value of a YAML text. Raises ``UserError`` with ``source`` and the line of a syntax error."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -224,15 +237,9 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UserError(f"{source}: not valid YAML: {error}") from error
     except RecursionError:
         raise UserError(f"{source}: not valid YAML: it is nested too deeply") from None
-    except (
-        ValueError,
-        KeyError,
-        IndexError,
-        AttributeError,
-    ) as error:  # PyYAML, of a value that its tag does not fit
-        raise UserError(
-            f"{source}: not valid YAML: a value cannot be read ({shortened(str(error))})"
-        ) from error
+    except (ValueError, KeyError, IndexError, AttributeError) as error:  # a value that does not fit its tag
+        reason = shortened(str(error))
+        raise UserError(f"{source}: not valid YAML: a value cannot be read ({reason})") from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -248,7 +255,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def value_from_text(name: str, text: str) -> Any:
-    """The value of a command-line option: text fields take it as it stands, others (and knobs) read it as YAML."""
+    """The value of a command-line option: text fields take the words themselves, all others are read as YAML."""
     hint = next((field.type for field in fields() if field.name == name), None)
     is_null = text.lower() in ("none", "null") and without_none(hint) is not hint
     if is_null or without_none(hint) is str or get_origin(hint) is Literal:
@@ -257,11 +264,11 @@ def value_from_text(name: str, text: str) -> Any:
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """Every field, in the order of the dataclasses; ``read_resolved`` gives an equal config back."""
+    """The whole config as YAML; ``read_resolved`` reads an equal config from it."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
 
 
 def config_hash(config: TrainConfig) -> str:
-    """SHA-256 over all settings but the run folder: equal hashes ask for the same training."""
+    """SHA-256 over all settings but the run folder. Configs with equal hashes ask for the same training."""
     settings = {name: value for name, value in flatten(config).items() if name != "run_dir"}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from sorl_env.errors import UserError
 from sorl_train.config.files import value_from_text
+from sorl_train.config.find_algorithm import installed_algorithms
 from sorl_train.config.schema import (
     ConfigField,
     as_text,
@@ -131,7 +132,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _field_help(field: ConfigField, shown: dict[str, Any]) -> str:
-    choices = f" ({', '.join(field.choices)})" if field.choices and field.name != "algo" else ""
+    choices = f" ({', '.join(field.choices)})" if field.choices else ""
+    if field.name == "algo" and (installed := installed_algorithms()):
+        choices = f"; installed: {', '.join(installed)}"
     paper = f"; paper: {field.paper}" if field.paper else ""
     return f"{field.help}{choices} [{as_text(shown.get(field.name))}{paper}]"
 

@@ -8,16 +8,25 @@ import functools
 import reprlib
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from sorl_env.bounds import Bounds
+from sorl_env.bounds import MOST, Bounds
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.config.settings import TrainConfig
 
+# Earlier names of settings, which old run folders and old commands have.
+RENAMED = {
+    "hardware.critic": "critic",
+    "hardware.chat_template": "chat_template",
+    "hardware.lora_rank": "lora.rank",
+    "hardware.lora_alpha": "lora.alpha",
+    "hardware.tiny": "tiny",
+}
+
 
 class ConfigField(NamedTuple):
-    """A leaf field: its dotted name, type, and the texts behind ``--help``."""
+    """A field that is no section: its dotted name, its type, and what ``opt`` says about it."""
 
     name: str
     type: Any
@@ -27,12 +36,12 @@ class ConfigField(NamedTuple):
 
     @property
     def is_mapping(self) -> bool:
-        """An open mapping (``task_args``) whose own keys are not fields."""
+        """Whether it is a mapping such as ``task_args``, whose keys the user chooses."""
         return get_origin(self.type) is dict
 
     @property
     def is_number(self) -> bool:
-        """Whole or not; such a field has bounds."""
+        """Whether it is a number, which has bounds."""
         return without_none(self.type) in (int, float)
 
     @property
@@ -42,31 +51,33 @@ class ConfigField(NamedTuple):
 
 
 def fields(cls: Any = TrainConfig, prefix: str = "") -> Iterator[ConfigField]:
-    """Every leaf field, in the order of the dataclasses."""
+    """Every field that is no section, in the order of the dataclasses."""
     hints = _hints(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
             yield from fields(hints[field.name], f"{prefix}{field.name}.")
         else:
-            about = field.metadata
-            named = f"{prefix}{field.name}"
-            yield ConfigField(named, hints[field.name], about["help"], about.get("paper"), about["bounds"])
+            about, hint = field.metadata, hints[field.name]
+            bounds = about["bounds"]
+            if without_none(hint) is int and bounds.high is None:
+                bounds = bounds._replace(high=MOST)
+            yield ConfigField(f"{prefix}{field.name}", hint, about["help"], about.get("paper"), bounds)
 
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    """Types of the fields; kept, since a study asks for them thousands of times."""
+    """The types of a dataclass's fields. Cached: a study asks for them thousands of times."""
     return get_type_hints(cls)
 
 
 def sections() -> dict[str, str]:
-    """The sections of ``TrainConfig`` and what each is about."""
+    """The sections of ``TrainConfig`` by name, with what each is about."""
     hints = _hints(TrainConfig)
     return {name: str(hint.__doc__) for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
 
 
 def flatten(config: TrainConfig) -> dict[str, Any]:
-    """Dotted name to value of every leaf field."""
+    """Every value by its dotted name, in the order of ``fields``."""
     flat = {}
     for field in fields():
         value: Any = config
@@ -77,10 +88,10 @@ def flatten(config: TrainConfig) -> dict[str, Any]:
 
 
 def build(values: Mapping[str, Any] | None, *, source: str = "") -> TrainConfig:
-    """A ``TrainConfig`` of plain nested values; what they leave out keeps its default.
+    """A ``TrainConfig`` from nested plain values; a field that they leave out keeps its default.
 
-    Raises ``UserError`` for an unknown key or a wrong type, naming ``source``, the dotted key, the value and what was
-    expected. Ranges and combinations are ``config_check.validate``'s.
+    Raises ``UserError`` for an unknown key or a wrong type; ``checks.validate`` checks bounds and combinations. The
+    message names ``source``, the dotted key, the value and what was expected.
     """
     config: TrainConfig = _build(TrainConfig, values, f"{source}: " if source else "", "")
     return config
@@ -94,11 +105,13 @@ def _build(cls: Any, values: Any, source: str, prefix: str) -> Any:
             f"{source}{prefix.rstrip('.')} is a section of settings, it cannot be {reprlib.repr(values)}"
         )
     hints = _hints(cls)
+    unknown = [f"{prefix}{key}" for key in values if key not in hints]
+    if unknown:
+        raise UserError(
+            "\n".join(f"{source}unknown key '{key}'. {suggest_key(key, extra=sections())}" for key in unknown)
+        )
     arguments = {}
     for key, value in values.items():
-        if key not in hints:
-            hint = suggest_key(f"{prefix}{key}", extra=tuple(sections()))
-            raise UserError(f"{source}unknown key '{prefix}{key}'. {hint}")
         if dataclasses.is_dataclass(hints[key]):
             arguments[key] = _build(hints[key], value, source, f"{prefix}{key}.")
         else:
@@ -107,7 +120,7 @@ def _build(cls: Any, values: Any, source: str, prefix: str) -> Any:
 
 
 def _checked(value: Any, hint: Any, where: str) -> Any:
-    """``value`` if it is of type ``hint``; a whole number where any number may stand becomes a float."""
+    """``value`` if it is of type ``hint``. A whole number becomes a float where the field is one."""
     inner = without_none(hint)
     if value is None and inner is not hint:
         return None
@@ -125,7 +138,7 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
 
 
 def without_none(hint: Any) -> Any:
-    """The type ``X`` of a hint ``X | None``, any other hint as it is."""
+    """The type ``X`` of a hint ``X | None``; any other hint unchanged."""
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (member for member in get_args(hint) if member is not type(None))
     return hint
@@ -143,11 +156,18 @@ def type_name(hint: Any) -> str:
     return name if inner is hint else f"{name} or null"
 
 
-def suggest_key(name: str, *, extra: tuple[str, ...] = (), prefix: str = "") -> str:
-    """A sentence with the nearest dotted names: the same last part anywhere, then a similar spelling.
+def suggest_key(name: str, *, extra: Iterable[str] = (), prefix: str = "") -> str:
+    """A sentence that helps after an unknown name: its new name, or the nearest dotted names.
 
-    ``extra`` are names to consider besides the fields; ``prefix`` goes before each suggestion.
+    These have the same last part in any section, or a similar spelling. ``extra`` are names to consider besides those
+    of fields; ``prefix`` goes before each suggestion.
     """
+    for old, new in RENAMED.items():
+        if name == old or name.startswith(f"{old}."):
+            return f"It is called '{prefix}{new}{name.removeprefix(old)}' now."
+    if name in sections():
+        inside = [f"{prefix}{field.name}" for field in fields() if field.name.startswith(f"{name}.")]
+        return f"It is a section: set its fields, {', '.join(inside)}."
     by_leaf: dict[str, list[str]] = {}
     for dotted in (*(field.name for field in fields()), *extra):
         by_leaf.setdefault(dotted.rpartition(".")[2], []).append(dotted)
@@ -167,12 +187,12 @@ def suggest_key(name: str, *, extra: tuple[str, ...] = (), prefix: str = "") -> 
 
 
 def as_text(value: Any) -> str:
-    """A value as it would be written on the command line."""
+    """A value as the command line has it."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def describe_type(field: ConfigField) -> str:
-    """The placeholder of a field's value in ``--help``."""
+    """What stands for a field's value in ``--help``."""
     if field.choices:
         return "CHOICE"
     inner = without_none(field.type)

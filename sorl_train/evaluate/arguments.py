@@ -17,7 +17,7 @@ from sorl_env.registry import load_task, task_names
 from sorl_env.rollout import RolloutSettings
 from sorl_env.task import Limits, ToolSettings
 from sorl_train.config.files import parse_yaml
-from sorl_train.config.settings import ModelConfig, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.evaluate.endpoint import EndpointSampler, TextTokenizer
 from sorl_train.evaluate.find_policy import PolicySource, find_policy, fingerprint
 from sorl_train.evaluate.runner import Policy
@@ -114,7 +114,7 @@ def policy_facts(args: argparse.Namespace, source: PolicySource | None) -> dict[
 
 def rollout_settings(args: argparse.Namespace, source: PolicySource | None) -> RolloutSettings:
     """How turns are drawn. A policy keeps the chat template it was trained with, or without."""
-    trained = source.config.hardware.chat_template if source is not None and source.config else True
+    trained = source.config.chat_template if source is not None and source.config else True
     return RolloutSettings(
         temperature=args.temperature or 0.0,
         top_p=args.top_p,
@@ -157,12 +157,11 @@ def make_policy(args: argparse.Namespace, source: PolicySource | None, envs: Ite
     transformers_logging.disable_progress_bar()
     if args.threads:
         torch.set_num_threads(args.threads)
-    hardware = ModelConfig(device=args.device, dtype=args.dtype)
     tokenizer = load_tokenizer(source.folder)
-    model = load_policy(source.folder, hardware)
+    model = load_policy(source.folder, args.device)
     longest = max(env.limits.max_trajectory_tokens for env in envs)
     check_policy(model, longest, sampled=True, trained=False)
-    local = TransformersSampler(model, tokenizer, settings.max_concurrency, hardware)
+    local = TransformersSampler(model, tokenizer, settings.max_concurrency, args.dtype)
     return Policy(local, tokenizer, local.session, settings)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from sorl_env.errors import UserError
 from sorl_env.text import read_json
 from sorl_train.config.files import read_resolved
-from sorl_train.config.settings import AlarmConfig
+from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.report.groups import find_runs
 from sorl_train.run.alarm import Alarm, CollapseAlarm
 from sorl_train.run.files import atomic_write, read_jsonl

@@ -23,7 +23,7 @@ from typing import Any
 from sorl_env.command import Parser, number, run_command, whole
 from sorl_env.errors import UserError
 from sorl_train.config.files import to_yaml
-from sorl_train.config.settings import AlarmConfig
+from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.lab import alarm as alarm_lab
 from sorl_train.lab.study import Run, Study, load_study, packaged_studies, results_of, table
 from sorl_train.report.groups import find_runs

@@ -1,4 +1,4 @@
-"""Trajectories as tensors: the one hand-over from the world of text to the world of gradients."""
+"""Trajectories as padded tensors: what the learner trains on."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ class Batch:
     Attributes:
         token_ids: int64 (B, L).
         lengths: int64 (B,), tokens of each trajectory before the padding.
-        action_mask: bool (B, T), a fact.
-        loss_mask: bool (B, T), a decision: action_mask without excluded trajectories.
+        action_mask: bool (B, T), the tokens that the policy sampled.
+        loss_mask: bool (B, T), the tokens that enter the loss: action_mask without excluded trajectories.
         turn_ids: int64 (B, T), -1 off the policy's tokens.
         rollout_log_probs: float32 (B, T), as the sampler reported them.
-        rewards: float32 (B,), of whole trajectories.
-        token_rewards: float32 (B, T), the same rewards on the last token of the turn that earned them.
+        rewards: float32 (B,), one total for each trajectory.
+        token_rewards: float32 (B, T), the same rewards, each on the last token of the turn that earned it.
         included: bool (B,), False for excluded trajectories.
         group_ids: int64 (B,).
-        token_classes: int8 (B, T), index into ``token_classes.CLASSES``, -1 off the policy's tokens. Diagnostics only.
-        old_log_probs, ref_log_probs, values, advantages, returns: float32 (B, T), filled in as training goes on.
+        token_classes: int8 (B, T), index into ``token_classes.CLASSES``, -1 off the policy's tokens. Only for metrics.
+        old_log_probs, ref_log_probs, values, advantages, returns: float32 (B, T), filled in by ``score``,
+            ``estimate_advantages`` and the update; None before that.
     """
 
     token_ids: Tensor
@@ -57,11 +58,11 @@ class Batch:
         return len(self.lengths)
 
     def with_fields(self, **fields: Tensor) -> Batch:
-        """A copy with some tensors filled in."""
+        """A copy in which these tensors are replaced."""
         return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 
     def rows(self, index: Sequence[int] | Tensor) -> Batch:
-        """The trajectories of ``index``, padding trimmed to the longest of them."""
+        """The trajectories ``index``, with padding trimmed to the longest of them."""
         chosen = torch.as_tensor(index, dtype=torch.long)
         length = int(self.lengths[chosen].max()) if len(chosen) else 1
         changed: dict[str, object] = {"ids": tuple(self.ids[i] for i in chosen.tolist())}
@@ -75,13 +76,15 @@ class Batch:
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
     def micro_batches(self, size: int) -> Iterator[tuple[Tensor, Batch]]:
-        """Pieces of at most ``size`` trajectories and their places in the batch, similar lengths together so that
-        little is padded."""
+        """Pieces of at most ``size`` trajectories, each with its rows in the batch.
+
+        Trajectories of similar length go together, so that there is little padding.
+        """
         for index in torch.argsort(self.lengths, descending=True, stable=True).split(size):
             yield index, self.rows(index)
 
     def to(self, device: torch.device) -> Batch:
-        """All tensors but ``lengths`` on ``device``."""
+        """A copy with all tensors but ``lengths`` on ``device``."""
         moved = {
             f.name: getattr(self, f.name).to(device, non_blocking=True)
             for f in dataclasses.fields(self)
@@ -97,7 +100,10 @@ def collate(
 ) -> Batch:
     """Pad trajectories to the longest; ``classify`` fills in ``token_classes``.
 
-    A turn's reward items go on the turn's last token, so ``gae`` sees them where they were earned.
+    A turn's reward items go on the turn's last token, where ``gae`` expects them.
+
+    Raises:
+        ValueError: there is no trajectory.
     """
     if not trajectories:
         raise ValueError("collate needs at least one trajectory")

@@ -1,4 +1,4 @@
-"""How far an update is off-policy: importance ratios at three levels, and where tokens are clipped. Pure torch."""
+"""How far off-policy an update is: importance ratios at three levels, and which tokens are clipped. Pure torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from torch import Tensor
 
 from sorl_env.token_classes import CLASSES
 from sorl_train.algorithms import RatioLevel
-from sorl_train.losses.ratios import _ratios, _segment_log_ratios, clipped_tokens
+from sorl_train.losses.policy import LossSettings
+from sorl_train.losses.ratios import importance_ratio
 from sorl_train.losses.segments import Segments
 
 LEVELS: tuple[RatioLevel, ...] = ("token", "turn", "sequence")
-TURNS = 8  # turns with a figure of their own; later ones count with the last
+TURNS = 8  # turns with metrics of their own; the last of them includes all later turns
 QUANTILES = (0.01, 0.5, 0.99)
 
 
 @dataclass(frozen=True)
 class RatioDiagnostics:
-    """Sums over the loss tokens of a mini-batch, and its log-ratios.
+    """Sums over the loss tokens of a mini-batch, and the log-ratios themselves, which quantiles need.
 
     Attributes:
         weights: (3, 3) for token, turn, sequence: number of segments, sum of w, sum of w^2.
         by_turn: (TURNS, 2) loss tokens and clipped tokens of each turn.
-        by_class: (5, 2) the same of each class of ``token_classes.CLASSES``; zero where a batch comes without them.
-        log_ratios: log(pi / pi_old) of each token, and its mean over each turn and each sequence.
+        by_class: (5, 2) the same for each class of ``token_classes.CLASSES``; zero for a batch without token classes.
+        log_ratios: log(pi / pi_old) of each token, its mean over each turn, and its mean over each sequence.
     """
 
     weights: Tensor
@@ -37,7 +38,7 @@ class RatioDiagnostics:
     log_ratios: tuple[Tensor, Tensor, Tensor]
 
     def all_reduce(self) -> RatioDiagnostics:
-        """Of all ranks: sums added up, log-ratios put together (a few bytes a token)."""
+        """The diagnostics of all ranks together: sums are added up, log-ratios (4 bytes a token and level) gathered."""
         if not (dist.is_available() and dist.is_initialized()):
             return self
         parts = (self.weights, self.by_turn, self.by_class)
@@ -52,10 +53,13 @@ class RatioDiagnostics:
         return RatioDiagnostics(weights, by_turn, by_class, (token, turn, sequence))
 
     def metrics(self) -> dict[str, float]:
-        """``ess_LEVEL``: effective sample size (sum w)^2 / (n sum w^2), a share, 1 on policy. ``log_ratio_pNN`` of
-        the tokens, ``log_ratio_pNN_LEVEL`` of turns and sequences: quantiles.
-        ``clip_frac_turnK``, ``clip_frac_CLASS``: share of the tokens of a turn or class that are clipped, for those
-        that occur; ``token_share_CLASS``: share of all tokens that are of the class."""
+        """Metrics by name.
+
+        ``ess_LEVEL``: effective sample size (sum w)^2 / (n sum w^2) as a share, 1 on policy. ``log_ratio_pNN``:
+        quantiles of the tokens' log-ratios, ``log_ratio_pNN_LEVEL`` those of turns and sequences.
+        ``clip_frac_turnK``, ``clip_frac_CLASS``: share of clipped tokens in a turn or class that occurs.
+        ``token_share_CLASS``: share of all tokens that belong to the class.
+        """
         metrics = {}
         for level, (count, total, squares) in zip(LEVELS, self.weights.tolist(), strict=True):
             metrics[f"ess_{level}"] = total**2 / (count * squares) if squares else 1.0
@@ -83,9 +87,7 @@ def diagnose_ratios(
     turn_ids: Tensor,
     token_classes: Tensor | None = None,
     *,
-    ratio_level: RatioLevel,
-    clip_eps: float,
-    clip_eps_high: float | None = None,
+    settings: LossSettings,
 ) -> RatioDiagnostics:
     """Diagnostics of a mini-batch; arguments as for ``policy_loss``, ``token_classes`` as in ``Batch``."""
     weights = torch.zeros(3, 3, dtype=torch.float64)
@@ -94,29 +96,26 @@ def diagnose_ratios(
     log_ratios = [torch.zeros(0)] * len(LEVELS)
     for row, level in enumerate(LEVELS):
         segments = Segments.of(level, loss_mask, turn_ids)
-        token_ratio = segments.pick(log_probs, torch.float32) - segments.pick(old_log_probs, torch.float32)
-        if not len(token_ratio):
+        token_log_ratio = segments.pick(log_probs).float() - segments.pick(old_log_probs).float()
+        if not len(token_log_ratio):
             continue
-        log_ratio = _segment_log_ratios(segments, token_ratio)
-        ratio = _ratios(log_ratio)
+        log_ratio = segments.mean(token_log_ratio)
+        ratio = importance_ratio(log_ratio)
         filled = slice(None) if segments.lengths is None else segments.lengths > 0
         log_ratios[row], own = log_ratio[filled], ratio[filled]
         weights[row] = torch.stack([torch.tensor(float(len(own))), own.sum(), own.square().sum()])
-        if level == ratio_level:
-            advantage = segments.pick(advantages, torch.float32)
-            clipped = clipped_tokens(segments.spread(ratio), advantage, clip_eps, clip_eps_high)
-            turn = turn_ids.flatten().index_select(0, segments.positions).clamp(max=TURNS - 1)
-            by_turn = _count(turn, clipped, TURNS)
+        if level == settings.ratio_level:
+            clipped = settings.clip.clips(segments.spread(ratio), segments.pick(advantages).float())
+            by_turn = _count(segments.pick(turn_ids).clamp(max=TURNS - 1), clipped, TURNS)
             if token_classes is not None:
-                kind = token_classes.flatten().index_select(0, segments.positions).long()
-                by_class = _count(kind, clipped, len(CLASSES))
+                by_class = _count(segments.pick(token_classes).long(), clipped, len(CLASSES))
     return RatioDiagnostics(weights, by_turn, by_class, (log_ratios[0], log_ratios[1], log_ratios[2]))
 
 
 def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
-    """Quantiles (N,) -> one a share, linear between neighbours, in float64; none where there are no values.
+    """The quantile of ``values`` (N,) for each of ``shares``, linear between neighbours, in float64; [] for no values.
 
-    As ``torch.quantile``, which takes no more than 2^24 values: a large batch has more tokens.
+    The same as ``torch.quantile``, which refuses more than 2^24 values. A large batch has more tokens than that.
     """
     if not len(values):
         return []
@@ -127,6 +126,6 @@ def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
 
 
 def _count(bins: Tensor, clipped: Tensor, size: int) -> Tensor:
-    """(size, 2): how many tokens are in each bin, and how many of them are clipped."""
+    """(size, 2): the tokens in each bin, and the clipped ones among them."""
     counts = torch.bincount(bins, minlength=size).double()
     return torch.stack([counts, torch.bincount(bins, weights=clipped.double(), minlength=size)], dim=1)

@@ -1,4 +1,4 @@
-"""Which trajectories an optimizer step is taken on, and at what learning rate."""
+"""Mini-batches of a rollout batch, and the learning rate of each optimizer step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from sorl_train.learner.batch import Batch
 
 
 def mini_batches(batch: Batch, config: TrainConfig, step: int) -> Iterator[Batch]:
-    """Each epoch visits every trajectory once, in an order given by the seed, the step and the epoch.
+    """Each epoch visits every trajectory once, in an order that the seed, the step and the epoch determine.
 
-    Where some trajectories of the rollout batch were excluded, those that are left are spread evenly over as few
-    mini-batches as hold them: of 25 at a size of 8, over 7, 6, 6 and 6. A last one of a single trajectory would take as
-    long a step as the others, since Adam divides out how large a gradient is.
+    If some trajectories of the rollout batch were excluded, the others are spread evenly over as few mini-batches as
+    can hold them: 25 trajectories at a size of 8 become mini-batches of 7, 6, 6 and 6. Filling them up in turn could
+    leave a single trajectory for the last one, and its step would be as long as the others', because Adam divides by
+    the size of the gradient.
     """
     count = -(-len(batch) // config.update.mini_batch_size)
     for epoch in range(config.update.epochs):
@@ -27,12 +28,12 @@ def mini_batches(batch: Batch, config: TrainConfig, step: int) -> Iterator[Batch
 
 
 def steps_of_batch(config: TrainConfig) -> int:
-    """Optimizer steps for each rollout batch from which no trajectory was excluded."""
+    """Optimizer steps on a rollout batch without excluded trajectories."""
     return config.update.epochs * -(-config.rollout.batch_size // config.update.mini_batch_size)
 
 
 def learning_rate(optim: OptimConfig, base: float, warmup_ratio: float, done: int, total: int) -> float:
-    """Rate of optimizer step ``done`` (0-based) of ``total``: a linear warm-up, then the schedule."""
+    """Learning rate of optimizer step ``done`` (0-based) of ``total``: a linear warm-up, then the schedule."""
     warmup = round(warmup_ratio * total)
     if done < warmup:
         return base * (done + 1) / warmup

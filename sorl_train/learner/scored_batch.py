@@ -1,11 +1,11 @@
-"""What a scored batch says before it is trained on: advantages, and metrics of the batch alone."""
+"""Advantages of a scored batch, and the metrics that depend on the batch alone."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sorl_train.algorithms import get_algorithm
+from sorl_train.algorithms import AdvantageKind
 from sorl_train.config.settings import LossConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.diagnostics import quantiles
@@ -14,14 +14,14 @@ from sorl_train.losses.advantages import gae, group_advantages, whiten
 from sorl_train.losses.kl import kl_in_reward, kl_penalty
 
 
-def estimate_advantages(batch: Batch, algo: str, loss: LossConfig) -> Batch:
+def estimate_advantages(batch: Batch, kind: AdvantageKind, loss: LossConfig) -> Batch:
     """Fill in advantages and returns, (B, T): GAE over the critic's values, or group advantages."""
     rewards = batch.token_rewards
     if batch.ref_log_probs is not None and loss.kl_in == "reward":
         assert batch.old_log_probs is not None
         kl = kl_penalty(batch.old_log_probs, batch.ref_log_probs, loss.kl_type)
         rewards = kl_in_reward(rewards, kl, batch.action_mask, loss.kl_coef)
-    if get_algorithm(algo).advantage == "group":
+    if kind == "group":
         totals = rewards.sum(dim=1)
         per_row = group_advantages(totals, batch.group_ids, batch.included, std=loss.group_std)
         advantages = per_row[:, None] * batch.action_mask
@@ -53,10 +53,10 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def mismatch_metrics(log_probs: Tensor, batch: Batch) -> dict[str, float]:
-    """How far the trainer's ``log_probs`` (B, T) are from those that the sampler drew with, over action tokens.
+    """How far the trainer's ``log_probs`` (B, T) are from the sampler's own, over the loss tokens.
 
-    KL is the k3 estimate of KL(sampler || trainer), of all tokens and by turn; the ratio is trainer over sampler. The
-    absolute difference, of all tokens and in the worst turn, is what ``sampler.max_mismatch`` limits.
+    The KL is the k3 estimate of KL(sampler || trainer), over all tokens and by turn. Ratios are trainer over sampler.
+    ``sampler.max_mismatch`` limits the mean absolute difference, over all tokens and in the worst turn.
     """
     mask = batch.loss_mask
     gap = (log_probs - batch.rollout_log_probs)[mask].double()

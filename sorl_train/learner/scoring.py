@@ -1,4 +1,4 @@
-"""Log-probabilities and values of a collected batch, before it is trained on."""
+"""Log-probabilities and values of a collected batch, computed before it is trained on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def score(
     """Fill in log-probabilities, one field for each of ``policies``, and the critic's values if there is one.
 
     Raises:
-        NonFiniteError: a log-probability is NaN or infinite, the sampler's or an old one.
+        NonFiniteError: a log-probability of the sampler or of the policy is NaN or infinite.
     """
     fields = {name: torch.zeros(batch.action_mask.shape) for name in policies}
     if critic is not None:
@@ -29,7 +29,7 @@ def score(
     for index, micro in batch.micro_batches(config.update.log_prob_micro_batch_size):
         micro = micro.to(device)
         columns = slice(0, micro.action_mask.shape[1])
-        with autocast(config.hardware, device):
+        with autocast(config.hardware.dtype, device):
             for name, model in policies.items():
                 fields[name][index, columns] = _log_probs(model, micro, config)
             if critic is not None:

@@ -1,4 +1,4 @@
-"""What the loss made of each token in a step's last epoch, for the trajectory viewer."""
+"""Ratio, advantage and clipping of each token in a training step's last epoch, for the trajectory viewer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sorl_train.algorithms import Algorithm
-from sorl_train.config.settings import LossConfig
 from sorl_train.learner.batch import Batch
-from sorl_train.losses.ratios import clipped_tokens, segment_ratios
+from sorl_train.losses.policy import LossSettings
+from sorl_train.losses.ratios import importance_ratio
 from sorl_train.losses.segments import Segments
 from sorl_train.run.token_stats import TokenRecord
 
@@ -18,14 +17,13 @@ from sorl_train.run.token_stats import TokenRecord
 def token_records(
     batch: Batch,
     seen: Mapping[str, tuple[Tensor, Tensor]],
-    algorithm: Algorithm,
-    loss: LossConfig,
+    settings: LossSettings,
     texts: Mapping[str, Sequence[str]],
 ) -> list[TokenRecord]:
-    """A record for each trajectory of ``batch`` that an actor's step was taken on.
+    """A record for each trajectory of ``batch`` that the policy took an optimizer step on.
 
     Args:
-        seen: by trajectory id, log-probabilities and entropies (T,) at the trajectory's last visit.
+        seen: by trajectory id, log-probabilities and entropies (T,) at its last optimizer step.
         texts: by trajectory id, the text of each of its tokens.
     """
     assert batch.old_log_probs is not None and batch.advantages is not None
@@ -34,18 +32,17 @@ def token_records(
         if name in seen:
             width = min(len(seen[name][0]), log_probs.shape[1])
             log_probs[row, :width], entropy[row, :width] = (part[:width] for part in seen[name])
-    segments = Segments.of(algorithm.ratio, batch.loss_mask, batch.turn_ids)
-    token_ratio = segments.pick(log_probs, torch.float32) - segments.pick(batch.old_log_probs, torch.float32)
-    advantage = segments.pick(batch.advantages, torch.float32)
-    ratio = segments.spread(segment_ratios(segments, token_ratio))
-    clipped = clipped_tokens(ratio, advantage, loss.clip_eps, loss.clip_eps_high)
+    segments = Segments.of(settings.ratio_level, batch.loss_mask, batch.turn_ids)
+    log_ratio = segments.pick(log_probs) - segments.pick(batch.old_log_probs)
+    ratio = segments.spread(importance_ratio(segments.mean(log_ratio)))
+    advantage = segments.pick(batch.advantages)
     columns = {
-        "turn": segments.pick(batch.turn_ids, torch.int64),
-        "log_ratio": token_ratio,
+        "turn": segments.pick(batch.turn_ids),
+        "log_ratio": log_ratio,
         "ratio": ratio,
         "advantage": advantage,
-        "entropy": segments.pick(entropy, torch.float32),
-        "clipped": clipped,
+        "entropy": segments.pick(entropy),
+        "clipped": settings.clip.clips(ratio, advantage),
     }
     lengths = segments.row_lengths.tolist()
     pieces = {name: values.split(lengths) for name, values in columns.items()}

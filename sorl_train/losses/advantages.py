@@ -11,24 +11,25 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation over the policy's tokens, stepping over observations.
 
-    With t+1 the trajectory's next action token, in the same turn or the next one::
+    Here t+1 is the trajectory's next action token, in the same turn or in the next one::
 
         delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},    R_t = A_t + V_t
 
-    so that neither gamma nor lam discounts what the environment wrote, and the critic's values there play no part.
-    The value after a trajectory's last action token is 0, for a truncation too: an agent's episode ends with its
-    budget. The paper sets gamma = lam = 1, where A_t = sum of the rewards from t on, less V_t.
+    Tokens of the environment are skipped: they are not discounted, and the critic's values there are not used. The
+    value after a trajectory's last action token is 0, also when the trajectory was truncated, because the episode ends
+    when the agent's budget is used up. With the paper's gamma = lam = 1, A_t is the sum of the rewards from t on,
+    minus V_t.
 
     Args:
         rewards: (B, T), 0 off the action tokens; a turn's reward lies on its last action token.
-        values: (B, T), the critic's; read on action tokens only.
+        values: (B, T), of the critic; read on action tokens only.
         action_mask: (B, T) bool.
 
     Returns:
         ``(advantages, returns)``, (B, T) each, 0 off the action tokens, without gradient.
 
     Raises:
-        ValueError: for a reward off the action tokens, which would be lost.
+        ValueError: a reward lies off the action tokens, where it would be lost.
     """
     if bool((rewards.masked_fill(action_mask, 0.0) != 0).any()):
         raise ValueError("a reward lies off the action tokens; put a turn's reward on its last action token")
@@ -47,7 +48,7 @@ def gae(
     value = compact(values)
     total = compact(rewards) - value
     total[:, :-1] += gamma * value[:, 1:]
-    # A_t = sum_j (gamma lam)^j delta_{t+j}: doubling the number of terms takes log2(T) steps, not T
+    # A_t = sum_j (gamma lam)^j delta_{t+j}. Each pass doubles the number of terms, so log2(T) passes suffice
     shift, decay = 1, gamma * lam
     while shift < count:
         total[:, :-shift] += decay * total[:, shift:]  # the right-hand side is evaluated before it is added
@@ -60,7 +61,7 @@ def gae(
 def whiten(advantages: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     """``advantages`` (B, T) with mean 0 and variance 1 (population) over the tokens of ``mask``; 0 off them.
 
-    An option of PPO implementations; the paper does not mention it. Takes the whole rollout batch at once.
+    Many PPO implementations do this; the paper does not mention it. It takes the whole rollout batch at once.
     """
     count = mask.sum().clamp(min=1)
     mean = advantages.masked_fill(~mask, 0.0).sum() / count
@@ -73,16 +74,16 @@ def group_advantages(
 ) -> Tensor:
     """Group-relative advantages, (r_i - mean) / (std + eps) over the group's included trajectories.
 
-    The paper divides by std({r_j}) without saying which; this is the sample standard deviation (n - 1), which the
-    public GRPO trainers use. ``std=False`` leaves the division out.
+    The paper divides by std({r_j}) and does not say which one. This is the sample standard deviation (n - 1), as in the
+    public GRPO trainers. ``std=False`` leaves the division out.
 
     Args:
-        rewards: (B,), a trajectory's total reward.
+        rewards: (B,), the total reward of each trajectory.
         group_ids: (B,) int, equal for rollouts of the same prompt, in any order.
-        included: (B,) bool. Others take no part in mean and std, and get 0.
+        included: (B,) bool. Other trajectories do not enter mean and std, and their advantage is 0.
 
     Returns:
-        (B,). A group whose rewards are all equal, or with one included trajectory, gets 0 throughout.
+        (B,). All are 0 in a group whose rewards are equal, and in a group with one included trajectory.
     """
     kept = included.nonzero().squeeze(1)
     dtype = torch.promote_types(rewards.dtype, torch.float32)
@@ -96,7 +97,7 @@ def group_advantages(
         return x.new_zeros(len(groups)).scatter_reduce_(0, index, x, how, include_self=False)[index]
 
     centred = reward - reduce(reward, "mean")
-    # exactly: the mean of equal rewards may be off by a rounding, which a division by eps would blow up
+    # exactly 0 for equal rewards: their mean may be off by a rounding error, which a division by eps would blow up
     centred = centred.masked_fill(reduce(reward, "amax") == reduce(reward, "amin"), 0.0)
     if std:
         count = reduce(torch.ones_like(reward), "sum")

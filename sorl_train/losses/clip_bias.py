@@ -1,8 +1,9 @@
 """The clipping bias, its norms, and the normalization they trigger. Pure torch.
 
-With ``c_t = 1[clipped] w_t A_t`` on the loss tokens, B trajectories in the mini-batch and ``n = |y|`` loss tokens
-in each, the paper's clipping bias is C = E[(1/n) sum_t c_t] (eq:Cturn_def), a signed scalar; its lemma lives in
-log-probability space and its figure shows the norm of a gradient. So the norm is a named choice:
+Take ``c_t = 1[clipped] w_t A_t`` on the loss tokens, B trajectories in the mini-batch and ``n = |y|`` loss tokens in
+each. The paper's clipping bias is C = E[(1/n) sum_t c_t] (eq:Cturn_def), a signed scalar, but its lemma is about
+gradients in log-probability space and its figure shows the norm of a gradient. It does not say which norm of which
+quantity it divides by, so the norm is a choice by name:
 
 ==============  ==================================================================================================
 ``scalar``      abs of the mean over trajectories of (1/n) sum c_t: eq:Cturn_def to the letter; signs cancel
@@ -14,8 +15,8 @@ log-probability space and its figure shows the norm of a gradient. So the norm i
 ``gradient``    L2 norm of the parameter gradient of C; the caller runs that backward and passes the norm
 ==============  ==================================================================================================
 
-``token`` and its like grow with the square root of the tokens in a mini-batch, so that a threshold means another thing
-in every setting; ``rms`` does not grow with anything.
+``token`` and norms like it grow with the square root of the number of tokens in a mini-batch, so a threshold for them
+depends on the mini-batch size and on the length of turns. ``rms`` depends on neither.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from sorl_train.losses.sums import Sums
 
 @dataclass(frozen=True)
 class ClipBias(Sums):
-    """What the norms of the clipping bias need of a micro-batch, as sums.
+    """Sums over a micro-batch from which the norms of the clipping bias are computed.
 
     Attributes:
         trajectories: number of trajectories with at least one loss token.
@@ -61,7 +62,10 @@ class ClipBias(Sums):
     def norm(self, name: ClipBiasNorm, gradient_norm: float | None = None) -> float:
         """The norm ``name`` of the whole mini-batch, once its micro-batches and ranks are summed.
 
-        ``gradient`` is ``gradient_norm``, which is only needed when something was clipped.
+        The norm ``gradient`` is ``gradient_norm`` itself, or 0 when nothing was clipped.
+
+        Raises:
+            ValueError: for an unknown name, or one whose figures are missing.
         """
         check_choice("clip_bias_norm", name, get_args(ClipBiasNorm))
         if name == "gradient":
@@ -93,10 +97,7 @@ class ClipBias(Sums):
 
 def measure(
     segments: Segments,
-    ratio: Tensor,
     bias: Tensor,
-    cut: Tensor,
-    *,
     logit_scale: Tensor | None,
     trajectory_norm: ClipBiasNorm | None,
     delta: float,
@@ -104,27 +105,25 @@ def measure(
     """The clipping bias of a micro-batch, for ``policy_loss``.
 
     Args:
-        ratio: (S,) importance ratio of each segment.
-        bias: (S,) sum of c_t over its tokens.
-        cut: (N,) abs(A_t) on clipped tokens, 0 elsewhere, so that abs(c_t) is its product with the ratio.
-        logit_scale: (B, T).
+        bias: (N,) c_t of each loss token, 0 where it is not clipped.
+        logit_scale: (N,) or None.
+        trajectory_norm, delta: see ``LossSettings``.
 
     Returns:
         The factors f_i (B,) of the trajectory scope, 1 without ``trajectory_norm``; the statistics.
+
+    Raises:
+        ValueError: ``trajectory_norm`` is ``logit`` and there is no ``logit_scale``.
     """
-    mean = segments.rows(bias) / segments.row_lengths.clamp(min=1)
-    ratio_square = ratio.square()
-    square = segments.rows(ratio_square * segments.total(cut.square()))
+    lengths = segments.row_lengths.clamp(min=1)
+    mean = segments.row_sums(bias) / lengths
+    square = segments.row_sums(bias.square())
     logit_square = torch.full_like(square, torch.nan)
     if logit_scale is not None:
-        scaled = segments.pick(logit_scale, cut.dtype).mul(cut).square_()
-        logit_square = segments.rows(ratio_square * segments.total(scaled))
+        logit_square = segments.row_sums((bias * logit_scale).square())
     present = (segments.row_lengths > 0).to(mean.dtype)
     factors = torch.ones_like(mean)
     if trajectory_norm is not None:
-        check_choice("trajectory_norm", trajectory_norm, get_args(ClipBiasNorm))
-        check_scope(trajectory_norm, "trajectory")
-        check_delta(delta)
         if trajectory_norm == "logit" and logit_scale is None:
             raise ValueError(
                 "trajectory_norm 'logit' needs logit_scale; token_log_probs(logit_scale=True) gives it"
@@ -132,14 +131,14 @@ def measure(
         norms = {
             "scalar": mean.abs(),
             "trajectory": mean.abs(),
-            "rms": (square / segments.row_lengths.clamp(min=1)).sqrt(),
+            "rms": (square / lengths).sqrt(),
             "logit": logit_square.sqrt(),
         }
         factors = delta / norms.get(trajectory_norm, square.sqrt()).clamp(min=delta)
     statistics = ClipBias(
         trajectories=present.sum(),
         tokens=segments.row_lengths.sum().to(mean.dtype),
-        clipped=(cut > 0).sum().to(mean.dtype),
+        clipped=bias.count_nonzero().to(mean.dtype),
         mean_sum=mean.sum(),
         mean_square_sum=mean.square().sum(),
         square_sum=square.sum(),
@@ -152,9 +151,13 @@ def measure(
 
 @dataclass(frozen=True)
 class Normalization:
-    """What the trainer multiplies: the gradient before clipping, and the optimizer's step (its learning rate).
+    """What the trainer multiplies in one optimizer step.
 
-    ``norm`` is the clipping bias norm of the mini-batch; ``factor`` the (mean) delta / max(norm, delta).
+    Attributes:
+        grad_scale: factor on the gradient, before it is clipped.
+        update_scale: factor on the optimizer's step, that is, on its learning rate.
+        norm: norm of the mini-batch's clipping bias.
+        factor: delta / max(norm, delta), in the trajectory scope the mean of the trajectories' factors.
     """
 
     grad_scale: float
@@ -166,10 +169,11 @@ class Normalization:
 def clip_bias_factor(
     clip_bias: ClipBias, norm: ClipBiasNorm, delta: float = 1.0, gradient_norm: float | None = None
 ) -> float:
-    """delta / max(||C||, delta): 1 up to the threshold delta, falling beyond it.
+    """delta / max(||C||, delta): 1 up to the threshold delta, smaller beyond it.
 
-    Deviation from eq:ST_PPO_mc and eq:GRPO_MC, which have 1 / max(||C||, delta): the same for the paper's delta = 1.
-    For any other delta the equation also multiplies every step by 1 / delta, clipped or not, which is a learning rate.
+    Deviation: eq:ST_PPO_mc and eq:GRPO_MC have 1 / max(||C||, delta), which is the same for the paper's delta = 1. For
+    any other delta the equations multiply every step by 1 / delta, whether anything was clipped or not. That would
+    only be another learning rate.
     """
     check_delta(delta)
     return delta / max(clip_bias.norm(norm, gradient_norm), delta)
@@ -196,12 +200,12 @@ def normalization(
     trajectory    update             1/m, m        m = mean of f_i: relative weights in the gradient, m on the step
     ============  =================  ============  ==============================================================
 
-    The targets are one and the same for plain SGD. Adam divides a constant scale of the gradient out again.
+    Both targets are the same for plain SGD. Adam divides by the size of the gradient, so it undoes a constant scale.
 
     Args:
         clip_bias: of the whole mini-batch: summed over its micro-batches and ranks.
-        norm: of the mini-batch scope. In the trajectory scope the factors are already in the loss, and this is only
-            the norm that is reported.
+        norm: the norm of the mini-batch scope. In the trajectory scope the loss contains the factors already, and this
+            norm is only reported.
         gradient_norm: for ``norm="gradient"``: L2 norm of the parameter gradient of ``clip_bias_objective``, summed
             over the mini-batch; not needed when nothing was clipped.
 
@@ -222,15 +226,15 @@ def normalization(
 
 
 def check_scope(norm: str, scope: str) -> None:
-    """Raises ValueError for a norm that the scope cannot have."""
+    """Raise ValueError for a norm that the scope cannot have."""
     if scope == "trajectory" and norm == "gradient":
         raise ValueError(
-            "clip_bias_norm 'gradient' with scope 'trajectory' would take a backward for each trajectory; "
+            "clip_bias_norm 'gradient' with scope 'trajectory' would need a backward pass for each trajectory; "
             "use scope 'mini_batch', or norm 'logit', which is exact in logit space"
         )
 
 
 def check_delta(delta: float) -> None:
-    """Raises ValueError unless ``delta``, the norm's lower bound, is positive."""
+    """Raise ValueError unless the threshold ``delta`` is positive."""
     if not delta > 0.0:
-        raise ValueError(f"delta, the lower bound of the clipping bias norm, must be positive, not {delta}")
+        raise ValueError(f"delta, the threshold of the clipping bias norm, must be positive, not {delta}")

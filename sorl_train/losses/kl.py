@@ -16,8 +16,8 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind = "k2") ->
 
     With d = log pi - log pi_ref, clamped to +-20: ``k1`` = d, unbiased, the one for a penalty in the reward;
     ``k2`` = d^2 / 2, whose gradient is that of the KL; ``k3`` = exp(-d) - 1 + d, unbiased and never negative.
-    In the loss, the gradient of ``k1`` is 0 in expectation: it pulls nowhere. That of ``k2`` is d, that of ``k3``
-    1 - exp(-d): at d = -19, a token that has become very unlikely, they are -19 and -1.8e8.
+    As a term of the loss, ``k1`` has a gradient of 0 in expectation, so it has no effect. The gradient of ``k2`` is d
+    and that of ``k3`` is 1 - exp(-d). At d = -19, a token that has become very unlikely, these are -19 and -1.8e8.
     """
     check_choice("kl kind", kind, get_args(KLKind))
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
@@ -30,8 +30,8 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind = "k2") ->
 
 
 def kl_in_reward(rewards: Tensor, kl: Tensor, action_mask: Tensor, kl_coef: float) -> Tensor:
-    """``rewards`` (B, T) less ``kl_coef`` times the per-token KL estimate (B, T) on action tokens, no gradient.
+    """``rewards`` (B, T) minus ``kl_coef`` times the per-token KL estimate (B, T) on action tokens, without gradient.
 
-    ``kl`` is ``kl_penalty`` of the log-probabilities before the update, with ``k1`` the unbiased choice.
+    ``kl`` is ``kl_penalty`` of the log-probabilities before the update; ``k1`` is the unbiased choice.
     """
     return rewards - kl_coef * kl.detach().masked_fill(~action_mask, 0.0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CPU_CHUNK = 1 << 19  # logits at a time: 2 MiB of float32, which stay in the cache. Up to four chunks are held
+CPU_CHUNK = 1 << 19  # logits at a time: 2 MiB of float32 fit into the cache. Up to four chunks are held
 GPU_CHUNK = 1 << 24  # 64 MiB: kernels long enough to hide their launch
 
 
@@ -20,9 +20,10 @@ class TokenStats:
     Attributes:
         log_probs: log p(target). Gradient.
         entropy: -sum p log p, in nats. Gradient. None unless asked for.
-        logit_scale: ||d log p(target) / d logits||_2 = sqrt(1 - 2 p(target) + sum p^2), which takes a token's
-            coefficient on its log-probability to its share of the gradient's L2 norm in logit space (the ``logit``
-            norm of the clipping bias). Logits are those after the temperature. No gradient. None unless asked for.
+        logit_scale: ||d log p(target) / d logits||_2 = sqrt(1 - 2 p(target) + sum p^2), for logits after the
+            temperature. A gradient with respect to a log-probability, times this, is the L2 norm of the gradient with
+            respect to that position's logits (the ``logit`` norm of the clipping bias). No gradient. None unless asked
+            for.
     """
 
     log_probs: Tensor
@@ -36,12 +37,12 @@ def _log_softmax(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tens
 
 
 def _finite(log_p: Tensor) -> Tensor:
-    """In place: a logit of -inf has p = 0, and p log p is to be 0, not NaN. Where p > 0, log p is above -800."""
+    """Clamp log p in place, so that p log p is 0 and not NaN for a logit of -inf. Where p > 0, log p is above -800."""
     return log_p.clamp_(min=-1e4)
 
 
 class _TokenStats(torch.autograd.Function):
-    """Keeps the logits as they came and takes the softmax again in the backward pass, chunk by chunk."""
+    """Saves only the logits as they came, and computes the softmax again in the backward pass, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -116,8 +117,8 @@ def token_log_probs(
         logits: (B, T, V), or any leading shape. Half precision is converted chunk by chunk. A view that is not
             contiguous, such as ``logits[:, :-1]``, is copied first; slice the hidden states instead.
         targets: (B, T) int64, in [0, V).
-        temperature: the sampler's, so that the ratio is that of the distribution that was sampled.
-        chunk_size: positions at a time; None picks one by the size of the vocabulary and the device.
+        temperature: that of the sampler, so that ratios compare the distributions that tokens are drawn from.
+        chunk_size: positions at a time; None chooses by the size of the vocabulary and the device.
 
     Raises:
         ValueError: for shapes that do not match, a temperature or a chunk size that is not positive.

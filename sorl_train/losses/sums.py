@@ -1,4 +1,4 @@
-"""Sums over micro-batches and ranks."""
+"""Sums over micro-batches and ranks. Pure torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ SumsT = TypeVar("SumsT", bound="Sums")
 
 @dataclass(frozen=True)
 class Sums:
-    """Scalars that add up over micro-batches (``+``) and over ranks (``all_reduce``): 0-d detached tensors."""
+    """Detached 0-d tensors that add up over micro-batches (``+``) and over ranks (``all_reduce``)."""
 
     def __add__(self: SumsT, other: SumsT) -> SumsT:
         return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def all_reduce(self: SumsT, group: dist.ProcessGroup | None = None) -> SumsT:
-        """The sum over all ranks of ``group``; itself when torch.distributed is not initialised."""
+        """The sums over all ranks of ``group``, or these sums where torch.distributed is not initialised."""
         if not (dist.is_available() and dist.is_initialized()):
             return self
         packed = torch.stack([getattr(self, f.name) for f in fields(self)])
@@ -28,7 +28,7 @@ class Sums:
 
 
 def sum_over_ranks(*values: float) -> tuple[float, ...]:
-    """Each value summed over all ranks; the values themselves where torch.distributed does not run."""
+    """Each value summed over all ranks, or the values where torch.distributed is not initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         return values
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"

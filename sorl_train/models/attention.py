@@ -1,7 +1,7 @@
-"""Which earlier tokens each layer of a model attends to, and how far its positions reach, read from its config.
+"""Which earlier tokens each layer of a model attends to, and how far its positions reach, as its config says.
 
-The sampler's cache needs this to hide the same keys as the model's own masks do. Whether the reading is right is
-``model_check``'s to find out.
+With this the sampler's cache hides the same keys as the model's own masks. ``rollout/model_check.py`` tests the result
+against the model itself.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from torch import Tensor, nn
 
 from sorl_env.errors import UserError
 
-# A layer's kind in ``config.layer_types``, and the setting that holds its span in tokens.
+# Kinds of layers in ``config.layer_types``, each with the setting that holds its span in tokens.
 SPANS: dict[str, str | None] = {
     "full_attention": None,
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
-# Rotary embeddings that change for the whole sequence once it is longer than what the model was first trained on.
+# Rotary embeddings that change all positions once the sequence is longer than the model was first trained on.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def text_config(model: Any) -> Any:
-    """The config of the language model, which is a part of the config of a model that also reads images."""
+    """The config of the language model alone, also for a model that reads images."""
     return model.config.get_text_config(decoder=True)
 
 
 def model_name(model: Any) -> str:
-    """How messages name a model: its class, and its type in transformers."""
+    """The name of a model in messages: its class, and its type in transformers."""
     return f"{type(model).__name__} (model type {model.config.model_type})"
 
 
 @dataclass(frozen=True)
 class AttentionMasks:
-    """Makes the masks of a model whose rows have cached sequences of different lengths.
+    """Makes the attention masks for rows whose cached sequences have different lengths.
 
     Attributes:
-        spans: kind of layer to its span in tokens (None: everything before).
-        by_layer: the model takes one mask for each kind, in a dict; otherwise one mask for all layers.
+        spans: for each kind of layer, how many tokens it looks back; None: all.
+        by_layer: whether the model takes a dict with a mask for each kind, rather than one mask for all layers.
     """
 
     spans: dict[str, int | None]
@@ -53,7 +53,7 @@ class AttentionMasks:
         """Read the config of ``model``.
 
         Raises:
-            UserError: some layers keep a state other than keys and values, which the sampler's cache cannot hold.
+            UserError: some layers keep another state than keys and values, which the sampler's cache cannot hold.
         """
         config = text_config(model)
         kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
@@ -65,7 +65,7 @@ class AttentionMasks:
                 f"cannot hold. {OTHER_SAMPLER}"
             )
         by_layer = any(kind != "full_attention" for kind in kinds)
-        if not kinds:  # one kind for all layers
+        if not kinds:  # all layers are of one kind
             kinds = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"]
         settings = {kind: SPANS[kind] for kind in kinds}
         return cls(
@@ -73,10 +73,10 @@ class AttentionMasks:
         )
 
     def make(self, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """What the model takes as ``attention_mask``: masks (b, 1, n, width) to add to the attention scores.
+        """The model's ``attention_mask``: (b, 1, n, width), to be added to the attention scores.
 
         Args:
-            positions: (b, n) position of each new token in its row; the key in column c has position c.
+            positions: (b, n) position of each new token in its row. The key in column c has position c.
         """
         masks = {kind: self._mask(kind, positions[:, None, :, None], width, dtype) for kind in self.spans}
         return masks if self.by_layer else next(iter(masks.values()))
@@ -100,8 +100,10 @@ OTHER_SAMPLER = (
 
 @contextmanager
 def short_spans(model: Any, tokens: int) -> Iterator[None]:
-    """Around forward passes: spans of attention above ``tokens`` are ``tokens``, so that a short sequence is longer
-    than all of them. transformers makes its masks from the config in every pass."""
+    """Around forward passes: shorten all spans of attention to ``tokens``, so that short sequences exceed them.
+
+    This works because transformers makes its masks from the config in every pass.
+    """
     config = text_config(model)
     names = [name for name in SPANS.values() if name and (getattr(config, name, None) or 0) > tokens]
     before = {name: getattr(config, name) for name in names}
@@ -115,10 +117,10 @@ def short_spans(model: Any, tokens: int) -> Iterator[None]:
 
 
 def check_length(model: Any, max_tokens: int) -> None:
-    """Refuse sequences of ``max_tokens`` where the model's positions do not reach that far.
+    """Refuse a model whose positions do not reach ``max_tokens``.
 
     Raises:
-        UserError: it has fewer learned positions, or its rotary embedding changes with the sequence's length.
+        UserError: the model has fewer learned positions, or its rotary embedding changes with the sequence's length.
     """
     config = text_config(model)
     advice = "set limits.max_trajectory_tokens to at most that (sorl-eval: --limits max_trajectory_tokens=N)"
@@ -131,28 +133,28 @@ def check_length(model: Any, max_tokens: int) -> None:
     if limit is not None and max_tokens > limit:
         raise UserError(
             f"{model_name(model)} computes all positions in another way once a sequence has more than {limit} tokens, "
-            f"so that keys in a cache, and shorter rows of a batch, would no longer be right. A trajectory may have "
-            f"{max_tokens} tokens: {advice}"
+            f"which makes cached keys and the shorter rows of a batch wrong. A trajectory may have {max_tokens} "
+            f"tokens: {advice}"
         )
 
 
 def position_table(model: Any) -> int | None:
-    """How many positions a model with learned position embeddings has; None for any other."""
+    """The number of learned position embeddings of a model; None if it has none."""
     config = text_config(model)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
         return None
     words = model.get_input_embeddings()
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
-    # some keep the first two for padding
+    # some models reserve two more for padding
     return limit if any(limit <= table.num_embeddings <= limit + 2 for table in tables) else None
 
 
 def _length_limit(config: Any) -> int | None:
-    """Tokens up to which what a model computes of a token does not depend on the length of the sequence."""
+    """The longest sequence whose length does not change what the model computes for a token; None: any length."""
     limits = []
     if getattr(config, "attn_temperature_tuning", False):
-        # Llama 4 counts from the longest row of the cache on, and scales its queries from ``floor_scale`` tokens on
+        # Llama 4 counts positions from the longest row of the cache, and scales queries from ``floor_scale`` on
         limits.append(int(config.floor_scale) // 2)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer = [value for value in rope.values() if isinstance(value, dict)]

@@ -1,4 +1,4 @@
-"""Forward passes: on which device, in which precision, and the log-probabilities of the policy's tokens."""
+"""Forward passes: the device, the precision, and the log-probabilities of the policy's tokens."""
 
 from __future__ import annotations
 
@@ -10,47 +10,50 @@ import torch
 from torch import Tensor, nn
 
 from sorl_env.errors import UserError
-from sorl_train.config.checks import check_device
-from sorl_train.config.settings import ModelConfig
+from sorl_train.config.run_settings import device_problem
 from sorl_train.losses.log_probs import TokenStats, token_log_probs
 
 
 def pick_device(name: str) -> torch.device:
-    """``auto`` is the first GPU if there is one."""
+    """The device of that name; ``auto`` is a GPU if there is one. Raises ``UserError`` if torch does not see it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    check_device(name)
+    if (problem := device_problem(name)) is not None:
+        raise UserError(f"device {problem}")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name}: torch sees no CUDA device; use cpu")
+        raise UserError(f"device {name}: torch sees no GPU; use cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device {name}: torch sees {torch.cuda.device_count()} CUDA devices, counted from 0")
     return device
 
 
-def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 on a GPU and float32 on a CPU."""
-    if config.dtype == "auto":
+def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The precision of forward passes; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
 
-def autocast(config: ModelConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """Forward passes in the compute dtype. Weights stay in float32: at a learning rate of 1e-6 an update is lost in
-    the 8 bits of bfloat16."""
-    dtype = compute_dtype(config, device)
-    if dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=dtype)
+def autocast(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Around forward passes: compute in ``compute_dtype(dtype, device)``.
+
+    The weights stay in float32: bfloat16 has 8 bits, which lose an update at a learning rate of 1e-6.
+    """
+    computed = compute_dtype(dtype, device)
+    return nullcontext() if computed == torch.float32 else torch.autocast(device.type, dtype=computed)
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """From now on the model computes in training what it computes in sampling: a ratio of the two is to tell how far
-    the weights have moved, and nothing else."""
+    """Switch off all dropout and noise, for good.
+
+    Training then computes what sampling computes, so that a ratio of the two shows how far the weights have moved and
+    nothing else.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in vars(module).items():  # rates of functional dropout, noise at a router's input
+        for name, value in vars(module).items():  # rates of functional dropout, noise in front of a router
             if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
 
@@ -64,13 +67,14 @@ def action_stats(
     entropy: bool = False,
     logit_scale: bool = False,
 ) -> TokenStats:
-    """Log-probabilities (and entropy, logit scale) of the masked tokens, as (B, T) with zeros elsewhere.
+    """Log-probabilities (and entropies, logit scales) of the masked tokens: (B, T), zero elsewhere.
 
-    Only the masked positions go through the vocabulary projection: observations and padding cost no logits. There is
-    no attention mask because padding is on the right, where causal attention never looks.
+    Only the masked positions pass the output layer, so observations and padding cost no logits. No attention mask is
+    needed: padding is on the right, and causal attention does not look there.
 
     Args:
-        token_ids: (B, L). mask: bool (B, T), T = L - 1.
+        token_ids: (B, L).
+        mask: bool (B, T), T = L - 1.
     """
     logits = picked_logits(  # (N, V)
         model, lambda hidden: hidden[mask], {"input_ids": token_ids[:, :-1], "use_cache": False}
@@ -81,12 +85,13 @@ def action_stats(
 
 
 def picked_logits(model: Any, pick: Callable[[Tensor], Tensor], inputs: dict[str, Any]) -> Tensor:
-    """Logits (N, V) of the positions that ``pick`` takes out of the last hidden states: (B, L, H) -> (N, H).
+    """Logits (N, V) of some positions, from the model's own forward pass.
 
-    It is the model's own forward pass, with the hidden states of the other positions dropped before its output layer:
-    whatever a model does to its logits (Granite divides them, Gemma 2 caps them) is done, and no others are computed.
+    The hidden states of all other positions are dropped in front of the output layer. Whatever a model does to its
+    logits (Granite divides them, Gemma 2 caps them) is done as usual.
 
     Args:
+        pick: chooses from the last hidden states: (B, L, H) -> (N, H).
         inputs: the arguments of the model's forward pass.
     """
 
@@ -110,7 +115,7 @@ def logit_stats(
     entropy: bool = False,
     logit_scale: bool = False,
 ) -> TokenStats:
-    """As ``action_stats``, from the logits (N, V) of the N masked positions."""
+    """The same as ``action_stats``, from the logits (N, V) of the N masked positions."""
     targets = token_ids[:, 1:][mask]  # (N,)
     stats = token_log_probs(
         logits[None], targets[None], temperature=temperature, entropy=entropy, logit_scale=logit_scale

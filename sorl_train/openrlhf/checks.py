@@ -43,7 +43,7 @@ def critic_start(config: TrainConfig, model: str) -> str:
     """One line that says where the critic's weights and its value head come from."""
     from sorl_train.models.critic import VALUE_HEAD_FILE
 
-    start = config.hardware.critic or model
+    start = config.critic or model
     if (Path(start) / VALUE_HEAD_FILE).is_file():
         return f"critic: starts from {start} with the value head that is there ({VALUE_HEAD_FILE})"
     return f"critic: starts from {start} with a value head of zeros, as it has no {VALUE_HEAD_FILE}: all values are 0"
@@ -63,7 +63,7 @@ def _problems(config: TrainConfig) -> list[str]:
         "stage: sft runs on engine=local": config.stage != "rl",
         "loss.clip_bias_norm=gradient needs a second backward pass, which DeepSpeed would add to the first: use logit, "
         "which is exact in logit space": config.loss.clip_bias_norm == "gradient",
-        "hardware.lora_rank is for engine=local": config.hardware.lora_rank > 0,
+        "lora.rank is for engine=local": config.lora.rank > 0,
         "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto": (
             config.hardware.dtype == "float32"
         ),

@@ -63,7 +63,7 @@ COPIED = {
 OURS = {
     **COPIED,
     "actor.model_name_or_path": "model",
-    "critic.model_name_or_path": "hardware.critic",
+    "critic.model_name_or_path": "critic",
     "train.micro_batch_size": "update.micro_batch_size",
     "train.async_queue_size": "rollout.max_staleness",
     "rollout.batch_size": "rollout.batch_size (in trajectories)",
@@ -174,7 +174,7 @@ REFUSED = {
         "dataloader_num_workers",
         _PROMPTS.format("task, task_args, data and split"),
     ),
-    "data.apply_chat_template": _PROMPTS.format("hardware.chat_template"),
+    "data.apply_chat_template": _PROMPTS.format("chat_template"),
     "data.disable_fast_tokenizer": "the tokenizer is the same everywhere, or token ids would not agree",
     "data.image_key": _VISION,
     "data.max_images_per_prompt": _VISION,

@@ -13,7 +13,7 @@ from typing import Any
 from sorl_env.errors import UserError
 from sorl_env.task import Limits
 from sorl_train.config.schema import flatten
-from sorl_train.config.settings import CRITIC_ALGOS, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.openrlhf.flag_table import COPIED
 from sorl_train.run.folder import RunDir
 
@@ -87,7 +87,7 @@ def openrlhf_flags(
     cluster, update, rollout, optim = config.cluster, config.update, config.rollout, config.optim
     place = Placement.of(config)
     on_gpu = config.hardware.device != "cpu"
-    has_critic = config.algo in CRITIC_ALGOS
+    has_critic = config.algorithm.needs_critic
     settings = flatten(config)
     flags = {name: settings[setting] for name, setting in COPIED.items()}
     flags |= {
@@ -131,7 +131,7 @@ def openrlhf_flags(
         flags[f"{role}.max_norm"] = optim.max_grad_norm or 0.0
         flags[f"{role}.lr_scheduler"] = "constant"  # our update sets the rate of each step, schedule included
     if has_critic:
-        flags["critic.model_name_or_path"] = config.hardware.critic or model
+        flags["critic.model_name_or_path"] = config.critic or model
     return flags | cluster.flags
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_train.config.settings import CRITIC_ALGOS, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.openrlhf.checks import check, check_versions, critic_start, unread
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.rollout.environments import env_facts, make_env
@@ -77,7 +77,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     if point:
         rewind(run_dir, point.path)
         tell_damage(run_dir, display, point)
-    elif config.algo in CRITIC_ALGOS:
+    elif config.algorithm.needs_critic:
         display.message(critic_start(config, model))
     for line in unread(config):
         display.message(line)

@@ -128,7 +128,7 @@ class TrainStep:
                     batch = collate(trajectories, self.tokenizer.pad_token_id, self.classify)
                     batch, recomputed = self.score(batch)
                 self.check_mismatch(recomputed, batch, trajectories, step)
-                batch = estimate_advantages(batch, self.config.algo, self.config.loss)
+                batch = estimate_advantages(batch, self.config.algorithm.advantage, self.config.loss)
                 with self.recorder.stage("update"):
                     metrics |= self.update(batch, step) | batch_metrics(batch)
                 metrics |= mismatch_metrics(recomputed, batch)

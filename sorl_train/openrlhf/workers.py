@@ -15,17 +15,16 @@ import torch.distributed as dist
 from openrlhf.trainer.ray import ppo_actor, ppo_critic, vllm_engine
 from torch import Tensor
 
-from sorl_train.algorithms import get_algorithm
 from sorl_train.config.files import read_resolved
 from sorl_train.config.settings import OptimConfig, TrainConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.schedule import learning_rate
+from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import (
     CriticUpdate,
     Means,
     NonFiniteError,
     PolicyUpdate,
-    clip_limit,
     past_target_kl,
     set_lr,
 )
@@ -108,8 +107,7 @@ class DeepSpeedPolicyUpdate(PolicyUpdate):
     """``PolicyUpdate`` on a DeepSpeed engine around a causal language model."""
 
     def __init__(self, engine: Any, config: TrainConfig) -> None:
-        algorithm = get_algorithm(config.algo, config.loss.ratio)
-        super().__init__(engine.module, engine.optimizer, algorithm, config)
+        super().__init__(engine.module, engine.optimizer, update_settings(config))
         self._deepspeed = DeepSpeedStep(engine)
 
     def _forward(self, micro: Batch) -> TokenStats:
@@ -118,15 +116,14 @@ class DeepSpeedPolicyUpdate(PolicyUpdate):
     def stats(self, micro: Batch, mask: Tensor, **wanted: bool) -> TokenStats:
         """Statistics of the tokens of ``mask``, through the engine, which gathers sharded weights."""
         logits = self._deepspeed.engine(input_ids=micro.token_ids[:, :-1], use_cache=False).logits[mask]
-        temperature = self.config.sampler.temperature
+        temperature = self.settings.temperature
         return logit_stats(logits, micro.token_ids, mask, temperature=temperature, **wanted)
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         self._deepspeed.backward(loss, last)
 
     def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
-        limit = self.config.optim.max_grad_norm
-        limit = None if limit is None else clip_limit(limit, scales, self.config.optim)
+        limit = self.settings.clip_limit(scales.grad_scale)
         grad_norm = self._deepspeed.apply(lr * scales.update_scale, scales.grad_scale, limit)
         return _finite(grad_norm, "the policy gradient", mini)
 
@@ -135,7 +132,7 @@ class DeepSpeedCriticUpdate(CriticUpdate):
     """``CriticUpdate`` on a DeepSpeed engine around OpenRLHF's critic."""
 
     def __init__(self, engine: Any, config: TrainConfig) -> None:
-        super().__init__(engine.module, engine.optimizer, config)
+        super().__init__(engine.module, engine.optimizer, update_settings(config))
         self._deepspeed = DeepSpeedStep(engine)
         self.head = ValueHead(engine, config.optim)
 
@@ -181,7 +178,7 @@ def _train(
     for number, mini in enumerate(minis):
         lr = learning_rate(optim, base, warmup, steps["done"] + number, steps["total"])
         update.step(mini, lr, means)
-        if isinstance(update, PolicyUpdate) and past_target_kl(update.config, means):
+        if isinstance(update, PolicyUpdate) and past_target_kl(update.settings.target_kl, means):
             break
     torch.cuda.empty_cache()  # several processes share the GPU, and torch would keep the memory of this one's peak
     return means.result()

@@ -1,4 +1,4 @@
-"""The checks of ``sorl-doctor``. Each looks at one thing and says what it found; none changes anything."""
+"""The checks of ``sorl-doctor``. Each examines one thing and yields what it finds; none changes anything."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from sorl_env.data import load_examples
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_tools.corpus import cache_dir
-from sorl_train.config.checks import check_tiny
-from sorl_train.config.settings import CRITIC_ALGOS, TINY, TrainConfig
+from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_tokenizer
 from sorl_train.models.shape import model_shape
@@ -35,16 +34,11 @@ from sorl_train.preflight.search_checks import (
 from sorl_train.rollout.environments import limits
 from sorl_train.run.folder import RunDir
 
-LIBRARIES = 1_500_000_000  # bytes that the interpreter, torch and transformers take themselves
+LIBRARIES = 1_500_000_000  # bytes that the interpreter, torch and transformers need themselves
 
 
 def examine(config: TrainConfig, index: Path | None = None, *, new: bool = True) -> Iterator[Finding]:
-    """All findings, in order.
-
-    Args:
-        index: the folder that the server at ``search.url`` should hold.
-        new: the run begins a folder of its own, in which no other run may be.
-    """
+    """All findings, in order; see ``Run`` for the arguments."""
     run = Run(config, index, new=new)
     checks: dict[str, tuple[Check, str]] = {
         "versions": (_versions, ""),
@@ -63,25 +57,25 @@ def examine(config: TrainConfig, index: Path | None = None, *, new: bool = True)
         "search": (check_tools, ""),
         "replies": (check_replies, "correct --search.cache"),
     }
-    for name, (check, move) in checks.items():
+    for name, (check, fix) in checks.items():
         try:
             yield from check(run)
         except UserError as error:
-            yield Finding(name, "fail", str(error), move)
+            yield Finding(name, "fail", str(error), fix)
 
 
 def _versions(run: Run) -> Iterator[Finding]:
-    """Python and the packages that this run needs, against what the project asks for."""
+    """Compare the installed packages with those that the project requires for this run."""
     try:
         wanted = [Requirement(text) for text in metadata.requires("sorl") or []]
     except metadata.PackageNotFoundError:
         yield Finding("versions", "warn", "sorl is not installed as a package", "pip install -e '.[train]'")
         return
-    extras = ["", "train"] + (["openrlhf"] if run.config.engine == "openrlhf" else [])
+    extra = "openrlhf" if run.config.engine == "openrlhf" else "train"
     bad = []
     for requirement in wanted:
         marker = requirement.marker
-        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in extras):
+        if marker is not None and not any(marker.evaluate({"extra": name}) for name in ("", "train", extra)):
             continue
         try:
             found = metadata.version(requirement.name)
@@ -91,7 +85,6 @@ def _versions(run: Run) -> Iterator[Finding]:
         if not requirement.specifier.contains(found, prereleases=True):
             bad.append(f"{requirement.name} is {found}, wanted {requirement.specifier}")
     if bad:
-        extra = "openrlhf" if run.config.engine == "openrlhf" else "train"
         yield Finding("versions", "fail", "; ".join(bad), f"pip install -U 'sorl[{extra}]'")
     else:
         python = ".".join(map(str, sys.version_info[:3]))
@@ -100,14 +93,14 @@ def _versions(run: Run) -> Iterator[Finding]:
 
 
 def _task(run: Run) -> Iterator[Finding]:
-    """The task, on which other checks build; it is worth a line only where it fails."""
+    """Load the task for later checks. It yields no finding: a failure is reported by ``examine``."""
     run.task = load_task(run.config.task, **run.config.task_args)
     run.limits = limits(run.task, run.config.limits)
     yield from ()
 
 
 def _data(run: Run) -> Iterator[Finding]:
-    """Every row of training and evaluation."""
+    """Read every row of the training and the evaluation data."""
     config = run.config
     if run.task is None:
         return
@@ -121,11 +114,10 @@ def _data(run: Run) -> Iterator[Finding]:
         try:
             examples = load_examples(run.task, source, split)
         except UserError as error:
-            yield Finding(
-                name, "fail", str(error), f"correct {option} or the file it names, --task or the split"
-            )
+            fix = f"correct {option} or the file it names, --task or the split"
+            yield Finding(name, "fail", str(error), fix)
             if source == sources[1][2]:
-                return  # evaluation would say the same again
+                return  # the evaluation data is the same and would fail again
             continue
         where = f"split {split} of {'the task' if source is None else examples.source}"
         detail = f"{len(examples.examples):,} examples, {where}"
@@ -134,41 +126,32 @@ def _data(run: Run) -> Iterator[Finding]:
             detail += ": its embedded sample, not the benchmark"
             yield Finding(name, "warn", detail, f"give {option} a file or a folder{hub}")
         elif len(hashes) > len(set(hashes)):
-            detail += ": these are the training questions, too"
-            yield Finding(
-                name, "warn", detail, "give --eval_data, or --data a folder with a file for each split"
-            )
+            fix = "give --eval_data, or --data a folder with a file for each split"
+            yield Finding(name, "warn", f"{detail}: these are the training questions, too", fix)
         else:
             yield Finding(name, "ok", detail)
 
 
 def _model(run: Run) -> Iterator[Finding]:
-    """The model's configuration and tokenizer; of its weights, whether the files are whole."""
-    model = run.config.model
+    """Read the model's configuration and tokenizer, and whether its files of weights are whole."""
+    model, folder = run.config.model, Path(run.config.model)
     if model == TINY:
-        check_tiny(run.config.hardware.tiny)
-    if model == TINY and run.task is not None and None in (run.task.vocabulary, run.task.expert):
-        detail = f"tiny is built from a task's vocabulary and expert, which {run.task.name} does not have"
-        yield Finding("model", "fail", detail, "give --model a transformers folder or a hub name")
+        if run.task is not None and None in (run.task.vocabulary, run.task.expert):
+            detail = f"tiny is built from a task's vocabulary and expert, which {run.task.name} does not have"
+            yield Finding("model", "fail", detail, "give --model a transformers folder or a hub name")
+        else:
+            yield Finding("model", "ok", "tiny, built for the task when the run starts")
         return
-    if model == TINY:
-        yield Finding("model", "ok", "tiny, built for the task when the run starts")
-        return
-    folder = Path(model)
-    run.shape = model_shape(model, run.config.hardware.lora_rank)
+    run.shape = model_shape(model, run.config.lora.rank)
     try:
         load_tokenizer(model)
     except UserError as error:
-        move = "copy the model's tokenizer.json and tokenizer_config.json there, or name another --model"
-        yield Finding("model", "fail", str(error), move)
+        fix = "copy the model's tokenizer.json and tokenizer_config.json there, or name another --model"
+        yield Finding("model", "fail", str(error), fix)
         return
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        yield Finding(
-            "model",
-            "fail",
-            f"{folder} holds no weights",
-            "copy its *.safetensors there, or name another --model",
-        )
+        fix = "copy its *.safetensors there, or name another --model"
+        yield Finding("model", "fail", f"{folder} holds no weights", fix)
         return
     for file in sorted(folder.glob("*.safetensors")):
         if (damage := _damage(file)) is not None:
@@ -178,7 +161,7 @@ def _model(run: Run) -> Iterator[Finding]:
 
 
 def _damage(file: Path) -> str | None:
-    """What is wrong with a file of weights, as far as its header and its size tell; None where it is whole."""
+    """What is wrong with a file of weights, as far as its header and size tell; None for a whole file."""
     try:
         with safe_open(file, "pt"):
             return None
@@ -187,7 +170,7 @@ def _damage(file: Path) -> str | None:
 
 
 def _memory(run: Run) -> Iterator[Finding]:
-    """The upper bound of --dry_run against what is free."""
+    """Compare the estimate of ``--dry_run``, an upper bound, with the free memory."""
     config = run.config
     device = pick_device(config.hardware.device) if config.engine == "local" else torch.device("cpu")
     if run.shape is None or run.limits is None or config.engine != "local":
@@ -197,18 +180,16 @@ def _memory(run: Run) -> Iterator[Finding]:
             yield Finding("memory", "ok", f"{detail}; the tiny policy needs little more than torch itself")
         elif config.engine != "local":
             yield Finding("memory", "ok", f"{detail} here; sorl-train --dry_run tells what each GPU needs")
-        return  # without a model or a task there is nothing to compare, and that has been said
-    need = estimate_memory(
-        config, run.shape, run.limits, compute_dtype(config.hardware, device).itemsize
-    ).peak
+        return  # without a model or a task, which other checks report, nothing can be compared
+    bytes_each = compute_dtype(config.hardware.dtype, device).itemsize
+    need = estimate_memory(config, run.shape, run.limits, bytes_each).peak
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         if config.sampler.backend == "vllm":
             free = int(free * (1 - config.sampler.gpu_memory))
         yield _fits("GPU memory", need, free)
-        need = (
-            2 * 4 * run.shape.parameters
-        )  # weights on their way to the GPU, and a checkpoint on its way to disk
+        # float32 weights are loaded here before they go to the GPU, and gathered here for a checkpoint
+        need = 2 * 4 * run.shape.parameters
     yield _fits("memory", need + LIBRARIES, _free_memory())
 
 
@@ -218,17 +199,16 @@ def _fits(name: str, need: int, free: int | None) -> Finding:
     detail = f"up to {gigabytes(need)} needed, {gigabytes(free)} free"
     if need <= free:
         return Finding(name, "ok", detail)
-    move = (
-        "sorl-train --dry_run shows what takes it; smaller: sampler.max_concurrency, update.micro_batch_size, "
-        "limits.max_trajectory_tokens, hardware.lora_rank, hardware.gradient_checkpointing"
+    fix = (
+        "sorl-train --dry_run shows what needs it. Lower sampler.max_concurrency, update.micro_batch_size or "
+        "limits.max_trajectory_tokens, or use lora.rank or hardware.gradient_checkpointing"
     )
-    return Finding(
-        name, "fail" if need > 1.5 * free else "warn", detail, move
-    )  # the estimate is an upper bound
+    # the estimate is an upper bound: a run that seems a little too large may still fit
+    return Finding(name, "fail" if need > 1.5 * free else "warn", detail, fix)
 
 
 def _free_memory() -> int | None:
-    """Bytes that can be had without swapping, in this container if there is one."""
+    """Bytes available without swapping, within the limit of a container; None if the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -243,7 +223,7 @@ def _free_memory() -> int | None:
 
 
 def _disk(run: Run) -> Iterator[Finding]:
-    """Room for checkpoints where the run goes, and a cache folder that can be written."""
+    """Check that the run folder is free and has room for checkpoints, and that the cache folder can be written."""
     config = run.config
     if config.run_dir is not None and run.new:
         try:
@@ -251,17 +231,18 @@ def _disk(run: Run) -> Iterator[Finding]:
         except UserError as error:
             yield Finding("run folder", "fail", str(error), "give another --run_dir")
             return
-    folder = existing(Path(config.run_dir or "runs").absolute())
+    wanted = Path(config.run_dir or "runs").absolute()
+    folder = existing(wanted)
     need = 100_000_000  # trajectories, metrics, the report
     if run.shape is not None:
-        critic = run.shape.backbone_parameters if config.algo in CRITIC_ALGOS else 0
+        critic = run.shape.critic_parameters if config.algorithm.needs_critic else 0
         one = 4 * (run.shape.parameters + critic) + 8 * (run.shape.trained + critic)
-        need += one * (config.checkpoint.keep + 2)  # the best one besides, and one that is being written
+        need += one * (config.checkpoint.keep + 2)  # and the best one, and one that is being written
     free = shutil.disk_usage(folder).free
     detail = f"{gigabytes(free)} free at {folder}"
     if run.shape is not None or config.model == TINY:
         detail = f"up to {gigabytes(need)} for checkpoints, {detail}"
-    if (problem := _not_writable(Path(config.run_dir or "runs").absolute())) is not None:
+    if (problem := _not_writable(wanted)) is not None:
         yield Finding("disk", "fail", problem, "give another --run_dir")
     elif free < need:
         yield Finding("disk", "fail", detail, "give a --run_dir on a larger disk, or lower checkpoint.keep")
@@ -272,14 +253,15 @@ def _disk(run: Run) -> Iterator[Finding]:
 
 
 def _not_writable(folder: Path) -> str | None:
-    """Why nothing can be written to a folder that may not exist yet; None where it can."""
+    """Why a folder, which may not exist yet, cannot be written; None if it can."""
     file = next((part for part in (folder, *folder.parents) if part.exists() and not part.is_dir()), None)
     if file is not None:
         return f"{folder}: {file} is no folder"
-    if not os.access(existing(folder), os.W_OK | os.X_OK):
-        return f"{existing(folder)} cannot be written"
+    parent = existing(folder)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"{parent} cannot be written"
     try:
-        with tempfile.TemporaryFile(dir=existing(folder)):
+        with tempfile.TemporaryFile(dir=parent):
             return None
     except OSError as error:
-        return f"{existing(folder)} cannot be written ({error})"
+        return f"{parent} cannot be written ({error})"

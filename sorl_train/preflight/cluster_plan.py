@@ -1,4 +1,4 @@
-"""The parts of ``--dry_run`` that only this engine has: placement, OpenRLHF's command, memory of GPUs and hosts."""
+"""The parts of ``--dry_run`` for ``engine: openrlhf``: placement, OpenRLHF's command, memory of GPUs and hosts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sorl_env.task import Limits
-from sorl_train.config.settings import CRITIC_ALGOS, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.models.shape import ModelShape
 from sorl_train.openrlhf.checks import critic_start, unread
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
@@ -19,7 +19,7 @@ Part = tuple[str, list[str]]
 
 HOST = "the host's memory"
 
-# What to turn when a phase does not fit, the cheapest first.
+# The settings to change when a phase does not fit, the cheapest first.
 KNOBS = {
     "sampling": "cluster.vllm_memory, cluster.zero_stage=3, cluster.offload_optimizer",
     "scoring, policy": "update.micro_batch_size",
@@ -34,14 +34,14 @@ KNOBS = {
 def openrlhf_parts(
     config: TrainConfig, shape: ModelShape, limits: Limits, model: str, *, gpu: int = H100
 ) -> list[Part]:
-    """Titles and lines; ``model`` is the folder or hub name that the run will load, ``gpu`` the memory of a GPU."""
+    """Titles and lines for a run that loads ``model``, on GPUs with ``gpu`` bytes of memory."""
     memory = estimate_cluster_memory(config, shape, limits, gpu=gpu)
     where = "of each process, all in host memory" if config.hardware.device == "cpu" else "per GPU"
     return [
         ("Placement", _placement(config, model)),
         ("OpenRLHF flags", _command(config, limits, model)),
         (f"Memory {where}, upper bound", _memory(config, memory, limits, gpu)),
-        ("Memory of the host, per node", _host(memory)),
+        ("Memory of the host, per node", [_row("together", memory.host)]),
     ]
 
 
@@ -54,32 +54,28 @@ def _placement(config: TrainConfig, model: str) -> list[str]:
     sampling = (
         f"{engines} x tensor parallel {cluster.vllm_tensor_parallel} = {_count(place.sample_gpus, 'GPU')}"
     )
+    whose = "the same as training, in turns" if place.shared else "separate ones, while the others train"
     lines = [
         f"cluster: {_count(cluster.nodes, 'node')} x {_count(cluster.gpus_per_node, 'GPU')} = "
         f"{_count(cluster.nodes * cluster.gpus_per_node, 'GPU')}",
         f"training: {_count(place.train_nodes, 'node')} x {_count(place.train_gpus_per_node, 'GPU')} = "
         f"{_count(place.ranks, 'data-parallel rank')}, ZeRO-{cluster.zero_stage}",
         f"offloading: {_offloading(config)}",
-        f"sampling: {sampling}, "
-        + (
-            "the same ones, in turns with training"
-            if place.shared
-            else "of their own, while the others train"
-        ),
-        f"rollout: {batch} trajectories, {batch // max(1, cluster.vllm_engines)} an engine, {batch // place.ranks} a "
-        "rank to score",
+        f"sampling: {sampling}, {whose}",
+        f"rollout: {batch} trajectories, {batch // max(1, cluster.vllm_engines)} for each engine to sample, "
+        f"{batch // place.ranks} for each rank to score",
         f"micro-batch of a GPU: {rows} (policy and critic), "
         f"{place.micro_batch(update.log_prob_micro_batch_size, batch)} (reference)",
         f"optimizer step: mini-batch of {mini} = {place.ranks} ranks x {rows} x "
         f"{_count(mini // place.ranks // rows, 'accumulation step')}",
     ]
     if not place.shared:
-        partial = ", sampling goes on through weight updates" if cluster.partial_rollout else ""
+        partial = ", turns continue through weight updates" if cluster.partial_rollout else ""
         lines.append(f"staleness: at most {_count(config.rollout.max_staleness, 'training step')}{partial}")
-    if config.algo in CRITIC_ALGOS:
+    if config.algorithm.needs_critic:
         lines.append(critic_start(config, model))
     if config.hardware.device == "cpu":
-        lines.append("on a CPU: Ray counts these GPUs, nobody has them")
+        lines.append("on a CPU: Ray counts these GPUs, but they do not exist")
     return lines + unread(config)
 
 
@@ -97,18 +93,14 @@ def _offloading(config: TrainConfig) -> str:
 
 # --- command --------------------------------------------------------------------------------------------------
 def _command(config: TrainConfig, limits: Limits, model: str) -> list[str]:
-    """The command that ``launch`` runs, a flag a line."""
+    """The command that ``openrlhf.launch`` runs, with one flag on each line."""
     run_dir = RunDir(Path(config.run_dir or "RUN_DIR"))
     flags = openrlhf_flags(config, run_dir, model, limits, resume=None)
     variable = f"SORL_RUN_DIR={shlex.quote(str(run_dir.path.absolute()))}"
+    words = {name: as_arguments({name: value}) for name, value in flags.items()}
     lines = [f"{variable} python -m sorl_train.openrlhf.driver"]
-    off = []
-    for name, value in flags.items():
-        words = as_arguments({name: value})
-        if words:
-            lines.append("  " + shlex.join(words))
-        else:
-            off.append(name)
+    lines += ["  " + shlex.join(flag) for flag in words.values() if flag]
+    off = [name for name, flag in words.items() if not flag]
     notes = [f"off: {', '.join(off)}"] if off else []
     return [*(f"{line} \\" for line in lines[:-1]), lines[-1], *notes]
 
@@ -119,14 +111,16 @@ def _memory(config: TrainConfig, memory: ClusterMemory, limits: Limits, gpu: int
     on_cpu = config.hardware.device == "cpu"
     lines = [_row("held all the time", memory.lasting)]
     lines += [_row(phase, parts, memory.total(phase)) for phase, parts in memory.phases.items()]
-    peak = memory.total(memory.peak)
+    peak = gigabytes(memory.total(memory.peak))
     if on_cpu:
-        lines.append(
-            f"peak {gigabytes(peak)}, in {memory.peak!r}; {_count(place.ranks, 'rank')} on this machine"
-        )
+        lines.append(f"peak {peak}, in {memory.peak!r}; {_count(place.ranks, 'rank')} on this machine")
     else:
-        lines.append(f"peak {gigabytes(peak)} of {gigabytes(gpu)}, in {memory.peak!r}")
-        lines += [_too_large(memory, phase, gpu) for phase in memory.phases if memory.total(phase) > gpu]
+        lines.append(f"peak {peak} of {gigabytes(gpu)}, in {memory.peak!r}")
+        lines += [
+            f"CAUTION: {phase!r} does not fit, {gigabytes(over)} too much: change {KNOBS[phase]}"
+            for phase in memory.phases
+            if (over := memory.total(phase) - gpu) > 0
+        ]
     vllm = memory.vllm
     share = "" if on_cpu else f" ({config.cluster.vllm_memory:.0%})"
     lines.append(
@@ -146,17 +140,8 @@ def _memory(config: TrainConfig, memory: ClusterMemory, limits: Limits, gpu: int
     return lines
 
 
-def _too_large(memory: ClusterMemory, phase: str, gpu: int) -> str:
-    over = memory.total(phase) - gpu
-    return f"CAUTION: {phase!r} does not fit, {gigabytes(over)} too much: {KNOBS[phase]}"
-
-
-def _host(memory: ClusterMemory) -> list[str]:
-    return [_row("together", memory.host)]
-
-
 def _row(name: str, parts: Mapping[str, int], total: int | None = None) -> str:
-    """A total and what it is made of; for a phase the parts come on top of what is held all the time."""
+    """A total and its parts; the parts of a phase are in addition to what is needed all the time."""
     shown = ", ".join(f"{part} {gigabytes(size)}" for part, size in parts.items() if size)
     size = gigabytes(sum(parts.values()) if total is None else total)
     plus = "+ " if total is not None and shown else ""

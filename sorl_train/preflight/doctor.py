@@ -1,4 +1,4 @@
-"""``sorl-doctor``: looks at everything a run needs before it starts, and says what to do about what is missing."""
+"""``sorl-doctor``: checks everything that a run needs before it starts, and says how to fix what is missing."""
 
 from __future__ import annotations
 
@@ -30,17 +30,20 @@ def _parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="sorl-doctor",
         usage="sorl-doctor [--index DIR] [options of sorl-train]",
         description="Check what the run that these options of sorl-train describe needs, without starting it.",
-        epilog="Exit status: 0 nothing stands in the way, 1 something does, 2 wrong usage.",
+        epilog="Exit status: 0 the run can start, 1 a check failed, 2 wrong usage.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--index", type=Path, metavar="DIR", help="the index folder that the server at search.url should hold"
+        "--index",
+        type=Path,
+        metavar="DIR",
+        help="the index folder that the server at search.url should serve",
     )
     return parser.parse_known_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     return run_command("sorl-doctor", _examine, argv)
 
 
@@ -61,7 +64,7 @@ def _examine(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _only_errors_logged() -> Iterator[None]:
-    """A finding says what a library's warning would say again."""
+    """Silence library warnings that a finding already reports."""
     loggers = [logging.getLogger(name) for name in ("sorl_env", "sorl_tools", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -74,12 +77,12 @@ def _only_errors_logged() -> Iterator[None]:
 
 
 def as_text(finding: Finding) -> str:
-    """A row of the table; below it, indented, what to do."""
+    """A finding as a line, with its fix indented below."""
     head = f"{finding.status:<5} {finding.name:<10} "
     lines = textwrap.wrap(finding.detail, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
-    if finding.move:
+    if finding.fix:
         arrow = " " * len(head) + "-> "
-        lines += textwrap.wrap(finding.move, _WIDTH, initial_indent=arrow, subsequent_indent=" " * len(arrow))
+        lines += textwrap.wrap(finding.fix, _WIDTH, initial_indent=arrow, subsequent_indent=" " * len(arrow))
     return "\n".join(lines)
 
 
@@ -88,7 +91,7 @@ def _verdict(findings: Sequence[Finding]) -> str:
     warned = sum(finding.status == "warn" for finding in findings)
     if failed:
         return f"\n{failed} of {len(findings)} checks failed: the run would not work."
-    return f"\nNothing stands in the way{f'; {warned} to look at' if warned else ''}."
+    return f"\nNothing stands in the way of the run{f'; {warned} warnings' if warned else ''}."
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""``--dry_run``: what a command would train, on what, and in how much memory; nothing is trained or kept."""
+"""``--dry_run``: what a command would train, on which data, and in how much memory. Nothing is trained or kept."""
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import textwrap
 from collections.abc import Iterator
@@ -13,30 +14,28 @@ from transformers.utils import logging as transformers_logging
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.tokens import encode_prompt
-from sorl_train.config.checks import check_tiny
 from sorl_train.config.schema import as_text, flatten
-from sorl_train.config.settings import CRITIC_ALGOS, TINY, TrainConfig
+from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_tokenizer
 from sorl_train.models.shape import ModelShape, model_shape
 from sorl_train.models.tiny import build_tiny_policy
 from sorl_train.openrlhf.checks import check
 from sorl_train.preflight.cluster_plan import openrlhf_parts
-from sorl_train.preflight.memory import MemoryEstimate, estimate_memory, gigabytes
+from sorl_train.preflight.memory import estimate_memory, gigabytes
 from sorl_train.rollout.environments import make_env
-from sorl_train.run.files import cache_folder
-from sorl_train.sft.cold_start import cold_start_key
+from sorl_train.sft.cold_start import start_folder
 
 
 def plan_text(config: TrainConfig) -> str:
-    """The plan of a run. Raises ``UserError`` for whatever would stop it before its first step."""
+    """Describe a run. Raises ``UserError`` for whatever would stop it before its first step."""
     if config.engine == "openrlhf":
         check(config)
     transformers_logging.disable_progress_bar()
     env, eval_env = make_env(config), make_env(config, evaluation=True)
     with _model_folder(config, env) as (folder, origin):
         tokenizer = load_tokenizer(folder)
-        shape = model_shape(folder, config.hardware.lora_rank)
+        shape = model_shape(folder, config.lora.rank)
         prompt = _prompt(config, env, tokenizer)
     parts: list[tuple[str, list[str]]] = [
         ("Dry run: nothing is trained, no run folder is made.", []),
@@ -46,7 +45,7 @@ def plan_text(config: TrainConfig) -> str:
         ("Model", _model(config, shape, origin)),
     ]
     if config.engine == "openrlhf":
-        parts += openrlhf_parts(config, shape, env.limits, _start(config))
+        parts += openrlhf_parts(config, shape, env.limits, start_folder(config))
     else:
         parts.append(("Memory, upper bound", _memory(config, shape, env)))
     parts.append(("Steps", _steps(config)))
@@ -55,30 +54,20 @@ def plan_text(config: TrainConfig) -> str:
 
 @contextmanager
 def _model_folder(config: TrainConfig, env: ToolUseEnv) -> Iterator[tuple[str, str]]:
-    """Where the model's sizes and tokenizer can be read, and a word on where the policy will come from."""
+    """A folder or hub name with the model's sizes and tokenizer, and a phrase about the policy's origin."""
     if config.model != TINY:
         yield config.model, config.model
         return
-    cached = _start(config)
+    cached = start_folder(config)
     if Path(cached).is_dir():
-        yield cached, f"tiny, cold-started before and kept in {cached}"
+        yield cached, f"tiny, cold-started by an earlier run and cached in {cached}"
         return
+    trained = (
+        f"cold-started with {config.sft.steps} supervised steps" if config.stage == "rl" else "untrained"
+    )
     with tempfile.TemporaryDirectory() as folder:
-        check_tiny(config.hardware.tiny)
-        build_tiny_policy(env.task, folder, seed=config.seed, **config.hardware.tiny)
-        cold_start = (
-            f"after a cold start of {config.sft.steps} supervised steps"
-            if config.stage == "rl"
-            else "untrained"
-        )
-        yield folder, f"tiny, built for the task, {cold_start}"
-
-
-def _start(config: TrainConfig) -> str:
-    """The folder or hub name of the policy that a run starts from; the tiny one need not be there yet."""
-    if config.model != TINY:
-        return config.model
-    return str(cache_folder() / "policies" / cold_start_key(config))
+        build_tiny_policy(env.task, folder, seed=config.seed, **dataclasses.asdict(config.tiny))
+        yield folder, f"tiny, built for the task, {trained}"
 
 
 def _settings(config: TrainConfig) -> list[str]:
@@ -100,21 +89,18 @@ def _cautions(env: ToolUseEnv, eval_env: ToolUseEnv) -> list[str]:
     notes = []
     if env.examples.is_sample or eval_env.examples.is_sample:
         notes.append(
-            "CAUTION: the task's embedded sample is not the benchmark; give --data for real questions"
+            "CAUTION: this is the task's embedded sample, not the benchmark; give --data with real questions"
         )
     if env.examples.sha256 == eval_env.examples.sha256:
         notes.append(
-            "CAUTION: evaluation is on the training questions; give --eval_data, or a folder of splits"
+            "CAUTION: evaluation uses the training questions; give --eval_data, or --data a folder with splits"
         )
     return notes
 
 
 def _prompt(config: TrainConfig, env: ToolUseEnv, tokenizer: Any) -> list[str]:
-    example = env.examples.examples[0]
-    text = env.task.prompt(example)
-    ids = encode_prompt(
-        tokenizer, text, env.task.system_prompt, use_chat_template=config.hardware.chat_template
-    )
+    text = env.task.prompt(env.examples.examples[0])
+    ids = encode_prompt(tokenizer, text, env.task.system_prompt, use_chat_template=config.chat_template)
     shown = textwrap.shorten(text, 600, placeholder=" ...")
     return [
         f"first prompt, {len(ids)} tokens of at most {env.limits.max_prompt_tokens}:",
@@ -123,9 +109,8 @@ def _prompt(config: TrainConfig, env: ToolUseEnv, tokenizer: Any) -> list[str]:
 
 
 def _tools(env: ToolUseEnv) -> list[str]:
-    return [
-        textwrap.shorten(f"{t.name}: {t.description}", 110, placeholder=" ..") for t in env.toolbox.tools
-    ] or ["none"]
+    tools = [f"{tool.name}: {tool.description}" for tool in env.toolbox.tools]
+    return [textwrap.shorten(text, 110, placeholder=" ..") for text in tools] or ["none"]
 
 
 def _model(config: TrainConfig, shape: ModelShape, origin: str) -> list[str]:
@@ -134,36 +119,35 @@ def _model(config: TrainConfig, shape: ModelShape, origin: str) -> list[str]:
         f"{shape.parameters:,} parameters, {shape.trained:,} trained; {shape.layers} layers of width {shape.hidden}, "
         f"{shape.vocabulary:,} words",
     ]
-    if config.algo in CRITIC_ALGOS and config.stage == "rl":
-        lines.append(f"critic: {shape.backbone_parameters + shape.hidden + 1:,} parameters")
+    if config.algorithm.needs_critic and config.stage == "rl":
+        lines.append(f"critic: {shape.critic_parameters:,} parameters")
     if config.loss.kl_coef > 0 and config.stage == "rl":
-        lines.append("reference: a frozen copy of the policy (loss.kl_coef=0 does without)")
+        lines.append("reference: a frozen copy of the policy (none with loss.kl_coef=0)")
     return lines
 
 
 def _memory(config: TrainConfig, shape: ModelShape, env: ToolUseEnv) -> list[str]:
     device = pick_device(config.hardware.device)
-    dtype = compute_dtype(config.hardware, device)
+    dtype = compute_dtype(config.hardware.dtype, device)
     need = estimate_memory(config, shape, env.limits, dtype.itemsize)
     rows = (
         ("weights", need.weights, "policy and critic, float32"),
         ("gradients", need.gradients, ""),
         ("optimizer", need.optimizer, "Adam's two moments"),
         ("reference", need.reference, ""),
-        ("sampling", need.sampling, "key-value cache of the rows in flight (sampler.max_concurrency)"),
+        (
+            "sampling",
+            need.sampling,
+            "key-value cache of the trajectories in flight (sampler.max_concurrency)",
+        ),
         ("scoring", need.scoring, "update.log_prob_micro_batch_size"),
         ("updating", need.updating, "activations and logits of a micro-batch"),
+        ("peak", need.peak, "the first four, the largest of the next three, and a small cache that is kept"),
     )
     lines = [f"{name:<10}{gigabytes(size):>9}  {note}".rstrip() for name, size, note in rows]
-    lines.append(_peak(need))
     if config.sampler.backend == "vllm":
-        lines.append(f"and {config.sampler.gpu_memory:.0%} of the GPU for vLLM (sampler.gpu_memory)")
+        lines.append(f"in addition {config.sampler.gpu_memory:.0%} of the GPU for vLLM (sampler.gpu_memory)")
     return [f"on {device.type}, computing in {str(dtype).removeprefix('torch.')}", *lines]
-
-
-def _peak(need: MemoryEstimate) -> str:
-    made_of = "the first four, the largest of the others, a small cache that is kept"
-    return f"{'peak':<10}{gigabytes(need.peak):>9}  {made_of}"
 
 
 def _steps(config: TrainConfig) -> list[str]:
@@ -173,11 +157,11 @@ def _steps(config: TrainConfig) -> list[str]:
     mini = rollout.batch_size // update.mini_batch_size
     prompts = rollout.batch_size // rollout.group_size
     each = mini * update.epochs
+    exists = " (exists already)" if config.run_dir and Path(config.run_dir).exists() else ""
     return [
-        f"a step collects {rollout.batch_size} trajectories, {prompts} prompts of {rollout.group_size}",
+        f"a step collects {rollout.batch_size} trajectories: {prompts} prompts, {rollout.group_size} rollouts of each",
         f"and takes {each} optimizer steps: {update.epochs} epochs of {mini} mini-batches of {update.mini_batch_size}",
         f"{update.steps} steps: {update.steps * each:,} optimizer steps, "
         f"{update.steps * rollout.batch_size:,} trajectories",
-        f"run folder: {config.run_dir}"
-        + (" (exists already)" if Path(config.run_dir or "").exists() else ""),
+        f"run folder: {config.run_dir}{exists}",
     ]

@@ -1,4 +1,4 @@
-"""What the checks of ``sorl-doctor`` share: a run as far as it is known, and what is found."""
+"""What the checks of ``sorl-doctor`` share: what is known of the run, and what they find."""
 
 from __future__ import annotations
 
@@ -16,24 +16,29 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found; ``move`` says what to do about it."""
+    """What a check found; ``fix`` says what to do about it."""
 
     name: str
     status: Status
     detail: str
-    move: str = ""
+    fix: str = ""
 
 
 @dataclass
 class Run:
-    """What is known of the run so far: checks add to it."""
+    """What is known of the run. Checks fill in ``task``, ``limits`` and ``shape``, on which later ones build.
+
+    Attributes:
+        index: the folder that the server at ``search.url`` should serve.
+        new: whether the run begins a folder of its own, in which no other run may be.
+    """
 
     config: TrainConfig
     index: Path | None = None
+    new: bool = True
     task: Task | None = None
     limits: Limits | None = None
     shape: ModelShape | None = None
-    new: bool = True
 
 
 Check = Callable[[Run], Iterator[Finding]]

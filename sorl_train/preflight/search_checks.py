@@ -1,4 +1,4 @@
-"""The checks of ``sorl-doctor`` that look at what is searched: a corpus, an index, servers."""
+"""The checks of ``sorl-doctor`` on what is searched: a corpus, an index, servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sorl_env.task import ToolSettings
 from sorl_env.tool import ToolUnavailableError
 from sorl_tools.corpus import PassageFile, read_corpus
 from sorl_tools.index.build.corpora import Corpus
-from sorl_tools.index.manifest import Manifest, read_manifest
+from sorl_tools.index.manifest import read_manifest
 from sorl_tools.index.verify import check_files
 from sorl_tools.progress import Progress
 from sorl_tools.search.http import HttpSearch
@@ -25,13 +25,13 @@ from sorl_tools.search.http_cache import ReplyCache
 from sorl_tools.search.http_protocol import TOKEN_VARIABLE
 from sorl_train.preflight.finding import Finding, Run, existing
 
-HASHED = 20_000_000_000  # bytes of a corpus or an index that are read to compare hashes; more would take long
-PROBE_S = 5.0
-UNASKED = "http://127.0.0.1:8000"
+HASHED = 20_000_000_000  # the most bytes of a corpus or an index that are read to compare hashes
+PROBE_S = 5.0  # seconds to wait for a server
+UNASKED = "http://127.0.0.1:8000"  # an address that is given to tools and never asked
 
 
 def check_corpus(run: Run) -> Iterator[Finding]:
-    """``search.corpus``: a corpus that can be read to its end, or an index folder that is whole."""
+    """``search.corpus``: whether the corpus can be read to its end, or the index folder is whole."""
     if run.config.search.corpus is None:
         return
     path = Path(run.config.search.corpus).expanduser()
@@ -46,92 +46,74 @@ def check_corpus(run: Run) -> Iterator[Finding]:
 
 
 def check_tools(run: Run) -> Iterator[Finding]:
-    """Whether the task takes what it is given to search, and whether that is more than a sample."""
+    """Whether the task takes the corpus or server that it is given, and searches more than a sample."""
     search, task = run.config.search, run.task
     if task is None or not callable(task.tools):
         return
     given = search.corpus is not None or search.url is not None
     if not given and not task.embedded_is_sample:
-        return  # it makes what it searches, which may take a while
-    try:  # an address stands for a corpus, too, which would be indexed
+        return  # the task generates what it searches, which may take a while
+    try:  # with an address even for a corpus, as that would be indexed now
         tools = task.tools(ToolSettings(search_url=(search.url or UNASKED) if given else None))
     except UserError as error:
         yield Finding("search", "fail", str(error), "leave out --search.corpus and --search.url")
         return
     except OSError:
-        return  # a tool that looks for its server at once: the run will say
+        return  # a tool that asks its server at once; the run itself will report it
     if any(getattr(tool, "is_sample", False) for tool in tools):
-        yield Finding(
-            "search",
-            "warn",
-            "the run would search the few passages of the task's embedded sample",
-            "give --search.corpus PASSAGES, or --search.url with the address of a sorl-serve",
-        )
+        detail = "the run would search the few passages of the task's embedded sample"
+        fix = "give --search.corpus PASSAGES, or --search.url with the address of a sorl-serve"
+        yield Finding("search", "warn", detail, fix)
     for tool in tools:
         getattr(tool, "close", lambda: None)()
 
 
 def check_replies(run: Run) -> Iterator[Finding]:
-    """``search.cache``: a file of replies, or a place for a new one."""
+    """``search.cache``: whether it is a file of replies, or a new one can be made."""
     if run.config.search.cache is None:
         return
     path = Path(run.config.search.cache).expanduser()
-    move = "name another --search.cache"
     if path.is_file():
         ReplyCache(path=path).close()
         yield Finding("replies", "ok", f"{path}: {path.stat().st_size / 1e6:,.1f} MB of replies")
         return
     folder = existing(path.absolute().parent)
     if path.exists() or not os.access(folder, os.W_OK):
-        yield Finding("replies", "fail", f"{path}: cannot be a new file", move)
+        detail = f"{path}: no file can be made there"
+        yield Finding("replies", "fail", detail, "name another --search.cache")
     else:
         yield Finding("replies", "ok", f"{path} will be made")
 
 
 def check_index(run: Run) -> Iterator[Finding]:
-    """The index folder that the server should hold."""
+    """``--index``: whether the folder that the server should serve is whole."""
     if run.index is not None:
         yield from _index_folder("index", run.index.expanduser())
 
 
 def _index_folder(name: str, folder: Path) -> Iterator[Finding]:
-    """An index: its files against their hashes, and the corpus that it was built from against its own."""
+    """Compare the files of an index with their hashes, and the corpus that it was built from with its own."""
     manifest = read_manifest(folder)
     if manifest.bytes > HASHED:
-        yield Finding(
-            name,
-            "ok",
-            f"{folder}: files of the right size, not hashed",
-            f"sorl-index verify {folder} reads all",
-        )
+        detail = f"{folder}: files of the right size, not hashed"
+        yield Finding(name, "ok", detail, f"sorl-index verify {folder} reads all")
         return
-    damaged = [
-        check.name for check in check_files(folder, manifest, Progress(quiet=True)) if not check.passed
-    ]
-    if damaged:
-        yield Finding(
-            name, "fail", f"{folder}: {', '.join(damaged)} changed since the build", "build it again"
-        )
+    checked = check_files(folder, manifest, Progress(quiet=True))
+    if damaged := [check.name for check in checked if not check.passed]:
+        detail = f"{folder}: {', '.join(damaged)} changed since the build"
+        yield Finding(name, "fail", detail, "build it again")
         return
-    again = "sorl-index build it again, or restore the corpus"
+    about = f"{folder}: {manifest.backend}, {manifest.passages:,} passages"
     sources = [Path(source).expanduser() for source in manifest.corpus["source"]]
     if not all(source.exists() for source in sources):
-        yield Finding(name, "ok", f"{folder}: {_about(manifest)}; its corpus is not here to compare it with")
-    elif _size(sources) > HASHED:
-        yield Finding(name, "ok", f"{folder}: {_about(manifest)}; its corpus is too large to compare it with")
+        yield Finding(name, "ok", f"{about}; its corpus is not here to compare it with")
+    elif sum(path.stat().st_size for path, _ in Corpus(sources).files) > HASHED:
+        yield Finding(name, "ok", f"{about}; its corpus is too large to compare it with")
     elif _hash_corpus(sources) != manifest.corpus["hash"]:
-        said = ", ".join(map(str, sources))
-        yield Finding(name, "fail", f"{folder} was built from another version of {said}", again)
+        detail = f"{folder} was built from another version of {', '.join(map(str, sources))}"
+        yield Finding(name, "fail", detail, "sorl-index build it again, or restore the corpus")
     else:
-        yield Finding(name, "ok", f"{folder}: {_about(manifest)}, of the corpus as it is now")
-
-
-def _about(manifest: Manifest) -> str:
-    return f"{manifest.backend}, {manifest.passages:,} passages"
-
-
-def _size(sources: list[Path]) -> int:
-    return sum(path.stat().st_size for path, _ in Corpus(sources).files)
+        yield Finding(name, "ok", f"{about}, built from the corpus as it is now")
 
 
 def _hash_corpus(sources: list[Path]) -> str:
@@ -142,7 +124,7 @@ def _hash_corpus(sources: list[Path]) -> str:
 
 
 def check_server(run: Run) -> Iterator[Finding]:
-    """Every server at ``search.url``: does it listen, is it a retrieval server, does it hold the right index."""
+    """``search.url``: whether every server listens, is a retrieval server, and serves the right index."""
     if run.config.search.url is None:
         return
     search = HttpSearch(run.config.search.url, run.config.search.top_k, PROBE_S)
@@ -152,8 +134,8 @@ def check_server(run: Run) -> Iterator[Finding]:
         yield _one_server(run, url, fingerprints)
     known = {url: told for url, told in fingerprints.items() if told is not None}
     if len(set(known.values())) > 1:
-        said = "; ".join(f"{url}: {told}" for url, told in known.items())
-        yield Finding("servers", "fail", f"they hold different indexes: {said}", "start them on the same one")
+        told = "; ".join(f"{url}: {fingerprint}" for url, fingerprint in known.items())
+        yield Finding("servers", "fail", f"they hold different indexes: {told}", "start them on the same one")
 
 
 def _one_server(run: Run, url: str, fingerprints: dict[str, Any]) -> Finding:
@@ -168,38 +150,33 @@ def _one_server(run: Run, url: str, fingerprints: dict[str, Any]) -> Finding:
     try:
         health = _health(address)
         if health.get("ready") is False:
-            return Finding(
-                "server", "fail", f"{url} is opening its index", f"wait until http://{host}:{port}/ready"
-            )
+            fix = f"wait until http://{host}:{port}/ready says so"
+            return Finding("server", "fail", f"{url} is opening its index", fix)
         search("the")
     except ToolUnavailableError as error:
-        move = (
-            f"look at what that server says of it; if another program has port {port}, start one on another: "
+        fix = (
+            f"read that server's log; if another program has port {port}, start the server on another port with "
             "sorl-serve INDEX_OR_CORPUS --port N, and give its address as --search.url"
         )
-        return Finding("server", "fail", textwrap.shorten(str(error), 110), move)
+        return Finding("server", "fail", textwrap.shorten(str(error), 110), fix)
     except ValueError as error:
-        move = f"set {TOKEN_VARIABLE}" if "401" in str(error) else "correct --search.url"
-        return Finding("server", "fail", textwrap.shorten(str(error), 110), move)
+        fix = f"set {TOKEN_VARIABLE}" if "401" in str(error) else "correct --search.url"
+        return Finding("server", "fail", textwrap.shorten(str(error), 110), fix)
     finally:
         search.close()
     told = fingerprints[url] = health.get("fingerprint")
     if run.index is not None and told is not None:
         wanted = read_manifest(run.index.expanduser()).hash
         if told != wanted:
-            return Finding(
-                "server",
-                "fail",
-                f"{url} holds {told}, and {run.index} is {wanted}",
-                f"sorl-serve {run.index}",
-            )
+            detail = f"{url} holds {told}, and {run.index} is {wanted}"
+            return Finding("server", "fail", detail, f"sorl-serve {run.index}")
     if told is None:
-        return Finding("server", "ok", f"{url} answers; it does not tell what it holds")
+        return Finding("server", "ok", f"{url} answers; it does not say which index it holds")
     return Finding("server", "ok", f"{url} answers: {health.get('passages', '?'):,} passages, {told}")
 
 
 def _health(address: httpx.URL) -> dict[str, Any]:
-    """What ``sorl-serve`` says of itself; empty for a server of another make."""
+    """The health report of a ``sorl-serve``; empty for any other server."""
     try:
         path = address.path.rpartition("/")[0] + "/health"
         said = httpx.get(address.copy_with(path=path), timeout=PROBE_S).json()

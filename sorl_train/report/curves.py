@@ -9,7 +9,7 @@ from typing import Any
 
 from sorl_train.report.figures import FIGURES, Figure
 from sorl_train.report.groups import Group, choices, setting_text
-from sorl_train.report.run import ALARM, NORMALIZING, ReportRun, Row, is_number
+from sorl_train.report.run import ALARM, ReportRun, Row, is_number
 
 # Parts of a step in timings.jsonl that do not overlap.
 STAGES = ("rollout", "log_probs", "update", "eval", "checkpoint")
@@ -51,7 +51,7 @@ def chart_data(
             {
                 "label": name,
                 "finished": run.finished,
-                "delta": run.config.get("loss.clip_bias_delta") if run.algo in NORMALIZING else None,
+                "delta": run.config.get("loss.clip_bias_delta") if run.normalizes else None,
                 "alarms": [event["step"] for event in run.events if event["kind"] == ALARM],
                 "steps": [row["step"] for row in run_rows],
                 "values": {metric: _column(run_rows, metric) for metric in metrics},

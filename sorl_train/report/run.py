@@ -12,6 +12,8 @@ import yaml
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.text import read_json
+from sorl_train.algorithms import ALGORITHMS
+from sorl_train.config.find_algorithm import short_name
 from sorl_train.report.dialogues import COUNT, Dialogue, choose_dialogues, step_files
 from sorl_train.run.folder import RunDir
 from sorl_train.run.stability import measure
@@ -45,11 +47,6 @@ _KEY_SETTINGS = (
 ).split()
 EVENTS = "events.jsonl"
 ALARM = "collapse_alarm"  # the kind of event that the success figure marks
-NORMALIZING = (
-    "s_ppo",
-    "so_ppo",
-    "so_grpo",
-)  # as in sorl_train.losses.policy, whose import would cost the seconds of torch
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,13 @@ class ReportRun:
 
     @property
     def algo(self) -> str:
-        return str(self.config.get("algo", "unknown"))
+        return short_name(str(self.config.get("algo", "unknown")))
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether its algorithm scales steps by the clipping bias; of one from outside, whether it ever did."""
+        known = ALGORITHMS.get(self.algo)
+        return known.normalize if known else any(row.get("loss/normalized_frac") for row in self.metrics)
 
     @property
     def task(self) -> str:

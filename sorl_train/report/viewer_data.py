@@ -26,7 +26,6 @@ from sorl_train.report.dialogues import (
     read_some,
     segments,
     share_out,
-    step_files,
 )
 from sorl_train.run.token_stats import TokenRecord, iter_token_records, sidecar_of
 
@@ -73,13 +72,6 @@ def pack(value: Any) -> str:
         "utf-8", errors="replace"
     )  # half a surrogate pair, which a tokenizer can make, is no text
     return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
-
-
-def pack_run(
-    folder: Path, notes: list[str], *, most: int = MOST_DIALOGUES, most_bytes: int = MOST_BYTES
-) -> Packed:
-    """The dialogues of a folder of trajectories, as many as fit. See ``pack_files``."""
-    return pack_files(step_files(folder), notes, most=most, most_bytes=most_bytes)
 
 
 def pack_files(files: Sequence[StepFile], notes: list[str], *, most: int, most_bytes: int) -> Packed:

@@ -1,4 +1,4 @@
-"""From the config to the environments of a run."""
+"""The environments of a run, made from its config."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from sorl_env.data import ExampleSet, load_examples
 from sorl_env.env import ToolUseEnv
@@ -21,7 +21,7 @@ from sorl_train.config.settings import LimitsConfig, TrainConfig
 
 
 def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
-    """The environment of training or of evaluation. Raises ``UserError`` for training on a test split."""
+    """The environment for training or for evaluation. Raises ``UserError`` for training on test questions."""
     task = load_task(config.task, **config.task_args)
     env = ToolUseEnv(
         task,
@@ -36,7 +36,7 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
 
 
 def training_examples(config: TrainConfig) -> Sequence[Example]:
-    """The examples of training, for those who need no tools. Raises ``UserError`` for a test split."""
+    """The examples to train on, without making an environment and its tools. Raises as ``make_env`` does."""
     task = load_task(config.task, **config.task_args)
     examples = load_examples(task, config.data, config.split)
     refuse_test_questions(config, examples)
@@ -44,24 +44,24 @@ def training_examples(config: TrainConfig) -> Sequence[Example]:
 
 
 def refuse_test_questions(config: TrainConfig, examples: ExampleSet) -> None:
-    """Raise ``UserError`` when what is to be trained on are test questions, whatever the split is called."""
+    """Raise ``UserError`` when the examples to train on are test questions, whatever their split is called."""
     if examples.is_test:
         raise UserError(
-            f"split {config.split!r} of {examples.source} holds test questions (their column 'split' says so), "
-            "nobody trains on those: give another split, or another file"
+            f"split {config.split!r} of {examples.source} contains test questions (their column 'split' is 'test'); "
+            "training on them is refused. Choose another split or file"
         )
 
 
 def answers_of(examples: Sequence[Example]) -> dict[str, tuple[str, ...]]:
-    """By example id, what answers it and can be looked for in passages; for metrics, never shown to the policy."""
+    """For each example id, the answers that can be looked for in passages. For metrics; the policy never sees them."""
     answers: dict[str, tuple[str, ...]] = {}
-    for example in examples:  # the same question may be in the data twice
+    for example in examples:  # the data may have a question twice
         answers[example.id] = answers.get(example.id, ()) + findable_answers(example)
     return answers
 
 
 def without_tools(env: ToolUseEnv) -> ToolUseEnv:
-    """The same environment with tools that find nothing."""
+    """The same environment, with tools that find nothing."""
     silent = env.spawn()
     silent.toolbox = Toolbox(
         [SilentTool(tool.name, tool.description, tool.schema) for tool in env.toolbox.tools]
@@ -70,7 +70,7 @@ def without_tools(env: ToolUseEnv) -> ToolUseEnv:
 
 
 def limits(task: Task, config: LimitsConfig) -> Limits:
-    """The task's limits with those that the config sets."""
+    """The task's limits, overridden by those that the config sets."""
     given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     return dataclasses.replace(
         task.limits, **{name: value for name, value in given.items() if value is not None}
@@ -78,27 +78,19 @@ def limits(task: Task, config: LimitsConfig) -> Limits:
 
 
 def tool_settings(config: TrainConfig) -> ToolSettings:
-    """What the task's tools are built from."""
-    search = config.search
-    return ToolSettings(
-        corpus=search.corpus,
-        search_url=search.url,
-        top_k=search.top_k,
-        timeout_s=search.timeout_s,
-        retries=search.retries,
-        cache=search.cache,
-    )
+    """The search settings, in the form that a task's tools take."""
+    given = dataclasses.asdict(config.search)
+    return ToolSettings(search_url=given.pop("url"), **given)
 
 
+@dataclasses.dataclass(eq=False)
 class SilentTool:
-    """Stands in for a tool and finds nothing: what a policy scores with it, it knew or guessed."""
+    """Stands in for a tool and finds nothing: what a policy still answers, it knew or guessed."""
 
-    inline = True
-
-    def __init__(self, name: str, description: str, schema: Mapping[str, Any]) -> None:
-        self.name = name
-        self.description = description
-        self.schema = schema
+    name: str
+    description: str
+    schema: Mapping[str, Any]
+    inline: ClassVar[bool] = True
 
     def __call__(self, *_: Any, **__: Any) -> ToolReply:
         return ToolReply("Nothing found.", hits=0)
@@ -108,7 +100,7 @@ class SilentTool:
 
 
 def env_facts(env: ToolUseEnv) -> dict[str, Any]:
-    """What identifies an environment's data, for the run's manifest."""
+    """What identifies an environment, its data and its tools, as JSON values for manifests."""
     prompts = hashlib.sha256()
     for example in env.examples.examples:
         prompts.update(valid_text(env.task.prompt(example)).encode() + b"\0")

@@ -1,4 +1,4 @@
-"""Rollouts of the local engine: which examples a step visits, and running them to the end."""
+"""The rollouts of the local engine: which examples a training step visits, and collecting their trajectories."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from sorl_train.config.settings import TrainConfig
 
 
 class LocalSampler(Sampler, Protocol):
-    """A sampler that shares a machine with the trainer; ``model`` is the trainer's policy."""
+    """A sampler in the trainer's process; ``model`` is the trainer's policy."""
 
     model: Any
     policy_version: int
 
     def session(self) -> AbstractContextManager[Any]:
-        """Around one batch: the newest weights at its beginning, what the update needs given back at its end."""
+        """Around one batch: takes the newest weights at its beginning and gives memory back at its end."""
         ...
 
 
 def training_jobs(config: TrainConfig, num_examples: int, step: int) -> list[RolloutJob]:
-    """The rollouts of step ``step`` (1-based). Every example is visited once before any is visited again."""
+    """The rollouts of a training step, counted from 1. Each example is visited once before any is visited again."""
     group_size = config.rollout.group_size
     num_prompts = config.rollout.batch_size // group_size
     jobs = []
@@ -43,7 +43,7 @@ def training_jobs(config: TrainConfig, num_examples: int, step: int) -> list[Rol
 
 
 def evaluation_jobs(config: TrainConfig, num_examples: int, limit: int) -> list[RolloutJob]:
-    """A seeded sample of examples, the same at every evaluation of a run."""
+    """Rollouts of ``limit`` examples: a seeded sample, the same in every evaluation of a run."""
     order = _order(config.seed, 0, num_examples, stream="eval")[:limit]
     return [
         RolloutJob(id=f"e{i}", group_id=f"e{i}", example_index=i, seed=derive_seed(config.seed, "eval", i))
@@ -53,7 +53,7 @@ def evaluation_jobs(config: TrainConfig, num_examples: int, limit: int) -> list[
 
 @functools.lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, size: int, stream: str = "data") -> list[int]:
-    """A permutation of the examples, kept because one step asks for it once a prompt."""
+    """A seeded permutation of the examples. Cached: a training step asks for it once for each prompt."""
     order: list[int] = generator(seed, stream, epoch).permutation(size).tolist()
     return order
 
@@ -68,16 +68,18 @@ def run_jobs(
     temperature: float,
     on_finish: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """Collect all ``jobs`` in a fresh event loop."""
+    """Collect the trajectories of all ``jobs``, in an event loop of their own."""
     settings = RolloutSettings(
         temperature=temperature,
         top_p=config.sampler.top_p if temperature else 1.0,
-        use_chat_template=config.hardware.chat_template,
+        use_chat_template=config.chat_template,
         max_concurrency=config.sampler.max_concurrency,
     )
     trajectories: list[Trajectory] = []
 
-    async def main() -> None:  # with a result, asyncio.run would print it: to a message that it throws away
+    async def main() -> (
+        None
+    ):  # returns nothing: asyncio.run would format a result only to throw the text away
         trajectories.extend(await collect(env, tokenizer, sampler, jobs, settings, on_finish))
 
     with sampler.session():

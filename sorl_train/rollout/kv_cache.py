@@ -1,4 +1,4 @@
-"""The key-value cache of the sampler: one row a trajectory, written in place."""
+"""The key-value cache of the sampler: one row for each trajectory in flight."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch import Tensor
 from sorl_train.models.attention import AttentionMasks, text_config
 from sorl_train.models.forward import picked_logits
 
-COLUMNS = 64  # capacity comes in multiples of this
+COLUMNS = 64  # the capacity is a multiple of this
 
 
 class RowCache:
     """Keys and values of all rows, (layers, 2, rows, kv_heads, capacity, head_dim), written in place.
 
-    It stands in for a transformers ``Cache``: the model calls ``update`` once a layer. ``select`` says beforehand which
-    rows a forward pass covers and where their new tokens go; its mask hides what lies behind a row's length (which has
-    to be finite: NaN gets past a weight of 0), and before the window of a layer that has one.
+    It replaces a transformers ``Cache``: the model calls ``update`` once in each layer. Before a forward pass,
+    ``select`` says which rows it covers and where their new tokens go. The mask that it returns hides what lies beyond
+    a row's length, and what lies before a layer's window. Hidden values must be finite all the same: NaN times an
+    attention weight of 0 is NaN.
 
     Raises:
         UserError: the model keeps more than keys and values (see ``AttentionMasks.of``).
@@ -41,13 +42,15 @@ class RowCache:
 
     @property
     def capacity(self) -> int:
+        """Tokens that a row can hold before the cache has to grow."""
         return self.data.shape[4]
 
     def select(self, rows: slice, new_tokens: int) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
-        """Prepare a pass of ``new_tokens`` columns over ``rows``.
+        """Prepare a forward pass of ``new_tokens`` columns over ``rows``.
 
-        Returns position ids (b, n) and the mask (b, 1, n, w) to add to the attention scores, or one mask for each kind
-        of layer; a boolean mask would be turned into this one again in every layer.
+        Returns:
+            Position ids (b, n), and the mask (b, 1, n, w) to be added to the attention scores, or one such mask for
+            each kind of layer. A boolean mask would be converted to this form in every layer.
         """
         lengths = self.lengths[rows]
         self._width = int(lengths.max()) + new_tokens
@@ -59,7 +62,7 @@ class RowCache:
         return columns, self._masks.make(columns, self._width, self.data.dtype)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store (b, heads, n, dim) at the selected places and return all keys and values up to the widest row."""
+        """Store new keys and values, each (b, heads, n, dim); return all of the selected rows, up to the longest."""
         for kind, new in enumerate((keys, values)):
             stored = new.transpose(1, 2).to(self.data.dtype)
             self.data[layer, kind, self._row_index, :, self._column_index] = stored
@@ -67,12 +70,12 @@ class RowCache:
         return view[0], view[1]
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """What some models ask of a transformers ``Cache``; rows differ, and positions and masks come with the call."""
+        """The length of the longest selected row, which some models ask a transformers ``Cache`` for."""
         return int(self.lengths[self._rows].max())
 
     @torch.inference_mode()
     def swap(self, a: int, b: int) -> None:
-        """Exchange two rows."""
+        """Exchange the contents of two rows."""
         width = int(max(self.lengths[a], self.lengths[b]))
         kept = self.data[:, :, a, :, :width].clone()
         self.data[:, :, a, :, :width] = self.data[:, :, b, :, :width]
@@ -81,7 +84,7 @@ class RowCache:
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Fill empty rows with what others hold, pair by pair."""
+        """Copy rows into empty rows, pair by pair."""
         assert not self.lengths[targets].any(), (
             f"rows {targets} are not empty: {self.lengths[targets]} tokens"
         )
@@ -90,19 +93,19 @@ class RowCache:
         self.data[:, :, targets, :, :width] = self.data[:, :, sources, :, :width]
 
     def move(self, source: int, target: int) -> None:
-        """Give a row's content to an empty one; the row itself is empty afterwards."""
+        """Copy a row into an empty one, and empty the first."""
         self.copy([source], [target])
         self.free(source)
 
     def free(self, row: int) -> None:
-        """Empty a row. Only its length says that something is in it, so nothing has to be erased."""
+        """Empty a row by setting its length to 0; what is beyond a row's length is never read."""
         self.lengths[row] = 0
 
     def _grow(self, width: int) -> None:
         if width <= self.capacity:
             return
         layers, two, rows, heads, capacity, dim = self.data.shape
-        # in whole cache lines: where a row begins in memory, and so how its sums are taken, is the same at any capacity
+        # Rows begin at whole cache lines at any capacity: the alignment of a row decides the order of its sums.
         wanted = -(-max(width, capacity * 3 // 2) // COLUMNS) * COLUMNS
         data = self.data.new_zeros((layers, two, rows, heads, wanted, dim))
         data[..., :capacity, :] = self.data
@@ -111,7 +114,7 @@ class RowCache:
 
 @torch.inference_mode()
 def feed(model: Any, cache: RowCache, rows: slice, tokens: Sequence[Sequence[int]]) -> Tensor:
-    """Read ``tokens``, a list for each of ``rows``, into the cache; returns the logits after their last ones (b, V)."""
+    """Read ``tokens``, a list for each of ``rows``, into the cache; returns logits (b, V) after the last of each."""
     device = cache.data.device
     counts = np.fromiter((len(new) for new in tokens), dtype=np.int64)
     columns = np.zeros((len(tokens), counts.max()), dtype=np.int64)
@@ -122,7 +125,7 @@ def feed(model: Any, cache: RowCache, rows: slice, tokens: Sequence[Sequence[int
     inputs = {
         "input_ids": torch.from_numpy(columns).to(device),
         "attention_mask": mask,
-        # padding takes the position of its row's last token: further positions may not exist
+        # Padding gets the position of its row's last token: the model may have no later ones.
         "position_ids": torch.minimum(positions, positions.gather(1, last[:, None])),
         "past_key_values": cache,
         "use_cache": True,

@@ -1,4 +1,4 @@
-"""Metrics of a batch of trajectories, under the same names in every engine."""
+"""Metrics of a batch of trajectories. All engines use these names."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sorl_env.tool import ToolCall
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_tools.search.stats import search_metrics
 
-_SEARCH = "search"  # the name of the search tools, in process and over HTTP
+_SEARCH = "search"  # the name of every search tool, in process or over HTTP
 
 
 def is_success(trajectory: Trajectory) -> bool:
-    """A trajectory succeeds when its rewards add up to 1 at least: the tasks here reward a right answer with 1."""
+    """Whether the rewards add up to 1 or more: the tasks here give 1 for a right answer."""
     return trajectory.reward >= 1.0 - 1e-9
 
 
 def success_rate(trajectories: Sequence[Trajectory]) -> float:
-    """Share of successes; an excluded trajectory says nothing about the policy and is not counted."""
+    """Share of successes among the trajectories that are not excluded: an outage says nothing about the policy."""
     counted = [is_success(t) for t in trajectories if not t.excluded]
     return fmean(counted) if counted else 0.0
 
@@ -36,10 +36,10 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """``rollout/``, ``reward/`` and ``tool/`` metrics of one step's trajectories.
 
-    Where all are excluded, what only the others can tell is left out: an outage is not a success rate of 0.
+    When all trajectories are excluded, metrics such as the success rate are missing: an outage is no success rate of 0.
 
     Args:
-        answers: by example, what is looked for in the passages it retrieved (``environments.answers_of``).
+        answers: for each example id, the answers to look for in retrieved passages (``environments.answers_of``).
     """
     counted = [t for t in trajectories if not t.excluded]
     calls = [call for t in trajectories for call in _calls(t)]
@@ -71,28 +71,22 @@ def rollout_metrics(
 def _search_metrics(
     trajectories: Sequence[Trajectory], answers: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
-    """An excluded trajectory asked its queries, but what an outage kept from it says nothing about them."""
-    return search_metrics(
-        [
-            (
-                [call for call in _calls(t) if call.tool == _SEARCH],
-                () if t.excluded else answers.get(t.example_id, ()),
-            )
-            for t in trajectories
-        ]
-    )
+    """Metrics of the queries. An excluded trajectory's queries count, but not which answers they found."""
+    calls = [[call for call in _calls(t) if call.tool == _SEARCH] for t in trajectories]
+    wanted = [() if t.excluded else answers.get(t.example_id, ()) for t in trajectories]
+    return search_metrics(list(zip(calls, wanted, strict=True)))
 
 
 def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """How many training steps before ``version`` the batch's turns were sampled, on average and at most."""
+    """How many training steps before ``version`` the turns were sampled, on average and at most."""
     lags = [version - turn.policy_version for t in trajectories if not t.excluded for turn in t.turns]
     return {"rollout/staleness": fmean(lags), "rollout/staleness_max": float(max(lags))} if lags else {}
 
 
 def tool_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Latencies, seconds, and the share of calls that a cache or a record answered.
+    """Latencies of tool calls in seconds, and the share of calls answered from a cache or a recording.
 
-    They are kept apart from the metrics that a seed reproduces: what a cache holds is left from earlier runs.
+    A seed does not reproduce these: a cache may hold replies of earlier runs.
     """
     calls = [call for t in trajectories for call in _calls(t)]
     if not calls:
@@ -106,7 +100,7 @@ def tool_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def eval_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """``eval/`` metrics; of an evaluation whose trajectories are all excluded, only that they are."""
+    """``eval/`` metrics of an evaluation; only the excluded rate when all trajectories are excluded."""
     counted = [t for t in trajectories if not t.excluded]
     metrics = {"eval/excluded_rate": 1.0 - len(counted) / len(trajectories)}
     if counted:
@@ -119,7 +113,7 @@ def eval_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def search_off_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Of an evaluation without tools; empty where all trajectories are excluded."""
+    """The success rate of an evaluation without tools; empty when all trajectories are excluded."""
     counted = [t for t in trajectories if not t.excluded]
     return {"eval/search_off_success": success_rate(counted)} if counted else {}
 
@@ -129,7 +123,7 @@ def _calls(trajectory: Trajectory) -> list[ToolCall]:
 
 
 def _observation_tokens(trajectory: Trajectory) -> int:
-    """What the environment wrote after the prompt."""
+    """The number of tokens from the environment after the prompt."""
     prompt = trajectory.turns[0].start if trajectory.turns else len(trajectory.token_ids)
     return len(trajectory.token_ids) - prompt - trajectory.num_action_tokens
 

@@ -1,12 +1,12 @@
-"""A check when a model is loaded: trainer and sampler compute the log-probabilities that the model itself computes.
+"""Check a loaded model: trainer and sampler must compute the same log-probabilities as the model alone.
 
-Both have their own way through a model. The trainer pads rows and takes logits of the policy's tokens alone; the
-sampler keeps keys and values of rows of different lengths and makes the attention masks. A model whose attention,
-positions or state are not what they expect would be sampled or trained wrongly without a word, so it is refused here.
+The trainer pads rows and computes logits for the policy's tokens only. The sampler caches keys and values of rows of
+different lengths and makes its own attention masks. A model with other attention, positions or state than they expect
+would be sampled or trained wrongly without any error, so it is refused here.
 
-The check reads two short random sequences, in float32 whatever the compute dtype, so that rounding cannot hide a
-fault. Attention spans are made shorter than these sequences for the time of the check: that the masks are right is
-seen on 72 tokens as well as on 4,096, and costs about ten passes over the weights.
+The check reads two short random sequences, always in float32, so that rounding cannot hide a fault. During the check
+attention spans are shorter than these sequences: wrong masks then show on 72 tokens as well as on 4,096. It takes about
+ten passes over the weights.
 """
 
 from __future__ import annotations
@@ -30,39 +30,31 @@ from sorl_train.models.forward import action_stats
 from sorl_train.rollout.kv_cache import COLUMNS, RowCache, feed
 
 LENGTH = 72  # tokens of the longer sequence
-SPAN = 16  # tokens that a layer sees while it is checked, if it has a span
-# Nats. In float32 two exact ways differ by 1e-6 on random weights (tests/train/rollout/architectures.py) and by 6e-5
-# for SmolLM2; the smallest fault that is known, a soft cap left out, made .06 on random weights.
+SPAN = 16  # tokens that a layer with a limited span looks back during the check
+# In nats. Two exact ways differ by 1e-6 with random weights in float32 (tests/train/rollout/architectures.py) and by
+# 6e-5 for SmolLM2. The smallest known fault, a missing soft cap, differs by 0.06 with random weights.
 TOLERANCE = 5e-3
-# Of the largest hidden state. Causal models of random weights differ by 2e-7 of it, a small BERT by 2e-3.
+# As a share of the largest hidden state. Causal models with random weights differ by 2e-7, a small BERT by 2e-3.
 CRITIC_TOLERANCE = 3e-4
 OTHER_MODEL = (
-    "Choose another model: one that attends to earlier tokens only, and gives logits by an output layer"
+    "Choose another model: one that attends to earlier tokens only and computes logits with an output layer"
 )
-# What a model raises when it is given what it does not expect. Memory that runs out is another matter.
-_NOT_FITTING = (
-    AttributeError,
-    IndexError,
-    KeyError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+# What a model raises for inputs that it does not expect. Running out of memory is a RuntimeError too, and passes on.
+_NOT_FITTING = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def check_policy(model: Any, max_tokens: int, *, sampled: bool, trained: bool) -> None:
-    """Refuse a language model that the trainer or the sampler would not compute as it computes itself.
+    """Refuse a language model if trainer or sampler compute other log-probabilities than the model itself.
 
-    Weights, random state and mode of the model stay as they are.
+    The model's weights and mode and the random state do not change.
 
     Args:
-        max_tokens: the longest trajectory there may be.
-        sampled: it draws with ``TransformersSampler``.
-        trained: it is updated, so its log-probabilities are taken in training mode too. Dropout must be off.
+        max_tokens: tokens of the longest trajectory.
+        sampled: whether ``TransformersSampler`` samples from it.
+        trained: whether it is trained, so that log-probabilities are also computed in training mode, without dropout.
 
     Raises:
-        UserError: it is not exact; the message has the reason, the size of the difference and what to do.
+        UserError: they differ; the message has the reason, the size of the difference and what to do.
     """
     check_length(model, max_tokens)
     with _undisturbed(model), short_spans(model, SPAN):
@@ -76,11 +68,7 @@ def check_policy(model: Any, max_tokens: int, *, sampled: bool, trained: bool) -
 
 
 def check_critic(critic: Any, max_tokens: int) -> None:
-    """Refuse a critic whose value of a state depends on later tokens or on the other rows of its batch.
-
-    Raises:
-        UserError: as ``check_policy``.
-    """
+    """Refuse a critic whose values depend on later tokens or on other rows. Raises as ``check_policy`` does."""
     model = critic.backbone
     check_length(model, max_tokens)
     with _undisturbed(model), short_spans(model, SPAN), torch.no_grad():
@@ -91,14 +79,14 @@ def check_critic(critic: Any, max_tokens: int) -> None:
         scale = max(float(states.abs().max()) for states in own)
         if not gap <= CRITIC_TOLERANCE * scale:
             raise UserError(
-                f"the critic {model_name(model)} gives a token another state when its row is padded (they differ by "
-                f"{gap:.2g}): it is no causal model. Choose another one with hardware.critic"
+                f"the critic {model_name(model)} computes another hidden state for a token when its row is padded (the "
+                f"difference is {gap:.2g}), so it is not a causal model. Choose another one with critic=FOLDER"
             )
 
 
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
-    """Evaluation mode, and the random state and the mode as they were afterwards."""
+    """Around a check: evaluation mode, and afterwards the random state and the mode that were before."""
     device = next(model.parameters()).device
     was_training = model.training
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -110,7 +98,7 @@ def _undisturbed(model: Any) -> Iterator[None]:
 
 
 def _random_rows(model: Any, max_tokens: int) -> list[Tensor]:
-    """Two sequences of ids out of the middle of the vocabulary: what stands for an image is at its ends."""
+    """Two sequences of ids from the middle of the vocabulary; ids that stand for an image are at its ends."""
     size = len(model.get_input_embeddings().weight)
     length = max(24, min(LENGTH, max_tokens, position_table(model) or LENGTH))
     draws = torch.Generator().manual_seed(0)
@@ -124,9 +112,9 @@ def _padded(rows: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _own_log_probs(model: Any, row: Tensor) -> Tensor:
-    """What the model says of one sequence without padding, cache or masks from outside, (L, V).
+    """The model's log-probabilities (L, V) for one sequence, without padding, cache or masks from outside.
 
-    With plain attention, the one that each model spells out: faster ones may leave out what they do not know.
+    They are computed with plain attention, which each model writes out; faster kernels may leave something out.
     """
     faster = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -156,14 +144,14 @@ def _compare(
     if not found <= TOLERANCE:
         raise UserError(
             f"{model_name(model)} is not exact with {who}: on random sequences of {len(rows[0])} and {len(rows[1])} "
-            f"tokens its log-probabilities differ from the model's own by up to {found:.2g} (limit {TOLERANCE:g}). "
+            f"tokens the log-probabilities differ from the model's own by up to {found:.2g} (limit {TOLERANCE:g}). "
             f"{advice}"
         )
 
 
 @torch.no_grad()
 def _trainer_gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:
-    """Largest difference of the trainer's log-probabilities, of some tokens of a padded batch."""
+    """The largest difference of the trainer's log-probabilities on some tokens of a padded batch."""
     token_ids = _padded(rows)
     mask = torch.zeros(token_ids[:, 1:].shape, dtype=torch.bool, device=token_ids.device)
     for i, row in enumerate(rows):
@@ -177,7 +165,7 @@ def _trainer_gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:
 
 
 def _sampler_gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:
-    """Largest difference of the sampler's log-probabilities, of all tokens after each part of two turns."""
+    """The largest difference of the sampler's log-probabilities (V) after each part of two turns."""
     cache = RowCache(model, len(rows), torch.float32, COLUMNS)
     gaps = []
     for parts in zip(*(_parts(len(row)) for row in rows), strict=True):
@@ -189,7 +177,7 @@ def _sampler_gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:
 
 
 def _parts(length: int) -> list[slice]:
-    """A sequence as the sampler reads it: a prompt, single tokens, a longer reply, and single tokens again."""
+    """The parts in which the sampler reads a sequence: a prompt, single tokens, a longer reply, single tokens."""
     prompt, reply = length // 3, length - 6 - length // 3
     ends = [prompt, prompt + 1, prompt + 2, prompt + 3]
     ends += [ends[-1] + reply, ends[-1] + reply + 1, ends[-1] + reply + 2, length]

@@ -1,13 +1,12 @@
 """A continuous-batching sampler for any decoder-only transformers model.
 
-Each trajectory in flight holds one row of a key-value cache from its first token to its last, so a turn only pays
-for the tokens that are new. Rows that are decoding are kept in front, ``[0, num_active)``: one decoding step is one
-forward pass over a contiguous view of the cache, finished rows leave it at once, and rows that wait for a tool cost
-nothing. New rows and returning rows are prefilled together; a prompt that a group shares is read once.
+Each trajectory in flight owns one row of a key-value cache from its first token to its last, so that a turn costs only
+its new tokens. Decoding rows are kept in front, in the slots ``[0, num_active)``: a decoding step is one forward pass
+over a contiguous part of the cache. Finished rows leave that part at once, and rows that wait for a tool cost nothing.
+New and returning rows are prefilled together; the prompt of a group is read once.
 
-A turn that does not end as it should takes its trajectory's row with it, and the next turn reads all tokens anew: where
-the caller is cancelled or the trajectory is released, the row leaves the decoding rows; where the model raises, no row
-is kept.
+A row is dropped when its turn does not end properly, because its caller is cancelled or its trajectory is released.
+When the model raises, all rows are dropped. The next turn of such a trajectory reads all of its tokens again.
 """
 
 from __future__ import annotations
@@ -23,45 +22,42 @@ from torch import Tensor
 
 from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_env.tokens import Tokenizer
-from sorl_train.config.settings import ModelConfig
 from sorl_train.models.forward import autocast, compute_dtype
 from sorl_train.rollout.kv_cache import COLUMNS, RowCache, feed
 from sorl_train.rollout.slots import Row, Slots
 
-# Rows x columns of one prefill pass: on a CPU what its cache holds, on a GPU enough to fill it.
+# Tokens (rows x columns) of one prefill pass: on a CPU as many as fit its cache, on a GPU enough to keep it busy.
 CPU_PREFILL, GPU_PREFILL = 2048, 16384
-# A cache of up to so many bytes stays from one batch to the next: touching new memory costs a tiny policy a tenth of
-# its rollout. A larger one makes room for the update.
+# A cache of at most this many bytes is kept between batches: for a tiny policy, touching new memory takes a tenth of
+# the rollout. A larger cache is freed for the update.
 KEPT_CACHE = 1 << 28
-# Event-loop turns granted to trajectories between two steps: enough for a reply of an in-process tool to come back
-# as the next turn's request, so that rows rejoin the batch together. It never waits for a tool that is slow.
+# Passes of the event loop between two steps: enough for a trajectory to get the reply of an in-process tool and to
+# request its next turn, so that rows rejoin the batch together. A slow tool is not waited for.
 YIELDS = 6
 
 
 class TransformersSampler:
     """Implements ``sorl_env.rollout.Sampler``; see the module's docstring.
 
-    One uniform number a token, from a generator seeded by the trajectory and the turn, picks the token by inverting
-    the cumulative distribution: what a trajectory draws does not depend on which others share its batch (up to the
-    rounding of a matrix product), and with in-process tools a run is reproducible bit for bit.
+    Each token takes one uniform random number, from a generator seeded by trajectory and turn, and inverts the
+    cumulative distribution. What a trajectory samples therefore does not depend on the others in its batch (except for
+    rounding in matrix products), and a run with in-process tools is reproducible bit for bit.
 
     Args:
-        model: a causal language model of transformers; the trainer's own, so weights are always the newest.
-        tokenizer: decodes the tail of a turn to find stop strings.
-        max_rows: trajectories in flight.
-        config: the compute dtype.
+        model: a causal language model of transformers; the trainer's own, so its weights are always the newest.
+        tokenizer: decodes the end of a turn to find stop strings.
+        max_rows: the most trajectories in flight.
+        dtype: precision of forward passes, see ``compute_dtype``.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Tokenizer, max_rows: int, config: ModelConfig = ModelConfig()
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Tokenizer, max_rows: int, dtype: str = "auto") -> None:
         self.model = model
         self._device = next(model.parameters()).device
-        self._config = config
+        self._dtype = dtype
         self.policy_version = 0
         self._tokenizer = tokenizer
         self._max_rows = max_rows
-        self._capacity = COLUMNS  # of a new cache: what the last one came to have
+        self._capacity = COLUMNS  # of a new cache; it starts with what the last one has grown to
         self._cache = self._new_cache(0)
         self._slots = Slots(self._cache)
         self._waiting: list[Row] = []
@@ -73,12 +69,12 @@ class TransformersSampler:
 
     @contextmanager
     def session(self) -> Iterator[TransformersSampler]:
-        """Around one batch: switches the model to inference and gives a large cache's memory back afterwards.
+        """Around one batch: puts the model into evaluation mode; at the end cancels what is in flight.
 
-        What is still in flight at the end is cancelled.
+        The memory of a large cache is given back at the end.
 
         Raises:
-            RuntimeError: a session is open already; its end would take the rows of both.
+            RuntimeError: a session is open already; the end of one would drop the rows of both.
         """
         if self._is_open:
             raise RuntimeError("the sampler's session is open already: one batch at a time")
@@ -100,15 +96,15 @@ class TransformersSampler:
                 self._cache = self._new_cache(0)
 
     def _new_cache(self, rows: int) -> RowCache:
-        return RowCache(self.model, rows, compute_dtype(self._config, self._device), self._capacity)
+        return RowCache(self.model, rows, compute_dtype(self._dtype, self._device), self._capacity)
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        """Draw one turn (see ``Sampler.generate``).
+        """Sample one turn (see ``Sampler.generate``).
 
         Raises:
-            ValueError: ``token_ids`` do not extend the session's earlier ones or are not the model's, the session's
-                last turn is still being drawn, or all rows are taken.
-            RuntimeError: there is no session around it.
+            ValueError: ``token_ids`` do not extend the session's earlier ones or are not in the vocabulary, the
+                session's last turn is still being sampled, or all rows are taken.
+            RuntimeError: no ``session()`` is open.
             asyncio.CancelledError: the trajectory was released meanwhile, or the session ended.
         """
         row = self._row_for(session, token_ids)
@@ -121,31 +117,31 @@ class TransformersSampler:
             self._driver = asyncio.ensure_future(self._drive())
         try:
             return await reply
-        except BaseException:  # cancelled, or the model raised: the row holds a turn that nobody has
+        except BaseException:  # cancelled, or the model raised: the row holds a turn that nobody received
             self._drop(row)
             raise
 
     def release(self, session: str) -> None:
-        """Free the trajectory's row (see ``Sampler.release``); a turn that is still being drawn is cancelled."""
+        """Free the trajectory's row (see ``Sampler.release``); a turn that is still being sampled is cancelled."""
         row = self._slots.get(session)
         if row is not None:
             self._drop(row)
             row.settle(None)
 
     def _row_for(self, session: str, token_ids: Sequence[int]) -> Row:
-        """The session's row, whose cached tokens ``token_ids`` extend; a new one where it has none."""
+        """The session's row, or a new one, after a check that ``token_ids`` extend its cached tokens."""
         if not self._is_open:
             raise RuntimeError("the sampler draws only inside its session()")
         row = self._slots.get(session)
         if row is not None and row.reply is not None:
             if not row.reply.done():
-                raise ValueError(f"session {session}: its last turn is still being drawn; await it first")
-            self._drop(row)  # its caller was cancelled, and has not been told yet
+                raise ValueError(f"session {session}: its last turn is still being sampled; await it first")
+            self._drop(row)  # its caller was cancelled and does not know yet
             row = None
         cached = [] if row is None else row.cached
         if list(token_ids[: len(cached)]) != cached or len(token_ids) == len(cached):
             raise ValueError(f"session {session}: token_ids must extend the {len(cached)} tokens seen before")
-        for token in token_ids[len(cached) :]:  # in a forward pass it would fail for all
+        for token in token_ids[len(cached) :]:  # checked here, as a forward pass would fail for all rows
             if not 0 <= token < self._vocab_size:
                 raise ValueError(
                     f"session {session}: token {token} is none of the model's {self._vocab_size}"
@@ -153,27 +149,24 @@ class TransformersSampler:
         return row or self._slots.admit(session)
 
     def _drop(self, row: Row) -> None:
-        """Take a row out, whatever it was about to do."""
+        """Remove a row, also from those that wait to be prefilled."""
         self._slots.drop(row)
         if row in self._waiting:
             self._waiting.remove(row)
 
     def _give_up_all(self, error: Exception | None) -> int:
-        """Take all rows out and tell those that wait for a turn: ``error``, or that they are cancelled.
-
-        Returns how many were told.
-        """
+        """Remove all rows and ``settle`` them; returns how many callers were waiting."""
         self._waiting.clear()
         return sum(row.settle(error) for row in self._slots.clear())
 
     async def _drive(self) -> None:
-        """Prefill and decode until no trajectory wants tokens; errors reach every caller that waits."""
+        """Prefill and decode until no trajectory wants tokens; an error is passed to every waiting caller."""
         this = asyncio.current_task()
         try:
             while True:
                 for _ in range(YIELDS):
                     await asyncio.sleep(0)
-                # prefill in groups: a pass for every row that returns would double the number of passes
+                # rows are prefilled in groups: one pass for each returning row would double the number of passes
                 if self._waiting and len(self._waiting) * 4 >= self._slots.num_active:
                     self._prefill()
                 elif self._slots.num_active:
@@ -183,21 +176,21 @@ class TransformersSampler:
                     return
         except BaseException as error:
             if self._driver is not this:
-                raise  # the session has ended: the rows are those of the next one
-            # a step that broke off leaves rows half fed: none is kept, and trajectories that go on are read anew
+                raise  # the session has ended, and the rows belong to the next one
+            # a failed step leaves rows half fed, so none is kept
             told = self._give_up_all(error if isinstance(error, Exception) else None)
             if not (told and isinstance(error, Exception)):
-                raise  # else it is the callers' by now, and asyncio need not report it a second time
+                raise  # otherwise the callers have the error, and asyncio need not report it as well
 
     def _end_driver(self) -> None:
-        """Stop the driver, where its event loop goes on after the session."""
+        """Stop the driver, in case its event loop outlives the session."""
         driver, self._driver = self._driver, None
         if driver is not None and not driver.done() and not driver.get_loop().is_closed():
             driver.cancel()
 
     def _prefill(self) -> None:
-        """Feed the pending tokens of all waiting rows, similar lengths together, and draw their first tokens."""
-        # rows of one group wait for the same prompt: the first reads it for all
+        """Feed the pending tokens of all waiting rows, similar lengths together, and sample their first tokens."""
+        # rows of one group wait for the same prompt: the first one reads it for all
         readers: dict[Any, list[Row]] = {}
         for row in sorted(self._waiting, key=lambda row: -len(row.pending)):
             readers.setdefault(id(row) if row.cached else tuple(row.pending), []).append(row)
@@ -210,7 +203,7 @@ class TransformersSampler:
             groups = groups[count:]
 
     def _read(self, groups: Sequence[list[Row]]) -> None:
-        """One prefill pass; rows of one group have the same pending tokens."""
+        """One prefill pass over groups of rows; the rows of a group have the same pending tokens."""
         slots = self._slots.activate([group[0] for group in groups])
         logits = self._forward(slots)
         rows = self._slots.rows_in(slots)
@@ -227,15 +220,15 @@ class TransformersSampler:
         self._accept(rows, logits)
 
     def _forward(self, slots: slice) -> Tensor:
-        """Feed the pending tokens of the rows in ``slots``; returns the logits after their last ones, (b, V)."""
+        """Feed the pending tokens of the rows in ``slots``; returns the logits after the last ones, (b, V)."""
         rows = self._slots.rows_in(slots)
         for row in rows:
             row.cached.extend(row.pending)
-        with autocast(self._config, self._device):
+        with autocast(self._dtype, self._device):
             return feed(self.model, self._cache, slots, [row.pending for row in rows])
 
     def _accept(self, rows: Sequence[Row], logits: Tensor) -> None:
-        """Draw the next token of each of ``rows`` and answer those whose turn it ends."""
+        """Sample the next token of each of ``rows``, and reply where it ends a turn."""
         finished = []
         for row, token, log_prob in zip(rows, *_draw(logits, rows), strict=True):
             row.drawn.append(token)
@@ -251,18 +244,21 @@ class TransformersSampler:
                 continue
             finished.append(row)
             assert row.reply is not None
-            if not row.reply.done():  # else its caller was cancelled, and drops the row when it is told
+            if not row.reply.done():  # otherwise its caller was cancelled, and will drop the row
                 turn = SampledTurn(row.drawn, row.log_probs, finish, self.policy_version)  # type: ignore[arg-type]
                 row.reply.set_result(turn)
                 row.reply = None
-        # from behind: rows that finish together stay put
+        # from the last slot on, so that rows that finish together are not moved more than once
         for row in sorted(finished, key=lambda row: -row.slot):
             self._slots.deactivate(row)
 
 
 @torch.inference_mode()
 def _draw(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
-    """One token a row and its log-probability under the (temperature-scaled, untruncated) policy. logits: (b, V)."""
+    """Sample one token for each row from logits (b, V).
+
+    Returns the tokens and their log-probabilities, after the temperature and before ``top_p``.
+    """
     temperatures = [row.params.temperature for row in rows]
     scale = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
     log_probs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
@@ -285,7 +281,7 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
 
 
 def _nucleus(probs: Tensor, top_p: Sequence[float]) -> Tensor:
-    """Zero what lies outside the smallest set of tokens whose mass reaches ``top_p`` (the first token always stays)."""
+    """Zero all but the most likely tokens whose probabilities add up to ``top_p`` (the first one always stays)."""
     if all(p >= 1.0 for p in top_p):
         return probs
     limits = torch.tensor(top_p, dtype=torch.float64, device=probs.device)[:, None]
@@ -295,7 +291,7 @@ def _nucleus(probs: Tensor, top_p: Sequence[float]) -> Tensor:
 
 
 def _eos_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
-    """Every id that ends a message: the tokenizer's and those of the model's generation config."""
+    """All ids that end a message: the tokenizer's and those of the model's generation config."""
     ids = {tokenizer.eos_token_id}
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids.update(configured if isinstance(configured, (list, tuple)) else [configured])
@@ -305,11 +301,11 @@ def _eos_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
 class _StopTokens:
     """Tells whether the newest token completed a stop string.
 
-    Only tokens that begin with an end of a stop string (``>``, ``ch>``, ..) can complete it; for all others, nearly
-    all of them, the answer is one look-up.
+    Only a token that begins with the end of a stop string (``>``, ``ch>``, ..) can complete it. For nearly all tokens
+    the answer is therefore one look-up.
     """
 
-    TAIL = 24  # tokens decoded to look for a stop string
+    TAIL = 24  # last tokens of a turn that are decoded to look for a stop string
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -322,7 +318,7 @@ class _StopTokens:
         if stop not in self._may_end:
             ends = tuple(word[i:] for word in stop for i in range(len(word)))
             texts = enumerate(self._tokenizer.decode([i]) for i in range(self._vocab_size))
-            # a whole stop string may stand anywhere in a token; parts of characters (U+FFFD) may turn out to be any
+            # a token may also contain a whole stop string, or part of a character (U+FFFD), which may become anything
             self._may_end[stop] = frozenset(
                 i
                 for i, text in texts

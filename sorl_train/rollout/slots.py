@@ -1,4 +1,4 @@
-"""Who owns which row of the sampler's cache, and which of them decode."""
+"""Which trajectory owns which slot of the sampler's cache, and which of them are decoding."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from sorl_train.rollout.kv_cache import RowCache
 
 @dataclass(eq=False)
 class Row:
-    """One trajectory in flight; ``reply`` is there while a turn of it is being drawn."""
+    """One trajectory in flight. ``reply`` is set while a turn of it is being sampled."""
 
     session: str
     slot: int
-    cached: list[int] = field(default_factory=list)  # the tokens whose keys and values are in the cache
-    pending: list[int] = field(default_factory=list)  # tokens to feed before the next draw
-    drawn: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)  # tokens whose keys and values are in the cache
+    pending: list[int] = field(default_factory=list)  # tokens to feed before the next one is sampled
+    drawn: list[int] = field(default_factory=list)  # tokens of the turn so far, with their log-probabilities
     log_probs: list[float] = field(default_factory=list)
     params: SamplingParams = field(default_factory=lambda: SamplingParams(1))
-    draws: np.random.Generator = None  # type: ignore[assignment]  # each turn brings its own
+    draws: np.random.Generator = None  # type: ignore[assignment]  # set at the beginning of each turn
     reply: asyncio.Future[SampledTurn] | None = None
 
     def settle(self, error: Exception | None) -> bool:
-        """Tell who waits for a turn: ``error``, or that it is cancelled. Returns whether anybody does."""
+        """End the turn without a result: the waiting caller gets ``error``, or is cancelled where that is None.
+
+        Returns whether a caller was waiting.
+        """
         reply, self.reply = self.reply, None
         if reply is None or reply.done() or reply.get_loop().is_closed():
             return False
@@ -39,14 +42,14 @@ class Row:
 
 
 class Slots:
-    """The slots of a cache and their owners; the rows that decode are in front, ``[0, num_active)``.
+    """The slots of a cache and the rows that own them. Decoding rows are in front, in the slots ``[0, num_active)``.
 
-    A slot of the cache is empty unless a row owns it, and then it holds that row's tokens and no others. This is what
-    keeps one dialogue's tokens out of another's. Only this class and the forward pass change what a slot holds, and
-    the rule is asserted for all slots whenever a row is admitted, and for those that are fed at every forward pass.
+    A slot without an owner is empty, and a slot with one holds that row's tokens and no others. This keeps the tokens
+    of one dialogue out of another. Only this class and the forward pass change what a slot holds. The rule is asserted
+    for all slots when a row is admitted, and for the slots of each forward pass.
 
     Args:
-        cache: of as many rows as there are slots; all of them empty.
+        cache: an empty cache; it has a row for each slot.
     """
 
     def __init__(self, cache: RowCache) -> None:
@@ -56,11 +59,11 @@ class Slots:
         self._by_slot: list[Row | None] = [None] * len(cache.lengths)
 
     def get(self, session: str) -> Row | None:
-        """The row of a session; None where it has none."""
+        """The row of a session, if it has one."""
         return self._rows.get(session)
 
     def admit(self, session: str) -> Row:
-        """A row for a session that has none, in a slot that is free and empty.
+        """Give a session its row, in a free slot.
 
         Raises:
             ValueError: all slots are taken.
@@ -71,15 +74,15 @@ class Slots:
             )
         for slot in (slot for slot, owner in enumerate(self._by_slot) if owner is None):
             left = self._cache.lengths[slot]
-            assert left == 0, f"slot {slot} is nobody's, and holds {left} tokens of an earlier session"
-        slot = len(self._rows)  # free unless a trajectory before it is over
+            assert left == 0, f"slot {slot} has no owner, but holds {left} tokens of an earlier session"
+        slot = len(self._rows)  # the first one behind the others, which is free unless a row has left
         if self._by_slot[slot] is not None:
             slot = self._by_slot.index(None)
         row = self._rows[session] = self._by_slot[slot] = Row(session, slot)
         return row
 
     def drop(self, row: Row) -> None:
-        """Take a row out and empty its slot. One that is out already is left alone: its slot may be another's now."""
+        """Remove a row and empty its slot, unless it is removed already: another row may own that slot now."""
         if self._rows.get(row.session) is not row:
             return
         del self._rows[row.session]
@@ -89,7 +92,7 @@ class Slots:
         self._cache.free(row.slot)
 
     def clear(self) -> list[Row]:
-        """Take all rows out and empty all slots; returns the rows."""
+        """Remove all rows, which are returned, and empty all slots."""
         rows = list(self._rows.values())
         self._rows.clear()
         self._by_slot = [None] * len(self._by_slot)
@@ -99,7 +102,7 @@ class Slots:
         return rows
 
     def activate(self, rows: Sequence[Row]) -> slice:
-        """Put ``rows`` behind those that decode, moving none that is there already; returns their slots."""
+        """Move ``rows`` into the slots right after the decoding rows (rows already there stay); returns these slots."""
         slots = slice(self.num_active, self.num_active + len(rows))
         here = {row.slot for row in rows}
         vacant = [slot for slot in range(slots.start, slots.stop) if slot not in here]
@@ -110,12 +113,12 @@ class Slots:
         return slots
 
     def deactivate(self, row: Row) -> None:
-        """Take a row out of those that decode; it keeps what it holds."""
+        """Move a row out of the decoding rows. Its tokens stay cached."""
         self._move(row, self.num_active - 1)
         self.num_active -= 1
 
     def rows_in(self, slots: slice) -> list[Row]:
-        """The rows in ``slots``, where none is free."""
+        """The rows that own ``slots``, none of which is free."""
         rows = [row for row in self._by_slot[slots] if row is not None]
         held, cached = self._cache.lengths[slots].tolist(), [len(row.cached) for row in rows]
         assert held == cached, (
@@ -124,7 +127,7 @@ class Slots:
         return rows
 
     def _move(self, row: Row, slot: int) -> None:
-        """Give ``row`` another slot; who was there, if anyone, takes its old one."""
+        """Give ``row`` another slot. A row that owns it gets the old slot of ``row``."""
         if slot == row.slot:
             return
         other = self._by_slot[slot]

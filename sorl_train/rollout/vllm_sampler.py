@@ -1,9 +1,9 @@
-"""A sampler on vLLM for a policy that is trained on the same GPU: faster than ours for real models, not reproducible.
+"""A sampler with vLLM, on the GPU that trains the policy: faster than ``sampler.py`` for real models, not reproducible.
 
-The engine runs in this process and is stepped from the event loop, so that trajectories come and go between two steps.
-Its prefix cache keeps a trajectory's earlier turns. Weights are copied into it before each batch. Draws come from the
-engine's own generator, not from a trajectory's seed: its batches differ from run to run anyway, and a generator for
-each request costs time on a GPU and fails on a CPU.
+The engine runs in this process. The event loop steps it, so that trajectories come and go between two steps. Its prefix
+cache keeps the earlier turns of a trajectory, and new weights are copied into it before each batch. Random numbers come
+from the engine's own generator, not from the trajectory's seed: batches differ between runs anyway, and a generator
+for each request costs time on a GPU and fails on a CPU.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from sorl_train.models.forward import compute_dtype
 class VllmSampler:
     """Implements ``sorl_env.rollout.Sampler``; see the module's docstring.
 
-    Log-probabilities are those of the distribution drawn from: after the temperature and ``top_p``.
+    Log-probabilities are those of the distribution that is sampled from, after the temperature and ``top_p``.
 
     Args:
-        model: the trainer's policy; its weights are copied before each batch.
-        folder: the model folder (or hub name) that vLLM builds the same model from.
-        max_tokens: of a trajectory.
+        model: the trainer's policy, whose weights are copied before each batch.
+        folder: the model folder or hub name from which vLLM builds the same model.
+        max_tokens: tokens of the longest trajectory.
 
     Raises:
         UserError: vLLM is not installed, or refuses the model.
@@ -39,7 +39,7 @@ class VllmSampler:
 
     def __init__(self, model: Any, folder: str, max_tokens: int, config: TrainConfig) -> None:
         try:
-            # in another process its weights would be out of reach
+            # the weights of an engine in another process could not be replaced
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             from vllm import EngineArgs, LLMEngine
         except ImportError as error:
@@ -49,7 +49,7 @@ class VllmSampler:
         device = next(model.parameters()).device
         args = EngineArgs(
             model=folder,
-            dtype=str(compute_dtype(config.hardware, device)).removeprefix("torch."),
+            dtype=str(compute_dtype(config.hardware.dtype, device)).removeprefix("torch."),
             max_model_len=max_tokens,
             max_num_seqs=config.sampler.max_concurrency,
             gpu_memory_utilization=config.sampler.gpu_memory,
@@ -74,13 +74,13 @@ class VllmSampler:
 
     @contextmanager
     def session(self) -> Iterator[VllmSampler]:
-        """Around one batch: brings the newest weights and drops what is cached of older ones."""
+        """Around one batch: loads the newest weights and drops what was cached with older ones."""
         weights = [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
         with torch.inference_mode():
             self._engine.apply_model(lambda served: served.load_weights(weights) and None)
         if not self._engine.reset_prefix_cache():
             raise RuntimeError(
-                "vLLM keeps keys and values of older weights: a request of a batch before still runs"
+                "vLLM cannot drop the keys and values of older weights: a request of an earlier batch still runs"
             )
         try:
             yield self
@@ -90,17 +90,17 @@ class VllmSampler:
             self._driver = None
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        """Draw one turn (see ``Sampler.generate``).
+        """Sample one turn (see ``Sampler.generate``).
 
         Raises:
-            ValueError: the session's last turn is still being drawn.
+            ValueError: the session's last turn is still being sampled.
             asyncio.CancelledError: the trajectory was released meanwhile, or the session ended.
         """
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
 
         if self._requests.get(session) in self._replies:
-            raise ValueError(f"session {session}: its last turn is still being drawn; await it first")
+            raise ValueError(f"session {session}: its last turn is still being sampled; await it first")
         request = f"{session}#{next(self._numbers)}"
         self._requests[session] = request
         reply = self._replies[request] = asyncio.get_running_loop().create_future()
@@ -113,7 +113,7 @@ class VllmSampler:
                 top_p=params.top_p if params.temperature else 1.0,
                 stop=list(params.stop),
                 include_stop_str_in_output=True,
-                logprobs=0,  # of the drawn token alone
+                logprobs=0,  # only that of the sampled token
                 output_kind=RequestOutputKind.FINAL_ONLY,
             ),
         )
@@ -122,16 +122,18 @@ class VllmSampler:
         try:
             return await reply
         finally:
-            self._abort(request)  # where it has not ended: the caller is cancelled, or the engine failed
+            self._abort(
+                request
+            )  # does nothing for a finished one; else the caller was cancelled or vLLM failed
 
     def release(self, session: str) -> None:
-        """Forget the session; a turn that is still being drawn is cancelled."""
+        """Forget the session; a turn that is still being sampled is cancelled."""
         request = self._requests.pop(session, None)
         if request is not None:
             self._abort(request)
 
     def _abort(self, request: str) -> None:
-        """Give up a request that is still running, and tell who waits for it."""
+        """Abort a request that is still running, and cancel its waiting caller."""
         reply = self._replies.pop(request, None)
         if reply is None:
             return
@@ -140,15 +142,15 @@ class VllmSampler:
             reply.cancel()
 
     async def _drive(self) -> None:
-        """Step the engine until it has nothing to do; errors reach every caller that waits."""
+        """Step the engine until no request is left; an error is passed to every waiting caller."""
         try:
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     reply = self._replies.pop(output.request_id, None)
                     if reply is not None and not reply.done():
                         reply.set_result(sampled_turn(output.outputs[0], self.policy_version))
-                await asyncio.sleep(0)  # callers append the reply of a tool and come back
-                await asyncio.sleep(0)
+                for _ in range(2):  # callers add a tool's reply and request their next turn
+                    await asyncio.sleep(0)
         except Exception as error:
             for reply in self._replies.values():
                 if not reply.done():
@@ -157,10 +159,10 @@ class VllmSampler:
 
 
 def sampled_turn(output: Any, policy_version: int) -> SampledTurn:
-    """What vLLM drew for one request with ``logprobs``, as this project's record."""
+    """The ``SampledTurn`` of one output of vLLM."""
     ids = list(output.token_ids)
     log_probs = [entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)]
     if output.finish_reason == "length":
         return SampledTurn(ids, log_probs, "length", policy_version)
-    stopped = isinstance(output.stop_reason, str)  # an end-of-text token has no reason, or its id
+    stopped = isinstance(output.stop_reason, str)  # for an end-of-text token it is None, or the token's id
     return SampledTurn(ids, log_probs, "stop" if stopped else "eos", policy_version)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from sorl_train.config.settings import AlarmConfig
+from sorl_train.config.run_settings import AlarmConfig
 
 WINDOW = 3  # steps that sudden signals are averaged over
 MEMORY = 50  # steps after which a step's weight in the strain has fallen by a factor of e

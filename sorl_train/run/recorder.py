@@ -18,7 +18,8 @@ from sorl_env.errors import UserError
 from sorl_env.task import Task
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
-from sorl_train.config.settings import AlarmConfig, TrainConfig
+from sorl_train.config.run_settings import AlarmConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.run.alarm import Alarm, CollapseAlarm
 from sorl_train.run.cards.policy import write_policy_card
 from sorl_train.run.cards.trajectories import write_trajectory_card

@@ -1,4 +1,4 @@
-"""Demonstrations: dialogues to imitate, from a task's scripted expert or from a file."""
+"""Demonstrations: dialogues to imitate, played by a task's scripted expert or read from a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sorl_env.trajectory import Trajectory
 
 @dataclass(frozen=True, eq=False)
 class Demo:
-    """One dialogue as tokens, (L,) each; ``action_mask`` marks what is imitated."""
+    """The tokens of one dialogue, (L,); ``action_mask``, also (L,), marks those to imitate."""
 
     token_ids: NDArray[np.int32]
     action_mask: NDArray[np.bool_]
@@ -29,7 +29,7 @@ class Demo:
 def expert_trajectory(
     env: ToolUseEnv, tokenizer: Tokenizer, job: RolloutJob, *, use_chat_template: bool
 ) -> Trajectory:
-    """Let the task's scripted expert play one episode."""
+    """A trajectory that the task's scripted expert plays. Raises ``UserError`` if the task has none."""
     expert = env.task.expert
     if expert is None:
         raise UserError(f"task {env.task.name!r} has no scripted expert: give demonstrations with sft.demos")
@@ -45,7 +45,7 @@ def expert_trajectory(
 
 
 def expert_demos(env: ToolUseEnv, tokenizer: Tokenizer, count: int, *, use_chat_template: bool) -> list[Demo]:
-    """Demonstrations on the first ``count`` examples. An expert may fail on some of them, but not on all."""
+    """The expert's trajectories on the first ``count`` examples. Raises ``UserError`` if it fails on all of them."""
     demos, solved = [], 0
     for index in range(min(count, len(env.examples.examples))):
         job = RolloutJob(id=f"demo-{index}", group_id=f"demo-{index}", example_index=index, seed=0)
@@ -68,14 +68,14 @@ def file_demos(
     use_chat_template: bool,
     system_prompt: str | None = None,
 ) -> list[Demo]:
-    """Demonstrations from JSONL or Parquet rows, tokenized with this tokenizer.
+    """Demonstrations from the rows of a JSONL or Parquet file.
 
-    A row is a trajectory as a run writes it (``prompt`` and ``turns`` with ``text`` and ``observation``), or has
-    ``messages``: the first from the ``user``, then ``assistant`` turns, each but the last followed by a ``tool`` (or
-    ``user``) message, which becomes the observation as it is.
+    A row is a trajectory as a run writes it (``prompt``, and ``turns`` with ``text`` and ``observation``), or has
+    ``messages``: one from the ``user``, then ``assistant`` turns, each but the last followed by a ``tool`` (or
+    ``user``) message, which becomes the observation unchanged.
 
     Raises:
-        UserError: a row of another shape, or longer than ``max_tokens``; names file and line.
+        UserError: a row of another form or with more than ``max_tokens``; the message names file and line.
     """
     demos = []
     for where, row in read_rows(path):
@@ -98,7 +98,7 @@ def file_demos(
 
 
 def _dialogue(row: Mapping[str, Any], where: str) -> tuple[str, Sequence[tuple[bool, str]]]:
-    """(prompt, [(sampled by the policy?, text), ..])."""
+    """The prompt, and each later text with whether the policy writes it."""
     if "messages" in row:
         messages = row["messages"]
         roles = [message.get("role") for message in messages]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on demonstrations: ``--stage sft``, and the cold start before reinforcement learning."""
+"""Supervised fine-tuning on demonstrations, for ``--stage sft`` and for the cold start of ``model: tiny``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sorl_train.sft.demos import Demo, expert_demos, file_demos
 
 
 def load_demos(config: TrainConfig, env: ToolUseEnv, tokenizer: Any) -> list[Demo]:
-    """Demonstrations from ``sft.demos``, or else from the task's scripted expert."""
-    template = config.hardware.chat_template
+    """Demonstrations from ``sft.demos`` or, without it, from the task's scripted expert."""
+    template = config.chat_template
     if config.sft.demos is None:
         return expert_demos(env, tokenizer, config.sft.num_demos, use_chat_template=template)
     limit = env.limits.max_trajectory_tokens
@@ -35,7 +35,15 @@ def fine_tune(
     pad_id: int,
     on_step: Callable[[int, dict[str, float]], None],
 ) -> None:
-    """Minimize the mean negative log-likelihood of the demonstrators' tokens; the rest is only read."""
+    """Minimize the mean negative log-likelihood of the demonstrations' action tokens.
+
+    Args:
+        pad_id: the token that fills shorter rows.
+        on_step: called after each optimizer step with its number, from 1, and its metrics.
+
+    Raises:
+        UserError: the loss or its gradient is not finite.
+    """
     sft = config.sft
     device = next(model.parameters()).device
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -48,34 +56,30 @@ def fine_tune(
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad(set_to_none=True)
-        total, correct = sum(int(d.action_mask[1:].sum()) for d in batch), 0.0
-        loss_sum = 0.0
+        total = sum(int(d.action_mask[1:].sum()) for d in batch)
+        loss_sum, confident = 0.0, 0.0
         batch.sort(key=lambda d: len(d.token_ids))
         for start in range(0, len(batch), sft.micro_batch_size):
             token_ids, mask = _pad(batch[start : start + sft.micro_batch_size], pad_id)
-            with autocast(config.hardware, device):
-                log_probs = action_stats(model, token_ids.to(device), mask.to(device)).log_probs
+            mask = mask.to(device)
+            with autocast(config.hardware.dtype, device):
+                log_probs = action_stats(model, token_ids.to(device), mask).log_probs
             loss = -log_probs.sum() / total
             loss.backward()
             loss_sum += float(loss.detach())
-            correct += float((log_probs.detach() > math.log(0.5)).float()[mask.to(device)].sum())
+            confident += float((log_probs.detach() > math.log(0.5)).float()[mask].sum())
         norm = float(nn.utils.clip_grad_norm_(parameters, sft.max_grad_norm))
         if not (math.isfinite(norm) and math.isfinite(loss_sum)):
             raise UserError(
                 f"supervised step {step}: the loss or its gradient is not finite; lower sft.lr ({sft.lr})"
             )
         optimizer.step()
-        metrics = {
-            "sft/loss": loss_sum,
-            "sft/confident": correct / total,
-            "sft/grad_norm": norm,
-            "sft/lr": lr,
-        }
-        on_step(step, metrics)
+        share = confident / total  # of tokens that have more than half of the probability
+        on_step(step, {"sft/loss": loss_sum, "sft/confident": share, "sft/grad_norm": norm, "sft/lr": lr})
 
 
 def _batches(size: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Every demonstration once an epoch, in a seeded order; a last incomplete batch is filled from the next epoch."""
+    """Each demonstration once in an epoch, in a seeded order; the next epoch fills an incomplete last batch."""
     waiting: list[int] = []
     epoch = 0
     while True:
@@ -87,7 +91,7 @@ def _batches(size: int, batch_size: int, seed: int) -> Iterator[list[int]]:
 
 
 def _pad(demos: Sequence[Demo], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, L) token ids and the (B, L - 1) mask of scored positions."""
+    """Token ids (B, L), and the mask (B, L - 1) of the positions to score."""
     length = max(len(d.token_ids) for d in demos)
     token_ids = torch.full((len(demos), length), pad_id, dtype=torch.long)
     mask = torch.zeros((len(demos), length), dtype=torch.bool)

@@ -73,8 +73,8 @@ INSIDE = frozenset(
     """
     sorl_env/tool.py:_NAME sorl_train/run/checkpoint.py:_NAME
     sorl_train/cli.py:_default_run_dir sorl_env/command.py:error sorl_env/command.py:read sorl_env/command.py:shortened
-    sorl_train/config/checks.py:_DEVICE
-    sorl_train/config/options.py:_underscored sorl_train/losses/clip_bias.py:check_choice sorl_train/config/files.py:-
+    sorl_train/config/run_settings.py:_DEVICE
+    sorl_train/config/options.py:_underscored sorl_train/algorithms.py:check_choice sorl_train/config/files.py:-
     sorl_train/config/schema.py:suggest_key sorl_train/evaluate/arguments.py:_by_task
     sorl_train/evaluate/ask.py:unknown_words sorl_train/evaluate/ask.py:_example
     sorl_train/evaluate/choices.py:_pattern sorl_train/evaluate/find_policy.py:_HUB_NAME

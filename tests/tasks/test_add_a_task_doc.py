@@ -76,7 +76,7 @@ def test_two_steps_of_training_by_path(path: str, tmp_path: Path, monkeypatch: p
         "update.steps": 2,
         "update.mini_batch_size": 8,
         "rollout.batch_size": 16,
-        "hardware.tiny": {"hidden_size": 48, "num_layers": 2, "num_heads": 4},
+        "tiny": {"hidden_size": 48, "num_layers": 2, "num_heads": 4},
         "sft.steps": 200,
         "sft.lr": 1e-2,
         "sft.num_demos": 256,

@@ -48,7 +48,7 @@ def install(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
 
     for name, contents in (
         ("sorl_train.train_rl", {"run": run}),
-        ("sorl_train.sft.fine_tune", {"run": run}),
+        ("sorl_train.train_sft", {"run": run}),
         ("sorl_train.report.report", {"write_report": write_report}),
     ):
         module = types.ModuleType(name)
@@ -79,7 +79,7 @@ def test_help_explains_every_field_with_the_papers_value() -> None:
     for about in sections().values():
         assert " ".join(about.split()) in text
     assert text.count("sorl-train --") >= 5  # examples
-    assert "actor learning rate [0.0002; paper: 1e-6]" in text  # the quickstart's value
+    assert "learning rate of the actor [0.0002; paper: 1e-6]" in text  # the quickstart's value
 
 
 def test_help_and_mistakes_do_not_load_torch() -> None:
@@ -168,7 +168,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 def test_options_become_typed_overrides() -> None:
     arguments = parse(
         "--optim.lr 1e-4 --update.epochs=2 --log.tensorboard false --hardware.gradient_checkpointing --task-args.hops "
-        "[1,2] --hardware.tiny.hidden_size 64 --data none --run-dir a-b".split()
+        "[1,2] --tiny.hidden_size 64 --data none --run-dir a-b".split()
     )
     assert arguments.overrides == {
         "optim.lr": 1e-4,
@@ -176,7 +176,7 @@ def test_options_become_typed_overrides() -> None:
         "log.tensorboard": False,
         "hardware.gradient_checkpointing": True,
         "task_args.hops": [1, 2],
-        "hardware.tiny.hidden_size": 64,
+        "tiny.hidden_size": 64,
         "data": None,
         "run_dir": "a-b",
     }
@@ -190,7 +190,7 @@ def test_options_become_typed_overrides() -> None:
     [
         (["--lr", "1"], "unknown option --lr. Did you mean '--optim.lr' or '--sft.lr'?"),
         (["--resum"], "Did you mean '--resume'?"),
-        (["--algo=soppo"], "unknown value 'soppo'. Did you mean 'so_ppo'"),
+        (["--algo=soppo"], "unknown algorithm 'soppo'. Did you mean 'so_ppo'"),
         (["--config", "quikstart"], "unknown config 'quikstart'. Did you mean 'quickstart'?"),
         (["--config", "nowhere/x.yaml"], "no config file 'nowhere/x.yaml'"),
         (["algo=so_ppo"], "unexpected argument 'algo=so_ppo': options are written --name value"),
@@ -218,7 +218,7 @@ def test_wrong_usage(
 def test_help_shows_the_values_of_the_chosen_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "smollm2_hotpotqa", "--algo", "so_grpo", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "actor learning rate [5e-06; paper: 1e-6]" in text
+    assert "learning rate of the actor [5e-06; paper: 1e-6]" in text
     assert "divides batch_size [4]" in text
 
 
@@ -353,7 +353,7 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
         "parameters",
         "reference: a frozen copy",
         "peak",
-        "a step collects 128 trajectories, 16 prompts of 8",
+        "a step collects 128 trajectories: 16 prompts, 8 rollouts of each",
         "run folder: runs/quickstart-so_grpo-s0",
     ):
         assert part in out

@@ -210,7 +210,7 @@ def test_a_damaged_cold_start_is_built_again(
 def test_another_model_folder_is_refused_by_a_resume(tmp_path: Path) -> None:
     """The reference, the frozen half of LoRA and the tokenizer come from it again."""
     model = shutil.copytree(resolve_model(short_config(), QuietDisplay()), tmp_path / "model")
-    settings: dict[str, Any] = {"model": str(model), "hardware__lora_rank": 4}
+    settings: dict[str, Any] = {"model": str(model), "lora__rank": 4}
     train_short(tmp_path / "run", update__steps=1, **settings)
     flip_a_bit(model / "model.safetensors")
     with pytest.raises(UserError, match=r"model\.sha256"):

@@ -324,7 +324,7 @@ def test_options_that_change_the_model_train(tmp_path: Path) -> None:
         [
             {"hardware__dtype": "bfloat16"},
             {"hardware__gradient_checkpointing": True},
-            {"hardware__lora_rank": 4},
+            {"lora__rank": 4},
             {"loss__whiten_advantages": True, "loss__aggregation": "token_mean", "loss__value_clip": 0.2},
             {"loss__entropy_coef": 0.01, "optim__schedule": "cosine", "optim__warmup_ratio": 0.5},
         ]
@@ -392,7 +392,7 @@ def test_a_reward_that_raises_ends_its_own_trajectory_only(
 
 @pytest.mark.slow
 def test_lora_resumes_exactly_and_its_checkpoints_are_plain_folders(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"hardware__lora_rank": 4, "optim__lr": 5e-3, "optim__schedule": "constant"}
+    settings: dict[str, Any] = {"lora__rank": 4, "optim__lr": 5e-3, "optim__schedule": "constant"}
     whole, _ = train_short(tmp_path / "whole", update__steps=4, **settings)
     path = tmp_path / "stopped"
     train_short(path, update__steps=2, **settings)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.task import Task
+from sorl_train.config.find_algorithm import short_name
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
@@ -38,7 +39,7 @@ class CardRun:
     @property
     def method(self) -> str:
         """The algorithm, or supervised fine-tuning."""
-        return "supervised fine-tuning" if self.config.stage == "sft" else self.config.algo
+        return "supervised fine-tuning" if self.config.stage == "sft" else short_name(self.config.algo)
 
     @property
     def task_text(self) -> str:

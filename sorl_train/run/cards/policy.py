@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.task import Task
-from sorl_train.algorithms import get_algorithm
 from sorl_train.config.files import config_hash
+from sorl_train.config.find_algorithm import short_name
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.run.cards.facts import CARD, HUB, CardRun, figure, front_matter, hub_name, public_name, table
 from sorl_train.run.files import atomic_write
@@ -53,7 +53,7 @@ def usage_options(config: TrainConfig) -> list[str]:
         options += ["--corpus", "PASSAGES"]
     if config.search.top_k != 3:
         options += ["--top_k", str(config.search.top_k)]
-    return options if config.hardware.chat_template else [*options, "--no_chat_template"]
+    return options if config.chat_template else [*options, "--no_chat_template"]
 
 
 def _text(run: CardRun, step: int, best: bool) -> str:
@@ -130,18 +130,18 @@ def _facts(run: CardRun, step: int) -> str:
 
 def _reinforced(config: TrainConfig, step: int) -> dict[str, str]:
     loss, optim, update, rollout = config.loss, config.optim, config.update, config.rollout
-    algorithm = get_algorithm(config.algo, loss.ratio)
+    algorithm = config.algorithm
     normalized = "no normalization"
     if algorithm.normalize:
         normalized = (
             f"the {loss.clip_bias_target} normalized by the {loss.clip_bias_norm} norm of the clipping bias above "
             f"{loss.clip_bias_delta:g}"
         )
-    has_critic = algorithm.advantage == "gae"
-    critic = f", the critic's {optim.critic_lr:g}" if has_critic else ""
-    groups = "" if has_critic else f" in groups of {rollout.group_size}"
+    critic = f", the critic's {optim.critic_lr:g}" if algorithm.needs_critic else ""
+    groups = "" if algorithm.needs_critic else f" in groups of {rollout.group_size}"
+    how = f"ratio of a {algorithm.ratio}, {algorithm.advantage} advantages, {normalized}"
     return {
-        "algorithm": f"`{config.algo}`: ratio of a {algorithm.ratio}, {algorithm.advantage} advantages, {normalized}",
+        "algorithm": f"`{short_name(config.algo)}`: {how}",
         "steps": f"{step} of {update.steps}, of {rollout.batch_size} trajectories{groups}",
         "updates": f"mini-batches of {update.mini_batch_size}, epochs over a rollout batch: {update.epochs}, lag of "
         f"{rollout.max_staleness} steps",

@@ -126,7 +126,9 @@ def test_nonsense_about_health(faulty: FaultyServer, body: bytes) -> None:
 @WAYS
 @pytest.mark.parametrize("kept", [True, False])
 def test_half_surrogate_pairs_in_a_reply(faulty: FaultyServer, ask: Ask, kept: bool, tmp_path: Path) -> None:
-    faulty.behaviours = [send(answer(body=b"{}"))] if kept else []  # what it says of its health
+    # What it says of its health, and that it closes the connection: else the next request may go out on a closed one.
+    health = send(answer("200 OK", b"{}", "Connection: close"))
+    faulty.behaviours = [health] if kept else []
     faulty.behaviours.append(send(answer(body=document('"\ud800"\nb \ude00\ud83d c \ud83d\ude00'))))
     search = HttpSearch(faulty.url, cache=ReplyCache(path=tmp_path / "cache") if kept else None)
     for _ in range(1 + kept):

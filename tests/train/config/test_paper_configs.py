@@ -21,7 +21,6 @@ from sorl_env import Example, ToolUseEnv
 from sorl_env.registry import load_task
 from sorl_train.config.files import config_folder, load_config, packaged_configs
 from sorl_train.config.schema import flatten
-from sorl_train.config.settings import GROUP_ALGOS, ModelConfig
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.models.tiny import build_tiny_policy
 from sorl_train.preflight.dry_run import plan_text
@@ -155,7 +154,7 @@ def learn(env: ToolUseEnv, folder: Path) -> None:
     config = load_config(
         "quickstart", {"sft.steps": 60, "sft.batch_size": 8, "sft.micro_batch_size": 8, "sft.lr": 1e-2}
     )
-    tokenizer, model = load_tokenizer(str(folder)), load_policy(str(folder), ModelConfig())
+    tokenizer, model = load_tokenizer(str(folder)), load_policy(str(folder))
     demos = expert_demos(env, tokenizer, 64, use_chat_template=False)
     fine_tune(model, demos, config, tokenizer.pad_token_id, lambda step, metrics: None)
     model.save_pretrained(folder)
@@ -257,7 +256,7 @@ def test_two_real_steps(name: str, guessing: Callable[[str], dict[str, Any]], tm
     from sorl_train.train_rl import run
 
     start = load_config(f"paper/{name}")
-    grouped = {"rollout.group_size": 4} if start.algo in GROUP_ALGOS else {}
+    grouped = {"rollout.group_size": 4} if start.algorithm.advantage == "group" else {}
     config = load_config(f"paper/{name}", {**SHRUNK, **guessing(start.task), **grouped})
     run_dir = RunDir.create(tmp_path / "run", config)
     assert run(config, run_dir, Silent(), False)["steps"] == 2
@@ -267,7 +266,7 @@ def test_two_real_steps(name: str, guessing: Callable[[str], dict[str, Any]], tm
     reward = "reward/multiple_choice" if start.task == "alphamed19k" else "reward/exact_match"
     assert any(0 < line[reward] < 1 for line in lines[1:])
     assert any(line["loss/grad_norm"] > 0 for line in lines[1:])
-    before = load_policy(config.model, ModelConfig()).state_dict()
-    after = load_policy(str(run_dir.checkpoints / "step_000002" / "policy"), ModelConfig()).state_dict()
+    before = load_policy(config.model).state_dict()
+    after = load_policy(str(run_dir.checkpoints / "step_000002" / "policy")).state_dict()
     assert any(not torch.equal(before[key], after[key]) for key in before)
     assert json.loads(run_dir.manifest.read_text())["data"]["train"]["task"] == start.task

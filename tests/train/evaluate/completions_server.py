@@ -12,7 +12,6 @@ from itertools import count
 from typing import Any
 
 from sorl_env.rollout import SamplingParams
-from sorl_train.config.settings import ModelConfig
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.rollout.sampler import TransformersSampler
 
@@ -21,9 +20,8 @@ class Served:
     """The model, the requests it got, and the faults it has still to show (HTTP statuses; 0 drops the connection)."""
 
     def __init__(self, folder: str, vllm: bool) -> None:
-        hardware = ModelConfig(device="cpu")
         self.tokenizer = load_tokenizer(folder)
-        self.sampler = TransformersSampler(load_policy(folder, hardware), self.tokenizer, 64, hardware)
+        self.sampler = TransformersSampler(load_policy(folder, "cpu"), self.tokenizer, 64)
         self.vllm = vllm
         self.loop = asyncio.new_event_loop()
         self.requests: list[dict[str, Any]] = []

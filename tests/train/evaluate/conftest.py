@@ -26,7 +26,7 @@ WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 96, "test_question
 LARGER = {"entities": 1500, "lookalikes": 8, "train_questions": 1200, "test_questions": 64, "hops": [1, 2]}
 SETTINGS: dict[str, Any] = {
     "task_args": {**WORLD, "hasty": 0.0},
-    "hardware.tiny": {"hidden_size": 48, "num_layers": 2, "num_heads": 4},
+    "tiny": {"hidden_size": 48, "num_layers": 2, "num_heads": 4},
     "hardware.threads": 1,
     "sft.num_demos": 96,
     "sft.steps": 150,
@@ -72,7 +72,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     settings = {"sft__num_demos": 1200, "sft__steps": 260, "sft__batch_size": 16, "sft__lr": 4e-3}
     world = {**LARGER, "hasty": 0.0}
-    return make_run(folder / "trained", folder, task_args=world, hardware__tiny={}, **settings)
+    return make_run(folder / "trained", folder, task_args=world, tiny={}, **settings)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sorl_train.config.settings import AlarmConfig
+from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.lab.alarm import Figures, Recorded, count, judge, read_runs, table, write_records
 from sorl_train.lab.cli import main
 from sorl_train.run.folder import RunDir

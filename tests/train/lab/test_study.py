@@ -12,7 +12,6 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_train.algorithms import ALGORITHMS
-from sorl_train.config.settings import GROUP_ALGOS
 from sorl_train.lab.cli import main, write_results
 from sorl_train.lab.study import interval, load_study, table
 from sorl_train.run.folder import RunDir
@@ -21,7 +20,7 @@ from sorl_train.run.stability import measure
 WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
 SMALL = {
     "task_args": WORLD,
-    "hardware.tiny": {"hidden_size": 48, "num_layers": 2, "num_heads": 4},
+    "tiny": {"hidden_size": 48, "num_layers": 2, "num_heads": 4},
     "hardware.threads": 1,
     "sft.num_demos": 48,
     "sft.steps": 60,
@@ -61,7 +60,9 @@ def test_runs_are_every_combination_first_seeds_first(tmp_path: Path) -> None:
 def test_packaged_studies_are_valid() -> None:
     severe = load_study("severe")
     assert {run.config.algo for run in severe.runs} == set(ALGORITHMS)
-    grouped = [run.config.rollout.group_size for run in severe.runs if run.config.algo in GROUP_ALGOS]
+    grouped = [
+        run.config.rollout.group_size for run in severe.runs if run.config.algorithm.advantage == "group"
+    ]
     assert set(grouped) == {8}
     assert len(load_study("region").runs) == 4 * 14 * 5
     assert load_study("alarm").runs[0].config.optim.warmup_ratio == 1.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sorl_train.learner.diagnostics import QUANTILES, TURNS, diagnose_ratios, quantiles
-from sorl_train.losses.policy import policy_loss
+from sorl_train.losses.policy import LossSettings, policy_loss
 
 MASK = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 0]], dtype=torch.bool)
 TURN_IDS = torch.tensor([[-1, 0, 0, -1, 1], [0, 0, -1, -1, -1]])
@@ -27,8 +27,7 @@ def diagnose(level: str = "token") -> dict[str, float]:
         MASK,
         TURN_IDS,
         CLASSES,
-        ratio_level=level,  # type: ignore[arg-type]
-        clip_eps=0.2,
+        settings=LossSettings(level),  # type: ignore[arg-type]
     )
     return found.metrics()
 
@@ -91,8 +90,9 @@ def test_clipped_tokens_are_those_of_the_loss(level: str) -> None:
     mask = torch.rand((16, 40), generator=noise) < 0.6
     turn_ids = torch.where(mask, torch.arange(40) // 4, -1)
     log_probs, old, advantages = (torch.randn((16, 40), generator=noise) * 0.3 for _ in range(3))
-    stats = policy_loss(log_probs, old, advantages, mask, turn_ids, ratio_level=level).stats  # type: ignore[arg-type]
-    found = diagnose_ratios(log_probs, old, advantages, mask, turn_ids, ratio_level=level, clip_eps=0.2)  # type: ignore[arg-type]
+    settings = LossSettings(level)  # type: ignore[arg-type]
+    stats = policy_loss(log_probs, old, advantages, mask, turn_ids, settings).stats
+    found = diagnose_ratios(log_probs, old, advantages, mask, turn_ids, settings=settings)
     assert float(found.by_turn[:, 1].sum()) == float(stats.clipped)
     assert float(found.by_turn[:, 0].sum()) == float(mask.sum())
     assert found.by_turn[TURNS - 1, 0] == (turn_ids >= TURNS - 1).sum()  # turns 7, 8 and 9
@@ -100,10 +100,9 @@ def test_clipped_tokens_are_those_of_the_loss(level: str) -> None:
 
 def test_on_policy_and_empty() -> None:
     zeros = torch.zeros(2, 5)
-    on_policy = diagnose_ratios(
-        zeros, zeros, zeros, MASK, TURN_IDS, ratio_level="turn", clip_eps=0.2
-    ).metrics()
+    turn = LossSettings("turn")
+    on_policy = diagnose_ratios(zeros, zeros, zeros, MASK, TURN_IDS, settings=turn).metrics()
     assert on_policy["ess_token"] == on_policy["ess_turn"] == on_policy["ess_sequence"] == 1.0
-    nothing = diagnose_ratios(zeros, zeros, zeros, ~MASK & False, TURN_IDS, ratio_level="turn", clip_eps=0.2)
+    nothing = diagnose_ratios(zeros, zeros, zeros, ~MASK & False, TURN_IDS, settings=turn)
     assert nothing.metrics()["ess_token"] == 1.0
     assert not any(name.startswith("log_ratio") for name in nothing.metrics())  # there is none

@@ -140,9 +140,8 @@ def test_zero_turns_the_check_off_and_stale_batches_pass(
 # --- the check itself -----------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def trajectories(tiny_folder: str, minihop_env: Any) -> list[Trajectory]:
-    from sorl_train.config.settings import ModelConfig
 
-    found = roll(minihop_env, load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder), 8)[0]
+    found = roll(minihop_env, load_policy(tiny_folder), load_tokenizer(tiny_folder), 8)[0]
     assert any(len(t.turns) > 1 for t in found)
     return found
 

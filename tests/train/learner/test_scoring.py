@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
-from sorl_train.config.settings import ModelConfig
 from sorl_train.models.critic import load_critic
 from sorl_train.models.forward import autocast
 from sorl_train.models.policy import load_tokenizer
@@ -46,12 +45,11 @@ def test_dropout_does_not_move_the_ratios(tiny_folder: str, tmp_path: Path) -> N
 
 
 def test_values_of_a_critic_in_bfloat16_are_not_rounded(tiny_folder: str) -> None:
-    config = ModelConfig(device="cpu", dtype="bfloat16")
-    critic: Any = load_critic(tiny_folder, config)
+    critic: Any = load_critic(tiny_folder, "cpu")
     torch.nn.init.normal_(critic.head.weight, std=0.05, generator=torch.Generator().manual_seed(0))
     torch.nn.init.constant_(critic.head.bias, 0.7)
     ids = torch.arange(24).view(2, 12)
-    with torch.no_grad(), autocast(config, torch.device("cpu")):
+    with torch.no_grad(), autocast("bfloat16", torch.device("cpu")):
         values = critic(ids)
         hidden = critic.backbone(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     assert values.dtype == torch.float32

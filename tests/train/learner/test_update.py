@@ -10,10 +10,10 @@ import torch
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_train.algorithms import get_algorithm
-from sorl_train.config.settings import ModelConfig, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.schedule import learning_rate
+from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import Means, NonFiniteError, PolicyUpdate, past_target_kl
 from sorl_train.models.policy import load_policy, load_tokenizer
 
@@ -23,7 +23,7 @@ from ..rollout.test_sampler import roll
 
 @pytest.fixture(scope="module")
 def trajectories(tiny_folder: str, minihop_env: ToolUseEnv) -> list[Trajectory]:
-    return roll(minihop_env, load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder), 8)[0]
+    return roll(minihop_env, load_policy(tiny_folder), load_tokenizer(tiny_folder), 8)[0]
 
 
 def off_policy(batch: Batch, seed: int = 0, spread: float = 0.4) -> Batch:
@@ -40,9 +40,9 @@ def step(
     folder: str, batch: Batch, config: TrainConfig, optimizer: str = "sgd"
 ) -> tuple[Any, dict[str, float]]:
     """Parameters after one optimizer step, and its metrics."""
-    model = load_policy(folder, config.hardware)
+    model = load_policy(folder, config.hardware.device)
     kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
-    update = PolicyUpdate(model, kind(model.parameters(), lr=0.1), get_algorithm(config.algo), config)
+    update = PolicyUpdate(model, kind(model.parameters(), lr=0.1), update_settings(config))
     means = Means()
     update.step(batch, 0.1, means)
     return torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()
@@ -101,7 +101,7 @@ def test_clipping_before_normalization_leaves_a_product_of_both(
     """clip(g) f: with a limit of half the gradient's norm, half of what normalization alone leaves."""
     batch = off_policy(collate(trajectories), spread=2.0)
     base = {"loss.clip_bias_target": "gradient", "loss.clip_bias_norm": "token", "loss.clip_bias_delta": 1.0}
-    start = torch.cat([p.detach().flatten() for p in load_policy(tiny_folder, ModelConfig()).parameters()])
+    start = torch.cat([p.detach().flatten() for p in load_policy(tiny_folder).parameters()])
     free, metrics = step(tiny_folder, batch, short_config(**base, **{"optim.max_grad_norm": None}))
     first = {"optim.max_grad_norm": metrics["loss/grad_norm"] / 2, "optim.clip_before_normalization": True}
     clipped, _ = step(tiny_folder, batch, short_config(**base, **first))
@@ -114,9 +114,9 @@ def test_a_mini_batch_without_advantages_moves_nothing_if_asked(
 ) -> None:
     """Adam's momentum of the step before goes on by itself."""
     config = short_config(**{"update.skip_without_signal": skip, "optim.max_grad_norm": None})
-    model = load_policy(tiny_folder, config.hardware)
+    model = load_policy(tiny_folder, config.hardware.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
-    update = PolicyUpdate(model, optimizer, get_algorithm(config.algo), config)
+    update = PolicyUpdate(model, optimizer, update_settings(config))
     batch = off_policy(collate(trajectories))
     means = Means()
     update.step(batch, 1e-3, means)
@@ -130,10 +130,10 @@ def test_a_mini_batch_without_advantages_moves_nothing_if_asked(
 def test_past_target_kl_is_the_newest_mini_batch() -> None:
     means = Means()
     means.add(approx_kl=0.5)
-    assert not past_target_kl(short_config(), means)  # off by default
-    assert past_target_kl(short_config(**{"update.target_kl": 0.4}), means)
+    assert not past_target_kl(short_config().update.target_kl, means)  # off by default
+    assert past_target_kl(0.4, means)
     means.add(approx_kl=0.1)
-    assert not past_target_kl(short_config(**{"update.target_kl": 0.4}), means)
+    assert not past_target_kl(0.4, means)
 
 
 def test_excluded_trajectories_leave_no_trace(tiny_folder: str, trajectories: list[Trajectory]) -> None:

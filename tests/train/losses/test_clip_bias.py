@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sorl_train.losses.clip_bias import ClipBias, clip_bias_factor, normalization
-from sorl_train.losses.policy import policy_loss
+
+from .keywords import policy_loss
 
 F64 = torch.float64
 # token ratios 2, 1/2 and 3, 1, 1/2 with these advantages clip c = 2, -1/2 of two tokens, and 3, -2 of three
@@ -68,7 +69,7 @@ def test_factor_is_the_papers_for_its_delta(name: str) -> None:
 
 @pytest.mark.parametrize("copies", [1, 4, 16])
 def test_what_each_norm_grows_with(copies: int) -> None:
-    """The table of DESIGN.md: repeat the trajectories, then the tokens."""
+    """The table in clip_bias.py: repeat the trajectories, then the tokens."""
     wide = bias()
     for _ in range(copies - 1):
         wide = wide + bias()

@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sorl_train.algorithms import ALGORITHMS, get_algorithm
+from sorl_train.algorithms import ALGORITHMS
+from sorl_train.config.find_algorithm import find_algorithm
 from sorl_train.losses.advantages import gae, group_advantages
 from sorl_train.losses.aggregate import aggregate, loss_denominator
 from sorl_train.losses.clip_bias import normalization
-from sorl_train.losses.policy import LossOutput, policy_loss
+from sorl_train.losses.policy import LossOutput
+from sorl_train.losses.policy import policy_loss as plain_policy_loss
+from sorl_train.losses.surrogates import ClipRange
+
+from .keywords import policy_loss
 
 F64 = torch.float64
 
@@ -88,7 +93,7 @@ def advantages_of(algorithm: str) -> Tensor:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_each_algorithm_by_hand(name: str) -> None:
     loss, gradient, clipped = EXPECTED[name]
-    algorithm, lp = get_algorithm(name), log_probs()
+    algorithm, lp = find_algorithm(name), log_probs()
     output = hand_loss(algorithm.ratio, lp, advantages_of(name))
     output.loss.backward()
     assert output.loss.item() == pytest.approx(loss, abs=1e-12)
@@ -112,16 +117,16 @@ def test_the_table_of_algorithms() -> None:
         "gspo": ("sequence", False, "group"),
         "so_grpo": ("token", True, "group"),
     }
-    with pytest.raises(ValueError, match=r"unknown algorithm 'so_pppo'.*Did you mean 'so_ppo'\?"):
-        get_algorithm("so_pppo")
+    with pytest.raises(ValueError, match=r"unknown algorithm 'so_pppo'.*Did you mean 'so_ppo'"):
+        find_algorithm("so_pppo")
     with pytest.raises(ValueError, match="unknown ratio level 'turns'"):
-        get_algorithm("so_ppo", "turns")
+        find_algorithm("so_ppo", "turns")
 
 
 def test_another_ratio_level_changes_nothing_else() -> None:
-    changed = get_algorithm("so_grpo", "turn")
+    changed = find_algorithm("so_grpo", "turn")
     assert (changed.ratio, changed.normalize, changed.advantage) == ("turn", True, "group")
-    assert get_algorithm("so_grpo").ratio == "token"
+    assert find_algorithm("so_grpo").ratio == "token"
 
 
 def test_metrics_by_hand() -> None:
@@ -347,11 +352,33 @@ def test_clear_errors() -> None:
         hand_loss("token", trajectory_norm="token", delta=0.0)
 
 
-def test_the_gradient_is_taken_once() -> None:
-    lp = log_probs()
-    (first,) = torch.autograd.grad(hand_loss("turn", lp).loss, lp, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
-        first.sum().backward()
+@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+def test_a_surrogate_of_ones_own_replaces_the_clipped_one(level: str) -> None:
+    """w A without any clipping; the statistics still count what PPO's clip range would cut."""
+
+    def unclipped(ratio: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
+        return ratio * advantage
+
+    free, lp, wide = log_probs(), log_probs(), {"clip_eps": 1.0, "clip_eps_high": 1e6}
+    output, expected = hand_loss(level, free, surrogate=unclipped), hand_loss(level, lp, **wide)
+    output.loss.backward()
+    expected.loss.backward()
+    assert output.loss.item() == expected.loss.item()
+    assert free.grad is not None and torch.equal(free.grad, lp.grad)
+    assert output.clip_bias.norms() == hand_loss(level).clip_bias.norms()
+    with pytest.raises(ValueError, match=r"surrogate has shape \(\), the first input \(7,\)"):
+        hand_loss(level, surrogate=lambda ratio, advantage, clip: (ratio * advantage).sum())
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+def test_gradients_are_those_of_finite_differences(level: str) -> None:
+    for options in ({}, {"dual_clip": 1.5}, {"aggregation": "token_mean"}):
+        torch.autograd.gradcheck(lambda lp, how=options: hand_loss(level, lp, **how).loss, log_probs())
+
+
+def test_without_settings_it_is_ppo() -> None:
+    expected = hand_loss("token").loss.item()
+    assert plain_policy_loss(log_probs(), OLD, ADVANTAGES, MASK, TURNS).loss.item() == expected
 
 
 def test_aggregate_by_hand() -> None:

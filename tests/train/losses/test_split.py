@@ -14,8 +14,10 @@ from torch import Tensor
 from sorl_train.learner.diagnostics import RatioDiagnostics, diagnose_ratios
 from sorl_train.losses.aggregate import loss_denominator
 from sorl_train.losses.clip_bias import Normalization, normalization
-from sorl_train.losses.policy import LossOutput, policy_loss
+from sorl_train.losses.policy import LossOutput, LossSettings
 from sorl_train.losses.value import value_loss
+
+from .keywords import policy_loss
 
 ROOT = Path(__file__).resolve().parents[3]
 NORMS = ("scalar", "trajectory", "token", "token_mean", "rms", "logit")
@@ -150,7 +152,7 @@ def diagnostics(data: dict[str, Tensor], rows: slice) -> RatioDiagnostics:
     part = {name: tensor[rows] for name, tensor in data.items()}
     log_probs, turns = part["features"][..., 0], part["turns"]
     arguments = (log_probs, part["old"], part["advantages"], part["mask"], turns, (turns % 5).to(torch.int8))
-    return diagnose_ratios(*arguments, ratio_level="turn", clip_eps=0.2)
+    return diagnose_ratios(*arguments, settings=LossSettings("turn"))
 
 
 def rank_main(rank: int, folder: str) -> None:
@@ -199,7 +201,7 @@ def test_value_loss_in_micro_batches(aggregation: str) -> None:
     data = inputs()
     values = data["old"].clone().requires_grad_()
 
-    def part(rows: slice, denominator: float):
+    def part(rows: slice, denominator: float) -> Tensor:
         return value_loss(
             values[rows],
             data["advantages"][rows],
@@ -212,7 +214,7 @@ def test_value_loss_in_micro_batches(aggregation: str) -> None:
 
     count = loss_denominator(data["mask"], aggregation)
     full, parts = part(slice(0, 9), count), [part(slice(0, 2), count), part(slice(2, 9), count)]
-    expected = torch.autograd.grad(full.loss, values)[0]
-    gradient = torch.autograd.grad(parts[0].loss + parts[1].loss, values)[0]
+    expected = torch.autograd.grad(full, values)[0]
+    gradient = torch.autograd.grad(parts[0] + parts[1], values)[0]
     torch.testing.assert_close(gradient, expected, atol=1e-7, rtol=1e-6)
-    assert (parts[0].stats + parts[1].stats).metrics() == pytest.approx(full.stats.metrics(), rel=1e-5)
+    assert (parts[0] + parts[1]).item() == pytest.approx(full.item(), rel=1e-5)

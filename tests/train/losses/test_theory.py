@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sorl_train.losses.policy import policy_loss
+from .keywords import policy_loss
 
 F64 = torch.float64
 LEVELS = ("token", "turn", "sequence")

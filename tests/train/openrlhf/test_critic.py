@@ -12,8 +12,9 @@ import torch
 from sorl_env.env import ToolUseEnv
 from sorl_env.registry import load_task
 from sorl_train.config.files import load_config
-from sorl_train.config.settings import ModelConfig, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import CriticUpdate, Means
 from sorl_train.models.critic import Critic, load_critic
 from sorl_train.models.policy import load_policy, load_tokenizer
@@ -43,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """
     start, path = tmp_path_factory.mktemp("tiny"), tmp_path_factory.mktemp("critic")
     build_tiny_policy(load_task("minihop", **WORLD), start, hidden_size=64, num_layers=2, num_heads=2)
-    critic = load_critic(str(start), ModelConfig(device="cpu"))
+    critic = load_critic(str(start), "cpu")
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in critic.backbone.parameters():
@@ -61,7 +62,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Batch:
     start = tmp_path_factory.mktemp("policy")
     build_tiny_policy(load_task("minihop", **WORLD), start, hidden_size=64, num_layers=2, num_heads=2)
     env = ToolUseEnv(load_task("minihop", **WORLD))
-    trajectories, _ = roll(env, load_policy(str(start), ModelConfig()), load_tokenizer(str(start)), 8)
+    trajectories, _ = roll(env, load_policy(str(start)), load_tokenizer(str(start)), 8)
     batch = collate(trajectories)
     returns = torch.linspace(-1, 1, batch.action_mask.numel()).view(batch.action_mask.shape)
     return batch.with_fields(returns=returns * batch.action_mask)
@@ -79,8 +80,8 @@ def local(
     folder: str, batch: Batch, config: TrainConfig, steps: int
 ) -> tuple[Critic, list[dict[str, float]]]:
     """Steps of plain SGD by the local engine."""
-    critic = load_critic(folder, config.hardware)
-    update = CriticUpdate(critic, torch.optim.SGD(critic.parameters(), lr=LR), config)
+    critic = load_critic(folder, config.hardware.device)
+    update = CriticUpdate(critic, torch.optim.SGD(critic.parameters(), lr=LR), update_settings(config))
     metrics = []
     for _ in range(steps):
         means = Means()
@@ -116,12 +117,12 @@ def test_two_steps_equal_the_local_engines(ranks: int, folder: str, batch: Batch
     ):
         critic, expected = local(folder, batch, case["config"], 2)
         with torch.no_grad():
-            before = load_critic(folder, ModelConfig(device="cpu"))(batch.token_ids) * batch.action_mask
+            before = load_critic(folder, "cpu")(batch.token_ids) * batch.action_mask
         torch.testing.assert_close(found["values"], before, atol=1e-5, rtol=0, msg=name)
         for ours, theirs in zip(found["metrics"], expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4), name
         assert expected[0]["loss/critic_grad_norm"] > 0.05  # so that clipping bites
-        start = load_critic(folder, ModelConfig(device="cpu"))
+        start = load_critic(folder, "cpu")
         for part, parameters in (("parameters", critic.backbone), ("head", critic.head)):
             moved = max(
                 float((a.detach() - b.detach()).abs().max())
@@ -149,7 +150,7 @@ def test_the_head_stays_in_float32(folder: str, batch: Batch, tmp_path: Path) ->
         assert values.dtype == torch.float32
         assert (values != values.bfloat16().float()).float().mean() > 0.9
         with torch.no_grad():
-            exact = load_critic(folder, ModelConfig(device="cpu"))(batch.token_ids)[batch.action_mask]
+            exact = load_critic(folder, "cpu")(batch.token_ids)[batch.action_mask]
         assert (values - exact).abs().max() < 0.02  # what bfloat16 in the layers below does
         bias = found["head"]["bias"]
         assert bias.dtype == torch.float32 and 1e-6 < abs(float(bias) - 0.3) < 3e-5
@@ -161,7 +162,7 @@ def test_a_gradient_of_the_head_that_is_not_finite_ends_the_run_before_the_step(
 ) -> None:
     config = settings(batch, 2, 1, {})
     case = {"config": config, "dtype": torch.bfloat16, "steps": 1, "sgd": True, "poison": True}
-    start = load_critic(folder, ModelConfig(device="cpu"))
+    start = load_critic(folder, "cpu")
     for found in through_deepspeed(tmp_path, folder, batch, [case | {"stage": s} for s in (2, 3)], 2):
         assert found["not_finite"] == "the critic's gradient"
         wanted = dict(start.backbone.named_parameters())

@@ -13,10 +13,11 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.registry import load_task
 from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import StopReason
-from sorl_train.algorithms import ALGORITHMS, get_algorithm
+from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import load_config
-from sorl_train.config.settings import ModelConfig, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import Means, PolicyUpdate
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.models.tiny import build_tiny_policy
@@ -41,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def batch(folder: str) -> Batch:
     """Eight trajectories, one of them excluded, far off policy, with some reference to be away from."""
     env = ToolUseEnv(load_task("minihop", **WORLD))
-    trajectories, _ = roll(env, load_policy(folder, ModelConfig()), load_tokenizer(folder), 8)
+    trajectories, _ = roll(env, load_policy(folder), load_tokenizer(folder), 8)
     trajectories[3] = dataclasses.replace(trajectories[3], stop_reason=StopReason.ERROR)
     drifted = off_policy(collate(trajectories, classify=TokenClassifier(load_tokenizer(folder))))
     return drifted.with_fields(ref_log_probs=drifted.rollout_log_probs * 0.9)
@@ -56,11 +57,9 @@ def local_step(
     folder: str, batch: Batch, config: TrainConfig
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Parameters before and after a step of plain SGD, and the metrics."""
-    model = load_policy(folder, config.hardware)
+    model = load_policy(folder, config.hardware.device)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    update = PolicyUpdate(
-        model, torch.optim.SGD(model.parameters(), lr=LR), get_algorithm(config.algo), config
-    )
+    update = PolicyUpdate(model, torch.optim.SGD(model.parameters(), lr=LR), update_settings(config))
     means = Means()
     update.step(batch, LR, means)
     return before, torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()
@@ -138,6 +137,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(
     found = deepspeed_step(tmp_path, folder, batch, config, 2, stage, torch.bfloat16, poison=True)
     assert found["not_finite"] == "the policy gradient"
     before = [
-        p.detach().bfloat16().float().flatten() for p in load_policy(folder, config.hardware).parameters()
+        p.detach().bfloat16().float().flatten()
+        for p in load_policy(folder, config.hardware.device).parameters()
     ]
     assert torch.equal(found["parameters"], torch.cat(before))

@@ -97,7 +97,7 @@ def test_the_users_own_flags_come_last_and_win() -> None:
     ("overrides", "complaint"),
     [
         ({"loss__clip_bias_norm": "gradient"}, "needs a second backward pass"),
-        ({"hardware__lora_rank": 8}, "is for engine=local"),
+        ({"lora__rank": 8}, "is for engine=local"),
         ({"hardware__dtype": "float32"}, "OpenRLHF trains in bfloat16"),
         ({"cluster__zero_stage": 1}, "cluster.zero_stage must lie between 2 and 3, it is 1"),
         ({"cluster__partial_rollout": True}, "needs cluster.async_rollout"),
@@ -168,7 +168,7 @@ def test_settings_without_effect_are_named() -> None:
 
 
 def test_where_the_critic_starts_is_said(tmp_path: Path) -> None:
-    config = settings(hardware__critic=str(tmp_path))
+    config = settings(critic=str(tmp_path))
     assert f"starts from {tmp_path} with a value head of zeros" in critic_start(config, "m")
     (tmp_path / "value_head.safetensors").write_bytes(b"")
     assert f"starts from {tmp_path} with the value head that is there" in critic_start(config, "m")

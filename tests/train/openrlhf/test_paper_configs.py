@@ -18,7 +18,6 @@ import yaml
 from sorl_env import ToolUseEnv
 from sorl_env.registry import load_task
 from sorl_train.config.files import load_config
-from sorl_train.config.settings import ModelConfig
 from sorl_train.models.policy import load_policy
 from sorl_train.models.tiny import build_tiny_policy
 
@@ -99,8 +98,8 @@ def test_two_real_steps(
     manifest = json.loads((run_dir / "manifest.json").read_text())
     assert manifest["data"]["train"]["task"] == start.task and manifest["versions"]["openrlhf"] == "0.11.2"
     policy = run_dir / "checkpoints" / "step_000002" / "policy"
-    before = load_policy(settings["model"], ModelConfig()).state_dict()
-    after = load_policy(str(policy), ModelConfig()).state_dict()
+    before = load_policy(settings["model"]).state_dict()
+    after = load_policy(str(policy)).state_dict()
     assert before.keys() == after.keys() and any(not torch.equal(before[key], after[key]) for key in before)
     check_cards(run_dir, policy, start.task)
 

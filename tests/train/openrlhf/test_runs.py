@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sorl_env.registry import load_task
 from sorl_env.trajectory_io import read_jsonl
-from sorl_train.config.settings import ModelConfig
 from sorl_train.models.critic import load_critic
 from sorl_train.models.tiny import build_tiny_policy
 
@@ -163,7 +162,7 @@ def test_a_kill_in_the_middle_of_a_save_and_a_damaged_checkpoint(tmp_path: Path)
     """
     run_dir, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
     settings = {
-        "hardware__critic": trained_critic(tmp_path / "critic"),
+        "critic": trained_critic(tmp_path / "critic"),
         "sft__steps": 10,
         "sft__num_demos": 16,
     }
@@ -195,8 +194,8 @@ def test_a_kill_in_the_middle_of_a_save_and_a_damaged_checkpoint(tmp_path: Path)
 
 def trained_critic(folder: Path) -> str:
     """A critic as the local engine saves it."""
-    build_tiny_policy(load_task("minihop", **WORLD), folder / "start", **SHORT["hardware.tiny"])
-    critic = load_critic(str(folder / "start"), ModelConfig(device="cpu"))
+    build_tiny_policy(load_task("minihop", **WORLD), folder / "start", **SHORT["tiny"])
+    critic = load_critic(str(folder / "start"), "cpu")
     torch.nn.init.constant_(critic.head.bias, 0.5)
     critic.save(folder / "critic")
     return str(folder / "critic")

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 
-from sorl_train.config.settings import ModelConfig, TrainConfig, UpdateConfig
+from sorl_train.config.run_settings import HardwareConfig
+from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.update import Means
 from sorl_train.openrlhf.workers import DeepSpeedCriticUpdate, DeepSpeedPolicyUpdate
@@ -138,7 +139,7 @@ def measure(held: Held, role: str, case: dict[str, Any], batch: Batch) -> dict[s
     """What one model adds to what was held before it: between steps, and at most."""
     config = TrainConfig(
         update=UpdateConfig(micro_batch_size=case["micro"], critic_micro_batch_size=case["micro"]),
-        hardware=ModelConfig(device="cpu"),
+        hardware=HardwareConfig(device="cpu"),
     )
     before = held.now
     if role == "policy":

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("transformers")
 
 from sorl_env.task import Limits
+from sorl_train.config.run_settings import HardwareConfig
 from sorl_train.config.settings import (
     ClusterConfig,
     LossConfig,
-    ModelConfig,
     RolloutConfig,
     TrainConfig,
     UpdateConfig,
@@ -47,7 +47,7 @@ CONFIG = TrainConfig(
     engine="openrlhf",
     rollout=RolloutConfig(batch_size=64),
     update=UpdateConfig(mini_batch_size=32, micro_batch_size=4, log_prob_micro_batch_size=2),
-    hardware=ModelConfig(gradient_checkpointing=True),
+    hardware=HardwareConfig(gradient_checkpointing=True),
 )  # 8 ranks, ZeRO-3, everything offloaded, 2 vLLM engines of 4 GPUs
 
 
@@ -208,7 +208,7 @@ def estimated(case: dict[str, Any], held: dict[str, int], ranks: int, device: st
         engine="openrlhf",
         rollout=RolloutConfig(batch_size=case["rows"] * ranks),
         update=UpdateConfig(mini_batch_size=case["rows"] * ranks, micro_batch_size=case["micro"]),
-        hardware=ModelConfig(device=device, gradient_checkpointing=case["checkpointing"]),
+        hardware=HardwareConfig(device=device, gradient_checkpointing=case["checkpointing"]),
         cluster=ClusterConfig(
             gpus_per_node=ranks, vllm_engines=ranks, vllm_tensor_parallel=1, zero_stage=case["stage"]
         ),

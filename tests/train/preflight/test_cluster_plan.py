@@ -108,23 +108,23 @@ PLACEMENT = {
         "cluster: 1 node x 8 GPUs = 8 GPUs",
         "training: 1 node x 8 GPUs = 8 data-parallel ranks, ZeRO-3",
         "offloading: optimizer and gradients in the host's memory, reference in the host's memory",
-        "sampling: 2 vLLM engines x tensor parallel 4 = 8 GPUs, the same ones, in turns with training",
-        "rollout: 512 trajectories, 256 an engine, 64 a rank to score",
+        "sampling: 2 vLLM engines x tensor parallel 4 = 8 GPUs, the same as training, in turns",
+        "rollout: 512 trajectories, 256 for each engine to sample, 64 for each rank to score",
         "micro-batch of a GPU: 8 (policy and critic), 8 (reference)",
         "optimizer step: mini-batch of 256 = 8 ranks x 8 x 4 accumulation steps",
     ),
     "paper/nq_so_ppo_2nodes": (
         "cluster: 2 nodes x 8 GPUs = 16 GPUs",
         "training: 2 nodes x 8 GPUs = 16 data-parallel ranks, ZeRO-3",
-        "sampling: 4 vLLM engines x tensor parallel 4 = 16 GPUs, the same ones, in turns with training",
-        "rollout: 512 trajectories, 128 an engine, 32 a rank to score",
+        "sampling: 4 vLLM engines x tensor parallel 4 = 16 GPUs, the same as training, in turns",
+        "rollout: 512 trajectories, 128 for each engine to sample, 32 for each rank to score",
         "optimizer step: mini-batch of 256 = 16 ranks x 8 x 2 accumulation steps",
     ),
     "paper/nq_so_ppo_8gpu_async": (
         "training: 1 node x 4 GPUs = 4 data-parallel ranks, ZeRO-3",
-        "sampling: 1 vLLM engine x tensor parallel 4 = 4 GPUs, of their own, while the others train",
+        "sampling: 1 vLLM engine x tensor parallel 4 = 4 GPUs, separate ones, while the others train",
         "optimizer step: mini-batch of 256 = 4 ranks x 8 x 8 accumulation steps",
-        "staleness: at most 1 training step, sampling goes on through weight updates",
+        "staleness: at most 1 training step, turns continue through weight updates",
     ),
 }
 
@@ -188,7 +188,7 @@ def test_the_quickstart_can_be_planned_on_a_cpu(tmp_path: Path, monkeypatch: pyt
         },
     )
     text = plan_text(config)
-    assert "tiny, built for the task, after a cold start" in text
+    assert "tiny, built for the task, cold-started with" in text
     assert f"--actor.model_name_or_path {tmp_path}/policies/minihop-" in text
     assert "Memory of each process, all in host memory" in text
     assert not any(tmp_path.iterdir())  # nothing was built
@@ -231,7 +231,8 @@ def test_the_memory_of_a_7b_model(qwen: Path) -> None:
 def test_what_does_not_fit_says_what_to_turn(qwen: Path) -> None:
     text = plan("paper/nq_so_ppo_8gpu", qwen, update__log_prob_micro_batch_size=64)
     assert re.search(
-        r"CAUTION: 'scoring, reference' does not fit, .* GB too much: update.log_prob_micro_batch_size", text
+        r"CAUTION: 'scoring, reference' does not fit, .* GB too much: change update.log_prob_micro_batch_size",
+        text,
     )
     squeezed = plan("paper/nq_so_ppo_8gpu", qwen, cluster__vllm_memory=0.05)
     assert "leave nothing for the cache: raise cluster.vllm_memory" in squeezed

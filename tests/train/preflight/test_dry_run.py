@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sorl_env.errors import UserError
 from sorl_env.task import Limits
-from sorl_train.config.settings import ModelConfig, RolloutConfig, SamplerConfig, TrainConfig, UpdateConfig
+from sorl_train.config.run_settings import HardwareConfig
+from sorl_train.config.settings import RolloutConfig, SamplerConfig, TrainConfig, UpdateConfig
 from sorl_train.models.shape import ModelShape, model_shape
 from sorl_train.preflight.memory import estimate_memory
 
@@ -57,7 +58,7 @@ def test_what_makes_it_smaller() -> None:
     full = estimate_memory(CONFIG, SHAPE, LIMITS, 4)
     group = estimate_memory(dataclasses.replace(CONFIG, algo="so_grpo"), SHAPE, LIMITS, 4)
     assert group.weights == 4 * 1000 and group.optimizer == 8 * 1000
-    checkpointed = dataclasses.replace(CONFIG, hardware=ModelConfig(gradient_checkpointing=True))
+    checkpointed = dataclasses.replace(CONFIG, hardware=HardwareConfig(gradient_checkpointing=True))
     assert estimate_memory(checkpointed, SHAPE, LIMITS, 4).updating < full.updating
     assert estimate_memory(CONFIG, SHAPE, LIMITS, 2).sampling == full.sampling // 2
     no_kl = dataclasses.replace(CONFIG, loss=dataclasses.replace(CONFIG.loss, kl_coef=0.0))
@@ -131,7 +132,7 @@ def test_activations_are_bounded_by_the_estimate_and_not_far_from_it(checkpointi
 
     shape = dataclasses.replace(SHAPE, layers=6, hidden=64, intermediate=256, vocabulary=0)
     settings = dataclasses.replace(
-        CONFIG, algo="grpo", hardware=ModelConfig(gradient_checkpointing=checkpointing)
+        CONFIG, algo="grpo", hardware=HardwareConfig(gradient_checkpointing=checkpointing)
     )
     estimate = estimate_memory(settings, shape, LIMITS, compute_bytes=4).updating
     again = (

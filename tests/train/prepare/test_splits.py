@@ -39,14 +39,17 @@ def test_training_on_a_test_split_is_refused(
     # nor does calling the split by its name help; to evaluate on it is what it is for
     config = TrainConfig(task="nq", data=str(prepared), split="test")
     with pytest.raises(
-        UserError, match=r"split 'test' of .*test\.jsonl holds test questions .* nobody trains on"
+        UserError,
+        match=r"split 'test' of .*test\.jsonl contains test questions .* training on them is refused",
     ):
         make_env(config)
-    with pytest.raises(UserError, match="nobody trains on those"):  # where OpenRLHF takes its prompts from
+    with pytest.raises(
+        UserError, match="training on them is refused"
+    ):  # where OpenRLHF takes its prompts from
         training_examples(config)
     assert len(training_examples(replace(config, split="train"))) == 4
     command = ["--task", "nq", "--model", "x", "--data", str(prepared), "--split", "test", "--dry_run"]
-    assert train_main(command) == 2 and "nobody trains on those" in capsys.readouterr().err
+    assert train_main(command) == 2 and "training on them is refused" in capsys.readouterr().err
     assert len(make_env(replace(config, split="train"), evaluation=True).examples) == 2
     with pytest.raises(UserError, match="no rows of nq for split 'train'"):
         made("nq", tmp_path / "again", f"train={prepared / 'test.jsonl'}")

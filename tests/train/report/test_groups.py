@@ -15,7 +15,7 @@ from sorl_train.algorithms import ALGORITHMS
 from sorl_train.report.curves import chart_data
 from sorl_train.report.groups import Group, RunFolder, choices, find_runs, group_runs, name_runs
 from sorl_train.report.report import main, write_report
-from sorl_train.report.run import NORMALIZING, ReportRun, read_run
+from sorl_train.report.run import ReportRun, read_run
 from sorl_train.report.table import COLUMNS, TableRow, group_rows, run_rows
 
 MakeRun = Callable[..., Path]
@@ -78,10 +78,15 @@ def test_a_run_that_ended_early_says_so(make_run: MakeRun, tmp_path: Path) -> No
 
 
 def test_the_bound_is_that_of_runs_that_normalize(make_run: MakeRun, tmp_path: Path) -> None:
-    assert set(NORMALIZING) == {name for name, algorithm in ALGORITHMS.items() if algorithm.normalize}
     runs = read([make_run(tmp_path / algo, algo=algo, steps=2, batch=3) for algo in ("ppo", "so_ppo")])
     data = chart_data(runs, group_runs(runs), ["a", "b"])
     assert [run["delta"] for run in data["runs"]] == [None, 0.003]
+    for name, algorithm in ALGORITHMS.items():
+        named = dataclasses.replace(runs[0], config=runs[0].config | {"algo": name})
+        assert named.normalizes is algorithm.normalize
+    outside = dataclasses.replace(runs[0], config=runs[0].config | {"algo": "my_algo.py"})
+    assert not dataclasses.replace(outside, metrics=[{"loss/normalized_frac": 0.0}]).normalizes
+    assert dataclasses.replace(outside, metrics=[{"loss/normalized_frac": 0.5}]).normalizes
 
 
 def test_a_study_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

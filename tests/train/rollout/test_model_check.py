@@ -12,7 +12,6 @@ from transformers import AutoModel
 
 from sorl_env.errors import UserError
 from sorl_train import cli
-from sorl_train.config.settings import ModelConfig
 from sorl_train.evaluate import ask
 from sorl_train.evaluate import cli as evaluate
 from sorl_train.models.attention import AttentionMasks
@@ -76,7 +75,7 @@ def test_critics_of_exact_models_pass(name: str) -> None:
 
 def test_a_critic_that_reads_what_comes_later_is_refused() -> None:
     critic = Critic(AutoModel.from_config(build("bert", OLD).config, dtype=torch.float32))
-    with pytest.raises(UserError, match=r"the critic BertModel .* hardware.critic"):
+    with pytest.raises(UserError, match=r"the critic BertModel .* critic=FOLDER"):
         check_critic(critic, 256)
 
 
@@ -213,9 +212,9 @@ def mamba_folder(tiny_folder: str, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_models_without_fast_attention_are_loaded(tmp_path: Path) -> None:
     """Gemma 2 caps its attention scores, which torch's own attention cannot."""
     build("gemma2", NEW | WINDOW).save_pretrained(tmp_path)
-    assert load_policy(str(tmp_path), ModelConfig(device="cpu")).config._attn_implementation == "eager"
+    assert load_policy(str(tmp_path), "cpu").config._attn_implementation == "eager"
     with pytest.raises(UserError, match="no model could be loaded"):
-        load_policy(str(tmp_path / "absent"), ModelConfig(device="cpu"))
+        load_policy(str(tmp_path / "absent"), "cpu")
 
 
 def test_each_command_refuses_before_anything_starts(

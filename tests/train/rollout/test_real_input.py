@@ -12,7 +12,6 @@ import pytest
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.task import Limits
-from sorl_train.config.settings import ModelConfig
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.run.files import read_jsonl
 
@@ -27,7 +26,7 @@ def test_tokens_are_exact_with_a_real_tokenizer_and_template(smollm2: Path, shar
     env = ToolUseEnv(
         "hotpotqa", data=str(shared_data / "hotpotqa/test.jsonl.gz"), tools=[search], limits=limits
     )
-    model, tokenizer = load_policy(str(smollm2), ModelConfig()), load_tokenizer(str(smollm2))
+    model, tokenizer = load_policy(str(smollm2)), load_tokenizer(str(smollm2))
     trajectories, seen = roll(env, model, tokenizer, 3)
     assert_exact(trajectories, seen, model)
     text = tokenizer.decode(trajectories[0].token_ids)

@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from sorl_env.env import ToolUseEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, Sampler, SamplingParams, collect
 from sorl_env.trajectory import Trajectory
-from sorl_train.config.settings import ModelConfig
 from sorl_train.learner.batch import collate
 from sorl_train.models.forward import action_stats
 from sorl_train.models.policy import load_policy, load_tokenizer
@@ -70,7 +69,7 @@ def assert_exact(trajectories: list[Trajectory], seen: dict[str, list[int]], mod
 
 
 def test_word_level_tokens_are_exact(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
-    model = load_policy(tiny_folder, ModelConfig())
+    model = load_policy(tiny_folder)
     trajectories, seen = roll(minihop_env, model, load_tokenizer(tiny_folder), 12)
     assert_exact(trajectories, seen, model)
     assert any(len(t.turns) > 1 for t in trajectories)
@@ -112,7 +111,7 @@ def test_byte_level_tokens_are_exact(byte_level: tuple[Any, Any], minihop_env: T
 
 def test_greedy_turns_equal_plain_generation(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
     """Rows of different lengths that join and leave the batch draw what ``generate`` draws for each alone."""
-    model, tokenizer = load_policy(tiny_folder, ModelConfig()).eval(), load_tokenizer(tiny_folder)
+    model, tokenizer = load_policy(tiny_folder).eval(), load_tokenizer(tiny_folder)
     trajectories, _ = roll(minihop_env, model, tokenizer, 10, max_rows=4, temperature=0.0)
     for trajectory in trajectories:
         for turn in trajectory.turns:
@@ -122,7 +121,7 @@ def test_greedy_turns_equal_plain_generation(tiny_folder: str, minihop_env: Tool
 
 
 def test_draws_do_not_depend_on_the_batch(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
-    model, tokenizer = load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder)
+    model, tokenizer = load_policy(tiny_folder), load_tokenizer(tiny_folder)
     few, _ = roll(minihop_env, model, tokenizer, 9, max_rows=2)
     many, _ = roll(minihop_env, model, tokenizer, 9, max_rows=64)
     again, _ = roll(minihop_env, model, tokenizer, 9, max_rows=64)
@@ -132,7 +131,7 @@ def test_draws_do_not_depend_on_the_batch(tiny_folder: str, minihop_env: ToolUse
 
 
 def test_a_group_reads_its_prompt_once(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
-    model, tokenizer = load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder)
+    model, tokenizer = load_policy(tiny_folder), load_tokenizer(tiny_folder)
     group = [RolloutJob(f"g{i % 2}/{i}", f"g{i % 2}", example_index=i % 2, seed=1000 * i) for i in range(8)]
     read: list[int] = []
     model.base_model.register_forward_pre_hook(
@@ -152,7 +151,7 @@ def test_a_group_reads_its_prompt_once(tiny_folder: str, minihop_env: ToolUseEnv
 
 def test_what_a_sampler_did_before_leaves_no_trace(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
     """A resumed run starts with a small cache, the run it repeats had a grown one: not a bit may differ."""
-    model, tokenizer = load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder)
+    model, tokenizer = load_policy(tiny_folder), load_tokenizer(tiny_folder)
     sampler = TransformersSampler(model, tokenizer, 16)
     before, after = [], []
     for _ in range(2):
@@ -166,7 +165,7 @@ def test_what_a_sampler_did_before_leaves_no_trace(tiny_folder: str, minihop_env
 
 
 def test_history_that_was_rewritten_is_refused(tiny_folder: str) -> None:
-    sampler = TransformersSampler(load_policy(tiny_folder, ModelConfig()), load_tokenizer(tiny_folder), 2)
+    sampler = TransformersSampler(load_policy(tiny_folder), load_tokenizer(tiny_folder), 2)
 
     async def rewrite() -> None:
         await sampler.generate("a", [5, 6, 7], SamplingParams(2))

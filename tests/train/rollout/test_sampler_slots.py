@@ -35,7 +35,7 @@ def test_a_slot_that_nobody_owns_and_that_holds_something_admits_nobody(
     async def two() -> None:
         await sampler.generate("first", [3, 4], ONE)
         sampler._cache.lengths[2] = 5
-        with pytest.raises(AssertionError, match="slot 2 is nobody's, and holds 5 tokens"):
+        with pytest.raises(AssertionError, match="slot 2 has no owner, but holds 5 tokens"):
             await sampler.generate("second", [3, 4], ONE)
 
     with sampler.session():

@@ -15,7 +15,6 @@ from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_env.rollout import RolloutSettings, SamplingParams, collect
 from sorl_env.trajectory import Trajectory
-from sorl_train.config.settings import ModelConfig
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.models.tiny import build_tiny_policy
 from sorl_train.rollout.vllm_sampler import VllmSampler
@@ -60,7 +59,7 @@ def test_tokens_are_exact_and_the_newest_weights_are_sampled(vllm_on_cpu: None, 
     folder = str(tmp_path / "policy")
     task = load_task("minihop", **WORLD)
     build_tiny_policy(task, Path(folder), **SIZES)
-    env, tokenizer, model = ToolUseEnv(task), load_tokenizer(folder), load_policy(folder, ModelConfig())
+    env, tokenizer, model = ToolUseEnv(task), load_tokenizer(folder), load_policy(folder)
     sampler = VllmSampler(model, folder, 512, short_config())
     trajectories, seen = sample(sampler, env, tokenizer, 12)
     assert_exact(trajectories, seen, model)
@@ -77,14 +76,14 @@ def test_turns_that_are_given_up_leave_nothing_in_the_engine(vllm_on_cpu: None, 
     """A cancelled caller, a release, the end of a session; and nobody waits for a reply that does not come."""
     folder = str(tmp_path / "policy")
     build_tiny_policy(load_task("minihop", **WORLD), Path(folder), **SIZES)
-    sampler = VllmSampler(load_policy(folder, ModelConfig()), folder, 512, short_config())
+    sampler = VllmSampler(load_policy(folder), folder, 512, short_config())
     long = SamplingParams(400)
 
     async def give_up() -> None:
         turns = [asyncio.ensure_future(sampler.generate(name, [5, 6, 7], long)) for name in "abc"]
         for _ in range(12):
             await asyncio.sleep(0)
-        with pytest.raises(ValueError, match="session a: its last turn is still being drawn"):
+        with pytest.raises(ValueError, match="session a: its last turn is still being sampled"):
             await sampler.generate("a", [5, 6, 7], long)
         turns[0].cancel()
         sampler.release("b")
@@ -103,7 +102,7 @@ def test_turns_that_are_given_up_leave_nothing_in_the_engine(vllm_on_cpu: None, 
 @pytest.mark.openrlhf
 def test_two_steps_of_training(vllm_on_cpu: None, tmp_path: Path) -> None:
     run_dir, summary = train_short(
-        tmp_path / "run", sampler__backend="vllm", hardware__tiny=SIZES, optim__lr=1e-3, eval__search_off=True
+        tmp_path / "run", sampler__backend="vllm", tiny=SIZES, optim__lr=1e-3, eval__search_off=True
     )
     lines = read_metrics(run_dir.metrics)
     assert [line["step"] for line in lines] == [0, 1, 2]
@@ -129,9 +128,7 @@ def test_a_run_that_is_rolled_back_keeps_its_engine(
     monkeypatch.setattr(VllmSampler, "__init__", counted)
     limits = {"alarm__action": "roll_back", "alarm__ratio_tail": 0.005, "alarm__roll_back_lr": 1e-3}
     rates = {"optim__lr": 1e-2, "optim__warmup_ratio": 0.0, "update__epochs": 2, "checkpoint__every": 1}
-    run_dir, _ = train_short(
-        tmp_path / "run", sampler__backend="vllm", hardware__tiny=SIZES, **limits, **rates
-    )
+    run_dir, _ = train_short(tmp_path / "run", sampler__backend="vllm", tiny=SIZES, **limits, **rates)
     assert "roll_back" in [event["kind"] for event in read_metrics(run_dir.events)]
     assert len(built) == 1
     assert max(line["rollout/mismatch_max"] for line in read_metrics(run_dir.metrics)[1:]) < 1e-3
@@ -140,13 +137,13 @@ def test_a_run_that_is_rolled_back_keeps_its_engine(
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_the_error_says_what_to_install(tiny_folder: str) -> None:
     with pytest.raises(UserError, match=r"pip install vllm, or use sampler\.backend=transformers"):
-        VllmSampler(load_policy(tiny_folder, ModelConfig()), tiny_folder, 512, short_config())
+        VllmSampler(load_policy(tiny_folder), tiny_folder, 512, short_config())
 
 
 @pytest.mark.parametrize(
     ("setting", "complaint"),
     [
-        ({"hardware__lora_rank": 4}, "takes whole weights"),
+        ({"lora__rank": 4}, "takes whole weights"),
         ({"hardware__device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
         ({"sampler__gpu_memory": 1.5}, "sampler.gpu_memory must lie between 0 and 1"),
     ],

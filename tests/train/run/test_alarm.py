@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sorl_train.config.settings import AlarmConfig
+from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.run.alarm import BASELINE, MEMORY, SPIKE, CollapseAlarm
 
 LIMITS = AlarmConfig(strain=9.0, ratio_tail=1.0, invalid_turns=0.1, grad_norm=10.0, entropy=1.0)

@@ -121,7 +121,7 @@ def test_a_resumed_run_writes_the_same_card_or_says_what_changed(tmp_path: Path)
 
 def test_what_only_the_author_has_is_named_in_the_commands() -> None:
     settings = {"search.url": "http://10.0.0.1:8000/retrieve", "limits.max_turns": 4, "search.top_k": 5}
-    config = load_config("paper/nq_so_ppo_8gpu", {**settings, "hardware.chat_template": False})
+    config = load_config("paper/nq_so_ppo_8gpu", {**settings, "chat_template": False})
     text = shlex.join(usage_options(config))
     assert "--search_url RETRIEVAL_SERVER --top_k 5 --no_chat_template" in text
     assert "max_turns=4" in text and "10.0.0.1" not in text

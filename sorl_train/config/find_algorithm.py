@@ -1,0 +1,78 @@
+"""Finding an algorithm by its name, by ``package.module:NAME`` or by the path of a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import cast, get_args
+
+from sorl_env.errors import UserError, did_you_mean
+from sorl_env.task_file import import_file, import_module, remember
+from sorl_train.algorithms import ALGORITHMS, Algorithm, RatioLevel, check_choice
+
+ENTRY_POINT_GROUP = "sorl.algorithms"
+
+
+def find_algorithm(reference: str, ratio: str = "auto") -> Algorithm:
+    """The algorithm that ``--algo`` names.
+
+    Args:
+        reference: a name of ``ALGORITHMS``, the name of an entry point of the group ``sorl.algorithms``,
+            ``package.module:NAME``, or the path of a ``.py`` file, which may end in ``:NAME``. Without a NAME the
+            attribute ``ALGORITHM`` is taken.
+        ratio: another ratio level for it; ``auto`` keeps its own.
+
+    Raises:
+        UserError: there is no such algorithm, or its file or module cannot be imported.
+    """
+    check_choice("ratio level", ratio, ("auto", *get_args(RatioLevel)))
+    algorithm = ALGORITHMS[reference] if reference in ALGORITHMS else _from_outside(reference)
+    return algorithm if ratio == "auto" else dataclasses.replace(algorithm, ratio=cast(RatioLevel, ratio))
+
+
+def installed_algorithms() -> list[str]:
+    """Names of the algorithms that other installed packages add; none of them is imported."""
+    return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - set(ALGORITHMS))
+
+
+def short_name(reference: str) -> str:
+    """A name without folders, suffix and attribute: ``my_algo`` of ``path/to/my_algo.py``."""
+    location, _, attribute = reference.partition(":")
+    return attribute or (Path(location).stem if location.endswith(".py") else location)
+
+
+def _from_outside(reference: str) -> Algorithm:
+    location, _, attribute = reference.partition(":")
+    if not (attribute or location.endswith(".py")):
+        location, _, attribute = _entry_point(reference).partition(":")
+    if location.endswith(".py"):
+        module = _module_in(Path(location).expanduser().resolve())
+    else:
+        module = import_module(location, f"algorithm {reference!r}")
+        remember(module)
+    name = attribute or "ALGORITHM"
+    found = getattr(module, name, None)
+    if not isinstance(found, Algorithm):
+        names = [key for key, value in vars(module).items() if isinstance(value, Algorithm)]
+        hint = did_you_mean(name, names) if names else f"Declare one there: {name} = Algorithm(...)"
+        raise UserError(f"algorithm {reference!r}: {module.__file__} has no Algorithm called {name}. {hint}")
+    return found
+
+
+@functools.cache
+def _module_in(path: Path) -> ModuleType:
+    """The file is run once: settings are asked for their algorithm in many places."""
+    return import_file(path)
+
+
+def _entry_point(name: str) -> str:
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name == name:
+            return point.value
+    raise UserError(
+        f"unknown algorithm {name!r}. {did_you_mean(name, [*ALGORITHMS, *installed_algorithms()])} "
+        "For an algorithm of your own give the path of a .py file or package.module:NAME."
+    )

@@ -1,0 +1,120 @@
+"""An algorithm that the package does not know: trained, resumed, listed and reported, and the page that explains it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_train.algorithms import ALGORITHMS
+from sorl_train.cli import main
+from sorl_train.config.files import load_config, read_resolved
+from sorl_train.config.find_algorithm import find_algorithm, short_name
+from sorl_train.learner.settings import update_settings
+from sorl_train.report.report import main as report
+from sorl_train.run.files import read_jsonl
+
+from .conftest import train_short
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
+
+
+@pytest.fixture
+def my_algo(tmp_path: Path) -> Path:
+    """The file that docs/algorithms.md shows, which counts the calls of its surrogate."""
+    code = re.search(r"```python\n(# my_algo\.py\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert code is not None
+    counted = code[1].replace('    """The clipped', '    CALLS.append(len(ratio))\n    """The clipped')
+    file = tmp_path / "my_algo.py"
+    file.write_text(f"CALLS = []\n{counted}", encoding="utf-8")
+    return file
+
+
+def calls(algo: str) -> list[int]:
+    surrogate: Any = find_algorithm(algo).surrogate
+    return surrogate.__globals__["CALLS"]
+
+
+def test_a_file_is_trained_resumed_and_reported(
+    my_algo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    algo = str(my_algo)
+    run_dir, summary = train_short(tmp_path / "run", algo=algo, update__steps=2)
+    lines = list(read_jsonl(run_dir.metrics))
+    assert summary["steps"] == 2 and "loss/policy" in lines[2] and "loss/value" not in lines[2]
+    first = len(calls(algo))
+    assert first == 4  # two steps of two mini-batches
+
+    saved = read_resolved(run_dir.config)  # as the workers of OpenRLHF do
+    assert saved.algo == algo and saved.rollout.group_size == 8  # that of all group algorithms
+    assert update_settings(saved).loss.surrogate is find_algorithm(algo).surrogate
+    _, summary = train_short(run_dir.path, resume=True, algo=algo, update__steps=3)
+    assert summary["steps"] == 3 and len(calls(algo)) == first + 2
+
+    page = tmp_path / "report.html"
+    assert report([str(run_dir.path), "--out", str(page)]) == 0
+    assert "my_algo on minihop" in page.read_text(encoding="utf-8")
+    capsys.readouterr()
+
+
+def test_an_entry_point_is_listed_trained_and_suggested(
+    my_algo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "site"
+    (package / "mine-1.0.dist-info").mkdir(parents=True)
+    (package / "mine-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n"
+    )
+    entry = "[sorl.algorithms]\ncispo = cispo_of_mine:ALGORITHM\n"
+    (package / "mine-1.0.dist-info" / "entry_points.txt").write_text(entry)
+    my_algo.rename(package / "cispo_of_mine.py")
+    monkeypatch.syspath_prepend(package)
+    assert main(["--help"]) == 0
+    assert re.search(r"installed:\s+cispo", capsys.readouterr().out)
+    assert "cispo_of_mine" not in sys.modules  # listing imports nothing
+    with pytest.raises(UserError, match=r"unknown algorithm 'cisp'\. Did you mean 'cispo'"):
+        load_config("quickstart", {"algo": "cisp"})
+    train_short(tmp_path / "run", algo="cispo", update__steps=1)
+    assert len(calls("cispo")) == 2
+    del sys.modules["cispo_of_mine"]
+
+
+def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"unknown algorithm 'so_pppo'\. Did you mean 'so_ppo'.*path of a \.py"
+    ):
+        load_config("quickstart", {"algo": "so_pppo"})
+    with pytest.raises(UserError, match=r"absent\.py: no such file"):
+        find_algorithm(str(tmp_path / "absent.py"))
+    with pytest.raises(
+        UserError, match="algorithm 'no_such_package:X': there is no module 'no_such_package'"
+    ):
+        find_algorithm("no_such_package:X")
+    with pytest.raises(UserError, match=r"has no Algorithm called PPO\. Declare one there"):
+        find_algorithm("json:PPO")
+    broken = tmp_path / "broken.py"
+    broken.write_text("from sorl_train.algorithms import Algorithm\nALGORITHM = Algorithm('turns', 'gae')\n")
+    with pytest.raises(UserError, match=r'(?s)broken\.py", line 2.*unknown ratio level \'turns\''):
+        find_algorithm(str(broken))
+    broken.with_name("other.py").write_text(
+        "from sorl_train.algorithms import Algorithm\nMINE = Algorithm('turn', 'group')\n"
+    )
+    with pytest.raises(UserError, match=r"Did you mean 'MINE'|Known: MINE"):
+        find_algorithm(str(tmp_path / "other.py"))
+    mine = f"{tmp_path / 'other.py'}:MINE"
+    assert find_algorithm(mine).ratio == "turn" and short_name(mine) == "MINE"
+    with pytest.raises(UserError, match=r"group_size must be at least 2, it is 1"):
+        load_config("quickstart", {"algo": mine, "rollout.group_size": 1})
+
+
+def test_the_table_of_the_page_is_that_of_the_code() -> None:
+    found = PAGE.read_text(encoding="utf-8").partition("<!-- algorithms:")[2].partition("<!-- end -->")[0]
+    rows = [
+        f"| `{name}` | {a.about} | {a.ratio} | {a.advantage} | {'yes' if a.normalize else 'no'} | {a.equation} |"
+        for name, a in ALGORITHMS.items()
+    ]
+    assert found.splitlines()[3:] == rows
