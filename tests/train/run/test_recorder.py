@@ -14,7 +14,7 @@ from sorl_env.registry import load_task
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_env.trajectory_io import read_jsonl as read_trajectories
 from sorl_train.config.files import load_config
-from sorl_train.config.settings import AlarmConfig
+from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.run.alarm import CollapseAlarm
 from sorl_train.run.checkpoint import list_checkpoints, prune_checkpoints, resume_point
 from sorl_train.run.files import read_jsonl
