@@ -78,7 +78,9 @@ class Limits:
             if getattr(self, name) < 1:
                 raise ValueError(f"limits.{name} must be at least 1, not {getattr(self, name)}")
         if self.max_trajectory_tokens <= 1:
-            raise ValueError("limits.max_trajectory_tokens must be above 1")
+            raise ValueError(
+                f"limits.max_trajectory_tokens must be above 1, not {self.max_trajectory_tokens}"
+            )
         if self.max_reply_chars is not None and self.max_reply_chars < 1:
             raise ValueError(f"limits.max_reply_chars must be at least 1 or None, not {self.max_reply_chars}")
         if self.max_seconds is not None and self.max_seconds <= 0:

@@ -92,7 +92,7 @@ def test_other_signatures_are_refused() -> None:
     ):
         with pytest.raises(TypeError, match=problem):
             as_tool(function)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"cannot be named 'answer'.*information, think are taken"):
+    with pytest.raises(ValueError, match=r"cannot be named 'answer'.*information, think are reserved"):
         as_tool(answer)
 
 

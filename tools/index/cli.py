@@ -148,7 +148,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     manifest = read_manifest(arguments.index)
     for name in ("model", "device"):
         if manifest.backend == "bm25" and (value := getattr(arguments, name)) is not None:
-            raise UserError(f"--{name} {value}: a bm25 index does not embed anything; leave this option out")
+            raise UserError(f"--{name} {value}: a bm25 index embeds nothing; leave it out")
     checks = check_files(arguments.index, manifest, Progress(quiet=not sys.stderr.isatty()))
     if all(check.passed for check in checks):  # there is no point in searching a damaged index
         index = open_index(arguments.index, model=arguments.model, device=arguments.device)

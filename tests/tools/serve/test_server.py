@@ -306,7 +306,7 @@ def test_what_cannot_be_served(tmp_path: Path, corpus: Path) -> None:
         (tmp_path / "missing", [], "no such index or corpus"),
         (tmp_path / "notes.txt", [], "cannot serve this file"),
         (tmp_path / "empty", ["--port", "0"], "there is no index in it"),
-        (tmp_path / "broken.jsonl", ["--port", "0"], "broken.jsonl:1: no passage"),
+        (tmp_path / "broken.jsonl", ["--port", "0"], "broken.jsonl:1: not a passage"),
         (corpus, ["--token-file", str(tmp_path / "nothing")], "token_file="),
         (corpus, ["--token-file", str(tmp_path / "token")], "one word"),
         (corpus, ["--host", "no.such.host.invalid"], "host=no.such.host.invalid"),
@@ -374,7 +374,7 @@ def test_workers_that_cannot_open_the_source(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"id": 1}\n')
     done = run("--workers", "2", "--port", "0", source=tmp_path / "broken.jsonl")
     assert done.returncode == 2
-    assert done.stderr.count("broken.jsonl:1: no passage") == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count("broken.jsonl:1: not a passage") == 1 and "Traceback" not in done.stderr
 
 
 def wait_for_workers(running: Any, count: int) -> set[int]:

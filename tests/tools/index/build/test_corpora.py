@@ -95,7 +95,7 @@ def test_any_row_can_be_the_first(tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"id": "1", "contents": "x"}\n\n{"id": "2"}\n', r"a.jsonl:3: not a passage"),
         ("a.jsonl", '{"id": "1"\n', r"a.jsonl:1: not valid JSON"),
-        ("a.jsonl", "[1]\n", r"a.jsonl:1: no passage"),
+        ("a.jsonl", "[1]\n", r"a.jsonl:1: not a passage"),
         ("a.jsonl", "[" * 100_000 + "\n", r"a.jsonl:1: not valid JSON \(it is nested too deeply"),
         ("a.tsv", "1\tsome text\ttitle\n", r"a.tsv:1: the header must name 'text'"),
         ("a.tsv", "", r"a.tsv:1: the header must name 'text'"),
@@ -123,7 +123,7 @@ def test_text_of_another_encoding(tmp_path: Path) -> None:
 def test_parquet_without_text_or_with_an_empty_cell(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no column 'text' or 'contents'; it has id, body"):
         read(parquet(tmp_path / "a.parquet", {"id": ["1"], "body": ["x"]}))
-    with pytest.raises(UserError, match=r"b.parquet, row 2: no passage"):
+    with pytest.raises(UserError, match=r"b.parquet, row 2: not a passage"):
         read(parquet(tmp_path / "b.parquet", {"id": ["1", "2"], "text": ["x", None]}))
 
 
