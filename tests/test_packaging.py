@@ -144,7 +144,9 @@ def test_a_wheel_works_offline_with_its_declared_dependencies(wheel: Path, tmp_p
 
 
 def test_packages_import_from_any_folder(tmp_path: Path) -> None:
-    code = f"import {', '.join(FOLDERS)}; from sorl_train.config.files import packaged_configs as f; print(*f())"
+    code = (
+        f"import {', '.join(FOLDERS)}; from sorl_train.config.files import packaged_configs as f; print(*f())"
+    )
     loaded = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )

@@ -12,6 +12,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from sorl_env.env import ToolUseEnv
+from sorl_env.folders import cache_folder
 from sorl_env.tokens import encode_prompt
 from sorl_train.config.checks import check_tiny
 from sorl_train.config.schema import as_text, flatten
@@ -24,7 +25,6 @@ from sorl_train.openrlhf.flags import check
 from sorl_train.preflight.cluster_plan import openrlhf_parts
 from sorl_train.preflight.memory import MemoryEstimate, estimate_memory, gigabytes
 from sorl_train.rollout.environments import make_env
-from sorl_train.run.files import cache_folder
 from sorl_train.sft.cold_start import cold_start_key
 
 

@@ -139,13 +139,13 @@ def test_an_unknown_option_gets_a_suggestion() -> None:
 
 def test_what_is_at_a_path(tmp_path: Path) -> None:
     (tmp_path / "good.jsonl").mkdir()
-    assert "good.jsonl: it is a folder; a file is wanted" in no_such_file(tmp_path / "good.jsonl")
+    assert "good.jsonl: it is a folder; give a file" in no_such_file(tmp_path / "good.jsonl")
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     assert "a link to" in no_such_file(tmp_path / "gone.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    assert "it is no ordinary file" in no_such_file(tmp_path / "pipe.jsonl")
+    assert "it is not an ordinary file" in no_such_file(tmp_path / "pipe.jsonl")
     assert "Did you mean 'good.jsonl'" in no_such_file(tmp_path / "good.json")
-    assert "There is no folder" in no_such_file(tmp_path / "no" / "god.jsonl")
+    assert "does not exist either" in no_such_file(tmp_path / "no" / "god.jsonl")
     assert "of .py" in no_such_file(tmp_path / "x.py", (".py",))
     assert did_you_mean("x", map(str, range(30))).endswith("and 10 more.")
 

@@ -1,4 +1,4 @@
-"""What an index is to those who search it, and how one is opened."""
+"""The interface of an index for searching, and how an index is opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sorl_tools.index.manifest import Manifest, read_manifest
 
 
 class Hit(NamedTuple):
-    """A passage that was found. Scores compare within one query; their scale is the backend's own."""
+    """A passage that was found. Scores can be compared within one query only; their scale depends on the backend."""
 
     passage: Passage
     score: float
@@ -24,26 +24,26 @@ class Index(Protocol):
     manifest: Manifest
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
-        """For each query its ``top_k`` passages or fewer, the best first, equal scores in the order of the corpus.
+        """For each query at most ``top_k`` passages, best first; equal scores in the order of the corpus.
 
         Raises:
             UserError: ``top_k`` is less than 1.
         """
 
     def close(self) -> None:
-        """Let go of the files; searching afterwards is an error."""
+        """Close the files; the index cannot be searched afterwards."""
 
 
 def open_index(path: str | Path, *, model: str | None = None, device: str | None = None) -> Index:
-    """Open a folder built by ``sorl-index``. The files are memory-mapped: processes share one copy of them.
+    """Open a folder built by ``sorl-index``. Its files are memory-mapped, so processes share one copy of them.
 
     Args:
         path: the folder.
-        model: where the embedding model is now, when it is no longer where it was at the build; BM25 ignores it.
-        device: torch device that embeds the queries, as ``cuda:0``; when None, a GPU if there is one.
+        model: folder or name of the embedding model, if it has moved since the build; BM25 ignores it.
+        device: torch device that embeds the queries, such as ``cuda:0``; None takes a GPU if there is one.
 
     Raises:
-        UserError: no index there, it is unfinished or damaged, or it needs a package or a model that is missing.
+        UserError: there is no index, it is unfinished or damaged, or a package or model that it needs is missing.
     """
     folder = Path(path).expanduser()
     manifest = read_manifest(folder)
@@ -59,10 +59,10 @@ def open_index(path: str | Path, *, model: str | None = None, device: str | None
         from sorl_tools.index.hybrid import HybridIndex
 
         return HybridIndex(folder, manifest, model=model, device=device)
-    raise UserError(f"{folder}: backend {manifest.backend!r} is not known to this version of sorl")
+    raise UserError(f"{folder}: this version of sorl does not know the backend {manifest.backend!r}")
 
 
 def check_top_k(top_k: int) -> None:
-    """Raise UserError unless ``top_k`` is a number of passages."""
+    """Raise UserError unless ``top_k`` is at least 1."""
     if top_k < 1:
         raise UserError(f"top_k={top_k}: ask for 1 passage or more")
