@@ -95,7 +95,7 @@ def test_any_row_can_be_the_first(tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"id": "1", "contents": "x"}\n\n{"id": "2"}\n', r"a.jsonl:3: not a passage"),
         ("a.jsonl", '{"id": "1"\n', r"a.jsonl:1: not valid JSON"),
-        ("a.jsonl", "[1]\n", r"a.jsonl:1: no passage"),
+        ("a.jsonl", "[1]\n", r"a.jsonl:1: not a passage"),
         ("a.jsonl", "[" * 100_000 + "\n", r"a.jsonl:1: not valid JSON \(it is nested too deeply"),
         ("a.tsv", "1\tsome text\ttitle\n", r"a.tsv:1: the header must name 'text'"),
         ("a.tsv", "", r"a.tsv:1: the header must name 'text'"),
