@@ -13,7 +13,6 @@ from sorl_env.command import (
     FAILED,
     Parser,
     add_json_option,
-    add_search_options,
     number,
     print_json,
     run_command,
@@ -222,7 +221,6 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="sorl-check-task", description="Check a task against its contract.")
     add_task_options(parser)
     parser.add_argument("--limit", type=whole(1), default=200, help="examples to check (default 200)")
-    add_search_options(parser)
     parser.add_argument(
         "--tokenizer",
         metavar="FOLDER",

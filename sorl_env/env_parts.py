@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from sorl_env.command import add_search_options
 from sorl_env.data import ExampleSet
 from sorl_env.errors import UserError
 from sorl_env.replay import recorded
@@ -64,5 +65,4 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", help="a name, package.module:TASK, or the path of a .py file")
     parser.add_argument("--data", help="a .jsonl(.gz) or .parquet file, a folder of them, or hf:owner/name")
     parser.add_argument("--split", default="train", help="split of the data (default: train)")
-    parser.add_argument("--corpus", help="corpus that the search tool searches")
-    parser.add_argument("--search-url", "--search_url", help="retrieval server that the search tool asks")
+    add_search_options(parser)

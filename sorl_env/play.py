@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from sorl_env.command import FAILED, INTERRUPTED, Parser, add_search_options, run_command, seed, whole
+from sorl_env.command import FAILED, INTERRUPTED, Parser, run_command, seed, whole
 from sorl_env.env import StepResult, ToolUseEnv
 from sorl_env.env_parts import add_task_options
 from sorl_env.errors import UserError
@@ -145,7 +145,6 @@ def _summary(env: ToolUseEnv, result: StepResult | None, show_answer: bool) -> s
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="sorl-play", description="Play an episode of a task in the terminal.")
     add_task_options(parser)
-    add_search_options(parser)
     parser.add_argument("--index", type=whole(0), help="number of the example (default: drawn at random)")
     parser.add_argument("--seed", type=seed, help="seed of the random draws")
     parser.add_argument("--show_answer", action="store_true", help="print the right answer at the end")
