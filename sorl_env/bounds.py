@@ -1,22 +1,22 @@
-"""The range of a number that a user gives, on a command line or in a config."""
+"""The range that a number must lie in, where a user gives it on a command line or in a config."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-MOST = 2**31 - 1  # of a whole number that counts something
+MOST = 2**31 - 1  # the largest whole number that may count something
 MAX_SEED = 2**63 - 1
 
 
 class Bounds(NamedTuple):
-    """``low`` and ``high`` are allowed, ``above`` itself is not; None: no bound on that side."""
+    """A value must be at least ``low``, at most ``high`` and larger than ``above``; None: no bound on that side."""
 
     low: float | None = None
     high: float | None = None
     above: float | None = None
 
     def problem(self, value: float) -> str | None:
-        """What is wrong with ``value``, to put behind its name; None when it fits.
+        """What is wrong with ``value``, as a phrase to follow its name; None when the value fits.
 
         >>> Bounds(low=1).problem(0)
         'must be at least 1, it is 0'

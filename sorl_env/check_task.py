@@ -1,4 +1,4 @@
-"""``sorl-check-task NAME``: does a task keep its contract on real rows?"""
+"""``sorl-check-task NAME``: check on real rows that a task keeps its contract."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from sorl_env.check_episodes import Check, check_episodes, requests
+from sorl_env.check import Check, describe_checks
+from sorl_env.check_episodes import check_episodes, requests
 from sorl_env.command import FAILED, Parser, number, run_command, whole
 from sorl_env.env import ToolUseEnv
+from sorl_env.env_parts import add_task_options
 from sorl_env.errors import UserError
 from sorl_env.task import Example, Task, ToolSettings
 from sorl_env.tokens import Tokenizer, encode_prompt
@@ -22,10 +24,10 @@ _SEEDS = (0, 1, 2)
 
 
 def check_task(env: ToolUseEnv, *, limit: int = 200, tokenizer: Tokenizer | None = None) -> list[Check]:
-    """Run the contract of an environment's task on its first ``limit`` examples.
+    """Check an environment's task on its first ``limit`` examples.
 
     Args:
-        tokenizer: counts the prompts' tokens; without one, words are counted, of which there are never more.
+        tokenizer: counts the tokens of the prompts. Without one, words are counted, which are never more than tokens.
     """
     task = env.task
     examples = env.examples.examples[:limit]
@@ -36,7 +38,7 @@ def check_task(env: ToolUseEnv, *, limit: int = 200, tokenizer: Tokenizer | None
         *(_check_tool(env, tool, examples[0]) for tool in env.toolbox.tools),
     ]
     if any(check.tool_is_out for check in checks):
-        return checks  # episodes that use it would each wait for it again
+        return checks  # every episode that uses the tool would wait for it again
     checks.append(_check_seeds(env))
     if env.toolbox.tools:
         checks.append(check_episodes(env))
@@ -46,22 +48,22 @@ def check_task(env: ToolUseEnv, *, limit: int = 200, tokenizer: Tokenizer | None
 
 
 def _check_rows(task: Task, count: int) -> Check:
-    """All rows were read when the examples were loaded; here, one that cannot be."""
+    """All rows were read when the examples were loaded; this checks that a row which cannot be read is refused."""
     try:
         task.parse_row({})
     except (KeyError, ValueError) as error:
         return Check("rows", True, f"{count} read; an empty row is refused: {type(error).__name__}: {error}")
     except (TypeError, AttributeError, IndexError) as error:
         return Check(
-            "rows", False, f"parse_row({{}}) raises {error!r}: raise KeyError or ValueError naming the column"
+            "rows",
+            False,
+            f"parse_row({{}}) raises {error!r}, not a KeyError or ValueError that names the column",
         )
-    return Check(
-        "rows", False, "parse_row({}) succeeds: raise KeyError or ValueError naming the missing column"
-    )
+    return Check("rows", False, "parse_row({}) succeeds: raise KeyError or ValueError naming the column")
 
 
 def _check_reward(env: ToolUseEnv, count: int) -> list[Check]:
-    """The gold answers score 1, an empty and a wrong one 0, as the only turn of an episode."""
+    """As the only turn of an episode, a gold answer must score 1 and an empty or a wrong answer 0."""
     task = env.task
     once = env.spawn()
     once.limits = replace(env.limits, max_turns=1)
@@ -75,9 +77,7 @@ def _check_reward(env: ToolUseEnv, count: int) -> list[Check]:
         del cases["gold answer"]  # nothing to compare with, so the expert has to show that 1.0 can be reached
     checks = [_score_answers(once, name, count, *case) for name, case in cases.items()]
     if "gold answer" not in cases and task.expert is None:
-        checks.append(
-            Check("gold answer", False, "the examples have no golden_answers and the task no expert")
-        )
+        checks.append(Check("gold answer", False, "there are no golden_answers and no expert"))
     return checks
 
 
@@ -115,13 +115,12 @@ def _check_prompts(task: Task, examples: Sequence[Example], tokenizer: Tokenizer
     longest, example_id = max(sizes)
     unit = "words; count tokens with --tokenizer FOLDER" if tokenizer is None else "tokens"
     limit = task.limits.max_prompt_tokens
-    return Check(
-        "prompts", longest <= limit, f"longest {longest}, example {example_id!r} (limit {limit}; {unit})"
-    )
+    detail = f"longest {longest}, example {example_id!r} (limit {limit}; {unit})"
+    return Check("prompts", longest <= limit, detail)
 
 
 def _check_tool(env: ToolUseEnv, tool: Tool, example: Example) -> Check:
-    """The tool answers within its deadline, alone and in a batch; a refusal is an answer too."""
+    """The tool answers within its deadline, alone and in a batch. A refusal counts as an answer."""
     name = f"tool {tool.name}"
     request = next(requests(tool, example.question))
     fresh = env.spawn()
@@ -135,9 +134,8 @@ def _check_tool(env: ToolUseEnv, tool: Tool, example: Example) -> Check:
             detail = f"{outcome}; start it, or correct its address. Episodes were not checked"
             return Check(name, False, detail, tool_is_out=True)
         if not outcome.reply.strip():
-            return Check(
-                name, False, f"an empty reply to {request.argument[:60]!r}: the policy would not notice it"
-            )
+            detail = f"an empty reply to {request.argument[:60]!r}, which tells the policy nothing"
+            return Check(name, False, detail)
     first = outcomes[0]
     assert not isinstance(first, ToolUnavailableError)
     hits = "" if first.hits is None else f", {first.hits} hits"
@@ -145,7 +143,7 @@ def _check_tool(env: ToolUseEnv, tool: Tool, example: Example) -> Check:
 
 
 def _check_seeds(env: ToolUseEnv) -> Check:
-    """The same seed and the same turns give the same episode, observation by observation."""
+    """The same seed and the same turns must give the same observations and rewards."""
     turns = [
         f"<{tool.name}>{next(requests(tool, env.example.question)).argument}</{tool.name}>"
         for tool in env.toolbox.tools
@@ -200,36 +198,32 @@ def load_tokenizer(folder: str) -> Tokenizer:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         if type(error) is not Exception and not isinstance(error, (OSError, ValueError)):
-            raise  # a plain Exception is what the tokenizers library has for a damaged file
+            raise  # the tokenizers library raises a plain Exception for a damaged file
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"{folder}: no tokenizer there ({reason}); give a model folder") from error
     return tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 0 if the contract holds, 1 if not."""
+    """The command line; returns the exit status: 0 if the contract holds, 1 if not."""
     return run_command("sorl-check-task", _check, argv, refused=FAILED)
 
 
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="sorl-check-task", description="Check a task against its contract.")
-    parser.add_argument("task", help="a name, package.module:TASK, or the path of a .py file")
-    parser.add_argument(
-        "--data", help="a .jsonl, .jsonl.gz or .parquet file, a folder of them, or hf:owner/name"
-    )
-    parser.add_argument("--split", default="train")
+    add_task_options(parser)
     parser.add_argument("--limit", type=whole(1), default=200, help="examples to check (default 200)")
-    parser.add_argument("--corpus", help="corpus for the search tool")
-    parser.add_argument("--search-url", "--search_url", help="retrieval server for the search tool")
     parser.add_argument(
-        "--tokenizer", metavar="FOLDER", help="count prompts in the tokens of this model folder"
+        "--tokenizer",
+        metavar="FOLDER",
+        help="count prompts in tokens, with the tokenizer of this model folder",
     )
     parser.add_argument(
         "--timeout-s",
         "--timeout_s",
         type=number(above=0, high=3600),
         default=10.0,
-        help="for a tool to answer, retries included (default: 10)",
+        help="seconds for a tool to answer, retries included (default: 10)",
     )
     args: argparse.Namespace = parser.parse_args(argv)
     return args
@@ -247,11 +241,8 @@ def _check(argv: Sequence[str]) -> int:
         checks = check_task(env, limit=args.limit, tokenizer=tokenizer)
     finally:
         env.close()
-    for check in checks:
-        print(f"  {'ok  ' if check.passed else 'FAIL'}  {check.name:<14}{check.detail}")
-    failed = sum(not check.passed for check in checks)
-    print(f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed")
-    return int(failed > 0)
+    print(describe_checks(checks, 14))
+    return int(not all(check.passed for check in checks))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Examples from one explicit source: a local file or folder, a Hugging Face data set, or the task's embedded ones."""
+"""Load a task's examples from a local file or folder, a Hugging Face data set, or the task's embedded examples."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ExampleSet:
 
     Attributes:
         source: ``embedded``, a file's path, or ``hf:owner/name``.
-        sha256: of the file's bytes; of the examples themselves where there is no file.
-        is_sample: an embedded sample that stands in for a benchmark.
-        is_test: a row says that it is of a test split; see `sorl_train.rollout.environments.refuse_test_questions`.
+        sha256: hash of the file's bytes; where there is no file, of the examples themselves.
+        is_sample: these are an embedded sample that stands in for a benchmark.
+        is_test: a row's column ``split`` is ``test``; see `sorl_train.rollout.environments.refuse_test_questions`.
     """
 
     examples: Sequence[Example]
@@ -51,12 +51,12 @@ def load_examples(task: Task, data: str | Path | None = None, split: str = "trai
     """Load a split of a task's examples.
 
     Args:
-        data: None for the embedded examples; the path of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file (the split
-            is then a label) or of a folder that holds ``{split}.jsonl`` and the like; ``hf:owner/name[:config]``; or
-            ``hf:`` for the task's own hub data set.
+        data: None for the embedded examples; the path of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file (``split``
+            is then only a label), or of a folder that holds ``{split}.jsonl`` or another of these kinds;
+            ``hf:owner/name[:config]``; or ``hf:`` for the task's own data set on the Hugging Face hub.
 
     Raises:
-        UserError: the source is missing or empty, or a row of it cannot be read, or says that it is for testing where
+        UserError: the source is missing or empty, a row cannot be read, or a row belongs to a test split although
             ``split`` is ``train``.
     """
     if data is None:
@@ -77,8 +77,8 @@ def load_examples(task: Task, data: str | Path | None = None, split: str = "trai
 def _load_embedded(task: Task, split: str) -> ExampleSet:
     if task.embedded is None:
         raise UserError(
-            f"task {task.name} carries no examples: give data= a .jsonl, .jsonl.gz or .parquet file, a folder of them, "
-            "or hf:owner/name"
+            f"task {task.name} has no examples of its own: give data= a .jsonl, .jsonl.gz or .parquet file, a folder "
+            "of them, or hf:owner/name"
         )
     if task.embedded_is_sample and task.name not in _warned:
         _warned.add(task.name)
@@ -94,18 +94,16 @@ def _hash_examples(examples: Iterable[Example]) -> str:
     digest = hashlib.sha256()
     for example in examples:
         text = json.dumps(asdict(example), sort_keys=True, ensure_ascii=False)
-        digest.update(
-            text.encode("utf-8", "surrogatepass")
-        )  # metadata are the author's own, and go nowhere else
+        digest.update(text.encode("utf-8", "surrogatepass"))  # an author's metadata may hold lone surrogates
         digest.update(b"\n")
     return digest.hexdigest()
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Rows of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, each with where it stands (``file:line``).
+    """Rows of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, each with its place (``file:line``).
 
     Raises:
-        UserError: no such file, another kind of file, or a row that cannot be read.
+        UserError: there is no such file, it is of another kind, or a row cannot be read.
     """
     found = _find_file(Path(path).expanduser(), "train")
     for number, row in _read_rows(found, found.read_bytes()):
@@ -113,7 +111,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _find_file(path: Path, split: str) -> Path:
-    """The file itself, or the split's file in a folder."""
+    """The file itself, or the file of the split in a folder."""
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
             raise UserError(f"{path}: cannot read this kind of file; use {', '.join(SUFFIXES)}")
@@ -133,7 +131,7 @@ def _stem(file: Path) -> str:
 
 
 def _read_rows(path: Path, content: bytes) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Rows with their 1-based line (JSONL) or row (Parquet) numbers."""
+    """Rows with their line numbers (JSONL) or row numbers (Parquet), counted from 1."""
     if path.name.endswith(".parquet"):
         yield from enumerate(_read_parquet(path, content), start=1)
         return
@@ -166,9 +164,7 @@ def _read_parquet(path: Path, content: bytes) -> Iterator[Mapping[str, Any]]:
         raise UserError(f"{path}: not a readable Parquet file ({error})") from error
     try:
         yield from table.to_pylist()
-    except (
-        UnicodeDecodeError
-    ) as error:  # Arrow does not look at the bytes of a text before it makes one of them
+    except UnicodeDecodeError as error:  # Arrow checks the bytes of a text only when it makes a Python string
         raise UserError(f"{path}: a text is not UTF-8 ({error})") from error
 
 
@@ -178,14 +174,12 @@ def _load_hub(task: Task, reference: str, split: str) -> ExampleSet:
     if task.hub is not None and name in ("", task.hub.path):
         name, config, splits = task.hub.path, config or task.hub.config or "", task.hub.splits
     if not name:
-        raise UserError(f"task {task.name} names no hub data set of its own: give hf:owner/name[:config]")
+        raise UserError(f"task {task.name} has no data set on the hub: give hf:owner/name[:config]")
     source = f"{_HUB}{name}" + (f":{config}" if config else "")
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"{source}: the Hugging Face hub needs datasets: pip install 'sorl[train]'"
-        ) from error
+        raise UserError(f"{source}: the hub needs datasets: pip install 'sorl[train]'") from error
     try:
         rows = datasets.load_dataset(name, config or None, split=splits.get(split, split))
     except (OSError, ValueError) as error:  # unreachable, unknown name, unknown configuration or split
@@ -197,14 +191,14 @@ def _load_hub(task: Task, reference: str, split: str) -> ExampleSet:
 def _parse_rows(
     task: Task, rows: Iterable[tuple[int, Mapping[str, Any]]], source: str, split: str
 ) -> tuple[tuple[Example, ...], bool]:
-    """The examples, and whether one of them says that it is of a test split."""
+    """The examples, and whether a row belongs to a test split."""
     examples, is_test = [], False
     for number, row in rows:
         is_test = is_test or row.get("split") == TEST_SPLIT
         if split == "train" and is_test:
             raise UserError(
-                f"{source}:{number}: this question is of a test split (its column 'split' says so), nobody trains on "
-                "those: give the file of another split, or split=test (--split test) to evaluate on it"
+                f"{source}:{number}: this is a test question (column 'split' is 'test'); training on it is refused. "
+                "Choose another split or file, or evaluate with split=test (--split test)"
             )
         try:
             examples.append(task.parse_row(row))

@@ -1,4 +1,4 @@
-"""The environment: one ``step`` is one turn of the policy, in text."""
+"""The environment: one ``step`` is one turn of the policy, as text."""
 
 from __future__ import annotations
 
@@ -21,14 +21,7 @@ from sorl_env.registry import load_task
 from sorl_env.render import render_dialogue
 from sorl_env.rewards import check_reward_items
 from sorl_env.spaces import UnicodeText
-from sorl_env.step import (
-    EPISODE_INFO,
-    INVALID_TURN_OBSERVATION,
-    EnvState,
-    EpisodeRow,
-    StepResult,
-    TurnRow,
-)
+from sorl_env.step import EPISODE_INFO, INVALID_TURN_OBSERVATION, EnvState, EpisodeRow, StepResult, TurnRow
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.text import valid_text
 from sorl_env.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, ToolUnavailableError
@@ -38,33 +31,33 @@ from sorl_env.trajectory import StopReason
 __all__ = ["StepResult", "ToolUseEnv", "read_index_option"]
 _ANSWER, _ERROR, _ABORTED = StopReason.ANSWER, StopReason.ERROR, StopReason.ABORTED
 
-# An episode's phase is what has to happen next; plain strings, as comparing enum members costs a tenth of a step.
+# An episode's phase is the call that must come next. Plain strings: comparing enum members costs a tenth of a step.
 _RESET = "reset()"
 _BEGIN_TURN = "step() or begin_turn()"
 _FINISH_TURN = "finish_turn()"
 
 
 class ToolUseEnv(gymnasium.Env[str, str]):
-    """A language-model agent answers a question and may use tools first.
+    """A language-model agent answers a question and may use tools before it does.
 
-    The observation of ``reset`` is the prompt; those of ``step`` are the environment's replies, to be appended to the
-    dialogue: ``<information>`` blocks, or a fixed correction after a malformed turn; empty after the last turn.
-    ``terminated``: the policy answered. ``truncated``: a budget ran out, or a tool was out.
+    The observation of ``reset`` is the prompt. That of ``step`` is the environment's reply, to be appended to the
+    dialogue: an ``<information>`` block with the tool's reply, or with a fixed correction after a malformed turn. It is
+    empty after the last turn. ``terminated``: the policy answered. ``truncated``: a budget ran out, or a tool failed.
 
-    ``info`` of a step: ``parsed`` (ParsedTurn), ``format_error``, ``reward_items``, ``tool_calls``, ``turn`` (0-based),
-    ``stop_reason``, ``error`` (of a tool that was out), ``example_id``. ``info`` of reset: ``example_id``, ``index``,
+    ``info`` of a step: ``parsed`` (ParsedTurn), ``format_error``, ``reward_items``, ``tool_calls``, ``turn`` (from 0),
+    ``stop_reason``, ``error`` (of an unavailable tool), ``example_id``. ``info`` of reset: ``example_id``, ``index``,
     ``question``, ``tools``, ``source``, ``split``, ``is_sample``.
 
     Args:
-        task: a task, or what ``load_task`` takes.
-        data, split: where examples come from, see ``load_examples``.
-        tools: used in place of the task's own.
-        tool_settings: what the task's tools are built from; ``corpus`` and ``search_url`` are short for its fields.
-        limits: used in place of the task's own.
-        knobs: keyword arguments for a task that is built.
+        task: a task, or a reference that ``load_task`` takes.
+        data, split: where the examples come from, see ``load_examples``.
+        tools: replace the tools of the task.
+        tool_settings: what the task builds its tools from. ``corpus`` and ``search_url`` set its fields of these names.
+        limits: replace the limits of the task.
+        knobs: keyword arguments for a task that is built by a function.
 
-    ``step`` is ``begin_turn``, the tool calls, then ``finish_turn``: vector environments and asynchronous rollouts call
-    the tools of many episodes in their own way in between.
+    ``step`` is ``begin_turn``, then the tool calls, then ``finish_turn``. Vector environments and asynchronous rollouts
+    use the two halves, and call the tools of many episodes together in between.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  as Gymnasium declares it
@@ -89,10 +82,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self.limits = limits or self.task.limits
         self.render_mode = render_mode
         self.examples: ExampleSet = load_examples(self.task, data, split)
-        given: dict[str, Any] = {"corpus": corpus, "search_url": search_url}
-        tool_settings = replace(
-            tool_settings, **{n: value for n, value in given.items() if value is not None}
-        )
+        if corpus is not None:
+            tool_settings = replace(tool_settings, corpus=corpus)
+        if search_url is not None:
+            tool_settings = replace(tool_settings, search_url=search_url)
         toolbox = make_toolbox(self.task, tools, tool_settings, self.limits.reply_chars)
         self._tools = EpisodeTools(toolbox)
         self._owns_tools = tools is None and callable(self.task.tools)
@@ -104,7 +97,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
     def _start(self) -> None:
         """State of a fresh environment with no episode."""
         self._phase = _RESET
-        self.example: Example = self.examples.examples[0]  # of the running episode, or of the last one
+        self.example: Example = self.examples.examples[0]  # of the running episode, or else of the last one
         self._index = 0
         self._clock = EpisodeClock()
         self._turns: list[ParsedTurn] = []
@@ -115,7 +108,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
 
     @property
     def toolbox(self) -> Toolbox:
-        """The tools of the running episode; between episodes those that all environments of the task share."""
+        """The tools of the running episode; between episodes, those that all environments of the task share."""
         return self._tools.box
 
     @toolbox.setter
@@ -124,7 +117,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._tools = EpisodeTools(shared)
 
     def spawn(self) -> ToolUseEnv:
-        """Another environment of the same task, examples, tools and spaces, with no episode; cheap."""
+        """A new environment with the same task, examples, tools and spaces, and no episode; cheap."""
         env = type(self).__new__(type(self))
         env.task = self.task
         env.limits = self.limits
@@ -148,12 +141,12 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         return self.begin_episode(index, *draw_tool_seeds(self._tools.shared, self.np_random, 1))
 
     def begin_episode(self, index: int, tool_seed: int = 0) -> tuple[str, dict[str, Any]]:
-        """``reset`` on the example of that number, without a random draw; stateful tools get ``tool_seed``."""
+        """Start an episode on example ``index``, drawing nothing at random; stateful tools get ``tool_seed``."""
         row = self.begin_episode_row(index, tool_seed)
         return row[0], dict(zip(EPISODE_INFO, row[1:]))  # noqa: B905  strict costs more than the rest
 
     def begin_episode_row(self, index: int, tool_seed: int = 0) -> EpisodeRow:
-        """``begin_episode`` as a plain row, for those who make columns of many."""
+        """As ``begin_episode``, but returns a tuple; the vector environment stacks tuples into columns."""
         self._tools.begin(tool_seed)
         examples = self.examples
         self.example = example = examples.examples[index]
@@ -180,10 +173,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         return self.finish_turn([self.toolbox.call(request) for request in self.begin_turn(action)])
 
     def begin_turn(self, action: str) -> list[ToolRequest]:
-        """Take the policy's turn; returns the tool requests to serve before ``finish_turn`` (none, or one).
+        """Take the policy's turn; returns the tool requests (one or none) to serve before ``finish_turn``.
 
         Raises:
-            ResetNeeded: no episode is running, or a turn is under way.
+            ResetNeeded: no episode is running, or the last turn is not finished.
         """
         if self._phase != _BEGIN_TURN:
             raise ResetNeeded(f"call {self._phase} first")
@@ -202,7 +195,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         return StepResult.from_row(self.finish_turn_row(calls))
 
     def finish_turn_row(self, calls: Sequence[ToolOutcome]) -> TurnRow:
-        """``finish_turn`` as a plain row, for those who make columns of many."""
+        """As ``finish_turn``, but returns a tuple; the vector environment stacks tuples into columns."""
         if self._phase != _FINISH_TURN:
             raise ResetNeeded(f"call {self._phase} first")
         self._clock.answered()
@@ -231,9 +224,9 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         return self._row(observation, self._items)
 
     def truncate(self, reason: StopReason | str, error: str | None = None) -> StepResult:
-        """End the running episode from outside, for a token budget or an abort.
+        """End the running episode from outside: a token budget ran out, or the rollout was aborted.
 
-        The result stands in place of the last turn's, and repeats that turn's own reward items.
+        The result replaces that of the last turn, and repeats the reward items of that turn.
         """
         if self._phase == _RESET:
             raise ResetNeeded(f"call {self._phase} first")
@@ -248,7 +241,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         items: dict[str, float] = {}
         if reason is not _ERROR and reason is not _ABORTED:
             items = check_reward_items(self.task.reward(self.example, self._turns), self.task.name)
-            if self._items:  # the last turn's own
+            if self._items:  # reward items of the last turn
                 items = {
                     name: items.get(name, 0.0) + self._items.get(name, 0.0)
                     for name in {**self._items, **items}
@@ -283,10 +276,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         )
 
     def get_state(self) -> EnvState:
-        """The episode as it stands, between two turns.
+        """The state of the episode between two turns.
 
         Raises:
-            RuntimeError: a turn waits for its tools.
+            RuntimeError: the last turn is not finished.
         """
         if self._phase == _FINISH_TURN:
             raise RuntimeError(f"call {self._phase} first")
@@ -308,10 +301,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         )
 
     def set_state(self, state: EnvState) -> None:
-        """Go on from a state, random draws of later resets included.
+        """Continue from a saved state, which includes the random draws of later resets.
 
         Raises:
-            ValueError: the state belongs to other data.
+            ValueError: the state was saved with other data.
         """
         examples = self.examples.examples
         if state.index >= len(examples) or examples[state.index].id != state.example_id:
@@ -334,17 +327,17 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             self._np_random.bit_generator.state = copy.deepcopy(dict(state.rng_state))
 
     def render(self) -> str | None:
-        """The dialogue so far as the paper's Table 2 shows it, with colours, in mode ``ansi``; else None."""
+        """In mode ``ansi``, the dialogue so far in the layout and colours of the paper's Table 2; else None."""
         if self.render_mode is None:
             return None
         return render_dialogue(self.example, self._dialogue, self.toolbox.names)
 
     def end_tools(self) -> None:
-        """Close the tools that the running episode has of its own: for an episode that is given up."""
+        """Close the tools that belong to the running episode alone; call it when the episode is given up."""
         self._tools.end()
 
     def close(self) -> None:
-        """Close the tools that were built for this environment; those it was given may have other users."""
+        """Close the tools that this environment built; tools that were passed in may have other users."""
         self._tools.end()
         if self._owns_tools:
             self.toolbox.close()

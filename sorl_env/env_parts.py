@@ -1,7 +1,8 @@
-"""What an environment is made from: its toolbox, and the options of its reset."""
+"""Helpers of the environment's constructor and of its reset: the toolbox, a warning, options."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 def make_toolbox(
     task: Task, tools: Sequence[ToolLike] | None, settings: ToolSettings, reply_chars: int
 ) -> Toolbox:
-    """The toolbox of a task, or of the tools that are given in place of the task's own."""
+    """The toolbox with the task's tools, or with ``tools`` in their place."""
     if tools is None:
         tools = task.tools(settings) if callable(task.tools) else task.tools
     return Toolbox(
@@ -33,7 +34,7 @@ def make_toolbox(
 
 
 def warn_of_sample(toolbox: Toolbox, task: Task, examples: ExampleSet) -> None:
-    """Log a warning where real questions meet a search in an embedded sample."""
+    """Log a warning where real questions are searched for in an embedded sample of passages."""
     if not examples.is_sample and any(getattr(tool, "is_sample", False) for tool in toolbox.tools):
         logger.warning(
             "task %s asks questions of %s, but searches only its embedded sample of passages: give corpus= or "
@@ -44,15 +45,24 @@ def warn_of_sample(toolbox: Toolbox, task: Task, examples: ExampleSet) -> None:
 
 
 def read_index_option(options: Mapping[str, Any], size: int) -> int:
-    """The example that ``reset(options={"index": i})`` asks for.
+    """The example number that ``reset(options={"index": i})`` asks for.
 
     Raises:
-        UserError: there is another option, or no such example.
+        UserError: there is another option, or there is no such example.
     """
     for name in options:
         if name != "index":
-            raise UserError(f"reset has no option {name!r}; there is 'index'")
+            raise UserError(f"reset has no option {name!r}; its only option is 'index'")
     index = options["index"]
     if not isinstance(index, (int, np.integer)) or not 0 <= index < size:
         raise UserError(f"reset: index {index!r} is outside the {size} examples, 0 to {size - 1}")
     return int(index)
+
+
+def add_task_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a task, its data and what its search tool searches."""
+    parser.add_argument("task", help="a name, package.module:TASK, or the path of a .py file")
+    parser.add_argument("--data", help="a .jsonl(.gz) or .parquet file, a folder of them, or hf:owner/name")
+    parser.add_argument("--split", default="train", help="split of the data (default: train)")
+    parser.add_argument("--corpus", help="corpus that the search tool searches")
+    parser.add_argument("--search-url", "--search_url", help="retrieval server that the search tool asks")

@@ -1,7 +1,8 @@
-"""The two clocks of an episode: all of its time, and that which it spent waiting for tools.
+"""The two clocks of an episode: its whole time, and the part that it spent waiting for tools.
 
-``limits.max_seconds`` is a budget for both together, but only the policy is to blame for its own part. An episode that
-is late because its tools were slow says as little about the policy as one whose tool was out, and ends in the same way.
+``limits.max_seconds`` bounds the whole time, but the policy is responsible only for its own part. An episode that is
+late because its tools were slow says as little about the policy as one whose tool was unavailable, so both end with the
+stop reason ``error``.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import time
 
 
 class EpisodeClock:
-    """Times one episode; ``ask`` and ``answered`` stand before and after each wait for tools.
+    """Times one episode. Call ``ask`` before and ``answered`` after each wait for tools.
 
     Attributes:
-        tool_s: seconds that the episode has waited for tools, its own and those of the others in its batch.
+        tool_s: seconds that the episode has waited for tools, those of other episodes in the same batch included.
     """
 
     def __init__(self, elapsed_s: float = 0.0, tool_s: float = 0.0) -> None:
@@ -27,15 +28,15 @@ class EpisodeClock:
         return time.monotonic() - self._started
 
     def ask(self) -> None:
-        """The turn's tool requests go out now."""
+        """The wait for the turn's tools begins."""
         self._asked = time.monotonic()
 
     def answered(self) -> None:
-        """Their outcomes are here."""
+        """The wait for the turn's tools ends."""
         self.tool_s += time.monotonic() - self._asked
 
     def outage(self, max_seconds: float) -> str | None:
-        """For an episode that is late: what to say where it would be in time but for its tools, else None."""
+        """The error of a late episode that would be in time but for its tools; None where the policy itself is late."""
         policy_s = self.elapsed_s - self.tool_s
         if policy_s >= max_seconds:
             return None

@@ -1,4 +1,4 @@
-"""Tools that keep state: each episode has its own, made anew at the reset and restored with the environment.
+"""Tools that keep state: each episode gets its own, made at the reset, saved and restored with the environment.
 
 Most tools answer from their argument alone, and all episodes share one object. A tool whose replies depend on earlier
 calls of the episode (a notebook, a shell, a simulated user) offers ``new_episode(seed)``, which returns the object that
@@ -18,11 +18,11 @@ from sorl_env.toolbox import Toolbox
 
 
 class EpisodeTools:
-    """The tools of one environment: those that all environments share, and in an episode its own of the stateful ones.
+    """The tools of one environment. During an episode, stateful tools are the episode's own; the others are shared.
 
     Attributes:
         shared: the toolbox that all environments of a task share.
-        box: serves the running episode; ``shared`` itself where no tool keeps state, and between episodes.
+        box: serves the running episode. It is ``shared`` between episodes, and where no tool keeps state.
     """
 
     def __init__(self, shared: Toolbox) -> None:
@@ -31,26 +31,26 @@ class EpisodeTools:
         self._seed = 0
 
     def begin(self, seed: int) -> None:
-        """Make the episode's own tools; ``seed`` is for what they draw."""
+        """Make the episode's own tools; they take their random draws from ``seed``."""
         self.end()
         self._seed = seed
         if self.shared.stateful:
             self.box = self.shared.for_episode(seed)
 
     def end(self) -> None:
-        """Close the episode's own tools, if there is one."""
+        """Close the episode's own tools, if it has any."""
         if self.box is not self.shared:
             ended, self.box = self.box, self.shared
             ended.close(only=ended.stateful)
 
     def get_state(self) -> tuple[int, Mapping[str, Any]]:
-        """The seed of the episode's tools and the state of each."""
+        """The seed of the episode's own tools, and their states by name."""
         if self.box is self.shared:
             return self._seed, {}
         return self._seed, {tool.name: tool.get_state() for tool in self._own()}
 
     def set_state(self, seed: int, states: Mapping[str, Any]) -> None:
-        """Go on from such a state; without states no episode is running."""
+        """Continue from what ``get_state`` returned; empty ``states`` mean that no episode is running."""
         self.end()
         if states:
             self.begin(seed)
@@ -62,17 +62,17 @@ class EpisodeTools:
 
 
 def draw_tool_seeds(shared: Toolbox, generator: np.random.Generator, count: int) -> list[int]:
-    """Seeds for the tools of so many episodes; nothing is drawn where no tool keeps state."""
+    """Seeds for the tools of ``count`` episodes; nothing is drawn where no tool keeps state."""
     if not shared.stateful:
         return [0] * count
     return [int(seed) for seed in generator.integers(2**31, size=count)]
 
 
 def call_each(pairs: Sequence[tuple[Toolbox, ToolRequest]]) -> list[ToolOutcome]:
-    """Serve requests of many environments of one task, each with its toolbox; outcomes in their order.
+    """Serve the requests of many environments of one task, each with its toolbox; outcomes in the same order.
 
-    Requests to tools that the environments share go out as one batch. Those to tools that each has of its own run side
-    by side, or one after the other where the tool is ``inline``.
+    Requests to shared tools go out as one batch. Requests to an episode's own tools run side by side in threads, or one
+    after the other where the tool is ``inline``.
     """
     if not pairs:
         return []

@@ -1,4 +1,4 @@
-"""Errors that a user can cause and mend, and the suggestions that go with them."""
+"""Errors that a user can cause and correct, and the suggestions that go with them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
-_MOST_NAMES = 20  # that a message lists
-
-_LONGEST_NAME = 200
+_MOST_NAMES = 20  # names that a message lists
+_LONGEST_NAME = 200  # characters of an unknown name that are compared
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: a flag, a config, a file, a data row.
+    """A mistake in what the user gave: an option, a config, a file, a row of data.
 
-    The message names the bad value and the next move. Command-line programs print it without a traceback; as a
-    library error it is an ordinary ``ValueError``.
+    The message names the wrong value and says what to do. Commands print it without a traceback; in Python it is a
+    ``ValueError``.
     """
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence that helps after an unknown name: the closest known ones, or else all of them.
+    """A sentence for the end of a message about an unknown name: the closest known names, or else all of them.
 
     >>> did_you_mean("so_pppo", ["ppo", "so_ppo"])
     "Did you mean 'so_ppo'?"
@@ -38,21 +37,22 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def no_such_file(path: Path, suffixes: tuple[str, ...] = (), what: str = "file") -> str:
-    """What is wrong with a path at which a file was looked for in vain, and the nearest names beside it.
+    """Why there is no file to read at ``path``, and the most similar names beside it.
 
     Args:
-        suffixes: of the files that could be meant; all names beside it when empty.
-        what: was looked for, as ``file or folder``.
+        suffixes: only files with these suffixes are suggested; any name when empty.
+        what: what was looked for, such as ``file or folder``.
     """
     if path.is_dir():
-        return f"{path}: it is a folder; a file is wanted"
+        return f"{path}: it is a folder; give a file"
     if path.is_symlink() and not path.exists():
-        return f"{path}: a link to {path.readlink()}, which is not there"
+        return f"{path}: a link to {path.readlink()}, which does not exist"
     if path.exists():
-        return f"{path}: it is no ordinary file"
+        return f"{path}: it is not an ordinary file"
     if not path.parent.is_dir():
-        return f"{path}: no such {what}. There is no folder {path.parent} either"
+        return f"{path}: no such {what}. Its folder {path.parent} does not exist either"
     names = [entry.name for entry in path.parent.iterdir() if not suffixes or entry.name.endswith(suffixes)]
     if names:
         return f"{path}: no such {what}. {did_you_mean(path.name, names)}"
-    return f"{path}: no such {what}; the folder {path.parent} has none{' of ' if suffixes else ''}{', '.join(suffixes)}"
+    kinds = f" of {', '.join(suffixes)}" if suffixes else ""
+    return f"{path}: no such {what}; the folder {path.parent} has none{kinds}"

@@ -1,19 +1,21 @@
-"""Folders that a command makes: if it is refused after all, none of them stays behind."""
+"""Folders: where built things are kept, and how those that a refused command has made are removed again."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """Those of ``path`` and the folders above it that do not exist, the deepest first."""
+    """Of ``path`` and the folders above it, those that do not exist, the deepest first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def remove_empty(made: Sequence[Path]) -> None:
-    """Remove the folders ``made`` (the deepest first) up to the first one that holds something."""
+    """Remove the folders ``made`` (the deepest first) until one holds something."""
     for folder in made:
         try:
             folder.rmdir()
@@ -24,7 +26,7 @@ def remove_empty(made: Sequence[Path]) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make a folder and those above it; where the block raises, those of them that are still empty go again."""
+    """Make a folder and those above it. If the block raises, the new folders that are still empty are removed."""
     made = missing_folders(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -32,3 +34,14 @@ def new_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         remove_empty(made)
         raise
+
+
+def cache_folder() -> Path:
+    """Where built things are kept: ``$SORL_CACHE``, or else ``sorl`` in the user's cache folder."""
+    if os.environ.get("SORL_CACHE"):
+        return Path(os.environ["SORL_CACHE"]).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "sorl"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "sorl"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sorl"

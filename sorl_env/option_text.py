@@ -1,8 +1,8 @@
-r"""What the text of an option means, as a sequence of words: two texts say the same where their words are equal.
+r"""Compare the texts of multiple-choice options: two texts mean the same if their words are equal.
 
-Unlike SQuAD's normal form (`sorl_env.rewards.normalize_answer`), which is meant for names, this keeps what tells the
-options of an examination apart: numbers (``9.3`` is not ``93``), signs (``Rh+ve``, ``-5``, ``< 5 %``) and single
-letters (``vitamin A``). Case, "the", quotation marks, brackets, emphasis and the punctuation between words say nothing.
+SQuAD's normal form (`sorl_env.rewards.normalize_answer`) is made for names and removes too much here. This module keeps
+what distinguishes the options of an examination: numbers (``9.3`` is not ``93``), signs (``Rh+ve``, ``-5``, ``< 5 %``)
+and single letters (``vitamin A``). Case, "the", quotation marks, brackets, emphasis and punctuation are ignored.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 
 class Word(NamedTuple):
-    """A word, a number or a sign of a text, and the characters of the text that it stands for.
+    """A word, a number or a sign, and the characters of the text that it stands for.
 
-    ``key`` is what is compared. It is empty for what says nothing: punctuation, brackets, "the".
+    ``key`` is what is compared. It is empty for what is ignored: punctuation, brackets, "the".
     """
 
     key: str
@@ -33,7 +33,7 @@ _SILENT = frozenset(
     ".,;:!?'\"`\u00b4\u2018\u2019\u201c\u201d\u00ab\u00bb()[]{}*_#$\\|\u2022\u00b7\u2026\u2014\n"
     "\u200b\u200e\u200f\u2060\ufeff\ufe0f"  # invisible
 )
-# Commands of LaTeX that say how a text looks. Others say something: an \alpha blocker is no \beta blocker.
+# LaTeX commands that only change how a text looks. Others carry meaning: an \alpha blocker is not a \beta blocker.
 _FORMATTING = frozenset(
     "\\boxed \\fbox \\text \\textbf \\textit \\textrm \\emph \\underline \\mathrm \\mathbf \\mathit \\mathsf "
     "\\operatorname \\left \\right \\displaystyle \\quad \\qquad \\bf \\it \\rm".split()
@@ -42,13 +42,13 @@ _THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def split_words(text: str) -> list[Word]:
-    """All words, numbers, signs and marks of a text, in order; also those that say nothing."""
+    """All words, numbers, signs and marks of a text, in order, ignored ones included."""
     found = [(match.start(), match.end()) for match in _WORD.finditer(text)]
     return [Word(_key(text, found, index), *span) for index, span in enumerate(found)]
 
 
 def option_words(text: str) -> tuple[str, ...]:
-    """What a text says: its words without those that say nothing, and without an article in front.
+    """The words of a text that count, without an article at the beginning.
 
     >>> option_words("The beta-blocker (9.30 mg)."), option_words("vitamin A"), option_words("Rh-ve")
     (('beta', 'blocker', '9.30', 'mg'), ('vitamin', 'a'), ('rh', '-', 've'))
@@ -58,7 +58,7 @@ def option_words(text: str) -> tuple[str, ...]:
 
 
 def starts_with_article(words: tuple[str, ...]) -> bool:
-    """Whether the first word is an article; the A of "A and B", "A 1", "A antigen" and "A" alone is a letter."""
+    """Whether the first word is an article. In "A and B", "A 1", "A antigen" and "A" alone it is a letter."""
     if len(words) < 2 or words[0] not in ("a", "an") or len(words[1]) < 3 or words[1] in _NO_NOUNS:
         return False
     sounds_like_a_vowel = words[1][0] in "aeio" and not words[1].startswith(("eu", "one", "once"))
@@ -83,7 +83,7 @@ def _key(text: str, found: list[tuple[int, int]], index: int) -> str:
 
 
 def _is_sign(text: str, found: list[tuple[int, int]], index: int) -> bool:
-    """Whether a hyphen is a minus (``-5``, ``Rh-``, ``-ve``) or stands between numbers, as in ``5-10``."""
+    """Whether a hyphen is a minus (``-5``, ``Rh-``, ``-ve``) or stands between two numbers, as in ``5-10``."""
     start, end = found[index]
     before = text[slice(*found[index - 1])] if index else ""
     after = text[slice(*found[index + 1])] if index + 1 < len(found) else ""

@@ -1,4 +1,4 @@
-"""``sorl-play NAME``: a person plays an episode in the terminal, in the policy's place."""
+"""``sorl-play NAME``: play an episode in the terminal, in place of the policy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from sorl_env.command import FAILED, INTERRUPTED, Parser, run_command, seed, whole
 from sorl_env.env import StepResult, ToolUseEnv
+from sorl_env.env_parts import add_task_options
 from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
 
@@ -17,10 +18,10 @@ Player = Callable[[Sequence[str]], str | None]
 
 
 def play(env: ToolUseEnv, player: Player) -> StepResult | None:
-    """Play the episode that ``env`` has just begun; returns its last step, None when the player left.
+    """Play the episode that ``env`` has just begun; returns its last step, or None if the player left.
 
     Args:
-        player: from the observations so far to the next turn's full text, or to None to leave.
+        player: maps the observations so far to the full text of the next turn, or to None to leave.
     """
     observations: list[str] = []
     while True:
@@ -38,7 +39,7 @@ def play(env: ToolUseEnv, player: Player) -> StepResult | None:
 
 
 class Person:
-    """Reads turns from standard input: shortcuts, or a full turn in the policy's own format."""
+    """Reads turns from standard input: as shortcuts, or as full turns in the policy's own format."""
 
     def __init__(self, tools: Sequence[str]) -> None:
         self._tools = tools
@@ -62,7 +63,7 @@ class Person:
             print(self.help())
 
     def help(self) -> str:
-        """The shortcuts, a line each."""
+        """A description of the shortcuts."""
         names = [f"  {name} ARGUMENT" for name in self._tools]
         if self._tools:
             names[0] = f"  s ARGUMENT      call {self._tools[0]}" + (
@@ -78,7 +79,7 @@ class Person:
         )
 
     def _action(self, word: str) -> str | None:
-        """The block that a shortcut stands for."""
+        """The name of the block that a shortcut stands for; None for an unknown word."""
         if word == "a":
             return "answer"
         if word == "s" and self._tools:
@@ -86,7 +87,7 @@ class Person:
         return word if word in self._tools else None
 
     def _read_turn(self, first: str) -> str:
-        """A turn ends with the tag that closes its action, with an empty line, or with the input."""
+        """Read the rest of a turn, which ends with its closing tag, an empty line, or the end of the input."""
         lines = [first]
         ends = tuple(f"</{name}>" for name in (*self._tools, "answer"))
         while lines[-1] and not lines[-1].endswith(ends):
@@ -98,9 +99,9 @@ class Person:
 
 
 def _read(prompt: str) -> str:
-    """A line of input; one that comes from a pipe is shown, as a typed one is."""
+    """A line of input. Input that comes from a pipe is printed, as typed input is."""
     if sys.stdin is None:
-        raise EOFError  # closed by who started the command
+        raise EOFError  # the command was started with a closed standard input
     line = input(prompt)
     if not sys.stdin.isatty():
         print(line)
@@ -108,14 +109,14 @@ def _read(prompt: str) -> str:
 
 
 def _expert(env: ToolUseEnv) -> Player:
-    """The task's scripted expert as a player, which shows what it writes.
+    """The task's scripted expert as a player; it prints the turns that it writes.
 
     Raises:
-        UserError: the task has none.
+        UserError: the task has no expert.
     """
     expert = env.task.expert
     if expert is None:
-        raise UserError(f"task {env.task.name} has no scripted expert; play it yourself, without --auto")
+        raise UserError(f"task {env.task.name} has no scripted expert: leave --auto out and play yourself")
 
     def next_turn(observations: Sequence[str]) -> str:
         turn = expert(env.example, observations)
@@ -132,37 +133,28 @@ def _summary(env: ToolUseEnv, result: StepResult | None, show_answer: bool) -> s
     else:
         items = ", ".join(f"{name} {value:g}" for name, value in result.info["reward_items"].items())
         reason, turns = result.info["stop_reason"], result.info["turn"] + 1
-        lines.append(
-            f"Reward {result.reward:g} ({items or 'no items'}); ended by {reason} after {turns} turns."
-        )
+        end = f"ended by {reason} after {turns} turns"
+        lines.append(f"Reward {result.reward:g} ({items or 'no items'}); {end}.")
         if result.info.get("error"):
             lines.append(f"Error: {result.info['error']}")
     if show_answer:
-        lines.append(f"Right: {' | '.join(env.example.golden_answers) or 'not known'}")
+        lines.append(f"Right answer: {' | '.join(env.example.golden_answers) or 'unknown'}")
     return "\n".join(lines)
 
 
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="sorl-play", description="Play an episode of a task in the terminal.")
-    parser.add_argument("task", help="a name, package.module:TASK, or the path of a .py file")
-    parser.add_argument("--index", type=whole(0), help="which example (default: drawn)")
-    parser.add_argument("--seed", type=seed, help="draws the example")
-    parser.add_argument(
-        "--data", help="a .jsonl, .jsonl.gz or .parquet file, a folder of them, or hf:owner/name"
-    )
-    parser.add_argument("--split", default="train")
-    parser.add_argument("--corpus", help="corpus for the search tool")
-    parser.add_argument("--search-url", "--search_url", help="retrieval server for the search tool")
-    parser.add_argument(
-        "--show-answer", "--show_answer", action="store_true", help="print the right answer at the end"
-    )
+    add_task_options(parser)
+    parser.add_argument("--index", type=whole(0), help="number of the example (default: drawn at random)")
+    parser.add_argument("--seed", type=seed, help="seed of the random draws")
+    parser.add_argument("--show-answer", "--show_answer", action="store_true", help="print the right answer")
     parser.add_argument("--auto", choices=["expert"], help="let the task's scripted expert play")
     args: argparse.Namespace = parser.parse_args(argv)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """The command line; returns the exit status."""
     return run_command("sorl-play", _play, argv, refused=FAILED)
 
 

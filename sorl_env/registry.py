@@ -1,4 +1,4 @@
-"""Tasks by name, by ``package.module:ATTRIBUTE`` or by path; Gymnasium ids."""
+"""Find tasks by name, by ``package.module:ATTRIBUTE`` or by path, and register their Gymnasium ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sorl_env.task_file import import_file, import_module, remember
 ENTRY_POINT_GROUP = "sorl.tasks"
 _TASK_PACKAGE = "sorl_tasks"
 
-# Known before any task is imported, so that `import sorl_env` stays light; other tasks get their id when loaded.
+# These ids are known before any task is imported, so that `import sorl_env` stays fast. Others are added on loading.
 _ENV_IDS = {
     "sorl/NQ-v0": "nq",
     "sorl/HotpotQA-v0": "hotpotqa",
@@ -34,7 +34,7 @@ _ENV_IDS = {
     "sorl/MedXpertQA-v0": "medxpertqa",
     "sorl/BioASQ-v0": "bioasq",
 }
-# Takes any task: gymnasium.make("sorl/Task-v0", task="path/to/task.py").
+# The id for any task: gymnasium.make("sorl/Task-v0", task="path/to/task.py").
 ANY_TASK_ID = "sorl/Task-v0"
 _registered: dict[str, Task] = {}  # by environment id
 
@@ -43,13 +43,14 @@ def load_task(reference: str, **knobs: Any) -> Task:
     """Find a task.
 
     Args:
-        reference: a name (a module of ``sorl_tasks``, or an entry point of the group ``sorl.tasks``),
-            ``package.module:ATTRIBUTE``, the path of a ``.py`` file, also with ``:ATTRIBUTE``, or an environment id.
-        knobs: for a task that is built, such as ``minihop``: the module's ``TASK`` is a function that returns it, or
-            there is a function named like the task.
+        reference: a name (of a module of ``sorl_tasks``, or of an entry point of the group ``sorl.tasks``),
+            ``package.module:ATTRIBUTE``, the path of a ``.py`` file with or without ``:ATTRIBUTE``, or an environment
+            id.
+        knobs: keyword arguments for a task that is built, such as ``minihop``. The function that builds it is the
+            module's ``TASK``, or has the name of the task.
 
     Raises:
-        UserError: there is no such task, or it takes no such knobs.
+        UserError: there is no such task, or it has no such knobs.
     """
     reference = _ENV_IDS.get(reference, reference)
     if reference in _registered and not knobs:
@@ -76,7 +77,7 @@ def task_names() -> list[str]:
 
 
 def register_task(task: Task) -> None:
-    """Make ``gym.make(task.env_id)`` work; the id of a task that comes with the package stays with it."""
+    """Make ``gym.make(task.env_id)`` work. An id of a task that comes with the package cannot be taken over."""
     if task.env_id is None or task.env_id in _ENV_IDS:
         return
     _registered[task.env_id] = task
@@ -85,7 +86,7 @@ def register_task(task: Task) -> None:
 
 
 def register_envs() -> None:
-    """Register the ids of the tasks that come with the package, without importing them."""
+    """Register the ids of the tasks that come with the package, without importing the tasks."""
     for env_id in _ENV_IDS:
         if env_id not in gymnasium.registry:
             _register(env_id)
@@ -94,13 +95,13 @@ def register_envs() -> None:
 
 
 def make(task: str, **settings: Any) -> gymnasium.Env[str, str]:
-    """``gymnasium.make`` for a task of any kind: a name, ``package.module:TASK`` or the path of a ``.py`` file.
+    """``gymnasium.make`` for any task: a name, ``package.module:TASK`` or the path of a ``.py`` file.
 
-    The same as ``gymnasium.make("sorl/Task-v0", task=task, **settings)``; the id serves ``gymnasium.make_vec``, too.
+    The same as ``gymnasium.make("sorl/Task-v0", task=task, **settings)``; ``gymnasium.make_vec`` takes this id as well.
 
     Args:
         task: see `load_task`.
-        settings: those of `ToolUseEnv` and of ``gymnasium.make``.
+        settings: arguments of `ToolUseEnv` and of ``gymnasium.make``.
 
     Raises:
         UserError: there is no such task.
@@ -113,10 +114,10 @@ def _register(env_id: str, settings: Mapping[str, Any] | None = None) -> None:
         env_id,
         entry_point="sorl_env.env:ToolUseEnv",
         vector_entry_point="sorl_env.vector:ToolUseVectorEnv",
-        # not the task itself: Gymnasium copies what stands here, tools with their locks too
+        # the id and not the task itself: Gymnasium makes deep copies of these, and tools may hold locks
         kwargs={"task": env_id} if settings is None else dict(settings),
-        order_enforce=False,  # the environment itself says so when step precedes reset
-        disable_env_checker=True,  # a passive check of each step costs a good part of the step
+        order_enforce=False,  # the environment itself raises ResetNeeded
+        disable_env_checker=True,  # checking every step costs a good part of the step
     )
 
 
@@ -128,19 +129,21 @@ def _find_by_name(name: str) -> tuple[ModuleType, str | None]:
             module_name, _, attribute = point.value.partition(":")
             return import_module(module_name, f"task {name!r}"), attribute or None
     raise UserError(
-        f"there is no task {name!r}. {did_you_mean(name, task_names())} A task of your own: package.module:TASK, or "
-        "the path of a .py file"
+        f"there is no task {name!r}. {did_you_mean(name, task_names())} For a task of your own give "
+        "package.module:TASK or the path of a .py file"
     )
 
 
 def _packaged_names() -> list[str]:
-    """Modules of the task package that declare a ``TASK``; read from the source, nothing is imported."""
+    """Modules of the task package that declare a ``TASK``, found in their source without importing them."""
     spec = importlib.util.find_spec(_TASK_PACKAGE)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-    names = [
-        module.name for module in pkgutil.iter_modules(map(str, folders)) if not module.name.startswith("_")
+    names = [module.name for module in pkgutil.iter_modules(map(str, folders))]
+    return [
+        name
+        for name in names
+        if not name.startswith("_") and any(_declares_task(folder / f"{name}.py") for folder in folders)
     ]
-    return [name for name in names if any(_declares_task(folder / f"{name}.py") for folder in folders)]
 
 
 def _declares_task(file: Path) -> bool:
@@ -150,7 +153,7 @@ def _declares_task(file: Path) -> bool:
 
 
 def _pick(module: ModuleType, attribute: str | None, reference: str, knobs: Mapping[str, Any]) -> Task:
-    """The module's task; with knobs, from its builder."""
+    """The task of a module, or with knobs the one that its builder returns."""
     tasks = {name: value for name, value in vars(module).items() if isinstance(value, Task)}
     name = attribute or ("TASK" if hasattr(module, "TASK") or len(tasks) != 1 else next(iter(tasks)))
     found = getattr(module, name, None)
@@ -162,7 +165,7 @@ def _pick(module: ModuleType, attribute: str | None, reference: str, knobs: Mapp
         return found
     builder = getattr(module, found.name, None) if isinstance(found, Task) else found
     if not callable(builder):
-        problem = f"it takes no knobs, got {', '.join(knobs)}" if knobs else f"{name} is no Task"
+        problem = f"it has no knobs, but got {', '.join(knobs)}" if knobs else f"{name} is not a Task"
         raise UserError(f"task {reference!r}: {problem}")
     return _build(builder, reference, knobs)
 
@@ -176,11 +179,11 @@ def _build(builder: Callable[..., Any], reference: str, knobs: Mapping[str, Any]
         name for name, one in known.items() if one.default is one.empty and one.kind < one.VAR_POSITIONAL
     ]
     if lacking := [name for name in required if name not in knobs]:
-        raise UserError(f"task {reference!r} is made by a function that also wants {', '.join(lacking)}")
+        raise UserError(f"task {reference!r} is built by a function that also needs {', '.join(lacking)}")
     try:
         built = builder(**knobs)
     except ValueError as error:  # a knob out of range
         raise UserError(f"task {reference!r}: {error}") from error
     if not isinstance(built, Task):
-        raise UserError(f"task {reference!r} was built as a {type(built).__name__}, not a Task")
+        raise UserError(f"task {reference!r}: its function returned a {type(built).__name__}, not a Task")
     return built

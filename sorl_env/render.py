@@ -1,4 +1,4 @@
-"""Dialogues for a terminal, laid out as the paper's Table 2."""
+"""Show dialogues in a terminal, laid out as in the paper's Table 2."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _RULE = "-" * 80
 
 
 def render_dialogue(example: Example, dialogue: Iterable[tuple[str, str]], tools: Collection[str]) -> str:
-    """Question, options, then each turn with the environment's reply; tags in the table's colours.
+    """The question, the options, then each turn with the environment's reply, with tags in the table's colours.
 
     Args:
-        dialogue: pairs of a policy's turn and the observation that followed, empty after the last turn.
+        dialogue: pairs of a turn of the policy and the observation after it, which is empty after the last turn.
     """
     lines = [_RULE, f"{_BOLD}Question:{_RESET} {example.question}"]
     if example.options:
@@ -29,7 +29,7 @@ def render_dialogue(example: Example, dialogue: Iterable[tuple[str, str]], tools
     tag = re.compile(rf"</?({'|'.join(map(re.escape, colours))})>")
     for action, observation in dialogue:
         for text in filter(None, (action.strip(), observation.strip())):
-            text = text.replace("\033", "\N{SYMBOL FOR ESCAPE}")  # only we talk to the terminal
+            text = text.replace("\033", "\N{SYMBOL FOR ESCAPE}")  # a policy must not control it
             lines += [tag.sub(lambda match: f"{colours[match[1]]}{match[0]}{_RESET}", text), ""]
         lines[-1] = _RULE
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Record and replay of tool replies: a run without its servers, exactly."""
+"""Record the replies of tools and replay them, so that a run can be repeated exactly without its servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
@@ -29,7 +29,7 @@ from sorl_env.tool_schema import takes_raw_text
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of the file: what a tool was asked, and its reply or its refusal."""
+    """One line of the file: a request to a tool, and its reply or its refusal."""
 
     tool: str
     argument: Any
@@ -51,18 +51,18 @@ class _Row:
 class ReplayTool:
     """A tool whose replies are written to a JSONL file, read from one, or both.
 
-    Replies and refusals (``ToolInputError``) are recorded, outages are not, so a replay is free of faults. Of rows with
-    equal requests the first one counts: equal requests get equal replies.
+    Replies and refusals (``ToolInputError``) are recorded. Outages are not, so a replay has none. If several rows have
+    the same request, the first one is replayed.
 
     Args:
         record: file to which replies of the tool are appended; may be the one that is replayed.
         replay: file whose replies are served first. A request that is not in it goes to the tool if ``record`` is
             given, and raises LookupError otherwise.
-        max_reply_chars: what is longer is cut before it is written.
+        max_reply_chars: longer replies are cut before they are written.
 
     Raises:
         UserError: the file to replay is missing, or a row of it cannot be read; or the tool keeps state, so that equal
-            requests get different replies.
+            requests may get different replies.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class ReplayTool:
     ) -> None:
         if keeps_state(tool):
             raise UserError(
-                f"tool {tool.name} keeps state from call to call, so its replies cannot be recorded or replayed by "
-                "request: leave record and replay out"
+                f"tool {tool.name} keeps state between calls: equal requests may get different replies, which cannot "
+                "be recorded or replayed: leave record and replay out"
             )
         self.tool = tool
         self.name = tool.name
@@ -96,7 +96,7 @@ class ReplayTool:
         if self._replay is not None and (self._replay.exists() or self._replay != self._record):
             self._rows = _read(self._replay)
         self._known = set(self._rows)
-        # offered only where the tool offers them: a toolbox looks which way of calling there is
+        # A toolbox looks which ways of calling a tool has, so offer only those that the recorded tool offers.
         if hasattr(tool, "call_batch"):
             self.call_batch = self._call_batch
         if hasattr(tool, "acall"):
@@ -151,15 +151,11 @@ class ReplayTool:
         row = self._rows.get(_Row(self.name, argument, "").key) if self._rows else None
         if row is None and self._record is None:
             asked = quoted(argument) if isinstance(argument, str) else repr(argument)[:200]
-            raise LookupError(f"{self._replay} holds no reply of {self.name} to {asked}; record it first")
+            raise LookupError(f"{self._replay} has no reply of {self.name} to {asked}; record it first")
         return row
 
-    @overload
-    def _keep(self, argument: Any, result: ToolInputError) -> ToolInputError: ...
-    @overload
-    def _keep(self, argument: Any, result: Any) -> Any: ...
     def _keep(self, argument: Any, result: Any) -> Any:
-        """Write what a tool said, and return it as it was written: a replay gives the same."""
+        """Write what a tool replied, and return it as it was written, so that a replay gives the same."""
         if isinstance(result, ToolInputError):
             text = ToolReply.received(str(result), self.max_reply_chars).text
             self._append(_Row(self.name, argument, text, refused=True))
@@ -181,7 +177,7 @@ class ReplayTool:
 
 
 def recorded(tools: Sequence[ToolLike], settings: ToolSettings, max_reply_chars: int) -> Sequence[ToolLike]:
-    """The tools, recorded or replayed where the settings ask for it."""
+    """The tools, wrapped in `ReplayTool` where the settings ask to record or replay."""
     record, replay = settings.record, settings.replay
     if record is None and replay is None:
         return tools
@@ -192,7 +188,7 @@ def recorded(tools: Sequence[ToolLike], settings: ToolSettings, max_reply_chars:
 
 
 def _end_last_line(path: Path) -> None:
-    """Drop the half line that a stopped recorder left: the next row would be glued to it, and both would be lost."""
+    """Remove the half line that a stopped recorder left; otherwise the next row would be appended to it."""
     content = path.read_bytes()
     last = content[content.rfind(b"\n") + 1 :]
     try:
@@ -204,9 +200,7 @@ def _end_last_line(path: Path) -> None:
 
 def _read(path: Path) -> dict[tuple[str, str], _Row]:
     if not path.is_file():
-        raise UserError(
-            f"{path}: no recorded tool replies there; record them first with ToolSettings(record=...)"
-        )
+        raise UserError(f"{path}: no recorded tool replies there; record them with ToolSettings(record=...)")
     rows: dict[tuple[str, str], _Row] = {}
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():

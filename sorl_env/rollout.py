@@ -1,7 +1,7 @@
-"""Asynchronous rollout: many trajectories in flight, tools awaited off the critical path.
+"""Asynchronous rollout: many trajectories at the same time, each of which waits for its own tools only.
 
-The environment is text; this module owns the tokens. It turns an environment, a tokenizer and a sampler into
-trajectories, and it is the same code for every engine: only the sampler differs.
+The environment handles text; this module handles the tokens. It turns an environment, a tokenizer and a sampler into
+trajectories, and every engine uses it with a sampler of its own.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from sorl_env.trajectory import StopReason, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
-_MAX_ERROR_CHARS = 1000  # of an exception's text in a trajectory
+_MAX_ERROR_CHARS = 1000  # of an exception's text that a trajectory keeps
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one turn is drawn; temperature 0 is greedy. ``stop`` strings end the turn and belong to it."""
+    """How one turn is sampled. Temperature 0 is greedy; a ``stop`` string ends the turn and is part of it."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -40,7 +40,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """What the sampler drew: ids and their log-probabilities, one each."""
+    """What the sampler drew: token ids and their log-probabilities, of equal length."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -49,20 +49,20 @@ class SampledTurn:
 
 
 class Sampler(Protocol):
-    """Draws one turn of one trajectory. Calls run concurrently; a sampler batches them as it likes."""
+    """Samples one turn of one trajectory. Calls run concurrently, and a sampler may batch them."""
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        """Continue ``token_ids``. Calls of one ``session`` only ever append to its earlier tokens."""
+        """Continue ``token_ids``. Within one ``session`` they only grow: each call appends to those of the last one."""
         ...
 
     def release(self, session: str) -> None:
-        """The session's trajectory is over; whatever is cached for it can go."""
+        """Drop what is cached for the session, whose trajectory has ended."""
         ...
 
 
 @dataclass(frozen=True)
 class RolloutJob:
-    """One trajectory to collect: which example, and the seed of its draws."""
+    """One trajectory to collect: its example, and the seed of its random draws."""
 
     id: str
     group_id: str
@@ -72,7 +72,7 @@ class RolloutJob:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """What all trajectories of a batch share."""
+    """Settings that all trajectories of a batch share."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -81,9 +81,9 @@ class RolloutSettings:
 
 
 class TrajectoryBuilder:
-    """Grows one trajectory: prompt, then sampled turn and observation in alternation; history only appends.
+    """Builds one trajectory: the prompt, then sampled turns and observations in alternation; it only appends.
 
-    ``known_prompts`` keeps token ids by prompt from one trajectory of the same task to the next, as a group shares one.
+    ``known_prompts`` maps prompts to token ids. Trajectories of one task share it, because a group has one prompt.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class TrajectoryBuilder:
         """Add a sampled turn and the environment's reply to it.
 
         Returns ``result``, or a truncation in its place when no token is left for another turn. The environment itself
-        looks at the time.
+        enforces the time budget.
         """
         start = len(self.token_ids)
         self._append(sampled.token_ids, len(self.turns), sampled.log_probs)
@@ -156,7 +156,7 @@ class TrajectoryBuilder:
         return result
 
     def build(self, result: StepResult) -> Trajectory:
-        """The finished record; ``result`` is the last turn's."""
+        """The finished trajectory; ``result`` is that of its last turn."""
         turn_ids = np.asarray(self._turn_ids, dtype=np.int16)
         items: dict[str, float] = {}
         for turn in self.turns:
@@ -191,9 +191,9 @@ async def collect(
     settings: RolloutSettings = RolloutSettings(),
     on_finish: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """Collect one trajectory a job, in the order of ``jobs``, ``max_concurrency`` of them in flight.
+    """Collect one trajectory per job, in the order of ``jobs``, at most ``max_concurrency`` at a time.
 
-    A tool outage or an exception of the task ends its own trajectory with ``StopReason.ERROR`` and no other.
+    A tool outage or an exception of the task ends only its own trajectory, with ``StopReason.ERROR``.
 
     Raises:
         UserError: a prompt is longer than ``max_prompt_tokens``.
@@ -211,7 +211,7 @@ async def collect(
     tasks = [asyncio.ensure_future(run(job)) for job in jobs]
     try:
         return list(await asyncio.gather(*tasks))
-    finally:  # after a failure or Ctrl-C nothing may go on sampling in the background
+    finally:  # after an error or Ctrl-C nothing may go on sampling in the background
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -225,7 +225,7 @@ async def run_trajectory(
     settings: RolloutSettings,
     known_prompts: dict[str, list[int]] | None = None,
 ) -> Trajectory:
-    """One trajectory: sample a turn, let the environment reply, append, until it ends."""
+    """One trajectory: sample a turn, let the environment reply, append both, until the episode ends."""
     growing = TrajectoryBuilder(
         env, tokenizer, job, use_chat_template=settings.use_chat_template, known_prompts=known_prompts
     )
@@ -252,21 +252,21 @@ async def run_trajectory(
                 return growing.build(result)
     finally:
         sampler.release(job.id)
-        env.end_tools()  # of a trajectory that was given up; an episode that ended has done it
+        env.end_tools()  # for a trajectory that was given up; an episode that ended has closed them already
 
 
 async def _reply(env: ToolUseEnv, text: str) -> StepResult:
-    """The environment's answer to one turn; an exception of the task is contained and ends the trajectory."""
+    """The environment's reply to one turn. An exception of the task ends this trajectory only."""
     try:
         requests = env.begin_turn(text)
         calls = await asyncio.gather(*(env.toolbox.acall(request) for request in requests))
         return env.finish_turn(calls)
-    except Exception as error:  # noqa: BLE001  a task is user code: one bad row must not end a run of days
+    except Exception as error:  # noqa: BLE001  the task is user code, and one bad row must not end a run of days
         return _contain(env, error)
 
 
 def _truncate(env: ToolUseEnv, reason: StopReason) -> StepResult:
-    """End the episode on a budget; the task's reward is called here too."""
+    """End the episode because a budget ran out; this calls the task's reward, which may raise."""
     try:
         return env.truncate(reason)
     except Exception as error:  # noqa: BLE001  as in _reply
@@ -274,16 +274,17 @@ def _truncate(env: ToolUseEnv, reason: StopReason) -> StepResult:
 
 
 def _contain(env: ToolUseEnv, error: Exception) -> StepResult:
-    """End the episode on an exception of the task, which is logged with its traceback."""
+    """End the episode because of an exception of the task, which is logged with its traceback."""
     logger.exception("task %s raised on example %s", env.task.name, env.example.id)
     said = str(error)[:_MAX_ERROR_CHARS]
     return env.truncate(StopReason.ERROR, error=valid_text(f"{type(error).__name__}: {said}"))
 
 
 def turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> str:
-    """The turn as text, cut after its first stop string: the sampler chose where to cut, not the policy.
+    """The turn as text, cut after its first stop string.
 
-    A token that completes a stop string can carry more characters (``>\\n``, ``>.``); they are not held against it.
+    The token that completes a stop string may hold more characters (``>\\n``, ``>.``). They are removed, because the
+    sampler stopped there and the policy is not to blame for them.
     """
     text = valid_text(tokenizer.decode(ids, skip_special_tokens=True))
     ends = [text.find(word) + len(word) for word in stop if word in text]
@@ -295,14 +296,14 @@ def _prompt_ids(env: ToolUseEnv, tokenizer: Tokenizer, prompt: str, use_chat_tem
     limit = min(env.limits.max_prompt_tokens, env.limits.max_trajectory_tokens - 1)
     if len(ids) > limit:
         raise UserError(
-            f"the prompt of example {env.example.id!r} has {len(ids)} tokens, the limit is {limit}: raise "
-            "limits.max_prompt_tokens (and limits.max_trajectory_tokens), or drop the example from the data"
+            f"the prompt of example {env.example.id!r} has {len(ids)} tokens, but the limit is {limit}: raise "
+            "limits.max_prompt_tokens (and limits.max_trajectory_tokens), or remove the example from the data"
         )
     return ids
 
 
 def _observation_ids(tokenizer: Tokenizer, text: str, limits: Limits) -> list[int]:
-    """Token ids of a reply within ``max_observation_tokens``; a long one loses its end, never its closing tag."""
+    """Token ids of a reply, at most ``max_observation_tokens``: a long one is cut, but keeps its closing tag."""
     ids = encode_observation(tokenizer, text)
     if len(ids) <= limits.max_observation_tokens:
         return ids

@@ -1,9 +1,9 @@
-"""How Gymnasium's ``AsyncVectorEnv`` hands texts of any length from its processes to the main one.
+"""How Gymnasium's ``AsyncVectorEnv`` passes texts of any length from its processes to the main one.
 
 Gymnasium gives a ``Text`` space one number for each of ``max_length`` characters of a fixed alphabet, which fits
-neither prompts nor observations, and reads it once, before the first reset. For ``UnicodeText`` the shared memory holds
-the length of each environment's text in bytes and then the text as UTF-8, and is read whenever it is copied. Importing
-this module tells Gymnasium so.
+neither prompts nor observations, and reads that memory only once, before the first reset. For ``UnicodeText`` the
+shared memory holds the length in bytes of each environment's text, then the text as UTF-8, and it is read whenever it
+is copied. Importing this module registers these functions with Gymnasium.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 from sorl_env.spaces import UnicodeText
 from sorl_env.text import valid_text
 
-MAX_TEXT_BYTES = 1 << 18  # of one observation; a prompt of 2,048 tokens has some 10,000
+MAX_TEXT_BYTES = 1 << 18  # of one observation; a prompt of 2,048 tokens has about 10,000
 _LENGTH_BYTES = 8
 
 
 class SharedTexts(Sequence[str]):
-    """The texts as they are in shared memory now, one an environment; ``copy.deepcopy`` gives them as a tuple.
+    """The texts that are in shared memory now, one per environment; ``copy.deepcopy`` returns them as a tuple.
 
     Gymnasium keeps one such view and copies it after each step. With ``vector_kwargs={"copy": False}`` the caller gets
-    the view itself, in the same way as a numpy array over the shared memory.
+    the view itself, as with a numpy array over the shared memory.
     """
 
     def __init__(self, shared_memory: Any) -> None:
@@ -65,7 +65,7 @@ def _write(space: UnicodeText, index: int, value: str, shared_memory: Any) -> No
     encoded = valid_text(value).encode()
     if len(encoded) > MAX_TEXT_BYTES:
         raise ValueError(
-            f"an observation has {len(encoded)} bytes, more than the {MAX_TEXT_BYTES} that shared memory holds: give "
+            f"an observation has {len(encoded)} bytes, more than the {MAX_TEXT_BYTES} that shared memory holds: use "
             "make_vec(.., vector_kwargs={'shared_memory': False})"
         )
     row = _rows(shared_memory)[index]
@@ -79,6 +79,6 @@ def _read(space: UnicodeText, shared_memory: Any, n: int = 1) -> SharedTexts:
 
 
 def _rows(shared_memory: Any) -> NDArray[np.uint8]:
-    """(environments, bytes of one) over the shared memory itself."""
+    """A view of the shared memory, (environments, bytes per environment)."""
     flat: NDArray[np.uint8] = np.frombuffer(shared_memory.get_obj(), dtype=np.uint8)
     return flat.reshape(-1, _LENGTH_BYTES + MAX_TEXT_BYTES)

@@ -12,7 +12,7 @@ _SAMPLED = string.ascii_letters + string.digits + " .,?!'-<>/äßøπшжの漢"
 
 
 class UnicodeText(Text):
-    """Any Python string, of any length. Samples are short lines of letters, markup signs and some non-ASCII text.
+    """Any Python string, of any length. ``sample`` draws short lines of letters, markup signs and non-ASCII text.
 
     >>> "<answer>naïve</answer>" in UnicodeText()
     True

@@ -1,4 +1,4 @@
-"""What an environment returns: Gymnasium's five values, or the same as a plain row."""
+"""What an environment returns from a step: a named tuple with Gymnasium's five values, or a plain row."""
 
 from __future__ import annotations
 
@@ -14,21 +14,13 @@ INVALID_TURN_OBSERVATION = (
     "</information>\n\n"
 )
 
-# Rows are plain tuples: a vector environment makes columns of them in half the time that dictionaries take.
-EPISODE_INFO = ("example_id", "index", "question", "tools", "source", "split", "is_sample")
+# Rows are plain tuples, because a vector environment makes columns of them in half the time that dictionaries take.
+EPISODE_INFO = tuple("example_id index question tools source split is_sample".split())
 EpisodeRow = tuple[str, str, int, str, tuple[str, ...], str, str, bool]  # the prompt, then EPISODE_INFO
 
-TURN_INFO = (
-    "parsed",
-    "format_error",
-    "reward_items",
-    "tool_calls",
-    "turn",
-    "stop_reason",
-    "error",
-    "example_id",
-)
-TurnRow = tuple[  # observation, reward, terminated, truncated, then TURN_INFO
+TURN_INFO = tuple("parsed format_error reward_items tool_calls turn stop_reason error example_id".split())
+# observation, reward, terminated, truncated, then TURN_INFO
+TurnRow = tuple[
     str,
     float,
     bool,
@@ -45,7 +37,7 @@ TurnRow = tuple[  # observation, reward, terminated, truncated, then TURN_INFO
 
 
 class StepResult(NamedTuple):
-    """What ``step`` returns: Gymnasium's five, in its order."""
+    """What ``step`` returns: Gymnasium's five values, in its order."""
 
     observation: str
     reward: float
@@ -55,21 +47,9 @@ class StepResult(NamedTuple):
 
     @classmethod
     def from_row(cls, row: TurnRow) -> StepResult:
-        """The row with its tail as a dictionary."""
-        (
-            observation,
-            reward,
-            terminated,
-            truncated,
-            parsed,
-            error,
-            items,
-            calls,
-            turn,
-            stop,
-            outage,
-            example,
-        ) = row
+        """The result for a row, with everything after the first four values as a dictionary."""
+        # written out, which is faster than dict(zip(TURN_INFO, ...))
+        text, reward, terminated, truncated, parsed, error, items, calls, turn, stop, outage, example = row
         info = {
             "parsed": parsed,
             "format_error": error,
@@ -80,12 +60,12 @@ class StepResult(NamedTuple):
             "error": outage,
             "example_id": example,
         }
-        return cls(observation, reward, terminated, truncated, info)
+        return cls(text, reward, terminated, truncated, info)
 
 
 @dataclass(frozen=True)
 class EnvState:
-    """An episode, to be restored by ``set_state`` in any environment of the same task and data. Picklable."""
+    """The state of an episode; ``set_state`` of any environment with the same task and data takes it. Picklable."""
 
     example_id: str
     index: int
@@ -97,6 +77,6 @@ class EnvState:
     elapsed_s: float
     tool_s: float
     tool_seed: int
-    tools: Mapping[str, Any]  # by name, the states of those that keep one
+    tools: Mapping[str, Any]  # the states of stateful tools, by name
     seed: int | None
     rng_state: Mapping[str, Any] | None

@@ -1,4 +1,4 @@
-"""A task, declared as data: where examples come from, the prompt, the tools, the reward, the limits."""
+"""A task, declared as data: its examples, prompt, tools, reward and limits."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from sorl_env.parser import ParsedTurn
 from sorl_env.text import valid_text
 from sorl_env.tool import ToolLike
 
-CHARS_A_TOKEN = (
-    16  # several times what a token of running text has, so that the cap on replies cuts no observation
-)
+# Several times as many as a token of running text has, so that cutting a reply never shortens the observation.
+CHARS_A_TOKEN = 16
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question. Its texts are made valid Unicode here, wherever it comes from (see ``sorl_env.text``).
+    """One question. Its texts are made valid Unicode here, whatever their source (see ``sorl_env.text``).
 
     Attributes:
-        golden_answers: any of these is right.
+        golden_answers: each of these is right.
         options: letter -> text, for multiple choice.
-        metadata: JSON values a task wants to keep, never shown to the policy.
+        metadata: JSON values for the task's own use, never shown to the policy.
     """
 
     id: str
@@ -48,17 +47,17 @@ class Limits:
     """Budgets of one trajectory; the defaults are the paper's (Appendix, Implementation Details).
 
     Attributes:
-        max_turns: policy turns. Four leave three tool turns and a last one to answer: a tool block in the last turn is
+        max_turns: turns of the policy. Four are three tool turns and one to answer: a tool block in the last turn is
             not executed.
-        max_prompt_tokens: first context.
-        max_new_tokens: one turn.
-        max_observation_tokens: one reply of the environment.
-        max_trajectory_tokens: everything together.
-        max_seconds: wall-clock time of an episode, None for no limit.
-        max_reply_chars: characters of one tool's reply; what is longer is cut before it is tokenized or stored, and its
-            record says so (``ToolCall.cut_from``). None: 16 a token of ``max_observation_tokens``.
+        max_prompt_tokens: tokens of the first context.
+        max_new_tokens: tokens of one turn.
+        max_observation_tokens: tokens of one reply of the environment.
+        max_trajectory_tokens: tokens of everything together.
+        max_seconds: wall-clock time of an episode; None for no limit.
+        max_reply_chars: characters of one tool's reply. A longer reply is cut before it is tokenized or stored, and its
+            record says so (``ToolCall.cut_from``). None: 16 for each token of ``max_observation_tokens``.
 
-    The environment counts turns and seconds; the rollout, which knows tokens, enforces the rest.
+    The environment enforces turns and seconds. The rollout, which handles tokens, enforces the rest.
     """
 
     max_turns: int = 4
@@ -71,7 +70,7 @@ class Limits:
 
     @property
     def reply_chars(self) -> int:
-        """``max_reply_chars``, or what follows from the tokens where it is None."""
+        """``max_reply_chars``, or its default where it is None."""
         return self.max_reply_chars or CHARS_A_TOKEN * self.max_observation_tokens
 
     def __post_init__(self) -> None:
@@ -79,9 +78,7 @@ class Limits:
             if getattr(self, name) < 1:
                 raise ValueError(f"limits.{name} must be at least 1, not {getattr(self, name)}")
         if self.max_trajectory_tokens <= 1:
-            raise ValueError(
-                f"limits.max_trajectory_tokens must be above 1, not {self.max_trajectory_tokens}"
-            )
+            raise ValueError("limits.max_trajectory_tokens must be above 1")
         if self.max_reply_chars is not None and self.max_reply_chars < 1:
             raise ValueError(f"limits.max_reply_chars must be at least 1 or None, not {self.max_reply_chars}")
         if self.max_seconds is not None and self.max_seconds <= 0:
@@ -90,17 +87,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class ToolSettings:
-    """What a task's tools are built from.
+    """What a task builds its tools from.
 
     Attributes:
-        corpus: path of a corpus to search in process.
-        search_url: address of a retrieval server, or several with commas between them.
-        cache: SQLite file that keeps the servers' replies between processes; None keeps them in memory.
-        top_k: passages a search returns.
+        corpus: path of a corpus that is searched in this process.
+        search_url: address of a retrieval server, or several separated by commas.
+        cache: SQLite file that keeps the servers' replies for later processes; None keeps them in memory only.
+        top_k: number of passages that a search returns.
         timeout_s, retries: see ``Toolbox``.
         record: JSONL file to which tool replies are appended.
-        replay: JSONL file of recorded replies; a request that is not in it goes to the tool when ``record`` is given
-            too, and is an error otherwise.
+        replay: JSONL file of recorded replies. A request that is not in it goes to the tool if ``record`` is given too,
+            and is an error otherwise.
     """
 
     corpus: str | None = None
@@ -115,7 +112,7 @@ class ToolSettings:
 
 @dataclass(frozen=True)
 class HubSource:
-    """A Hugging Face data set: ``splits`` maps our split names to its own."""
+    """A Hugging Face data set; ``splits`` maps our names of splits to its own."""
 
     path: str
     config: str | None = None
@@ -127,23 +124,23 @@ ToolSource = Sequence[ToolLike] | Callable[[ToolSettings], Sequence[ToolLike]]
 
 @dataclass(frozen=True)
 class Task:
-    """What an author declares; everything else takes a task's name, ``package.module:TASK``, or a path to a ``.py``.
+    """What the author of a task declares. Commands take its name, ``package.module:TASK``, or the path of a file.
 
     Attributes:
-        prompt: the first context, as plain text (no chat template).
-        reward: itemised reward of an episode from its example and all of the policy's parsed turns; the reward is the
-            sum. Called once, when the episode ends. It never sees the prompt or retrieved text.
-        parse_row: a row of the data set as an example; raises KeyError or ValueError naming the column.
-        tools: tools or plain functions, or a callable that builds them from settings.
+        prompt: the first context, as plain text without a chat template.
+        reward: the reward of an episode as named items, from its example and all of the policy's parsed turns. The
+            reward is their sum. Called once, when the episode ends; it never sees the prompt or retrieved text.
+        parse_row: makes an example of a row of the data set; raises KeyError or ValueError naming the column.
+        tools: tools or plain functions, or a function that builds them from settings.
         env_id: Gymnasium id, for example ``sorl/HotpotQA-v0``.
-        embedded: split -> examples that work offline.
-        embedded_is_sample: the embedded examples are a sample and not the benchmark: a warning says so.
-        hub: where the real data is.
-        require_think: a turn must open with a think block.
-        turn_reward: rewards of one turn by name, given at once; reads the turns up to now.
+        embedded: maps a split to examples that are available offline.
+        embedded_is_sample: the embedded examples are a sample and not the benchmark, which a warning says.
+        hub: where the real data is on the Hugging Face hub.
+        require_think: a turn must begin with a think block.
+        turn_reward: named rewards of one turn, given at once; it reads all turns so far.
         wrong_answer: an answer that must score 0, for ``sorl-check-task``.
-        expert: a scripted policy for demonstrations: the example and the observations so far -> the next turn's text.
-        vocabulary: text that holds every word of a closed world, for a word-level tokenizer.
+        expert: a scripted policy for demonstrations: maps the example and the observations so far to the next turn.
+        vocabulary: texts with every word that can occur in the task, for a word-level tokenizer.
     """
 
     name: str

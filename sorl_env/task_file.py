@@ -1,4 +1,4 @@
-"""Importing the Python files and modules of users, and telling an error in their code from one in ours."""
+"""Import Python files and modules of users, and tell an error in their code from one in ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 
 from sorl_env.errors import UserError, no_such_file
 
-_files: set[str] = set()  # that users gave, as their tracebacks name them
+_files: set[str] = set()  # imported files of users, as tracebacks name them
 _IMPORTERS = (__file__, importlib.__file__, "<frozen importlib")
 
 
@@ -24,7 +24,7 @@ def import_file(path: Path) -> ModuleType:
     """
     if not path.is_file():
         raise UserError(no_such_file(path, (".py",)))
-    # one module a file, under a name of its own: two files called task.py must not shadow each other
+    # each file is a module with a name of its own: two files called task.py must not replace each other
     name = f"sorl_task_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path  # always so for a .py file
@@ -33,7 +33,7 @@ def import_file(path: Path) -> ModuleType:
     _files.add(str(spec.origin))
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever it is, it comes from the file
+    except (Exception, SystemExit) as error:  # any error here comes from the user's file
         del sys.modules[name]
         raise _failed(str(path), error) from error
     return module
@@ -49,32 +49,30 @@ def import_module(name: str, wanted_by: str) -> ModuleType:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _failed(wanted_by, error) from error  # it is there, and what it imports is not
-        raise UserError(
-            f"{wanted_by}: there is no module {error.name!r}; is its folder on the path?"
-        ) from error
+            raise _failed(wanted_by, error) from error  # it lacks something that it imports
+        raise UserError(f"{wanted_by}: no module {error.name!r}; is it on the Python path?") from error
     except (Exception, SystemExit) as error:
         raise _failed(wanted_by, error) from error
     return module
 
 
 def remember(module: ModuleType) -> None:
-    """Take the errors of a user's module for the user's own (`their_lines`)."""
+    """Count errors in this module as the user's own (see `their_lines`)."""
     if module.__file__ is not None:
         _files.add(module.__file__)
 
 
 def their_lines(error: BaseException) -> str | None:
-    """The traceback of an error from a user's file on; None if it does not pass through one."""
+    """The traceback of an error, from the first line in a user's file on; None if it passes through no such file."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((i for i, frame in enumerate(frames) if frame.filename in _files), None)
     return None if first is None else _shown(frames[first:], error)
 
 
 def _failed(what: str, error: BaseException) -> UserError:
-    """Says where an import failed: the lines from the imported file on."""
+    """An error that shows where an import failed, from the imported file on."""
     if isinstance(error, SystemExit):
-        return UserError(f"{what} ends Python while it is imported (sys.exit): leave that out of the file")
+        return UserError(f"{what} ends Python while it is imported (sys.exit): remove that from the file")
     if isinstance(error, UserError):
         return error
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,7 +1,7 @@
-"""Text that comes from outside: made valid where it enters, and read as JSON with one kind of error.
+"""Text from outside: it is made valid Unicode where it enters, and JSON is read with a single kind of error.
 
-Questions, tools' replies, search replies and corpora all come through here. What is behind this border can be
-tokenized, written as UTF-8 and compared without a second thought.
+Questions, replies of tools and servers, and corpora all pass through here. After that, every text can be tokenized,
+written as UTF-8 and compared without further checks.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import json
 import re
 from typing import Any
 
-MAX_DEPTH = 100  # lists and objects inside one another in JSON from outside
+MAX_DEPTH = 100  # nesting of lists and objects in JSON from outside
 
-# An escape of half a surrogate pair. Without one, JSON of valid text holds valid text only.
+# An escaped half of a surrogate pair. JSON that is valid text and has no such escape holds valid text only.
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def valid_text(text: str) -> str:
-    r"""``text`` as valid Unicode: halves of a surrogate pair are joined, and those without their other half replaced.
+    r"""``text`` as valid Unicode: halves of a surrogate pair are joined, and a half without the other is replaced.
 
-    Python keeps a lone surrogate (``json.loads('"\\ud800"')``) until somebody encodes it: tokenizers then raise
-    TypeError, files and sockets UnicodeEncodeError.
+    Python accepts a lone surrogate (``json.loads('"\\ud800"')``) until someone encodes it: then tokenizers raise
+    TypeError, and files and sockets raise UnicodeEncodeError.
 
     >>> valid_text("a" + chr(0xD800) + "b")
     'a\ufffdb'
@@ -35,14 +35,14 @@ def valid_text(text: str) -> str:
 
 
 def read_json(text: str | bytes) -> Any:
-    """The value of a JSON text from outside; all its strings are valid text.
+    """The value of a JSON text from outside, in which all strings are valid text.
 
-    Values are at most ``MAX_DEPTH`` lists and objects deep. The limit is our own and fixed: where Python's parser gives
-    up depends on its version and on the caller's stack, and what is behind this border may recurse over the value.
+    Lists and objects may be nested ``MAX_DEPTH`` deep. This limit is fixed, because that of Python's parser depends on
+    its version and on the caller's stack, and later code may walk the value recursively.
 
     Raises:
         ValueError: the text is not JSON, not UTF-8, nested too deeply, or has an integer with more digits than Python
-            converts. The message says which, and never holds the text.
+            converts. The message says which of these, and never quotes the text.
     """
     try:
         text = text if isinstance(text, str) else text.decode(json.detect_encoding(text), "surrogatepass")
@@ -59,9 +59,9 @@ def read_json(text: str | bytes) -> Any:
 
 
 def quoted(text: str, most: int = 60) -> str:
-    """``text`` between quotes for a message, at most ``most`` characters of it.
+    """``text`` in quotes, shortened to ``most`` characters, for a message.
 
-    What a policy wrote can be a megabyte long, and a message goes into observations, records and logs.
+    A policy may write a megabyte, and messages go into observations, records and logs.
 
     >>> quoted("a" * 70, most=10)
     "'aaaaaaa...'"
@@ -70,7 +70,7 @@ def quoted(text: str, most: int = 60) -> str:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Whether more than ``depth`` lists and objects are inside one another; without recursion."""
+    """Whether lists and objects are nested more than ``depth`` deep; found without recursion."""
     level = [value]
     for _ in range(depth + 1):
         nested = [item for item in level if isinstance(item, (list, dict))]

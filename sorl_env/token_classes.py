@@ -1,6 +1,6 @@
-"""Which part of a turn each of the policy's tokens belongs to: tags, reasoning, query, answer. No torch.
+"""The part of a turn that each token of the policy belongs to: tags, reasoning, query or answer. Needs no torch.
 
-The paper's appendix says that clipped tokens are mostly those of the format. Metrics by class show whether they are.
+The paper's appendix says that clipped tokens are mostly those of the format; metrics by class show whether they are.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from sorl_env.trajectory import Trajectory
 CLASSES = ("tag", "reasoning", "query", "answer", "other")
 TAG, REASONING, QUERY, ANSWER, OTHER = range(len(CLASSES))
 _TAG = re.compile(r"<(/?)([A-Za-z_][\w-]*)>")
-REACH = 8  # characters that are looked through for a piece
+REACH = 8  # characters ahead in which a token's piece is looked for
 _BLOCKS = {"think": REASONING, "answer": ANSWER}
 
 
 class TokenClassifier:
-    """Classes of a trajectory's tokens, from the text of its turns; ``tokenizer`` is a transformers tokenizer."""
+    """Finds the classes of a trajectory's tokens from the text of its turns; takes a transformers tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._pieces: dict[int, str] = {}  # of each id seen; decoding one costs more than all the rest
+        self._pieces: dict[int, str] = {}  # by token id; decoding is slow
 
     def __call__(self, trajectory: Trajectory) -> NDArray[np.int8]:
-        """(L,) index into ``CLASSES``; -1 off the policy's tokens."""
+        """(L,) indices into ``CLASSES``; -1 for tokens that the policy did not sample."""
         classes = np.full(len(trajectory.token_ids), -1, dtype=np.int8)
         for turn in trajectory.turns:
             ids = trajectory.token_ids[turn.start : turn.end].tolist()
@@ -38,14 +38,13 @@ class TokenClassifier:
         return classes
 
     def texts(self, trajectory: Trajectory) -> list[str]:
-        """Of each of the policy's tokens, in their order: what it adds to the text of its turn, spaces before it
-        included."""
+        """What each token of the policy adds to the text of its turn, in order, with the spaces before it."""
         texts = []
         for turn in trajectory.turns:
             pieces = [self._piece(token) for token in trajectory.token_ids[turn.start : turn.end].tolist()]
             end = 0
             for piece, (_, stop) in zip(pieces, token_spans(turn.text, pieces), strict=True):
-                texts.append(turn.text[end:stop] or piece)  # a piece of a character, or beyond the text's end
+                texts.append(turn.text[end:stop] or piece)  # part of a character, or beyond the text
                 end = max(end, stop)
         return texts
 
@@ -56,10 +55,10 @@ class TokenClassifier:
 
 
 def classify_text(text: str) -> list[int]:
-    """The class of each character, and of the end of the text.
+    """The class of each character, and of the position after the last one: (len(text) + 1,).
 
-    What follows an opening tag belongs to its block, closed or not; a block that is neither ``think`` nor ``answer`` is
-    a call of the tool it is named after, and holds a query.
+    The text after an opening tag belongs to its block, whether the block is closed or not. A block that is neither
+    ``think`` nor ``answer`` calls the tool of that name, so its text is a query.
     """
     classes, inside, end = [], OTHER, 0
     for match in _TAG.finditer(text):
@@ -70,18 +69,18 @@ def classify_text(text: str) -> list[int]:
 
 
 def token_spans(text: str, pieces: list[str]) -> list[tuple[int, int]]:
-    """Where each token's piece begins and ends in the text, spaces around it left out.
+    """Where each token's piece begins and ends in the text, without the spaces around it.
 
-    Pieces need not add up to the text: word-level tokenizers add spaces, and a character may be spread over several
-    tokens of a byte-level one. A piece that is not found is empty and lies where the one before it ended.
+    The pieces need not add up to the text: word-level tokenizers add spaces, and byte-level ones may split a character
+    over several tokens. A piece that is not found gets an empty span where the one before it ended.
     """
     spans, position, after_space = [], 0, 0
     for piece in pieces:
         word, begin = piece.strip(), position
         if word:
             found = text.find(word, begin, begin + len(word) + REACH)
-            if found < 0:  # there may be more space before it than REACH
-                begin = after_space = max(begin, after_space)  # no space is walked over twice
+            if found < 0:  # more than REACH characters of space may precede it
+                begin = after_space = max(begin, after_space)  # so that no space is passed over twice
                 while begin < len(text) and text[begin].isspace():
                     begin = after_space = begin + 1
                 found = text.find(word, begin, begin + len(word) + REACH)

@@ -1,13 +1,14 @@
-"""Tools: what the policy may call, and the toolbox that calls them under a deadline.
+"""Tools that the policy may call, and the records of their calls.
 
 A tool is a plain function with type hints and a docstring, or an object with ``name``, ``description``, ``schema`` and
-``__call__``. Its tag is its name: the policy writes ``<search>query</search>``. A request the tool cannot serve is the
-policy's fault and becomes an observation. An outage is not: it is retried, then raised.
+``__call__``. Its name is its tag: the policy writes ``<search>query</search>``. A request that the tool cannot serve is
+the policy's fault, and the refusal becomes an observation. An outage is not: it is retried, then raised.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -20,15 +21,16 @@ from sorl_env.tool_schema import check_schema, schema_of
 
 logger = logging.getLogger(__name__)
 
-MAX_REPLY_CHARS = 8000  # of a reply, where nobody says otherwise
+MAX_REPLY_CHARS = 8000  # the default limit on the length of a reply
+MAX_METADATA_CHARS = 10_000  # of a reply's metadata as JSON
 RESERVED_NAMES = frozenset({"think", "answer", "information"})
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 class ToolUnavailableError(RuntimeError):
-    """A tool is out: timeouts, connection errors, 5xx, or a bug in the tool. Never the policy's fault.
+    """A tool is unavailable: a time-out, a connection error, a 5xx, or a bug in the tool. Never the policy's fault.
 
-    ``call`` is the record of the failed call when a toolbox raised it.
+    ``call`` is the record of the failed call, if a toolbox raised this.
     """
 
     def __init__(self, message: str, call: ToolCall | None = None) -> None:
@@ -37,17 +39,17 @@ class ToolUnavailableError(RuntimeError):
 
 
 class ToolInputError(ValueError):
-    """The request is malformed: the policy's fault, shown to it as an observation."""
+    """The policy's request is malformed. The message becomes its observation."""
 
 
 class ToolReply(NamedTuple):
-    """What a tool says.
+    """What a tool replies.
 
     Attributes:
         text: shown to the policy.
-        hits: number of results, where that means something.
-        metadata: JSON values; ``cached: True`` marks a reply that cost no call, ``cut_from: N`` one that had N
-            characters before it was cut.
+        hits: number of results, for tools where that means something.
+        metadata: JSON values, for recorded replies. ``cached: True``: the reply needed no call. ``cut_from: N``: the
+            reply had N characters before it was cut.
     """
 
     text: str
@@ -56,10 +58,11 @@ class ToolReply(NamedTuple):
 
     @classmethod
     def received(cls, result: Any, max_chars: int) -> ToolReply:
-        """The border where a tool's reply enters: what a tool returned, as valid text of at most ``max_chars``.
+        """Check what a tool returned, and make it valid text of at most ``max_chars``.
 
         Raises:
-            TypeError: it is neither a text nor a reply, which is a bug of the tool.
+            TypeError: it is neither a text nor a reply, or its metadata is not JSON or is longer than
+                ``MAX_METADATA_CHARS``. Each is a bug of the tool.
         """
         reply = cls(result) if isinstance(result, str) else result
         if not isinstance(reply, cls) or not isinstance(reply.text, str):
@@ -67,14 +70,26 @@ class ToolReply(NamedTuple):
                 f" with {type(reply.text).__name__}" if isinstance(reply, cls) else ""
             )
             raise TypeError(f"it returned {kind}, expected str or ToolReply")
+        if reply.metadata:
+            _check_metadata(reply.metadata)
         if len(reply.text) <= max_chars:
             return reply._replace(text=valid_text(reply.text))
-        metadata = {"cut_from": len(reply.text), **reply.metadata}  # a record that is replayed was cut before
+        # a recorded reply was cut when it was recorded, and keeps its own cut_from
+        metadata = {"cut_from": len(reply.text), **reply.metadata}
         return reply._replace(text=valid_text(reply.text[:max_chars]), metadata=metadata)
 
 
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    try:
+        size = len(json.dumps(dict(metadata)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"its metadata cannot be written as JSON ({error})") from error
+    if size > MAX_METADATA_CHARS:
+        raise TypeError(f"its metadata has {size:,} characters as JSON, more than {MAX_METADATA_CHARS:,}")
+
+
 class ToolRequest(NamedTuple):
-    """One block of the policy's: ``argument`` is the text between the tags."""
+    """A tool block that the policy wrote; ``argument`` is the text between its tags."""
 
     tool: str
     argument: str
@@ -86,13 +101,12 @@ class ToolCall:
 
     Attributes:
         reply: text for the policy; for ``ok=False`` it says what was wrong with the request.
-        ok: False when the request was malformed or the tool was out.
-        error: None, or what went wrong.
-        latency_s: seconds, retries and waits included.
+        ok: False if the request was malformed or the tool was unavailable.
+        error: what went wrong, or None.
+        latency_s: seconds, with retries and the waits before them.
         attempts: how often the tool was tried.
-        cached: the reply was replayed from a record.
-        cut_from: characters that the tool's reply had before it was cut to ``Limits.max_reply_chars``; None: it is
-            whole.
+        cached: the reply was replayed from a record or came from a cache.
+        cut_from: characters of the tool's reply before it was cut to ``Limits.max_reply_chars``; None if it was not.
     """
 
     tool: str
@@ -114,19 +128,19 @@ ToolResult = str | ToolReply
 class Tool(Protocol):
     """A callable with a name and a typed schema.
 
-    It is called with the block's text when its schema has one string parameter, else with keyword arguments from a JSON
-    object. Optional members:
+    It is called with the text of the block if its schema has a single string parameter, or else with keyword arguments
+    from a JSON object. Optional members:
 
-    - ``inline = True``: a fast in-process call, safe on the event loop. Others run in a thread, which is abandoned at
-      the deadline.
+    - ``inline = True``: the call is fast and in this process, so it is safe on the event loop. Other tools run in a
+      thread, which is abandoned at the deadline.
     - ``acall``: the coroutine version of ``__call__``.
-    - ``call_batch(arguments)``: takes a list of texts (or of mappings) and returns as many results; an exception
-      instance in a slot fails that request alone.
-    - ``is_sample = True``: it stands in for the real thing, as a search in a task's embedded sample does.
+    - ``call_batch(arguments)``: takes a list of texts (or of mappings) and returns as many results. An exception
+      instance among them fails only its own request.
+    - ``is_sample = True``: it replaces the real thing, such as a search in a task's embedded sample.
     - ``close()``: frees what the tool holds.
     - ``new_episode(seed)``, ``get_state()`` and ``set_state(state)``, all three: the tool keeps state. The environment
-      calls ``new_episode`` at each reset and uses the tool that it returns for that episode alone; see
-      docs/add_a_tool.md. A tool without them is shared by all episodes, also by those that run at the same time.
+      calls ``new_episode`` at each reset and uses the returned tool for that episode alone; see docs/add_a_tool.md. A
+      tool without them is shared by all episodes, which may run at the same time.
     """
 
     @property
@@ -163,15 +177,15 @@ _STATE_MEMBERS = ("new_episode", "get_state", "set_state")
 
 
 def keeps_state(tool: object) -> bool:
-    """Whether each episode needs an object of its own of this tool."""
+    """Whether each episode needs its own object of this tool."""
     return hasattr(tool, "new_episode")
 
 
 def begin_episode(tool: Tool, seed: int) -> Tool:
-    """The object of a tool that keeps state for one episode.
+    """The object of a stateful tool that serves one episode.
 
     Raises:
-        TypeError: ``new_episode`` returned the tool itself, or something else than a tool of its name.
+        TypeError: ``new_episode`` did not return another tool of the same name.
     """
     made: Any = tool.new_episode(seed)  # type: ignore[attr-defined]
     if made is tool or getattr(made, "name", None) != tool.name or not keeps_state(made):
@@ -181,19 +195,17 @@ def begin_episode(tool: Tool, seed: int) -> Tool:
 
 
 def as_tool(tool: ToolLike) -> Tool:
-    """A tool from a plain function (its name, docstring and type hints), or the tool itself.
+    """Make a tool of a plain function, from its name, docstring and type hints. A tool is returned as it is.
 
-    A function attribute ``inline = True`` is kept.
+    An attribute ``inline = True`` of the function is kept.
 
     Raises:
-        TypeError: neither a function nor a tool, a parameter without a usable type hint, or one of the three members of
-            a tool that keeps state without the others.
-        ValueError: a name that cannot be a tag, or one that the turn format reserves; a schema that is none.
+        TypeError: it is neither a function nor a tool, a parameter has no usable type hint, or only some of the three
+            members of a stateful tool are there.
+        ValueError: the name cannot be a tag or is reserved by the turn format, or the schema is not a schema.
     """
     if inspect.iscoroutinefunction(tool):
-        raise TypeError(
-            f"tool {tool.__name__} is a coroutine: give an object with __call__ and acall instead"
-        )
+        raise TypeError(f"tool {tool.__name__} is a coroutine: give an object with __call__ and acall")
     if inspect.isroutine(tool):
         function: Callable[..., ToolResult] = tool
         made: Tool = _FunctionTool(
@@ -206,16 +218,14 @@ def as_tool(tool: ToolLike) -> Tool:
     elif isinstance(tool, Tool):
         made = tool
     else:
-        raise TypeError(
-            f"{tool!r} is no tool: give a function, or an object with name, description and schema"
-        )
+        raise TypeError(f"{tool!r} is not a tool: give a function or an object with name and schema")
     missing = [name for name in _STATE_MEMBERS if not hasattr(made, name)]
     if keeps_state(made) and missing:
         raise TypeError(f"tool {made.name} has new_episode, so it needs {' and '.join(missing)} as well")
     check_schema(made.schema, f"tool {made.name}")
     if not _NAME.fullmatch(made.name) or made.name in RESERVED_NAMES:
         raise ValueError(
-            f"a tool cannot be named {made.name!r}: its name is its tag, letters and digits, and "
-            f"{', '.join(sorted(RESERVED_NAMES))} are taken"
+            f"a tool cannot be named {made.name!r}: its name is its tag, made of letters and digits, and "
+            f"{', '.join(sorted(RESERVED_NAMES))} are reserved"
         )
     return made

@@ -1,4 +1,4 @@
-"""JSON schemas of tools: derived from a function's signature, checked against what the policy wrote."""
+"""JSON schemas of tools: derived from a function's signature, and used to check what the policy wrote."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from sorl_env.text import quoted, read_json
 
-_MAX_WORDS = 200  # characters of a message that quotes the policy
-MAX_INTEGER = 2**63 - 1  # larger ones are what nobody asks for and what arithmetic with floats raises on
+_MAX_PROBLEM_CHARS = 200  # of a message about the policy's arguments that Python wrote
+MAX_INTEGER = 2**63 - 1  # no tool needs larger ones, and arithmetic of them with floats raises
 
 _SCALARS: dict[type, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
@@ -40,13 +40,9 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     required: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise TypeError(
-                f"tool {name}: parameter {parameter} cannot be filled by name; use plain parameters"
-            )
+            raise TypeError(f"tool {name}: parameter {parameter} cannot be passed by name")
         if parameter.name not in hints:
-            raise TypeError(
-                f"tool {name}: parameter {parameter.name!r} needs a type hint, for example `: str`"
-            )
+            raise TypeError(f"tool {name}: parameter {parameter.name!r} needs a type hint, such as `: str`")
         properties[parameter.name] = _schema_of_hint(hints[parameter.name], f"tool {name}: {parameter.name}")
         if parameter.default is parameter.empty:
             required.append(parameter.name)
@@ -68,16 +64,14 @@ def _schema_of_hint(hint: Any, where: str) -> dict[str, Any]:
     if origin in (Union, types.UnionType):
         options = [{"type": "null"} if arg is type(None) else _schema_of_hint(arg, where) for arg in args]
         return {"anyOf": options}
-    raise TypeError(
-        f"{where}: no JSON schema for type {hint!r}; use str, int, float, bool, list, dict or Literal"
-    )
+    raise TypeError(f"{where}: no JSON schema for {hint!r}; use str, int, float, bool, list, dict or Literal")
 
 
 def check_schema(schema: Mapping[str, Any], where: str) -> None:
     """Refuse a schema that ``find_problem`` cannot read.
 
     Raises:
-        ValueError: the arguments are no object, or something has an unknown type.
+        ValueError: the arguments are not an object, or a part of the schema has an unknown type.
     """
     if schema.get("type") != "object" or not isinstance(schema.get("properties"), Mapping):
         raise ValueError(f"{where}: its schema must be an object with properties, not {schema!r}")
@@ -86,24 +80,24 @@ def check_schema(schema: Mapping[str, Any], where: str) -> None:
         part = pending.pop()
         if "type" in part and not (isinstance(part["type"], str) and part["type"] in _PYTHON_TYPES):
             raise ValueError(
-                f"{where}: unknown type {part['type']!r}; there are {', '.join(_PYTHON_TYPES)}, and anyOf"
+                f"{where}: unknown type {part['type']!r}; use {', '.join(_PYTHON_TYPES)} or anyOf"
             )
         pending += [*part.get("anyOf", ()), *part.get("properties", {}).values()]
         pending += [part["items"]] if "items" in part else []
 
 
 def takes_raw_text(schema: Mapping[str, Any]) -> bool:
-    """True when the tool has a single, free string parameter: the block's body is that argument, not JSON."""
+    """Whether the block's text itself is the argument, and not JSON: the only parameter is any string."""
     properties = list(schema["properties"].values())
     return len(properties) == 1 and properties[0].get("type") == "string" and "enum" not in properties[0]
 
 
 def read_arguments(body: str, schema: Mapping[str, Any], signature: inspect.Signature) -> tuple[Any, str]:
-    """The arguments in the body of a policy's block, and what is wrong with them, in words for the policy.
+    """The arguments in a block's body, and what is wrong with them in words for the policy ("" if nothing is).
 
-    A tool is called only with arguments that its schema and its signature allow. So an exception that it raises all the
-    same is a bug of its own, and not something that a policy can bring about at will: it would end the trajectory and
-    keep it out of the loss and of an evaluation.
+    A tool is called only with arguments that its schema and its signature allow. If it raises all the same, that is a
+    bug of the tool and not something that a policy could cause at will, to end bad trajectories that would then be left
+    out of the loss and of evaluations.
     """
     known = schema["properties"]
     try:
@@ -120,22 +114,22 @@ def read_arguments(body: str, schema: Mapping[str, Any], signature: inspect.Sign
         try:
             signature.bind(**arguments)
         except TypeError as error:
-            problem = str(error)[:_MAX_WORDS]
+            problem = str(error)[:_MAX_PROBLEM_CHARS]
     return arguments, f"The request does not fit the tool: {problem}." if problem else ""
 
 
 def find_problem(value: Any, schema: Mapping[str, Any], path: str = "arguments") -> str | None:
-    """What is wrong with ``value``, in words for the policy, or None.
+    """What is wrong with ``value``, in words for the policy, or None. The message is short, however long the value is.
 
-    Checks ``type, enum, anyOf, properties, required, additionalProperties, items, minimum, maximum``; other keywords
-    of a hand-written schema are for the reader. The words are few, however long the value is.
+    Checks ``type, enum, anyOf, properties, required, additionalProperties, items, minimum, maximum``. Other keywords of
+    a hand-written schema are ignored.
     """
     if "anyOf" in schema:
         if any(find_problem(value, option, path) is None for option in schema["anyOf"]):
             return None
         wanted = " or ".join(str(option.get("type", option.get("enum"))) for option in schema["anyOf"])
         return f"{path} must be {wanted}"
-    # by type too: in Python True equals 1, in JSON it does not
+    # compare types as well: in Python True equals 1, in JSON it does not
     if "enum" in schema and not any(type(value) is type(one) and value == one for one in schema["enum"]):
         return f"{path} must be one of {', '.join(map(repr, schema['enum']))}"
     expected = schema.get("type")
@@ -155,9 +149,9 @@ def find_problem(value: Any, schema: Mapping[str, Any], path: str = "arguments")
 
 
 def _find_extreme(value: Any) -> str | None:
-    """The number in a JSON value that no tool should have to expect, in words for the policy, or None.
+    """What is extreme about a number in a JSON value, in words for the policy, or None.
 
-    Python reads ``NaN``, ``Infinity`` and ``1e999``, which are no JSON numbers, and integers of thousands of digits.
+    Python's parser accepts ``NaN``, ``Infinity`` and ``1e999``, which are not JSON, and integers of any length.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return "a number is not finite"
@@ -170,7 +164,7 @@ def _find_extreme(value: Any) -> str | None:
 
 
 def _has_type(value: Any, expected: str) -> bool:
-    if isinstance(value, bool):  # bool is an int in Python, not in JSON
+    if isinstance(value, bool):  # a bool is an int in Python, but not in JSON
         return expected == "boolean"
     return isinstance(value, _PYTHON_TYPES[expected])
 

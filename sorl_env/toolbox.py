@@ -1,4 +1,4 @@
-"""The toolbox: calls tools with retries under a deadline, one at a time, in batches, or on an event loop."""
+"""The toolbox calls tools with retries and a deadline: one call, a batch of calls, or calls on an event loop."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from sorl_env.tool_schema import read_arguments, takes_raw_text
 
 logger = logging.getLogger(__name__)
 
-_MAX_REASON_CHARS = 1000  # of why a tool is out: an exception can hold a whole reply
-_jitter = random.Random()  # its own generator: retries must not disturb anyone's seeds
+_MAX_REASON_CHARS = 1000  # of an error message about a tool: an exception can hold a whole reply
+_jitter = random.Random()  # its own generator, so that retries do not change the draws of others
 
 
 class Toolbox:
     """The tools of an environment.
 
-    ``call``, ``call_batch`` and ``acall`` return outcomes as values: a ``ToolCall``, or a ``ToolUnavailableError`` once
-    retries or time have run out. A malformed request is a ``ToolCall`` with ``ok=False`` and a reply that says why.
-    A tool that raises anything else has a bug: it counts as unavailable at once, and its traceback is logged once.
+    ``call``, ``call_batch`` and ``acall`` return a ``ToolCall``, or a ``ToolUnavailableError`` once the retries or the
+    time are used up. A malformed request gives a ``ToolCall`` with ``ok=False`` and a reply that says why. A tool that
+    raises anything else has a bug: it counts as unavailable at once, and its traceback is logged once.
 
     Args:
-        timeout_s: seconds for one call in all, retries and waits included.
-        retries: tries after the first one.
-        backoff_s: wait before the first retry; it doubles from one to the next, with jitter.
-        max_threads: calls of one batch that run at a time, for tools without ``call_batch``.
-        max_reply_chars: characters of one reply; what is longer is cut at once, and the record says so.
+        timeout_s: seconds for one call in all, with retries and the waits before them.
+        retries: further tries after the first one fails.
+        backoff_s: wait before the first retry; it doubles with each retry, and has jitter.
+        max_threads: threads for the calls of one batch, for tools without ``call_batch``.
+        max_reply_chars: a longer reply is cut at once, and its record says so.
 
     Raises:
         ValueError: two tools share a name.
@@ -81,10 +81,10 @@ class Toolbox:
         self._logged_bugs: set[tuple[str, type[BaseException]]] = set()
 
     def for_episode(self, seed: int) -> Toolbox:
-        """A toolbox with an object of its own for each tool that keeps state; the others are the same objects.
+        """A toolbox for one episode: stateful tools are the episode's own, the others are the same objects.
 
         Raises:
-            TypeError: ``new_episode`` of a tool returned something else than a tool of that name.
+            TypeError: a tool's ``new_episode`` did not return a tool of that name.
         """
         box = copy.copy(self)
         box.tools = tuple(begin_episode(tool, seed) if keeps_state(tool) else tool for tool in self.tools)
@@ -92,12 +92,12 @@ class Toolbox:
         return box
 
     def is_inline(self, name: str) -> bool:
-        """Whether calls of that tool run where they are made, and not on a thread."""
+        """Whether calls of that tool run in the calling thread, and not in one of their own."""
         bound = self._bound.get(name)
         return bound is None or bound.inline
 
     def call(self, request: ToolRequest) -> ToolOutcome:
-        """Call one tool and wait for it, at most ``timeout_s``."""
+        """Call one tool and wait for its outcome, at most ``timeout_s``."""
         prepared = self._prepare(request)
         if isinstance(prepared, ToolCall):
             return prepared
@@ -112,7 +112,7 @@ class Toolbox:
                     result = bound.run(argument)
                 else:
                     result = _start_thread(bound.run, argument).result(self._remaining_s(started))
-            except Exception as error:  # noqa: BLE001  whatever a tool raises becomes the outcome of its own call
+            except Exception as error:  # noqa: BLE001  any error of a tool becomes the outcome of its own call
                 result = error
             verdict = self._settle(request, result, time.perf_counter() - started, attempts)
             if not isinstance(verdict, float):
@@ -120,7 +120,7 @@ class Toolbox:
             time.sleep(verdict)
 
     async def acall(self, request: ToolRequest) -> ToolOutcome:
-        """Call one tool without blocking the event loop; a call that hangs is abandoned at the deadline."""
+        """Call one tool without blocking the event loop. A call that hangs is abandoned at the deadline."""
         prepared = self._prepare(request)
         if isinstance(prepared, ToolCall):
             return prepared
@@ -149,7 +149,7 @@ class Toolbox:
     def call_batch(self, requests: Sequence[ToolRequest]) -> list[ToolOutcome]:
         """Call tools for many requests; outcomes in their order.
 
-        One ``call_batch`` for each tool that offers it; concurrent calls for the others.
+        Each tool that offers ``call_batch`` gets one such call; other tools get concurrent calls.
         """
         names = {request.tool for request in requests}
         if len(names) == 1:
@@ -170,7 +170,7 @@ class Toolbox:
             return list(pool.map(self.call, requests))
 
     def _call_batched(self, bound: _BoundTool, requests: Sequence[ToolRequest]) -> list[ToolOutcome]:
-        """Rounds of one batched call: what failed in a round and may be retried makes up the next."""
+        """Make one batched call per round; the requests that failed in a round and may be retried form the next."""
         outcomes: list[Any] = [self._prepare(request) for request in requests]
         arguments = [None if isinstance(one, ToolCall) else one[1] for one in outcomes]
         waiting = [index for index, one in enumerate(outcomes) if not isinstance(one, ToolCall)]
@@ -188,7 +188,7 @@ class Toolbox:
         return outcomes
 
     def _run_batch(self, bound: _BoundTool, arguments: list[Any], started: float) -> Sequence[Any]:
-        """One result or exception an argument; a batch that fails as a whole fails each of them."""
+        """One result or exception for each argument; if the batch fails as a whole, each of them has its exception."""
         assert bound.run_batch is not None
         try:
             if bound.inline:
@@ -202,7 +202,7 @@ class Toolbox:
         return results
 
     def close(self, only: frozenset[str] | None = None) -> None:
-        """Close the tools that hold something open; with ``only``, those of these names."""
+        """Close the tools; with ``only``, just those with these names."""
         for tool in self.tools:
             close = getattr(tool, "close", None)
             if close is not None and (only is None or tool.name in only):
@@ -212,7 +212,7 @@ class Toolbox:
         return started + self.timeout_s - time.perf_counter()
 
     def _prepare(self, request: ToolRequest) -> tuple[_BoundTool, Any] | ToolCall:
-        """The tool and its argument, or the observation for a request that cannot be served."""
+        """The tool and its argument, or the record of a request that cannot be served."""
         bound = self._bound.get(request.tool)
         if bound is not None and bound.raw_text:
             return bound, request.argument
@@ -227,7 +227,7 @@ class Toolbox:
     def _settle(
         self, request: ToolRequest, result: Any, latency_s: float, attempts: int
     ) -> ToolOutcome | float:
-        """What one attempt's result or exception means: an outcome, or the seconds to wait before another try."""
+        """The outcome that one attempt's result or exception means, or the seconds to wait before another try."""
         refused = isinstance(result, ToolInputError)
         if refused or not isinstance(result, Exception):
             try:
@@ -261,7 +261,7 @@ class Toolbox:
 
 @dataclass(frozen=True)
 class _BoundTool:
-    """A tool with its calling convention resolved: each ``run`` takes one decoded argument."""
+    """A tool and how to call it: each ``run`` takes one decoded argument."""
 
     tool: Tool
     signature: inspect.Signature
@@ -303,19 +303,19 @@ def _say(error: Exception) -> str:
 
 
 def _is_outage(error: Exception) -> bool:
-    """Worth another try: a time-out, a lost connection, a server's 5xx, 408 or 429."""
+    """Whether another try may help: after a time-out, a lost connection, or a server's 5xx, 408 or 429."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return status >= 500 or status in (408, 429)
-    # OSError covers sockets, urllib and requests; the time-out classes are one only from Python 3.11 on
+    # OSError covers sockets, urllib and requests; before Python 3.11 there are three classes of time-outs
     kinds: tuple[type[BaseException], ...] = (ToolUnavailableError, OSError, TimeoutError)
     kinds += (asyncio.TimeoutError, concurrent.futures.TimeoutError)
-    httpx = sys.modules.get("httpx")  # its errors can only come from a tool that has imported it
+    httpx = sys.modules.get("httpx")  # errors of httpx can only come from a tool that has imported it
     return isinstance(error, kinds if httpx is None else (*kinds, httpx.TransportError))
 
 
 def _start_thread(function: Callable[[Any], Any], argument: Any) -> Future[Any]:
-    """Run ``function`` in a daemon thread, which an interpreter about to exit does not wait for."""
+    """Run ``function`` in a daemon thread, for which Python does not wait when it ends."""
     future: Future[Any] = Future()
 
     def work() -> None:
@@ -323,7 +323,7 @@ def _start_thread(function: Callable[[Any], Any], argument: Any) -> Future[Any]:
             return
         try:
             result = function(argument)
-        except BaseException as error:  # noqa: BLE001  handed to the waiting side, which raises it
+        except BaseException as error:  # noqa: BLE001  passed to the waiting side, which raises it
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -333,7 +333,7 @@ def _start_thread(function: Callable[[Any], Any], argument: Any) -> Future[Any]:
 
 
 async def _within(future: asyncio.Future[Any], timeout_s: float) -> Any:
-    """Await with a deadline that holds even when the awaited side ignores its cancellation."""
+    """Await with a deadline, which holds even if what is awaited ignores its cancellation."""
     try:
         done, _ = await asyncio.wait({future}, timeout=max(timeout_s, 0.0))
     finally:

@@ -1,4 +1,4 @@
-"""The typed record of one rollout: token in, token out, annotated turn by turn.
+"""The typed record of one rollout: its tokens, and what each turn of the policy did.
 
 Layout of a two-turn trajectory (P prompt, A sampled by the policy, O observation)::
 
@@ -7,7 +7,7 @@ Layout of a two-turn trajectory (P prompt, A sampled by the policy, O observatio
     turn_ids          = [-1 -1 -1 0  0  0  -1 -1 1  1 ]
     rollout_log_probs = [0  0  0  l  l  l  0  0  l  l ]
 
-The ids are those the sampler saw and drew: a turn is never decoded and tokenized again.
+The ids are those that the sampler saw and drew: a turn is never decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class StopReason(str, Enum):
     MAX_TOKENS = "max_tokens"  # the token budget ran out
     MAX_SECONDS = "max_seconds"  # the time budget ran out
     INVALID = "invalid"  # the turn budget ran out on a malformed turn
-    ERROR = "error"  # a tool was out, or the task raised
+    ERROR = "error"  # a tool was unavailable, or the task raised
     ABORTED = "aborted"  # stopped from outside
 
     @property
     def excluded(self) -> bool:
-        """True when the trajectory says nothing about the policy: no loss, no place in a group baseline."""
+        """Whether the trajectory says nothing about the policy; it is left out of the loss and of group baselines."""
         return self in (StopReason.ERROR, StopReason.ABORTED)
 
 
@@ -47,16 +47,16 @@ class Turn:
     """One policy message and the environment's reply.
 
     Attributes:
-        index: 0-based turn number, equal to the value in ``Trajectory.turn_ids``.
+        index: number of the turn from 0, equal to the value in ``Trajectory.turn_ids``.
         text: the policy's message as decoded from its tokens.
         kind: ``tool``, ``answer`` or ``invalid``.
         content: the query or the answer, empty for an invalid turn.
         format_error: the parser's error code, None for a valid turn.
         observation: the environment's reply, empty after the last turn.
         reward_items: rewards of this turn by name.
-        tool_calls: what the tools were asked and said.
+        tool_calls: records of the turn's tool calls.
         start, end: the turn's tokens are ``token_ids[start:end]``.
-        policy_version: number of optimizer rounds behind the weights that sampled the turn.
+        policy_version: number of training steps behind the weights that sampled the turn.
         generate_s, tool_s: seconds.
     """
 
@@ -77,12 +77,12 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One rollout. Arrays have shape (L,), L tokens in all; see the module's layout.
+    """One rollout. Arrays have shape (L,) for L tokens, see the docstring of this module.
 
     Attributes:
-        id: unique within a run, ``{group_id}/{index in group}``.
-        group_id: rollouts of the same prompt in the same batch share it.
-        seed: seeds the sampler's draws for this trajectory.
+        id: unique within a run: ``{group_id}/{index in group}``.
+        group_id: shared by the rollouts of the same prompt in the same batch.
+        seed: seed of the sampler's draws for this trajectory.
         reward: sum of ``reward_items``.
         error: what went wrong, for ``StopReason.ERROR``.
     """
@@ -110,17 +110,16 @@ class Trajectory:
     def __post_init__(self) -> None:
         length = len(self.token_ids)
         for name in ("action_mask", "turn_ids", "rollout_log_probs"):
-            if len(getattr(self, name)) != length:
-                raise ValueError(
-                    f"trajectory {self.id}: {name} has {len(getattr(self, name))} entries, token_ids {length}"
-                )
+            entries = len(getattr(self, name))
+            if entries != length:
+                raise ValueError(f"trajectory {self.id}: {name} has {entries} entries, token_ids {length}")
 
     @property
     def excluded(self) -> bool:
-        """Left out of the loss and of the group baseline (see ``StopReason.excluded``)."""
+        """Whether it is left out of the loss and of group baselines (see ``StopReason.excluded``)."""
         return self.stop_reason.excluded
 
     @property
     def num_action_tokens(self) -> int:
-        """|y| in the paper: tokens the policy sampled."""
+        """Number of tokens that the policy sampled; |y| in the paper."""
         return int(self.action_mask.sum())

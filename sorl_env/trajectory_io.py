@@ -1,13 +1,13 @@
-"""Trajectories as files: JSONL (``.gz`` too) and Parquet, exact in both directions.
+"""Write and read trajectory files, JSONL (also gzipped) and Parquet, without loss in either direction.
 
-Both hold the same record, the fields of ``Trajectory`` under their own names; both load with ``datasets``::
+Both hold the same records, the fields of ``Trajectory`` under their own names, and both load with ``datasets``::
 
     datasets.load_dataset("json", data_files="run/trajectories/step_*.jsonl")
     datasets.load_dataset("parquet", data_files="steps.parquet")
 
-Arrow infers types from values, so what is empty, None or different in some rows would change the schema from
-one file to the next. Hence mappings and tool calls are strings of JSON (``json.loads(row["reward_items"])``),
-and None is the empty string.
+Arrow infers types from values, so a field that is empty, None or of different types in some rows would change the
+schema from one file to the next. Hence mappings and tool calls are stored as strings of JSON
+(``json.loads(row["reward_items"])``), and None as the empty string.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import uuid
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,7 +41,7 @@ _DTYPES = {
     "rollout_log_probs": np.float32,
 }
 
-# What SCHEMA_VERSION stands for: columns and Arrow's names of their types. A change here is a new version.
+# The columns that SCHEMA_VERSION stands for, and Arrow's names of their types. A change here is a new version.
 _TURN_COLUMNS = {
     "index": "int64",
     "text": "string",
@@ -79,17 +80,17 @@ _COLUMNS = {
 }
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {"string": (str,), "int64": (int,), "float64": (float, int)}
 _CALL_FIELDS = tuple(field.name for field in dataclasses.fields(ToolCall))
-# Fields of a tool call that older files lack, by the version they came with; such files are read with the defaults.
+# Fields of a tool call that older files lack, with the version that added them; such files get the defaults.
 _CALL_FIELDS_SINCE = {"cut_from": 2}
 _OLDEST_READ = 1
 
 
 # --- files ----------------------------------------------------------------------------------------
 def write_jsonl(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write one trajectory a line, gzipped if the name ends in ``.gz``. The file appears whole or not at all.
+    """Write one trajectory per line, gzipped if the name ends in ``.gz``. The file appears complete or not at all.
 
     Raises:
-        UserError: ``metadata`` holds something JSON cannot.
+        UserError: ``metadata`` holds something that JSON cannot.
     """
     path = Path(path)
     with (
@@ -110,7 +111,7 @@ def iter_jsonl(path: str | Path) -> Iterator[Trajectory]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: a line that is no trajectory of a known schema version, named by file and line.
+        UserError: a line is not a trajectory of a known schema version; the message names file and line.
     """
     path = Path(path)
     opener = gzip.open if path.suffix == ".gz" else open
@@ -122,16 +123,15 @@ def iter_jsonl(path: str | Path) -> Iterator[Trajectory]:
                 if line.strip():
                     yield _decode(_parse_line(line, where), where)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise UserError(
-                f"{path}:{number + 1}: the gzip stream is broken ({error}); was it cut off?"
-            ) from error
+            where = f"{path}:{number + 1}"
+            raise UserError(f"{where}: the gzip stream is broken ({error}); was it cut off?") from error
 
 
 def write_parquet(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write a Parquet file whose schema is the same for every file. It appears whole or not at all.
+    """Write a Parquet file; all such files have the same schema. It appears complete or not at all.
 
     Raises:
-        UserError: pyarrow is missing, or ``metadata`` holds something JSON cannot.
+        UserError: pyarrow is missing, or ``metadata`` holds something that JSON cannot.
     """
     pa, parquet = _pyarrow()
     schema = _arrow_schema(pa)
@@ -140,10 +140,9 @@ def write_parquet(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
         _replacing(path) as unfinished,
         parquet.ParquetWriter(unfinished, schema, compression="zstd") as writer,
     ):
-        for batch in _batched(trajectories, _PARQUET_BATCH):
-            writer.write_table(
-                pa.Table.from_pylist([_encode(trajectory) for trajectory in batch], schema=schema)
-            )
+        records = map(_encode, trajectories)
+        while batch := list(islice(records, _PARQUET_BATCH)):
+            writer.write_table(pa.Table.from_pylist(batch, schema=schema))
 
 
 def read_parquet(path: str | Path) -> list[Trajectory]:
@@ -151,22 +150,21 @@ def read_parquet(path: str | Path) -> list[Trajectory]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: no pyarrow, no Parquet file, or a row that is no trajectory of a known schema version.
+        UserError: pyarrow is missing, the file is not Parquet, or a row is not a trajectory of a known schema version.
     """
     pa, parquet = _pyarrow()
     path = Path(path)
     try:
         file = parquet.ParquetFile(path)
     except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is no Parquet file: {error}") from error
+        raise UserError(f"{path} is not a Parquet file: {error}") from error
     found: list[Trajectory] = []
     with file:
         for batch in file.iter_batches(batch_size=_PARQUET_BATCH):
             names = [name for name in batch.schema.names if name not in _DTYPES]
             for i, record in enumerate(batch.select(names).to_pylist()):
-                for name in _DTYPES.keys() & set(
-                    batch.schema.names
-                ):  # arrays need no detour over Python objects
+                # arrays are taken as they are, without making Python objects of their values
+                for name in _DTYPES.keys() & set(batch.schema.names):
                     record[name] = batch.column(name)[i].values.to_numpy(zero_copy_only=False)
                 found.append(_decode(record, f"{path}: row {len(found) + 1}"))
     return found
@@ -174,7 +172,7 @@ def read_parquet(path: str | Path) -> list[Trajectory]:
 
 # --- records --------------------------------------------------------------------------------------
 def _encode(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as plain values that JSON and Arrow both hold exactly."""
+    """A trajectory as plain values, which both JSON and Arrow hold exactly."""
     record = {name: getattr(trajectory, name) for name in _COLUMNS}
     record |= {name: getattr(trajectory, name).tolist() for name in _DTYPES}
     record["rollout_log_probs"] = _shortest(trajectory.rollout_log_probs)
@@ -186,9 +184,7 @@ def _encode(trajectory: Trajectory) -> dict[str, Any]:
     try:
         record["metadata"] = json.dumps(dict(trajectory.metadata))
     except TypeError as error:
-        raise UserError(
-            f"trajectory {trajectory.id}: metadata must hold JSON values only: {error}"
-        ) from error
+        raise UserError(f"trajectory {trajectory.id}: metadata must hold JSON values: {error}") from error
     return record
 
 
@@ -205,7 +201,7 @@ def _items_to_json(items: Mapping[str, float]) -> str:
 
 
 def _shortest(values: NDArray[np.float32]) -> list[float]:
-    """Float32 values as the doubles with the fewest digits that round back to them: half the file's size."""
+    """Float32 values as the doubles with the fewest digits that round back to them, which halves the file's size."""
     shortest: list[float] = values.astype(np.float32).astype(str).astype(np.float64).tolist()
     return shortest
 
@@ -214,7 +210,7 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
     cut_off = (
         ""
         if line.endswith(b"\n")
-        else "; its end is missing, as if its writer was stopped: write the file again, or delete this last line"
+        else "; its end is missing, so delete this last line or write the file again"
     )
     try:
         record = read_json(line)
@@ -229,8 +225,8 @@ def _decode(record: Mapping[str, Any], where: str) -> Trajectory:
     version = record.get("schema_version")
     if type(version) is not int or not _OLDEST_READ <= version <= SCHEMA_VERSION:
         raise UserError(
-            f"{where}: schema_version is {version!r}, this version of sorl reads {_OLDEST_READ} to {SCHEMA_VERSION}: "
-            "read the file with the version of sorl that wrote it"
+            f"{where}: schema_version is {version!r}, but this version of sorl reads {_OLDEST_READ} to "
+            f"{SCHEMA_VERSION}: read the file with the version of sorl that wrote it"
         )
     _check_names(record, _COLUMNS, where)
     _check_types(record, _COLUMNS, where)
@@ -274,14 +270,14 @@ def _decode_turn(record: Mapping[str, Any], version: int, where: str) -> Turn:
 def _check_names(record: Mapping[str, Any], expected: Collection[str], where: str) -> None:
     for name in expected:
         if name not in record:
-            raise UserError(f"{where}: the field {name!r} is missing; there are: {', '.join(record)}")
+            raise UserError(f"{where}: the field {name!r} is missing; the fields are {', '.join(record)}")
     for name in record:
         if name not in expected:
             raise UserError(f"{where}: unknown field {name!r}. {did_you_mean(name, expected)}")
 
 
 def _check_types(record: Mapping[str, Any], columns: Mapping[str, str], where: str) -> None:
-    """Refuse a text or a number that is null or of another type; lists are checked as arrays are made of them."""
+    """Refuse a text or number that is null or has another type. Lists are checked when arrays are made of them."""
     for name, alias in columns.items():
         expected = _PYTHON_TYPES.get(alias)
         value = record[name]
@@ -307,26 +303,13 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(
-            "Parquet needs pyarrow: pip install 'sorl[train]', or write .jsonl instead"
-        ) from error
+        raise UserError("Parquet needs pyarrow: pip install 'sorl[train]', or use .jsonl") from error
     return pyarrow, pyarrow.parquet
-
-
-def _batched(trajectories: Iterable[Trajectory], size: int) -> Iterator[list[Trajectory]]:
-    batch: list[Trajectory] = []
-    for trajectory in trajectories:
-        batch.append(trajectory)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which becomes ``path`` when the block ends well and vanishes otherwise."""
+    """A path to write to. It is renamed to ``path`` if the block succeeds, and removed if it raises."""
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.unfinished")
     try:
         yield unfinished
@@ -343,7 +326,7 @@ def _open_for_writing(path: Path, *, compress: bool) -> Iterator[TextIO]:
         with path.open("w", encoding="utf-8", newline="\n") as stream:
             yield stream
         return
-    # no name and no time in the header: the same trajectories give the same bytes
+    # without a name and a time in the header, the same trajectories give the same bytes
     with (
         path.open("wb") as raw,
         gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed,

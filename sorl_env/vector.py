@@ -1,4 +1,4 @@
-"""Many episodes at once: the searches of one step go out as one batched call."""
+"""Step many episodes together: the tool requests of one step go out as one batched call."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sorl_env.task import Limits, Task, ToolSettings
 from sorl_env.tool import ToolLike
 
 _VectorStep = tuple[tuple[str, ...], NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
-_DTYPES: Mapping[str, Any] = {"index": np.int64, "turn": np.int64, "is_sample": np.bool_}  # else objects
+_DTYPES: Mapping[str, Any] = {"index": np.int64, "turn": np.int64, "is_sample": np.bool_}  # others: object
 _NO_ROWS: Sequence[Sequence[Any]] = ((),) * (4 + len(TURN_INFO))
 
 
 class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
     """``num_envs`` episodes of one task, stepped together; they share examples and tools.
 
-    Observations are a tuple of strings, actions a sequence of strings; ``info`` holds arrays of shape (num_envs,) with
-    masks, as Gymnasium's own vector environments do. One generator draws the examples of all.
+    Observations are a tuple of strings, actions a sequence of strings. ``info`` holds arrays of shape (num_envs,) with
+    masks, as in Gymnasium's own vector environments. One random generator draws the examples of all environments.
 
     Args:
         autoreset_mode: ``NEXT_STEP``, Gymnasium's default: the step after an episode's end ignores the action and
@@ -36,9 +36,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
     Other arguments: see ``ToolUseEnv``.
     """
 
-    envs: tuple[
-        ToolUseEnv, ...
-    ] = ()  # also there when the constructor fails and Gymnasium closes what there is
+    envs: tuple[ToolUseEnv, ...] = ()  # for Gymnasium, which calls close() even if the constructor raises
 
     def __init__(
         self,
@@ -83,14 +81,14 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         self.observation_space = batch_space(first.observation_space, num_envs)
         self._toolbox = first.toolbox
         self._everyone = list(range(num_envs))
-        self._ended = [False] * num_envs  # NEXT_STEP: these begin anew in the coming step
+        self._ended = [False] * num_envs  # NEXT_STEP: these are reset by the coming step
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
         """Start an episode in every environment, on uniformly drawn examples or on ``options={"index": i}``.
 
-        The index is one number for all, or a sequence of one for each.
+        The index is one number for all environments, or a sequence with one for each.
         """
         super().reset(seed=seed)
         examples = self._read_indices(options) if options else self._draw(self.num_envs)
@@ -101,7 +99,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         return tuple(observations), infos
 
     def step(self, actions: Sequence[str]) -> _VectorStep:
-        """One turn of every episode; all of its tool requests go out together."""
+        """One turn of every episode; all tool requests go out together."""
         size = self.num_envs
         if len(actions) != size:
             raise UserError(f"{len(actions)} actions for {size} environments")
@@ -123,7 +121,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         return tuple(observations), _array(rewards, np.float64, running, size), ends[0], ends[1], infos
 
     def _take_turns(self, running: Sequence[int], actions: Sequence[str]) -> list[TurnRow]:
-        """The turns of the running episodes, as rows."""
+        """Play one turn of the running episodes; returns their rows."""
         envs = [self.envs[index] for index in running]
         requests = [env.begin_turn(actions[index]) for env, index in zip(envs, running, strict=True)]
         if self._toolbox.stateful:
@@ -141,7 +139,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
     def _set_final(
         self, rows: Sequence[TurnRow], observations: Sequence[str], infos: dict[str, Any]
     ) -> list[int]:
-        """SAME_STEP: the last observations and infos of what ended become ``final_*``; returns what ended."""
+        """SAME_STEP: make the last observations and infos of ended episodes ``final_*``; returns their indices."""
         size = self.num_envs
         ended = [index for index, over in enumerate(self._ended) if over]
         running = [index for index, over in enumerate(self._ended) if not over]
@@ -157,7 +155,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
     def _begin(
         self, which: Sequence[int], examples: Sequence[int], observations: list[str], infos: dict[str, Any]
     ) -> None:
-        """Begin episodes in some environments, on the examples of these numbers."""
+        """Begin episodes in the environments ``which``, on the examples of these numbers."""
         seeds = draw_tool_seeds(self._toolbox, self.np_random, len(which))
         begun = zip(which, examples, seeds, strict=True)
         rows = [self.envs[i].begin_episode_row(example, seed) for i, example, seed in begun]
@@ -166,7 +164,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         _stack(infos, EPISODE_INFO, columns, which, self.num_envs)
 
     def _draw(self, count: int) -> list[int]:
-        """Examples for new episodes, uniformly."""
+        """Uniformly drawn examples for ``count`` new episodes."""
         return (self.np_random.random(count) * len(self.envs[0].examples)).astype(int).tolist()
 
     def _read_indices(self, options: Mapping[str, Any]) -> list[int]:
@@ -178,7 +176,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         return [read_index_option({**options, "index": index}, size) for index in each]
 
     def render(self) -> tuple[str | None, ...] | None:  # type: ignore[override]
-        """The dialogues, one string an environment."""
+        """The dialogues, one string per environment."""
         return None if self.render_mode is None else tuple(env.render() for env in self.envs)
 
     def close_extras(self) -> None:
@@ -198,7 +196,7 @@ def _place(values: Sequence[str], indices: Sequence[int], into: list[str]) -> No
 def _stack(
     stacked: dict[str, Any], keys: Sequence[str], columns: Sequence[Any], indices: Sequence[int], size: int
 ) -> None:
-    """Add columns of some environments to ``{key: (size,) array, _key: (size,) mask}``, Gymnasium's form of infos."""
+    """Add columns of some environments as ``{key: (size,) array, _key: (size,) mask}``, as Gymnasium's infos are."""
     if not indices:
         return
     mask = _mask(indices, size)
@@ -222,8 +220,8 @@ def _stack_items(column: Sequence[Mapping[str, float]], indices: Sequence[int], 
 
 
 def _array(values: Sequence[Any], dtype: Any, indices: Sequence[int], size: int) -> NDArray[Any]:
-    """Values at their indices; zeros, or None among objects, elsewhere."""
-    array = np.fromiter(values, dtype, len(values))  # unlike np.array, it leaves lists among objects alone
+    """An array of ``size`` with the values at their indices; elsewhere 0, or None among objects."""
+    array = np.fromiter(values, dtype, len(values))  # np.array would make arrays of lists among the objects
     if len(values) == size:
         return array
     whole = np.full(size, None if dtype is object else 0, dtype)

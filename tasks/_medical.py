@@ -10,7 +10,7 @@ from sorl_tasks._qa import sample, search_tools
 from sorl_tasks.alphamed19k import parse_row as parse_choice_row
 from sorl_tasks.alphamed19k import prompt, reward, wrong_answer
 
-# Table 1 of the paper: task -> the column's title. In-domain are those that AlphaMed19K takes its questions from.
+# Table 1 of the paper: task -> title of its column. AlphaMed19K takes its questions from the in-domain benchmarks.
 IN_DOMAIN: Mapping[str, str] = {"medqa": "MedQA", "medmcqa": "MedMCQA"}
 OUT_OF_DOMAIN: Mapping[str, str] = {
     "pubmedqa": "PubMedQA",
@@ -28,11 +28,12 @@ def choice_task(
     hub: HubSource | None = None,
     corpus: str = "alphamed19k",
 ) -> Task:
-    """A multiple-choice benchmark with the search tool, the paper's medical prompt and the letter as reward.
+    """A multiple-choice benchmark with the search tool, the paper's medical prompt and a reward for the letter.
 
     Args:
-        parse_published: turns a row as the benchmark's authors publish it into one with ``options`` and ``answer_idx``;
-            a row that has ``options`` and ``golden_answers`` already (``sorl-data prepare``) is read as it is.
+        parse_published: converts a row as the benchmark's authors publish it into one with ``options`` and
+            ``answer_idx``. Rows with ``options`` and ``golden_answers`` (from ``sorl-data prepare``) need no
+            conversion.
         corpus: name of the embedded sample of passages.
     """
 
@@ -59,7 +60,7 @@ def letter_at(index: Any, count: int, column: str) -> str:
     """The letter of a numbered option, counted from 0.
 
     Raises:
-        ValueError: it is no number of one of ``count`` options, as where the answer is withheld (-1).
+        ValueError: it is not the number of one of ``count`` options; -1 marks an answer that is withheld.
     """
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
         raise ValueError(f"column {column!r} must number one of {count} options from 0, not {index!r}")

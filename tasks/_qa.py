@@ -19,7 +19,7 @@ _SAMPLES = Path(__file__).parent / "samples"
 _SPLITS = ("train", "test")
 _TEST_EVERY = 4
 
-# Search-R1's instruction (arXiv 2503.09516, Table 1), in nearly its words.
+# Search-R1's instruction (arXiv 2503.09516, Table 1), nearly word for word.
 _INSTRUCTION = (
     "Answer the given question. You must reason inside <think> and </think> first, every time you get new "
     "information. After reasoning, if you find that you lack some knowledge, you can call a search engine by "
@@ -31,21 +31,21 @@ _INSTRUCTION = (
 
 
 def qa_prompt(example: Example) -> str:
-    """The instruction and the question, which ends in a question mark as in Search-R1's data preparation."""
+    """The instruction and the question, which ends in a question mark as in Search-R1's prepared data."""
     question = example.question.strip()
     return f"{_INSTRUCTION}{question}\n" if question.endswith("?") else f"{_INSTRUCTION}{question}?\n"
 
 
 def qa_reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:
-    """1 for an exact match of the policy's answer, after SQuAD's normalization; 0 without an answer."""
+    """1 if the policy's answer matches exactly after SQuAD's normalization, else 0; 0 without an answer."""
     answer = last_answer(turns)
     return {"exact_match": 0.0 if answer is None else exact_match(answer, example.golden_answers)}
 
 
 def parse_qa_row(row: Mapping[str, Any]) -> Example:
-    """A row with ``question`` and ``golden_answers`` (as Search-R1 publishes them) or ``answer``, a string or a list.
+    """An example from a row with ``question`` and ``golden_answers`` (as Search-R1 publishes them) or ``answer``.
 
-    ``id`` is taken where there is one; other columns in `_KEPT` become metadata.
+    Answers are a text or a list of texts. ``id`` is used if the row has one; the columns in `_KEPT` become metadata.
 
     Raises:
         KeyError: a column is missing.
@@ -71,8 +71,8 @@ def text_column(row: Mapping[str, Any], name: str) -> str:
     """A column that must hold a text.
 
     Raises:
-        KeyError: no such column.
-        ValueError: it is empty, or no text.
+        KeyError: there is no such column.
+        ValueError: it is empty, or is not a text.
     """
     value = row[name]
     if not isinstance(value, str) or not value.strip():
@@ -81,7 +81,7 @@ def text_column(row: Mapping[str, Any], name: str) -> str:
 
 
 def row_id(row: Mapping[str, Any], question: str) -> str:
-    """The row's ``id``; data sets without one get a hash of the question, which names the same question everywhere.
+    """The row's ``id``, or else a hash of the question, which is the same in every data set.
 
     Raises:
         ValueError: it is neither a text nor a whole number.
@@ -95,14 +95,14 @@ def row_id(row: Mapping[str, Any], question: str) -> str:
 
 
 def last_answer(turns: Sequence[ParsedTurn]) -> str | None:
-    """The policy's own last answer, None if it gave none."""
+    """The policy's last answer, or None if it gave none."""
     return next((turn.content for turn in reversed(turns) if turn.kind == "answer"), None)
 
 
 def sample(
     name: str, parse_row: Callable[[Mapping[str, Any]], Example]
 ) -> Callable[[str], Sequence[Example]]:
-    """The sample written for this project: every fourth question is for the test split, the others are for training."""
+    """The sample written for this project: every fourth question is for testing, the others are for training."""
 
     def embedded(split: str) -> Sequence[Example]:
         if split not in _SPLITS:
@@ -118,5 +118,5 @@ def sample(
 
 
 def search_tools(name: str) -> Callable[[ToolSettings], Sequence[ToolLike]]:
-    """One search tool: the corpus or server of the settings, else the sample's own passages."""
+    """One search tool, over the corpus or server of the settings, or else over the passages of the sample."""
     return lambda settings: (search_tool(settings, sample=_SAMPLES / f"{name}_corpus.jsonl"),)

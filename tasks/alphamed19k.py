@@ -1,14 +1,11 @@
 r"""AlphaMed19K: medical multiple choice with search, as in the paper.
 
-Real questions: ``data="hf:"``, or a file in one of two forms:
+A row has one of two forms:
 
-- the published columns: ``question`` with its options inside (``..\nA: ..\nB: ..``), ``answer`` (a letter),
+- the published columns: ``question`` with its options inside (``..\nA: ..\nB: ..``), ``answer`` (a letter) and
   ``subset_name``;
-- options as a mapping: ``question``, ``options`` ({"A": .., "B": ..}, up to J) and the letter, either as ``answer_idx``
-  (as MedQA comes) or as the only one of ``golden_answers`` (as ``sorl-data prepare`` writes all of them).
-
-Real passages: ``corpus=`` or ``search_url=``. Without them, 28 questions written for this project in the published
-columns.
+- options as a mapping: ``question``, ``options`` ({"A": .., "B": ..}, up to J), and the letter, either in
+  ``answer_idx`` (as in MedQA) or as the only one of ``golden_answers`` (as ``sorl-data prepare`` writes all of them).
 """
 
 from __future__ import annotations
@@ -43,24 +40,24 @@ _LETTER = re.compile(r"[A-J]")
 
 
 def prompt(example: Example) -> str:
-    """The paper's instruction, the question, the options."""
+    """The paper's instruction, the question and its options."""
     options = "\n".join(f"{letter}: {text}" for letter, text in (example.options or {}).items())
     return f"{_INSTRUCTION}\n\nQuestion: {example.question}\nOptions:\n{options}\n"
 
 
 def reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:
-    """1 for the right letter (``A``, ``A.``, ``(A)``, or ``A: `` and that option's text), else 0."""
+    """1 for the right letter (``A``, ``A.``, ``(A)``, or ``A:`` with that option's text), else 0."""
     answer = last_answer(turns)
     letter = example.golden_answers[0]
     return {"multiple_choice": 0.0 if answer is None else multiple_choice(answer, letter, example.options)}
 
 
 def parse_row(row: Mapping[str, Any]) -> Example:
-    """A row in one of the two forms of this module's docstring.
+    """An example from a row in one of the two forms that this module's docstring describes.
 
     Raises:
         KeyError: a column is missing.
-        ValueError: a column is empty, or the options and the answer do not fit together.
+        ValueError: a column is empty, or the options and the answer do not match.
     """
     question = text_column(row, "question")
     if row.get("options") is not None:
@@ -71,9 +68,7 @@ def parse_row(row: Mapping[str, Any]) -> Example:
         column = "answer"
     letter = _only_letter(row) if column == "golden_answers" else text_column(row, column)
     if letter not in options:
-        raise ValueError(
-            f"column {column!r} is {letter!r}, which is not one of the options {', '.join(options)}"
-        )
+        raise ValueError(f"column {column!r} is {letter!r}, not one of the options {', '.join(options)}")
     return Example(
         id=row_id(row, question),
         question=stem,
@@ -94,16 +89,17 @@ def _only_letter(row: Mapping[str, Any]) -> str:
 
 
 def split_options(question: str) -> tuple[str, dict[str, str]]:
-    r"""The question proper, and the options that stand behind it.
+    r"""The question itself, and the options at its end.
 
-    A label is a letter from A to E with white space before it and a colon after it. The options are the last A, and the
-    B, C, .. that follow in order, so a "hepatitis A: .." in the question, or a "type B: .." in an option, is text.
+    A label is a letter from A to E with white space before it and a colon after it. The options are the last A and the
+    letters that follow it in order, so that a "hepatitis A: .." in the question, or a "type B: .." in an option, is
+    text.
 
     >>> split_options("Which vitamin?\nA: C\nB: D")
     ('Which vitamin?', {'A': 'C', 'B': 'D'})
 
     Raises:
-        ValueError: fewer than two options.
+        ValueError: there are fewer than two options.
     """
     labels: list[re.Match[str]] = []
     for match in _LABEL.finditer(question):
@@ -112,9 +108,7 @@ def split_options(question: str) -> tuple[str, dict[str, str]]:
         elif labels and ord(match[1]) == ord(labels[-1][1]) + 1:
             labels.append(match)
     if len(labels) < 2:
-        raise ValueError(
-            "column 'question' holds no options: write '..\\nA: ..\\nB: ..', or give a column 'options'"
-        )
+        raise ValueError("column 'question' has no options: write '..\\nA: ..\\nB: ..' or a column 'options'")
     ends = [match.start() for match in labels[1:]] + [len(question)]
     options = {match[1]: question[match.end() : end].strip() for match, end in zip(labels, ends, strict=True)}
     return question[: labels[0].start()].strip(), options
@@ -131,7 +125,7 @@ def _read_options(options: Any) -> dict[str, str]:
     texts: dict[str, str] = {}
     missing = ""
     for letter, text in sorted(options.items()):
-        if text is None:  # columnar formats fill up a row that has fewer options than others, at its end
+        if text is None:  # columnar formats give all rows the same letters, and None for those that they lack
             missing = missing or letter
         elif missing or not isinstance(text, (str, int, float)) or isinstance(text, bool):
             wrong, value = (missing, None) if missing else (letter, text)

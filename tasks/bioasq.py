@@ -1,13 +1,11 @@
 """BioASQ, factoid and yes/no: biomedical questions that PubMed abstracts answer. Not in the paper.
 
-Unlike the multiple-choice benchmarks these can hardly be guessed and their passages are known, so a policy that
-searches well scores well. Real questions: a file with the columns of BioASQ's releases, ``body`` (or
-``question``), ``type``, ``exact_answer``, or with ``question`` and ``golden_answers``; the releases themselves
-want a registration, so there is no ``data="hf:"``. Real passages: ``corpus=`` or ``search_url=``. Without them, a
-sample written for this project.
+Unlike multiple choice, these questions can hardly be guessed and their passages are known, so a policy that searches
+well scores well. A row has the columns of BioASQ's releases, ``body`` (or ``question``), ``type`` and ``exact_answer``,
+or ``question`` and ``golden_answers``. The releases require a registration, so there is no ``data="hf:"``.
 
-Scored by exact match with any synonym, which is BioASQ's strict accuracy for factoids after SQuAD's normalization,
-and its accuracy for yes/no.
+An answer must match any synonym exactly. After SQuAD's normalization this is BioASQ's strict accuracy for factoids, and
+its accuracy for yes/no questions.
 """
 
 from __future__ import annotations
@@ -22,17 +20,17 @@ TYPES = ("factoid", "yesno")
 
 
 def prompt(example: Example) -> str:
-    """The question-answering instruction; where the answer is yes or no, it says so."""
+    """The question-answering instruction, which says so where the answer is yes or no."""
     hint = "Answer yes or no.\n" if example.metadata.get("type") == "yesno" else ""
     return qa_prompt(example) + hint
 
 
 def parse_row(row: Mapping[str, Any]) -> Example:
-    """A row of a release, or one with ``question`` and ``golden_answers``.
+    """An example from a row of a release, or from one with ``question`` and ``golden_answers``.
 
     Raises:
         KeyError: a column is missing.
-        ValueError: the question is neither a factoid nor yes/no, or has no answer.
+        ValueError: the question is neither a factoid nor a yes/no question, or has no answer.
     """
     if row.get("type", "factoid") not in TYPES:
         raise ValueError(f"column 'type' must be one of {', '.join(TYPES)}, not {row['type']!r}")
@@ -48,7 +46,7 @@ def parse_row(row: Mapping[str, Any]) -> Example:
 
 
 def _flatten(answer: Any) -> list[str]:
-    """All synonyms: releases write a text, a list of texts, or a list of lists."""
+    """All synonyms of an answer, which releases write as a text, a list of texts, or a list of lists."""
     if isinstance(answer, (list, tuple)):
         return list(dict.fromkeys(text for part in answer for text in _flatten(part)))
     if not isinstance(answer, str) or not answer.strip():

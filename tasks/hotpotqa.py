@@ -1,7 +1,6 @@
-"""HotpotQA: questions that take two passages, and so two searches.
+"""HotpotQA: questions that need two passages, and so two searches.
 
-Real questions: ``data="hf:"``, or a file with the columns ``question`` and ``golden_answers`` (or ``answer``); real
-passages: ``corpus=`` or ``search_url=``. Without them, 28 questions written for this project in the same schema.
+A row has the columns ``question`` and ``golden_answers`` (or ``answer``).
 """
 
 from __future__ import annotations
@@ -19,6 +18,6 @@ TASK = Task(
     tools=search_tools("hotpotqa"),
     embedded=sample("hotpotqa", parse_qa_row),
     embedded_is_sample=True,
-    # where Search-R1 takes it from; the test answers were never published, so the field evaluates on dev
+    # Search-R1's source. The answers of the test split were never published, so everyone evaluates on dev.
     hub=HubSource("RUC-NLPIR/FlashRAG_datasets", "hotpotqa", {"test": "dev"}),
 )

@@ -1,9 +1,8 @@
 """MedMCQA: questions of Indian medical entrance examinations, four options. In-domain in the paper's Table 1.
 
-The answers of its test split were never published, so the field evaluates on its validation split: that is
-``test`` here. Real questions: ``data="hf:"``, or a file with the published columns ``question``, ``opa`` ..
-``opd``, ``cop`` (0 to 3), or with ``options`` and ``answer_idx``; real passages: ``corpus=`` or ``search_url=``.
-Without them, a sample written for this project.
+The answers of its test split were never published, so everyone evaluates on its validation split, which is ``test``
+here. A row has the published columns ``question``, ``opa`` to ``opd`` and ``cop`` (0 to 3), or ``options`` and
+``answer_idx``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         KeyError: a column is missing.
-        ValueError: ``cop`` is none of 0 to 3.
+        ValueError: ``cop`` is not 0, 1, 2 or 3.
     """
     options = {letter: row[column] for letter, column in _COLUMNS.items()}
     letter = letter_at(row["cop"], len(options), "cop")

@@ -1,8 +1,7 @@
-"""MedQA: questions in the style of the US medical licensing examination, four options.
+"""MedQA: questions in the style of the US medical licensing examination, four options. In-domain in the paper's Table
+1.
 
-In-domain in the paper's Table 1. Real questions: ``data="hf:"``, or a file with ``question``, ``options`` ({"A":
-..}) and ``answer_idx``; real passages: ``corpus=`` or ``search_url=``. Without them, a sample written for this
-project.
+A row has ``question``, ``options`` ({"A": ..}) and ``answer_idx``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """MedXpertQA (Text): expert-level questions with ten options. Out-of-domain in the paper's Table 1.
 
-Real questions: ``data="hf:"``, or a file with the published columns ``question``, ``options``, ``label`` (a
-letter), or with ``options`` and ``answer_idx``; the published question repeats its options behind "Answer
-Choices:", which is cut off. Real passages: ``corpus=`` or ``search_url=``. Without them, a sample written for this
-project.
+A row has the published columns ``question``, ``options`` and ``label`` (a letter), or ``options`` and ``answer_idx``.
+The published question repeats its options after "Answer Choices:", which is removed.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ _CHOICES = re.compile(r"\s*\n\s*Answer Choices:\s*\(A\).*\Z", re.DOTALL)
 
 
 def parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The question without its options, which come as a mapping (hub) or as ``letter`` and ``content`` (repository).
+    """The question without its options, which are a mapping (hub) or pairs of ``letter`` and ``content`` (repository).
 
     Raises:
         KeyError: a column is missing.

@@ -1,8 +1,8 @@
-"""MiniHop: multi-hop questions over a small closed world that is generated from a seed, searched by BM25.
+"""MiniHop: multi-hop questions over a small closed world that is generated from a seed and searched with BM25.
 
-Nothing can be memorised: the entities of the test questions are others than those of the train questions. Nothing can
-be guessed: answers spread evenly over more than a hundred entities. So a policy has to search, once a hop, and to tell
-the passage it asked for from those about its namesakes. It is small enough to train on a laptop's CPU.
+Nothing can be memorised, because the test questions are about other entities than the train questions. Nothing can be
+guessed, because answers are spread evenly over more than a hundred entities. So a policy has to search once for each
+hop, and to tell the passage it asked for from those with similar titles. It is small enough to train on a laptop's CPU.
 
     gym.make("sorl/MiniHop-v0")
     load_task("minihop", hops=(2, 3, 4), distractors=2.0)
@@ -58,50 +58,26 @@ def minihop(
     """Build the task; the defaults are the quickstart's.
 
     Args:
-        seed: of the world: names, facts, passages and questions.
-        hops: numbers of hops to ask for, each from 1 to 4.
-        hop_weights: share of the questions for each entry of ``hops``; None is equal shares.
-        entities: in the world, train and test together: 40% people, 20% each companies, towns and countries.
-        lookalikes: how many entities of a kind share each word of a name, on average.
-        distractors: passages titled with a person's name that are about something else, for each person.
-        test_share: share of the entities that belong to the test questions.
-        train_questions, test_questions: how many questions of each split, all different.
-        top_k: passages a search returns; None leaves it to the tool settings (3).
-        reasoning: how much the expert thinks aloud: 1 is a line of a few words, each unit above it adds a review of the
-            plan, the titles just read and the facts found (up to some 70 words).
-        hasty: on this share of the questions with most hops the expert answers one hop too early. A policy that
-            imitates it takes over the habit, which is then left to reinforcement learning.
+        seed: draws the world: names, facts, passages and questions.
+        hops: numbers of hops that questions have, each from 1 to 4.
+        hop_weights: share of the questions for each entry of ``hops``; None for equal shares.
+        entities, lookalikes, distractors, test_share: the size and the difficulty of the world, see `WorldSpec`.
+        train_questions, test_questions: number of questions in each split, all different.
+        top_k: passages that a search returns; None takes it from the tool settings (3).
+        reasoning: how much the expert thinks aloud: 1 is a line of a few words, and each unit above it adds a review of
+            the plan, the titles just read and the facts found (up to about 70 words).
+        hasty: on this share of the questions with the most hops, the expert answers one hop too early. A policy that
+            imitates the expert learns this habit, and reinforcement learning has to correct it.
         search_off: the search tool finds nothing, which shows how much can be guessed.
 
     Raises:
-        UserError: a knob is out of range, or the world cannot hold as many names or questions.
+        UserError: a knob is out of range, or the world has too few names or questions.
     """
     hops = tuple(hops)
     weights = tuple(hop_weights) if hop_weights is not None else (1.0,) * len(hops)
-    _check_hops(hops, weights)
-    if reasoning < 1 or (top_k is not None and top_k < 1):
-        raise UserError(f"minihop: reasoning={reasoning}, top_k={top_k}: give at least 1")
-    if not 0 <= hasty <= 1:
-        raise UserError(f"minihop: hasty={hasty}: give a share between 0 and 1")
+    _check_knobs(hops, weights, top_k, reasoning, hasty)
     spec = WorldSpec(seed, entities, lookalikes, distractors, test_share)
     counts = {"train": train_questions, "test": test_questions}
-
-    def embedded(split: str) -> Sequence[Example]:
-        if split not in counts:
-            raise UserError(f"task minihop has no split {split!r}. {did_you_mean(split, counts)}")
-        chains = draw_chains(_world(spec), split, hops, weights, counts[split])
-        return [_example(f"{split}-{index}", chain) for index, chain in enumerate(chains)]
-
-    def tools(settings: ToolSettings) -> Sequence[BM25Search]:
-        if settings.corpus is not None or settings.search_url is not None:
-            raise UserError("minihop searches the world it generates: leave corpus and search_url out")
-        shown = top_k or settings.top_k
-        if distractors > shown - 1:
-            raise UserError(
-                f"minihop: distractors={distractors} would crowd the passage asked for out of the top {shown}: "
-                f"give at most {shown - 1}"
-            )
-        return (_search(spec, 0 if search_off else shown),)
 
     return Task(
         name="minihop",
@@ -110,8 +86,8 @@ def minihop(
         prompt=lambda example: f"{INSTRUCTION} {example.question}",
         reward=reward,
         parse_row=parse_row,
-        tools=tools,
-        embedded=embedded,
+        tools=lambda settings: [_search_tool(spec, settings, top_k, search_off)],
+        embedded=lambda split: _draw_examples(spec, split, hops, weights, counts),
         limits=_limits(max(hops), top_k or ToolSettings().top_k, reasoning),
         wrong_answer=lambda example: example.metadata["names"][0],
         expert=lambda example, observations: expert_turn(
@@ -122,7 +98,7 @@ def minihop(
 
 
 def reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:
-    """1 for the exact answer, else 0."""
+    """1 if the last turn gives the exact answer, else 0."""
     answered = bool(turns) and turns[-1].kind == "answer"
     return {"exact_match": exact_match(turns[-1].content, example.golden_answers) if answered else 0.0}
 
@@ -132,7 +108,7 @@ def parse_row(row: Mapping[str, Any]) -> Example:
 
     Raises:
         KeyError: a column is missing.
-        ValueError: the names and the relations make no chain.
+        ValueError: the names and the relations do not make a chain.
     """
     for column in ("names", "relations"):
         words = row[column]
@@ -142,8 +118,8 @@ def parse_row(row: Mapping[str, Any]) -> Example:
     chain = Chain(tuple(row["names"]), tuple(row["relations"]))
     if not chain.relations or len(chain.names) != len(chain.relations) + 1:
         raise ValueError(
-            f"columns 'names' and 'relations' make no chain: {len(chain.names)} names need one relation less, "
-            f"there are {len(chain.relations)}"
+            f"columns 'names' and 'relations' do not make a chain: {len(chain.names)} names need one relation less, "
+            f"not {len(chain.relations)}"
         )
     return Example(
         id=row_id({"id": row["id"]}, question),
@@ -154,21 +130,21 @@ def parse_row(row: Mapping[str, Any]) -> Example:
 
 
 def _is_hasty(example: Example, most_hops: int, share: float) -> bool:
-    """Whether the expert hurries on this example: the same at every call, and unrelated to what the example asks."""
+    """Whether the expert answers this example a hop too early; always the same, and unrelated to its content."""
     return 1 < most_hops == example.metadata["hops"] and zlib.crc32(example.id.encode()) < share * 2**32
 
 
 def expert_turn(example: Example, observations: Sequence[str], reasoning: int = 1, skipped: int = 0) -> str:
-    """The next turn of a scripted policy that knows which relations to follow and reads the rest from observations.
+    """The next turn of a scripted policy that knows the relations to follow and reads the names from observations.
 
     Args:
-        example: with its relations and its first name in the metadata.
+        example: its metadata has the relations and the first name.
         observations: the environment's replies so far; the first one answers the first turn.
         reasoning: see `minihop`.
         skipped: hops at the end that it does not take.
 
     Returns:
-        A turn that searches for the next entity, or that answers: with `GIVE_UP` once a reply does not show the fact.
+        A turn that searches for the next entity, or that answers; the answer is `GIVE_UP` if a reply lacks the fact.
     """
     relations: Sequence[str] = example.metadata["relations"]
     relations = relations[: len(relations) - skipped]
@@ -193,7 +169,7 @@ def expert_turn(example: Example, observations: Sequence[str], reasoning: int = 
 
 
 def _read_fact(observation: str, name: str, relation: str) -> str | None:
-    """The object of the relation in the passage titled ``name``, None when that is not shown."""
+    """What the passage titled ``name`` says about the relation; None if there is no such passage or fact."""
     for match in _PASSAGE.finditer(observation):
         if match["title"] == name:
             stated = re.search(rf"\b{relation} (\w+ \w+)", match["text"])
@@ -202,13 +178,12 @@ def _read_fact(observation: str, name: str, relation: str) -> str | None:
 
 
 def _example(id: str, chain: Chain) -> Example:
-    return parse_row(
-        {"id": id, "question": chain.question, "names": chain.names, "relations": chain.relations}
-    )
+    row = {"id": id, "question": chain.question, "names": chain.names, "relations": chain.relations}
+    return parse_row(row)
 
 
 def _limits(hops: int, top_k: int, reasoning: int) -> Limits:
-    """A turn for each hop, one to answer and one to spare; tokens leave room for three to a word."""
+    """A turn for each hop, one to answer and one to spare. Token limits allow three tokens per word."""
     review = 8 * top_k + 10 * hops + 4
     turn, observation = 48 + 3 * review * (reasoning - 1), 80 * top_k
     return Limits(
@@ -220,19 +195,46 @@ def _limits(hops: int, top_k: int, reasoning: int) -> Limits:
     )
 
 
-def _check_hops(hops: tuple[int, ...], weights: tuple[float, ...]) -> None:
+def _check_knobs(
+    hops: tuple[int, ...], weights: tuple[float, ...], top_k: int | None, reasoning: int, hasty: float
+) -> None:
     if not hops or len(set(hops)) < len(hops) or not set(hops) <= set(range(1, MAX_HOPS + 1)):
         raise UserError(f"minihop: hops={hops}: give different numbers from 1 to {MAX_HOPS}")
     if len(weights) != len(hops) or min(weights) < 0 or sum(weights) <= 0:
         raise UserError(f"minihop: hop_weights={weights}: give {len(hops)}, none below 0 and not all 0")
+    if reasoning < 1 or (top_k is not None and top_k < 1):
+        raise UserError(f"minihop: reasoning={reasoning}, top_k={top_k}: give at least 1")
+    if not 0 <= hasty <= 1:
+        raise UserError(f"minihop: hasty={hasty}: give a share between 0 and 1")
+
+
+def _draw_examples(
+    spec: WorldSpec, split: str, hops: tuple[int, ...], weights: tuple[float, ...], counts: Mapping[str, int]
+) -> list[Example]:
+    if split not in counts:
+        raise UserError(f"task minihop has no split {split!r}. {did_you_mean(split, counts)}")
+    chains = draw_chains(_world(spec), split, hops, weights, counts[split])
+    return [_example(f"{split}-{index}", chain) for index, chain in enumerate(chains)]
+
+
+def _search_tool(spec: WorldSpec, settings: ToolSettings, top_k: int | None, search_off: bool) -> BM25Search:
+    if settings.corpus is not None or settings.search_url is not None:
+        raise UserError("minihop searches the world it generates: leave corpus and search_url out")
+    shown = top_k or settings.top_k
+    if spec.distractors > shown - 1:
+        raise UserError(
+            f"minihop: distractors={spec.distractors} would push the right passage out of the top {shown}: give at "
+            f"most {shown - 1}"
+        )
+    return _search(spec, 0 if search_off else shown)
 
 
 def _vocabulary(spec: WorldSpec) -> Iterator[str]:
-    """Text that holds every word of the world; the words of questions and of the expert come with its dialogues."""
+    """Texts with every word of the world; the words of questions and of the expert come from its dialogues."""
     yield from world_words()
     yield GIVE_UP
     yield format_passages([]).text
-    yield format_passages(_world(spec).passages[:10]).text  # how passages are shown, and their ranks
+    yield format_passages(_world(spec).passages[:10]).text  # the format of passages, and their ranks
 
 
 @lru_cache(maxsize=4)

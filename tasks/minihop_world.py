@@ -1,13 +1,12 @@
-"""The closed world behind MiniHop: invented entities, the passages about them, and multi-hop questions.
+"""The closed world of MiniHop: invented entities, the passages about them, and multi-hop questions.
 
-Everything is drawn from ``random.Random`` objects seeded with text, so that a world is a function of its `WorldSpec`
-alone, on every platform. The train and the test part are closed under every relation: no chain leads from one to the
-other. Their names are made of the same words, so that one word-level vocabulary covers both.
+Everything is drawn from ``random.Random`` objects that are seeded with texts, so a `WorldSpec` gives the same world on
+every platform. No relation leads from the train part of the world to its test part, or back. The names of both parts
+are made of the same words, so that one word-level vocabulary is enough for both.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from sorl_tools.corpus import Passage
 SPLITS = ("train", "test")
 MAX_HOPS = 4
 
-# What each kind of entity tells about itself: relation -> kind of its object.
+# The facts about each kind of entity: relation -> kind of the entity that it names.
 RELATIONS: Mapping[str, Mapping[str, str]] = {
     "person": {"mother": "person", "birthplace": "town", "employer": "company"},
     "company": {"founder": "person", "headquarters": "town"},
@@ -28,8 +27,9 @@ RELATIONS: Mapping[str, Mapping[str, str]] = {
 }
 SHARES = {"person": 0.4, "company": 0.2, "town": 0.2, "country": 0.2}
 
-# Passages titled with a person's name and one of these words: what such a thing tells -> kind of its object. None is a
-# person: a second name that shares a word with the first would outrank the person's own passage.
+# Distractors are passages titled with a person's name and one of these words; each states one fact, a relation and the
+# kind of entity that it names. No fact names a person, because a passage with two similar names would outrank the
+# passage about the person.
 NAMESAKES: Mapping[str, tuple[str, str]] = {
     "Prize": ("sponsor", "company"),
     "Bridge": ("builder", "company"),
@@ -42,7 +42,7 @@ def _words(stems: str, endings: str) -> tuple[str, ...]:
     return tuple(stem + ending for stem, ending in product(stems.split(), endings.split()))
 
 
-# The closed list of name parts. A name is a word of its kind's first tuple, then one of the second.
+# All parts of names. A name is a word of the kind's first tuple, then a word of the second one.
 NAME_PARTS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "person": (
         _words("Tar Sen Bel Kor Mir Ru Jal Ne Os Pri Vel Dor", "von a ric lan dis eth o imar"),
@@ -65,7 +65,14 @@ NAME_PARTS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """What a world is made from; `sorl_tasks.minihop.minihop` explains each field."""
+    """What a world is generated from.
+
+    Attributes:
+        entities: number of entities, train and test together: 40% people, 20% each companies, towns and countries.
+        lookalikes: how many entities of a kind share each word of a name, on average.
+        distractors: passages titled with a person's name that are about something else, for each person.
+        test_share: share of the entities that belong to the test questions.
+    """
 
     seed: int
     entities: int
@@ -74,13 +81,13 @@ class WorldSpec:
     test_share: float
 
     def rng(self, purpose: str) -> random.Random:
-        """Random numbers for one purpose, independent of what other purposes draw."""
+        """A random generator for one purpose, which does not depend on the draws for other purposes."""
         return random.Random(f"minihop/{self.seed}/{purpose}")
 
 
 @dataclass(frozen=True)
 class Entity:
-    """An invented entity; ``facts`` maps relations to the names of their objects."""
+    """An invented entity; ``facts`` maps relations to the names of other entities."""
 
     name: str
     kind: str
@@ -90,7 +97,7 @@ class Entity:
 
 @dataclass(frozen=True)
 class Chain:
-    """A question's path: ``names[i + 1]`` is the ``relations[i]`` of ``names[i]``."""
+    """The path of a question: ``names[i + 1]`` is the ``relations[i]`` of ``names[i]``."""
 
     names: tuple[str, ...]
     relations: tuple[str, ...]
@@ -101,30 +108,20 @@ class Chain:
 
     @property
     def question(self) -> str:
-        """Asked from the last relation inwards: "What is the birthplace of the mother of Tarvon Melk?"."""
+        """In words, the last relation first: "What is the birthplace of the mother of Tarvon Melk?"."""
         return f"What is {' of '.join(f'the {relation}' for relation in self.relations[::-1])} of {self.names[0]}?"
 
 
 @dataclass(frozen=True)
 class World:
-    """A generated world: entities by name, and their passages shuffled together with the distractors."""
+    """A generated world: entities by name, and their passages, shuffled together with the distractors."""
 
     spec: WorldSpec
     entities: Mapping[str, Entity]
     passages: tuple[Passage, ...]
 
-    @property
-    def sha256(self) -> str:
-        """Hash of every entity and every passage, in order."""
-        digest = hashlib.sha256()
-        for entity in self.entities.values():
-            digest.update(f"{entity.name}\0{entity.kind}\0{entity.split}\0".encode())
-        for passage in self.passages:
-            digest.update(f"{passage.id}\0{passage.title}\0{passage.text}\0".encode())
-        return digest.hexdigest()
-
     def chains(self, split: str, kind: str, relations: Sequence[str]) -> Iterator[Chain]:
-        """Every question of a split along ``relations``, but for those that come back to an earlier entity."""
+        """Every chain of a split along ``relations`` that does not return to an earlier entity."""
         for entity in self.entities.values():
             if entity.kind == kind and entity.split == split:
                 names = [entity.name]
@@ -135,7 +132,7 @@ class World:
 
 
 def relation_paths(hops: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(kind of the start, relations) for every way to go ``hops`` relations, none of them twice."""
+    """Each path of ``hops`` different relations, as (kind of the first entity, relations)."""
 
     def extend(kind: str, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         if len(path) == hops:
@@ -154,7 +151,7 @@ def generate_world(spec: WorldSpec) -> World:
     """Draw the world of ``spec``.
 
     Raises:
-        UserError: the closed list has too few words for so many names, or a split gets no entities.
+        UserError: there are too few words for so many names, or a split gets no entities.
     """
     names = {kind: _draw_names(spec, kind) for kind in RELATIONS}
     entities: dict[str, Entity] = {}
@@ -177,10 +174,10 @@ def generate_world(spec: WorldSpec) -> World:
 def draw_chains(
     world: World, split: str, hops: Sequence[int], weights: Sequence[float], count: int
 ) -> list[Chain]:
-    """Draw ``count`` different questions: numbers of hops by weight, every path of relations equally often.
+    """Draw ``count`` different questions: numbers of hops by weight, and every path of relations equally often.
 
     Raises:
-        UserError: the world has too few questions of some number of hops.
+        UserError: the world has too few questions with some number of hops.
     """
     rng = world.spec.rng(f"questions/{split}")
     drawn: list[Chain] = []
@@ -192,8 +189,8 @@ def draw_chains(
         before, after = (round(count * sum(weights[:end]) / sum(weights)) for end in (index, index + 1))
         if after - before > len(in_turn):
             raise UserError(
-                f"minihop: {after - before} {split} questions of {depth} hops asked for, the world has {len(in_turn)}: "
-                "give more entities, or ask for fewer questions"
+                f"minihop: {after - before} {split} questions of {depth} hops are wanted, but the world has "
+                f"{len(in_turn)}: give more entities, or ask for fewer questions"
             )
         drawn += in_turn[: after - before]
     rng.shuffle(drawn)
@@ -201,21 +198,21 @@ def draw_chains(
 
 
 def world_words() -> tuple[str, ...]:
-    """Every word that names something in any world, whatever its spec."""
+    """Every word of names, relations and titles in any world, whatever its spec."""
     parts = [word for pair in NAME_PARTS.values() for words in pair for word in words]
     relations = [relation for facts in RELATIONS.values() for relation in facts]
     return (*parts, *relations, *NAMESAKES, *dict.fromkeys(relation for relation, _ in NAMESAKES.values()))
 
 
 def _draw_names(spec: WorldSpec, kind: str) -> dict[str, list[str]]:
-    """Split -> names, no name twice; each word is shared by ``lookalikes`` names on average."""
+    """Split -> names, all different; each word occurs in ``lookalikes`` names on average."""
     count = round(spec.entities * SHARES[kind])
     num_words = max(1, round(count / max(spec.lookalikes, 1.0)))
     first, second = (words[:num_words] for words in NAME_PARTS[kind])
     if count > len(first) * len(second):
         raise UserError(
             f"minihop: entities={spec.entities} and lookalikes={spec.lookalikes} need {count} names of kind {kind}, "
-            f"{len(first)} x {len(second)} words make too few: lower one of them"
+            f"but {len(first)} x {len(second)} words make fewer: lower one of them"
         )
     num_test = round(count * spec.test_share)
     if not 2 <= num_test <= count - 2:
@@ -228,11 +225,11 @@ def _draw_names(spec: WorldSpec, kind: str) -> dict[str, list[str]]:
 
 
 def _spread(rng: random.Random, subjects: Sequence[str], objects: Sequence[str]) -> list[str]:
-    """An object for each subject, none its own; each object equally often, so that none is worth guessing."""
+    """An object for each subject, never itself; each object equally often, so that no guess is better than others."""
     order = rng.sample(objects, len(objects))
     chosen = [order[i % len(order)] for i in rng.sample(range(len(subjects)), len(subjects))]
     for i, name in enumerate(subjects):
-        if chosen[i] == name:  # only where subjects and objects are the same entities, each chosen once
+        if chosen[i] == name:  # possible only if subjects and objects are the same entities, each chosen once
             chosen[i], chosen[i - 1] = chosen[i - 1], chosen[i]
     return chosen
 
@@ -242,11 +239,9 @@ def _text(name: str, facts: Mapping[str, str]) -> str:
 
 
 def _distractors(spec: WorldSpec, entities: Mapping[str, Entity]) -> list[tuple[str, str]]:
-    """(title, text) of passages that share a person's name and answer no question, evenly over the people."""
+    """(title, text) of passages that share a person's name but answer no question, spread evenly over the people."""
     if not 0 <= spec.distractors <= len(NAMESAKES):
-        raise UserError(
-            f"minihop: distractors={spec.distractors}: give 0 to {len(NAMESAKES)}, one of each kind a person"
-        )
+        raise UserError(f"minihop: distractors={spec.distractors}: give 0 to {len(NAMESAKES)}")
     rng = spec.rng("distractors")
     by_kind = {kind: [e.name for e in entities.values() if e.kind == kind] for kind in RELATIONS}
     people = by_kind["person"]

@@ -1,10 +1,9 @@
 """The medical subset of MMLU: six subjects, four options. Out-of-domain in the paper's Table 1 (MMLU-M).
 
-The paper does not list the subjects; these are the six that the field means by it. Real questions: a file with the
-published columns ``question``, ``choices`` (a list), ``answer`` (0 to 3), ``subject``, or with ``options`` and
-``answer_idx``. On the hub each subject is a configuration of its own, so ``data="hf:cais/mmlu:anatomy"`` loads one
-and ``sorl-data prepare mmlu_medical`` joins all six. Real passages: ``corpus=`` or ``search_url=``. Without them,
-a sample written for this project.
+The paper does not list the subjects; these six are what the field means by it. A row has the published columns
+``question``, ``choices`` (a list), ``answer`` (0 to 3) and ``subject``, or ``options`` and ``answer_idx``. On the hub
+each subject is a configuration of its own: ``data="hf:cais/mmlu:anatomy"`` loads one of them, and ``sorl-data prepare
+mmlu_medical`` joins all six.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         KeyError: a column is missing.
-        ValueError: ``choices`` is no list of texts, or ``answer`` numbers none of them.
+        ValueError: ``choices`` is not a list of texts, or ``answer`` is not the number of one of them.
     """
     choices = row["choices"]
     if not isinstance(choices, (list, tuple)) or not all(isinstance(choice, str) for choice in choices):

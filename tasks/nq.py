@@ -1,7 +1,6 @@
-"""Natural Questions: what people ask a search engine, with short answers.
+"""Natural Questions: questions that people asked a search engine, with short answers.
 
-Real questions: ``data="hf:"``, or a file with the columns ``question`` and ``golden_answers``; real passages:
-``corpus=`` or ``search_url=``. Without them, 28 questions written for this project in the same schema.
+A row has the columns ``question`` and ``golden_answers``.
 """
 
 from __future__ import annotations
@@ -19,5 +18,5 @@ TASK = Task(
     tools=search_tools("nq"),
     embedded=sample("nq", parse_qa_row),
     embedded_is_sample=True,
-    hub=HubSource("RUC-NLPIR/FlashRAG_datasets", "nq"),  # where Search-R1 takes it from
+    hub=HubSource("RUC-NLPIR/FlashRAG_datasets", "nq"),  # Search-R1's source
 )

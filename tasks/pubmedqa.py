@@ -1,10 +1,9 @@
 """PubMedQA: research questions answered yes, no or maybe by an abstract. Out-of-domain in the paper's Table 1.
 
-The abstract is not part of the prompt: the policy has to find it with the search tool, which wants a corpus of
-abstracts (``corpus=`` or ``search_url=``; the paper searches Wikipedia). Real questions: a file with the published
-columns ``question``, ``final_decision`` and ``pubid``, or with ``options`` and ``answer_idx``. There is no
-``data="hf:"``: on the hub the official test questions lie in a split called train, so ``sorl-data prepare
-pubmedqa`` has to tell them apart first. Without a file, a sample written for this project.
+The abstract is not in the prompt: the policy has to find it in a corpus of abstracts (the paper searches Wikipedia). A
+row has the published columns ``question``, ``final_decision`` and ``pubid``, or ``options`` and ``answer_idx``. There
+is no ``data="hf:"``, because on the hub the official test questions are in a split called train, and ``sorl-data
+prepare pubmedqa`` has to separate them first.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         KeyError: a column is missing.
-        ValueError: the decision is none of yes, no, maybe.
+        ValueError: the decision is not yes, no or maybe.
     """
     decision = text_column(row, "final_decision").lower()
     letters = [letter for letter, text in OPTIONS.items() if text == decision]

@@ -1,1 +1,1 @@
-"""Tools: search over a corpus or a retrieval server, and a calculator."""
+"""Tools: search in a corpus or through a retrieval server, and a calculator."""

@@ -1,10 +1,11 @@
-"""Arithmetic without ``eval``: the example of a tool that is a plain function."""
+"""Arithmetic without ``eval``: an example of a tool that is a plain function."""
 
 from __future__ import annotations
 
 import ast
 import math
 import operator
+import warnings
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -12,15 +13,16 @@ from sorl_env.tool import ToolInputError
 
 Number: TypeAlias = int | float
 
-MAX_CHARACTERS = 200
-# Every operand is at most this long, and so no operation is slow: the calculator runs `inline`, without a deadline.
-MAX_BITS = 10_000  # an integer of about 3,000 digits
+_FILENAME = "<calculator>"  # of expressions in warnings
 
-MAX_DIGITS = 400  # that `round` may be asked for, before or behind the point: beyond any float's
+MAX_CHARACTERS = 200
+# No operand is longer than this, so no operation is slow and the calculator may run `inline`, without a deadline.
+MAX_BITS = 10_000  # an integer of about 3,000 digits
+MAX_DIGITS = 400  # for `round`, before or behind the point; no float has more
 
 
 def _round(value: Number, digits: int | None = None) -> Number:
-    """``round``, whose work grows with the digits before the point: of an integer it makes 10 to that power."""
+    """``round`` with a limit, because rounding an integer computes 10 to the number of digits."""
     if digits is not None and not -MAX_DIGITS <= digits <= MAX_DIGITS:
         raise ToolInputError(f"round takes at most {MAX_DIGITS} digits, before or behind the point.")
     return round(value, digits)
@@ -48,9 +50,9 @@ _CONSTANTS: dict[str, Number] = {"pi": math.pi, "e": math.e}
 
 
 def calculator(expression: str) -> str:
-    """Work out an arithmetic expression, for example (3 + 4) * 2.5 or sqrt(2) ** 3.
+    """Evaluate an arithmetic expression, for example (3 + 4) * 2.5 or sqrt(2) ** 3.
 
-    Knows + - * / // % **, parentheses, abs, log, max, min, round, sqrt, pi and e. Floats come with 12 digits.
+    It knows + - * / // % **, parentheses, abs, log, max, min, round, sqrt, pi and e. Floats come with 12 digits.
 
     Raises:
         ToolInputError: the expression is malformed, too large, or has no real value.
@@ -61,22 +63,30 @@ def calculator(expression: str) -> str:
         )
     try:
         expression = expression.strip()
-        value = _evaluate(ast.parse(expression, mode="eval").body, expression)
+        _silence_parser()
+        value = _evaluate(ast.parse(expression, _FILENAME, mode="eval").body, expression)
     except ToolInputError:
         raise
     except SyntaxError as error:
         raise ToolInputError(f"Not an arithmetic expression: {error.msg}.") from error
     except (ArithmeticError, TypeError, ValueError) as error:  # 1/0, abs(1, 2), sqrt(-1), a null character
         raise ToolInputError(f"No value: {error}.") from error
-    except (
-        RecursionError,
-        MemoryError,
-    ) as error:  # of Python's parser, or of a caller that is deep down already
+    except (RecursionError, MemoryError) as error:  # of Python's parser, or the caller's stack is nearly full
         raise ToolInputError("Not an arithmetic expression: nested too deeply.") from error
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 calculator.inline = True  # type: ignore[attr-defined]  # microseconds: no thread needed
+
+
+def _silence_parser() -> None:
+    """Ignore warnings about such expressions as "1if 1else 2", which are refused anyway.
+
+    ``warnings.catch_warnings`` is not thread-safe, so a filter for expressions alone is left in place; it is added
+    again where someone has reset the filters.
+    """
+    if not any(getattr(module, "pattern", None) == _FILENAME for *_, module, _ in warnings.filters):
+        warnings.filterwarnings("ignore", module=_FILENAME)
 
 
 def _evaluate(node: ast.expr, source: str) -> Number:
@@ -99,12 +109,12 @@ def _evaluate(node: ast.expr, source: str) -> Number:
         function = _FUNCTIONS.get(node.func.id)
         if function is not None:
             return _bounded(function(*(_evaluate(argument, source) for argument in node.args)))
-    # its place in the source: `ast.unparse` recurses, several calls a level
+    # quote the source, because `ast.unparse` recurses with several calls per level
     raise ToolInputError(f"Not arithmetic: {ast.get_source_segment(source, node)}.")
 
 
 def _check_power(base: Number, exponent: Number) -> None:
-    """Refuse a huge power before the work is done; those of 0, 1 and -1 are none."""
+    """Refuse a huge power before it is computed; powers of 0, 1 and -1 are never huge."""
     if not isinstance(base, int) or not isinstance(exponent, int) or abs(base) <= 1:
         return
     if base.bit_length() * exponent > MAX_BITS:

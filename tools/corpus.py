@@ -1,14 +1,12 @@
-"""Corpora on disk: passages in Search-R1's schema, read without holding them in memory."""
+"""Corpora on disk: passages in Search-R1's schema, read without loading a whole corpus into memory."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import mmap
-import os
-import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -29,7 +27,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Passage:
-    """A titled piece of text. ``title`` is empty where the corpus gives none."""
+    """A piece of text with a title, which is empty where the corpus has none."""
 
     id: str
     title: str
@@ -37,13 +35,13 @@ class Passage:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Passage:
-        r"""From ``{"id": .., "contents": "\"Title\"\ntext"}``, the schema of Search-R1's corpora and servers.
+        r"""A passage from ``{"id": .., "contents": "\"Title\"\ntext"}``, the schema of Search-R1's corpora and servers.
 
-        Rows with ``text``, and a ``title`` or none, are read as well. ``id`` is a text or a whole number, or none.
+        Rows with ``text``, and perhaps a ``title``, are read as well. ``id`` is a text, a whole number, or missing.
 
         Raises:
-            KeyError: neither ``contents`` nor ``text``.
-            TypeError: a column is null or of another type; it names the column and the value.
+            KeyError: there is neither ``contents`` nor ``text``.
+            TypeError: a column is null or of another type; the message names the column and the value.
         """
         name = row.get("id")
         if name is not None and (not isinstance(name, (str, int)) or isinstance(name, bool)):
@@ -70,7 +68,7 @@ def _shown(value: Any) -> str:
 
 
 def format_passages(passages: Sequence[Passage]) -> ToolReply:
-    """The reply of a search: a line ``Doc 1 (Title): text`` for each passage, the best one first."""
+    """The reply of a search: a line ``Doc 1 (Title): text`` for each passage, best first."""
     lines = [
         f"Doc {rank} ({passage.title}): {passage.text}" if passage.title else f"Doc {rank}: {passage.text}"
         for rank, passage in enumerate(passages, start=1)
@@ -82,14 +80,14 @@ def read_corpus(path: Path) -> Iterator[Passage]:
     """The passages of a ``.jsonl`` or ``.jsonl.gz`` file.
 
     Raises:
-        UserError: no such file, another kind of file, or a line that holds no passage (named by file and line).
+        UserError: there is no such file, it is of another kind, or a line is not a passage (named by file and line).
     """
     check_corpus(path)
     return read_jsonl(path)
 
 
 def read_jsonl(path: Path, skip: int = 0) -> Iterator[Passage]:
-    """The passages of such a file after the first ``skip``, which are not parsed."""
+    """The passages of such a file without the first ``skip``, which are not parsed."""
     with name_damage(path), open_bytes(path) as lines:
         held = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
         for number, line in islice(held, skip, None):
@@ -101,7 +99,7 @@ def _from_json(line: bytes) -> Passage:
 
 
 def check_corpus(path: Path) -> None:
-    """Raise UserError unless there is such a file and its name ends like a corpus."""
+    """Raise UserError unless the file exists and its name ends like that of a corpus."""
     if not path.name.endswith(SUFFIXES):
         raise UserError(f"{path}: cannot read this kind of corpus; use {' or '.join(SUFFIXES)}")
     if not path.is_file():
@@ -109,13 +107,13 @@ def check_corpus(path: Path) -> None:
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """A file, unzipped on the way if its name ends in ``.gz``."""
+    """Open a file for reading, unzipping it if its name ends in ``.gz``."""
     return cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
 
 
 @contextmanager
 def name_damage(path: Path) -> Iterator[None]:
-    """Turn errors of reading a damaged file into ``UserError``."""
+    """Turn the errors of reading a damaged file into ``UserError``."""
     try:
         yield
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -125,46 +123,39 @@ def name_damage(path: Path) -> Iterator[None]:
 
 
 def parse_passage(read: Callable[[Row], Passage], row: Row, where: str) -> Passage:
-    """``read(row)`` as valid text; where that fails, a ``UserError`` that says where in the corpus the row is."""
+    """``read(row)`` with its texts made valid. If it fails, a ``UserError`` names the row's place in the corpus."""
     try:
         passage = read(row)
     except ValueError as error:
         raise UserError(f"{where}: not valid JSON ({error})") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{where}: no passage: it must be an object with 'id' and 'contents', or 'text' and perhaps 'title', "
-            f"all of them texts ({type(error).__name__}: {error})"
+            f"{where}: not a passage: it must be an object with 'id' and 'contents', or with 'text' and perhaps "
+            f"'title', all of them texts ({type(error).__name__}: {error})"
         ) from error
     return Passage(valid_text(passage.id), valid_text(passage.title), valid_text(passage.text))
 
 
 class PassageFile(Sequence[Passage]):
-    """Passages in a memory-mapped file: random access costs a page, not the corpus. Safe to share between threads."""
+    """Passages in a memory-mapped file: reading one takes a page of memory, not the corpus. Threads may share it.
+
+    ``passages.jsonl`` holds a `line` for each passage; ``offsets.npy`` holds where they begin and the last one ends.
+    """
 
     def __init__(self, folder: Path) -> None:
         offsets = np.load(folder / "offsets.npy", mmap_mode="r")
-        self._offsets = np.asarray(offsets)  # (passages + 1,); a plain view slices faster
+        self._offsets = np.asarray(offsets)  # (passages + 1,); slicing a plain array is faster than a memmap
         with (folder / "passages.jsonl").open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     @staticmethod
-    def write(passages: Iterable[Passage], folder: Path) -> int:
-        """Write the files that the constructor reads; returns the number of passages, which must not be 0."""
-        offsets = [0]
-        with (folder / "passages.jsonl").open("wb") as file:
-            for passage in passages:
-                offsets.append(offsets[-1] + file.write(PassageFile.line(passage)))
-        np.save(folder / "offsets.npy", np.asarray(offsets, dtype=np.int64))
-        return len(offsets) - 1
-
-    @staticmethod
     def line(passage: Passage) -> bytes:
-        """How a passage is stored."""
+        """The line of the file that stores a passage."""
         fields = [passage.id, passage.title, passage.text]
         return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._map.close()
 
     def __len__(self) -> int:
@@ -181,14 +172,3 @@ class PassageFile(Sequence[Passage]):
             raise IndexError(f"passage {index} of {len(self)}")
         index %= len(self)
         return Passage(*json.loads(self._map[self._offsets[index] : self._offsets[index + 1]]))
-
-
-def cache_dir() -> Path:
-    """Where built indexes are kept: ``SORL_CACHE``, else ``sorl`` in the user's cache folder."""
-    if os.environ.get("SORL_CACHE"):
-        return Path(os.environ["SORL_CACHE"]).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "sorl"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "sorl"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sorl"

@@ -1,4 +1,4 @@
-"""How far a long command is and when it will be done: a bar on a terminal, plain lines elsewhere."""
+"""Show how far a long command is and when it will be done: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 import time
 from typing import Any
 
-EVERY_S = 10.0
+EVERY_S = 10.0  # between two plain lines
 
 
 class Progress:
-    """Progress on standard error. ``rich`` draws it where it is installed and a person watches.
+    """Progress on standard error. ``rich`` draws a bar if it is installed and standard error is a terminal.
 
     Args:
         quiet: show nothing.
@@ -25,7 +25,7 @@ class Progress:
         self._from = 0
 
     def start(self, stage: str, total: int, done: int = 0) -> None:
-        """Begin a stage of ``total`` items, 0 if unknown, of which ``done`` were done by an earlier attempt."""
+        """Begin a stage of ``total`` items (0 if unknown), of which ``done`` were done in an earlier run."""
         self._finish()
         self._stage, self._total, self._done, self._from = stage, total, done, done
         self._began = self._shown = time.monotonic()
@@ -67,7 +67,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Like ``45 s``, ``12 min``, ``3.5 h`` or ``12 days``."""
+    """A duration in words, such as ``45 s``, ``12 min``, ``3.5 h`` or ``12 days``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

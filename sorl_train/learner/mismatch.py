@@ -1,15 +1,15 @@
-"""Stops a run in which sampler and trainer compute different log-probabilities for the same tokens.
+"""Stops a run if its sampler and its trainer disagree about the log-probabilities of what was sampled.
 
-With the same weights both should agree up to rounding. If they do not, the sampler used another context or other
-weights, or drew from another distribution than it reports. Then every ratio and every gradient is wrong, although all
-metrics may look healthy. Two figures are compared with the limit ``sampler.max_mismatch``:
+With the same weights both compute the same log-probabilities, up to rounding. If they differ, the sampler read another
+context or other weights, or it sampled from another distribution than it reports. Then every ratio and gradient is
+wrong, although all metrics look good. Two figures are compared with the limit ``sampler.max_mismatch``:
 
-- the mean absolute difference over all tokens, which finds small errors that are everywhere;
-- the mean absolute difference in the worst turn, with a limit ``TURN_FACTOR`` times as high, which finds errors in a
-  few turns, such as a cache that rows share by mistake. The mean over the batch would hide those.
+- the mean absolute difference over all tokens, which shows small errors that are everywhere;
+- the mean absolute difference of the worst turn, with a limit ``TURN_FACTOR`` times as high, which shows errors in a
+  few turns (from a cache that is shared by mistake, for instance), as a mean over the batch would dilute them.
 
-No single token decides, because in bfloat16 a token of very low probability may differ by more than a nat. For the same
-reason a turn of fewer than ``SHORT_TURN`` tokens is averaged as if it were that long.
+Single tokens are not compared: in bfloat16 the log-probability of a rare token may differ by more than a nat. For the
+same reason a turn of fewer than ``SHORT_TURN`` tokens counts as if it were that long.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from sorl_train.run.files import atomic_write
 TURN_FACTOR = 10.0
 SHORT_TURN = 8  # tokens
 MAX_SAVED = 64  # trajectories
-# Limits in nats, by sampler and precision. Rounding stays far below them: it is 7e-6 in float32 and 0.04 in bfloat16
-# for SmolLM2 on random tokens, which are harder than text (see docs/decisions.md).
+# Limits by sampler and precision, in nats. They are far above rounding errors, which are 7e-6 in float32 and 0.04 in
+# bfloat16 for SmolLM2 on random tokens; text gives smaller ones (see docs/decisions.md).
 _LIMITS = {
     ("transformers", torch.float32): 0.001,
     ("transformers", torch.bfloat16): 0.1,
@@ -50,7 +50,7 @@ off."""
 
 
 def mismatch_limit(config: TrainConfig, dtype: torch.dtype) -> float:
-    """``sampler.max_mismatch``, or a default for the sampler and for ``dtype``, that of forward passes; 0: no check.
+    """``sampler.max_mismatch``, or a limit that fits the sampler and the ``dtype`` of forward passes; 0: no check.
 
     vLLM reports log-probabilities after ``top_p``, which are higher by up to -log(top_p), so its limit is that much
     higher.
@@ -63,10 +63,10 @@ def mismatch_limit(config: TrainConfig, dtype: torch.dtype) -> float:
 
 
 def sampled_by(version: int, trajectories: Sequence[Trajectory], batch: Batch) -> Tensor:
-    """The loss tokens (B, T) before the first turn that other weights than those of ``version`` sampled.
+    """Mask (B, T) of the loss tokens before the first turn that other weights than those of ``version`` sampled.
 
-    ``trajectories`` are those of ``batch``, in its order. Turns of older weights are expected to differ, and later
-    turns are left out with them.
+    ``trajectories`` are those of ``batch``, in its order. Turns of older weights, and turns after them, are expected to
+    differ.
     """
     mask = batch.loss_mask.clone()
     for row, trajectory in enumerate(trajectories):

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from sorl_env.data import load_examples
 from sorl_env.errors import UserError
+from sorl_env.folders import cache_folder
 from sorl_env.registry import load_task
-from sorl_tools.corpus import cache_dir
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_tokenizer
@@ -248,7 +248,7 @@ def _disk(run: Run) -> Iterator[Finding]:
         yield Finding("disk", "fail", detail, "give a --run_dir on a larger disk, or lower checkpoint.keep")
     else:
         yield Finding("disk", "ok", detail)
-    if (problem := _not_writable(cache_dir().absolute())) is not None:
+    if (problem := _not_writable(cache_folder().absolute())) is not None:
         yield Finding("cache", "fail", problem, "set SORL_CACHE to a folder that can be written")
 
 

@@ -1,4 +1,4 @@
-"""Small files of a run: written whole or not at all, or line by line; and the folder for cached files."""
+"""Small files of a run: written whole or not at all, or appended line by line."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ from typing import Any
 from sorl_env.errors import UserError
 from sorl_env.text import read_json
 from sorl_train.run.hashed_folder import sync
-
-
-def cache_folder() -> Path:
-    """Where files are cached that can be built again: ``$SORL_CACHE``, or ``sorl`` in the user's cache folder."""
-    if "SORL_CACHE" in os.environ:
-        return Path(os.environ["SORL_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sorl"
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:

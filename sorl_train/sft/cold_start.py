@@ -7,10 +7,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from sorl_env.folders import new_folder
+from sorl_env.folders import cache_folder, new_folder
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.run.display import Display
-from sorl_train.run.files import cache_folder
 from sorl_train.run.hashed_folder import find_damage, write_folder
 
 RECIPE_VERSION = 4  # to be raised when the recipe changes, so that policies of the old recipe are built again

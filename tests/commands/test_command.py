@@ -139,7 +139,7 @@ def test_an_unknown_option_gets_a_suggestion() -> None:
 
 def test_what_is_at_a_path(tmp_path: Path) -> None:
     (tmp_path / "good.jsonl").mkdir()
-    assert "good.jsonl: it is a folder; a file is wanted" in no_such_file(tmp_path / "good.jsonl")
+    assert "good.jsonl: it is a folder; give a file" in no_such_file(tmp_path / "good.jsonl")
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     assert "a link to" in no_such_file(tmp_path / "gone.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")

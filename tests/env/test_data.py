@@ -71,7 +71,7 @@ def test_missing_files_get_a_suggestion(task: Task, tmp_path: Path) -> None:
         UserError, match=r"hotpot_train\.jsonl: no such file or folder\. Did you mean 'hotpotqa_train\.jsonl'"
     ):
         load_examples(task, tmp_path / "hotpot_train.jsonl")
-    with pytest.raises(UserError, match=r"There is no folder .*nowhere either"):
+    with pytest.raises(UserError, match=r"Its folder .*nowhere does not exist either"):
         load_examples(task, tmp_path / "nowhere" / "x.jsonl")
     (tmp_path / "x.csv").write_text("a,b")
     with pytest.raises(
@@ -146,7 +146,7 @@ def test_embedded_examples(task: Task, make_task: Callable[..., Task]) -> None:
     assert loaded.sha256 == again.sha256
     shorter = load_examples(make_task(embedded=lambda split: loaded.examples[:5]), None, "test")
     assert shorter.sha256 != loaded.sha256
-    with pytest.raises(UserError, match="task toy carries no examples: give data="):
+    with pytest.raises(UserError, match="task toy has no examples of its own: give data="):
         load_examples(make_task(embedded=None))
     with pytest.raises(UserError, match="embedded: split 'dev' of task toy has no examples"):
         load_examples(make_task(embedded=lambda split: ()), None, "dev")
@@ -216,7 +216,7 @@ def test_what_the_hub_refuses_is_passed_on(task: Task, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "datasets", FakeHub([{"id": "x"}]))
     with pytest.raises(UserError, match="hf:a/b:1: no column 'question' for task toy; the row has id"):
         load_examples(task, "hf:a/b")
-    with pytest.raises(UserError, match="task toy names no hub data set of its own"):
+    with pytest.raises(UserError, match="task toy has no data set on the hub"):
         load_examples(task, "hf:")
 
 
@@ -229,9 +229,7 @@ def test_missing_packages_are_named_with_their_extra(
         monkeypatch.setitem(sys.modules, module, None)  # import fails as if it were not installed
     with pytest.raises(UserError, match=r"x\.parquet: Parquet needs pyarrow: pip install 'sorl\[train\]'"):
         load_examples(task, file)
-    with pytest.raises(
-        UserError, match=r"hf:a/b: the Hugging Face hub needs datasets: pip install 'sorl\[train\]'"
-    ):
+    with pytest.raises(UserError, match=r"hf:a/b: the hub needs datasets: pip install 'sorl\[train\]'"):
         load_examples(task, "hf:a/b")
 
 

@@ -180,7 +180,7 @@ def test_an_index_picks_the_example(env: ToolUseEnv) -> None:
         ({"index": 6}, "index 6 is outside the 6 examples, 0 to 5"),
         ({"index": -1}, "index -1 is outside"),
         ({"index": "2"}, "index '2' is outside"),
-        ({"indx": 2}, "reset has no option 'indx'; there is 'index'"),
+        ({"indx": 2}, "reset has no option 'indx'; its only option is 'index'"),
     ):
         with pytest.raises(UserError, match=problem):
             env.reset(options=options)

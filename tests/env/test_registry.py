@@ -46,12 +46,12 @@ def test_unknown_names_get_suggestions() -> None:
     with pytest.raises(UserError, match=r"there is no task 'hotpot_qa'\. Did you mean 'hotpotqa'\?"):
         load_task("hotpot_qa")
     with pytest.raises(
-        UserError, match=r"A task of your own: package\.module:TASK, or the path of a \.py file"
+        UserError, match=r"For a task of your own give package\.module:TASK or the path of a \.py file"
     ):
         load_task("zzz")
-    with pytest.raises(UserError, match="there is no module 'no_such_package'; is its folder on the path"):
+    with pytest.raises(UserError, match="no module 'no_such_package'; is it on the Python path"):
         load_task("no_such_package.tasks:TASK")
-    with pytest.raises(UserError, match=r"there is no module 'sorl_env.no_such'"):
+    with pytest.raises(UserError, match=r"no module 'sorl_env.no_such'"):
         load_task("sorl_env.no_such:TASK")
     with pytest.raises(
         UserError, match=r"'sorl_tasks\.nq:TSAK': sorl_tasks\.nq has no TSAK\. Did you mean 'TASK'"
@@ -61,9 +61,9 @@ def test_unknown_names_get_suggestions() -> None:
 
 def test_a_module_and_attribute() -> None:
     assert load_task("sorl_tasks.nq:TASK") is load_task("nq")
-    with pytest.raises(UserError, match=r"register_envs is no Task|built as a NoneType, not a Task"):
+    with pytest.raises(UserError, match=r"register_envs is not a Task|returned a NoneType, not a Task"):
         load_task("sorl_env.registry:register_envs")
-    with pytest.raises(UserError, match="ENTRY_POINT_GROUP is no Task"):
+    with pytest.raises(UserError, match="ENTRY_POINT_GROUP is not a Task"):
         load_task("sorl_env.registry:ENTRY_POINT_GROUP")
 
 
@@ -121,7 +121,7 @@ def test_knobs_reach_a_builder(tmp_path: Path) -> None:
         load_task(str(file), nmae="x")
     file.write_text(SOURCE + "\nfiled = build\nTASK = build()\n", encoding="utf-8")
     assert load_task(str(file), name="again").name == "again"
-    with pytest.raises(UserError, match="task 'nq': it takes no knobs, got hops"):
+    with pytest.raises(UserError, match="task 'nq': it has no knobs, but got hops"):
         load_task("nq", hops=3)
 
 

@@ -98,7 +98,7 @@ def test_a_replay_is_the_run_without_its_faults(ask: Ask, kind: type[Counting], 
     assert [outcome.ok for outcome in replayed[:4]] == [False, True, True, True]
     assert [outcome.hits for outcome in replayed[1:3]] == [recorded[1].hits, recorded[0].hits] != [None, None]
     assert [outcome.cached for outcome in replayed[:4]] == [False, True, True, True]
-    assert "holds no reply of search to 'out'; record it first" in str(replayed[4])
+    assert "has no reply of search to 'out'; record it first" in str(replayed[4])
 
 
 def test_equal_requests_get_the_first_reply(tmp_path: Path) -> None:

@@ -12,15 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sorl_env.parser import parse_turn
 from sorl_env.rewards import (
     check_reward_items,
     exact_match,
     f1,
     multiple_choice,
     normalize_answer,
-    search_r1_valid_format,
     substring_match,
 )
+
+from .search_r1_format import search_r1_valid_format
 
 
 def cases(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -46,6 +48,16 @@ def test_rollout_format_agrees_with_search_r1(shared_data: Path) -> None:
     assert len(rows) == 140
     assert [row["id"] for row in rows if search_r1_valid_format(row["text"]) != row["valid"]] == []
     assert 0 < sum(row["valid"] for row in rows) < len(rows)
+
+
+def test_turns_that_the_parser_accepts_make_rollouts_that_search_r1_accepts() -> None:
+    search, answer = "<think>a</think>\n<search>q</search>", "<think>b</think> <answer>c</answer>"
+    assert parse_turn(search).kind == "tool" and parse_turn(answer).kind == "answer"
+    block = "\n\n<information>\nDoc 1: text\n</information>\n\n"
+    for rounds in range(3):
+        rollout = f"<|im_start|>assistant\n{(search + block) * rounds}{answer}"
+        assert search_r1_valid_format(rollout)
+        assert not search_r1_valid_format(rollout + search)
 
 
 @pytest.mark.parametrize(

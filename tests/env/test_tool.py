@@ -63,7 +63,7 @@ def test_schema_from_type_hints() -> None:
     ("function", "problem"),
     [
         (lambda query: query, "parameter 'query' needs a type hint"),
-        (eval, "no signature|no type hints|needs a type hint|cannot be filled by name"),
+        (eval, "no signature|no type hints|needs a type hint|cannot be passed by name"),
     ],
 )
 def test_functions_without_types_are_refused(function: Any, problem: str) -> None:
@@ -85,10 +85,10 @@ def test_other_signatures_are_refused() -> None:
         return text
 
     for function, problem in (
-        (variadic, "cannot be filled by name"),
-        (exotic, "exotic: query: no JSON schema for type <class 'bytes'>"),
+        (variadic, "cannot be passed by name"),
+        (exotic, "exotic: query: no JSON schema for <class 'bytes'>"),
         (later, "later is a coroutine: give an object"),
-        (object(), "is no tool: give a function"),
+        (object(), "is not a tool: give a function"),
     ):
         with pytest.raises(TypeError, match=problem):
             as_tool(function)  # type: ignore[arg-type]

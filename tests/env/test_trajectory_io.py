@@ -262,9 +262,9 @@ def edit_line(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"schema_version": 99}, r"t\.jsonl:2: schema_version is 99, this version of sorl reads 1 to 2"),
+        ({"schema_version": 99}, r"t\.jsonl:2: schema_version is 99, but this version of sorl reads 1 to 2"),
         ({"schema_version": ...}, r"t\.jsonl:2: schema_version is None"),
-        ({"turns": ...}, r"t\.jsonl:2: the field 'turns' is missing; there are: id, "),
+        ({"turns": ...}, r"t\.jsonl:2: the field 'turns' is missing; the fields are id, "),
         ({"rewards": 1.0}, r"t\.jsonl:2: unknown field 'rewards'. Did you mean 'reward'"),
         ({"stop_reason": "answered"}, r"t\.jsonl:2: 'answered' is not a valid StopReason"),
         ({"token_ids": [1]}, r"t\.jsonl:2: trajectory g1/0: action_mask has 8 entries, token_ids 1"),
@@ -287,7 +287,9 @@ def test_a_half_written_last_line_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
     rows = iter_jsonl(path)
     assert next(rows).id == "g1/0"
-    with pytest.raises(UserError, match=r"t\.jsonl:2: not valid JSON .* as if its writer was stopped"):
+    with pytest.raises(
+        UserError, match=r"t\.jsonl:2: not valid JSON .* its end is missing, so delete this last line"
+    ):
         next(rows)
 
 
@@ -304,7 +306,7 @@ def test_a_cut_off_gzip_file_is_named(tmp_path: Path) -> None:
 
 def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "t.parquet").write_text("no")
-    with pytest.raises(UserError, match=r"t\.parquet is no Parquet file"):
+    with pytest.raises(UserError, match=r"t\.parquet is not a Parquet file"):
         read_parquet(tmp_path / "t.parquet")
     write_parquet(tmp_path / "t.parquet", [searched(), searched(schema_version=SCHEMA_VERSION + 1)])
     with pytest.raises(UserError, match=r"t\.parquet: row 2: schema_version is 3"):
@@ -312,7 +314,7 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
 
 
 def test_metadata_that_json_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"trajectory g1/0: metadata must hold JSON values only.*set"):
+    with pytest.raises(UserError, match=r"trajectory g1/0: metadata must hold JSON values.*set"):
         write_jsonl(tmp_path / "t.jsonl", [searched(metadata={"x": {1}})])
 
 

@@ -173,7 +173,7 @@ def test_what_is_refused(task: Task) -> None:
     for options, problem in (
         ({"index": [1, 2, 3]}, "reset: 3 indices for 2 environments"),
         ({"index": [1, 6]}, "index 6 is outside the 6 examples, 0 to 5"),
-        ({"indices": [1, 2]}, "reset has no option 'indices'; there is 'index'"),
+        ({"indices": [1, 2]}, "reset has no option 'indices'; its only option is 'index'"),
     ):
         with pytest.raises(UserError, match=problem):
             envs.reset(options=options)

@@ -17,7 +17,6 @@ from sorl_env.rewards import (
     f1,
     multiple_choice,
     normalize_answer,
-    search_r1_valid_format,
     substring_match,
 )
 from sorl_env.text import valid_text
@@ -47,7 +46,6 @@ READERS: Mapping[str, Callable[[str], Any]] = {
     "substring_match": lambda text: substring_match(text, ["is x is x is y", "Paris"]),
     "f1": lambda text: f1(text, ["Paris"]),
     "multiple_choice": lambda text: multiple_choice(text, "A", METALS),
-    "search_r1_valid_format": lambda text: search_r1_valid_format(f"<|im_start|>assistant {text}"),
     "did_you_mean": lambda text: did_you_mean(text, ["search", "calculate", "lookup_passage"]),
     "option_words": option_words,
     "extract_choice": lambda text: extract_choice(text, METALS),

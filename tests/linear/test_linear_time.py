@@ -45,8 +45,6 @@ OUTSIDE: dict[str, Any] = {
     "sorl_env/rewards.py:_PUNCTUATION": re.Pattern,
     "sorl_env/rewards.py:_ARTICLES": re.Pattern,
     "sorl_env/rewards.py:_CHOICE": re.Pattern,
-    "sorl_env/rewards.py:_ASSISTANT": re.Pattern,
-    "sorl_env/rewards.py:_TAG": re.Pattern,
     "sorl_env/text.py:_SURROGATE_ESCAPE": re.Pattern,
     "sorl_train/openrlhf/launch.py:_EXCEPTION": re.Pattern,
     "sorl_train/evaluate/answers.py:_PHRASE": re.Pattern,

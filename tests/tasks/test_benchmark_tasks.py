@@ -254,9 +254,9 @@ def test_alphamed_inline_options(question: str, stem: str, options: dict[str, st
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"question": "No options"}, ValueError, "holds no options"),
-        ({"question": "One\nA: x"}, ValueError, "holds no options"),
-        ({"answer": "E"}, ValueError, "'answer' is 'E', which is not one of the options A, B, C, D"),
+        ({"question": "No options"}, ValueError, "has no options"),
+        ({"question": "One\nA: x"}, ValueError, "has no options"),
+        ({"answer": "E"}, ValueError, "'answer' is 'E', not one of the options A, B, C, D"),
         ({"answer": "Colchicine"}, ValueError, "'answer' is 'Colchicine'"),
         ({"answer": None}, ValueError, "'answer' must be a text"),
         ({"options": {"A": "x", "B": "y"}}, KeyError, "answer_idx"),

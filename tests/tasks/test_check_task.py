@@ -82,7 +82,7 @@ def test_a_task_without_gold_answers_needs_an_expert() -> None:
         return {"even": float(turns[-1].content in ("2", "4"))}
 
     changes = {"reward": judged, "embedded": lambda split: [Example("0", "an even number?")]}
-    assert "no golden_answers and the task no expert" in failures(**changes)["gold answer"]
+    assert "no golden_answers and no expert" in failures(**changes)["gold answer"]
     good = lambda example, observations: "<think>x</think><answer>2</answer>"  # noqa: E731
     assert failures(**changes, expert=good) == {}
     bad = lambda example, observations: "<think>x</think><answer>3</answer>"  # noqa: E731
@@ -275,10 +275,10 @@ def test_a_tool_that_keeps_state_as_it_should_passes(inline: bool, monkeypatch: 
 @pytest.mark.parametrize(
     ("tools", "said"),
     [
-        ([echo, Shared()], "tool note replies .* in a later episode .* Give what keeps state new_episode"),
-        ([echo, counter()], "tool count replies .* in a later episode .* Give what keeps state new_episode"),
-        ([echo, *two_functions()], "tool read replies 'Nothing of that.' .* keeps state over episodes"),
-        ([echo, Sharing()], "tool note replies .* new_episode must share nothing"),
+        ([echo, Shared()], "tool note replies .* in a later episode .* Give it new_episode"),
+        ([echo, counter()], "tool count replies .* in a later episode .* Give it new_episode"),
+        ([echo, *two_functions()], "tool read replies 'Nothing of that.' .* remembers earlier episodes"),
+        ([echo, Sharing()], "tool note replies .* new_episode returns must not share anything"),
         ([echo, Forgetful()], "tool note replies .* after get_state and set_state"),
     ],
     ids=["object", "function", "two functions", "shared", "forgetful"],

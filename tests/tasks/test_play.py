@@ -30,7 +30,7 @@ def test_an_episode_by_shortcuts(play: Play) -> None:
     assert "You have 4 turns." in out
     assert "Doc 1 (Wolfgang Amadeus Mozart)" in out
     assert "Reward 1 (exact_match 1); ended by answer after 3 turns." in out
-    assert out.endswith("Right: Salzach | the Salzach | Salzach River\n")
+    assert out.endswith("Right answer: Salzach | the Salzach | Salzach River\n")
 
 
 def test_full_turns_over_several_lines(play: Play) -> None:

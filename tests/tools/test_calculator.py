@@ -6,6 +6,8 @@ import ast
 import contextlib
 import random
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -219,3 +221,12 @@ def test_no_expression_is_costly_or_raises_something_else(
 def test_deep_and_odd_texts(text: str) -> None:
     with contextlib.suppress(ToolInputError):
         assert calculator(text)
+
+
+def test_python_does_not_warn_about_expressions() -> None:
+    code = "from sorl_tools.calculator import calculator; calculator('1if 1else 2')"
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "invalid decimal literal" not in done.stderr.replace("Not arithmetic", "")
+    assert "ToolInputError: Not arithmetic" in done.stderr

@@ -1,6 +1,7 @@
-"""Search indexes in a folder: built by ``sorl-index``, memory-mapped by whoever searches them."""
+"""Search indexes: folders that ``sorl-index`` builds and that are memory-mapped for searching."""
 
+from sorl_tools.index.hits import Hit, Index
 from sorl_tools.index.manifest import Manifest
-from sorl_tools.index.open import Hit, Index, open_index
+from sorl_tools.index.open import open_index
 
 __all__ = ["Hit", "Index", "Manifest", "open_index"]

@@ -1,4 +1,4 @@
-"""A BM25 index, opened."""
+"""A BM25 index that has been opened."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from sorl_env.errors import UserError
 from sorl_tools.corpus import PassageFile
+from sorl_tools.index.hits import Hit, check_top_k
 from sorl_tools.index.manifest import Manifest
-from sorl_tools.index.open import Hit, check_top_k
 from sorl_tools.index.postings import Postings
 from sorl_tools.index.words import query_stems
 
@@ -16,7 +16,7 @@ FOLDER = "bm25"
 
 
 class Bm25Index:
-    """BM25 (Lucene's) with English stemming and stop words; a passage that shares no word with a query is no hit.
+    """Lucene's BM25 with English stemming and stop words. A passage that shares no word with a query is never a hit.
 
     Raises:
         UserError: a file cannot be read.
@@ -31,7 +31,7 @@ class Bm25Index:
             raise UserError(f"{folder}: cannot be opened ({error}); try sorl-index verify") from error
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
-        """The places in the corpus of the best passages, and their scores."""
+        """The best passages as (place in the corpus, score), best first."""
         places, scores = self.postings.best(self.postings.get_tokens_ids(query_stems(query)), top_k)
         return list(zip(places.tolist(), scores.tolist(), strict=True))
 

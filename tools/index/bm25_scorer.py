@@ -1,4 +1,4 @@
-"""BM25 scores of whole batches, compiled by numba: one thread, no lock on the interpreter while it runs."""
+"""BM25 scores of whole batches, compiled by numba; it runs on one thread and releases Python's global lock."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from sorl_tools.corpus import cache_dir
+from sorl_env.folders import cache_folder
 
 _SMALLEST = np.float32(np.finfo(np.float32).tiny)
 
 
 class BatchScorer:
-    """The best passages of many queries over a bm25s index. Not for several threads at a time: it reuses its memory.
+    """Finds the best passages of many queries in a bm25s index. Threads must not share one: it reuses its memory.
 
-    It adds up the same float32 numbers in the same order as bm25s, so scores are equal to the last bit. Only passages
-    that share a word with the query are looked at, so the work of a query grows with its words' postings, and not with
-    the corpus. A second thread gains nothing: adding up scores is bound by memory.
+    It adds the same float32 numbers in the same order as bm25s, so its scores are equal to the last bit. It looks only
+    at passages that share a word with the query, so the work grows with the postings of the query's words and not with
+    the corpus. A second thread would not help, because adding the scores is limited by the speed of memory.
 
     Args:
         index: a bm25s index without scores for absent words (Lucene's BM25 has none).
@@ -37,7 +37,7 @@ class BatchScorer:
         self._scores = np.zeros(num_docs, dtype=np.float32)
 
     def top(self, queries: Sequence[Sequence[str]], top_k: int) -> list[list[tuple[int, float]]]:
-        """Passage numbers and scores of tokenized queries, best first; ties keep the order of the corpus."""
+        """(passage number, score) of the best passages of tokenized queries; equal scores keep the corpus order."""
         ids = [self._index.get_tokens_ids(words) for words in queries]
         starts = np.cumsum([0, *map(len, ids)])
         flat = np.fromiter((token for one in ids for token in one), dtype=np.int64, count=starts[-1])
@@ -51,8 +51,8 @@ class BatchScorer:
 
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
-    """The kernel; machine code is kept on disk, in ``NUMBA_CACHE_DIR`` or next to the built indexes."""
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_dir() / "numba"))
+    """The compiled kernel. Its machine code is kept in ``NUMBA_CACHE_DIR``, or beside the built indexes."""
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "numba"))
     import numba
 
     return numba.njit(nogil=True, cache=True)(_top_k)
@@ -69,10 +69,10 @@ def _top_k(
     best_scores: Any,
     counts: Any,
 ) -> None:
-    """``scores`` is all zeros before and after; the last three are the result.
+    """Write the result into the last three arguments. ``scores`` is all zeros before and after.
 
-    Passes over the postings twice, to add up and to pick, because neither pass then has a branch that is hard to
-    predict. Unsigned numbers, because numba checks signed ones for indices counted from the end.
+    It passes over the postings twice, once to add scores and once to pick the best, because then neither pass has a
+    branch that is hard to predict. Indices are unsigned, because numba would check signed ones for negative values.
     """
     top_k = best.shape[1]
     for query in range(len(starts) - 1):
@@ -81,7 +81,7 @@ def _top_k(
             for posting in range(np.uint64(indptr[token]), np.uint64(indptr[token + 1])):
                 scores[np.uint32(indices[posting])] += data[posting]
         count = 0
-        least = _SMALLEST  # that gets in; a passage met for the second time has 0 left
+        least = _SMALLEST  # the least score that gets in; a passage that was picked already has 0 left
         for at in range(starts[query], starts[query + 1]):
             token = flat[at]
             for posting in range(np.uint64(indptr[token]), np.uint64(indptr[token + 1])):

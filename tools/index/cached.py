@@ -1,4 +1,4 @@
-"""BM25 indexes: built once per content of a corpus, kept in the cache folder, memory-mapped from there."""
+"""BM25 indexes of corpus files: built once per content, kept in the cache folder and memory-mapped from there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sorl_env.errors import UserError
-from sorl_env.folders import missing_folders, remove_empty
-from sorl_tools.corpus import Passage, PassageFile, cache_dir, check_corpus
+from sorl_env.folders import cache_folder, missing_folders, remove_empty
+from sorl_tools.corpus import Passage, PassageFile, check_corpus
 from sorl_tools.index.manifest import FORMAT, hash_file, read_manifest
 from sorl_tools.index.words import query_stems
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def tokenize(texts: Sequence[str]) -> list[list[str]]:
-    """Lower-case words of two letters and more, without stop words, stemmed: what ``bm25s.tokenize`` makes of them."""
+    """Lower-case words of two letters and more, stemmed and without stop words, exactly as ``bm25s.tokenize``."""
     return [query_stems(text) for text in texts]
 
 
 def build_index(passages: Sequence[Passage]) -> Any:
-    """A bm25s index over titles and texts.
+    """A bm25s index of titles and texts, in memory.
 
     Raises:
         UserError: no passage has a word in it.
@@ -35,7 +35,7 @@ def build_index(passages: Sequence[Passage]) -> Any:
 
     words = tokenize([f"{passage.title}\n{passage.text}" for passage in passages])
     if not any(words):
-        raise UserError(f"there is nothing to search: {len(passages)} passages and no words in them")
+        raise UserError(f"nothing to search: {len(passages)} passages without a word")
     index = bm25s.BM25()
     index.index(words, show_progress=False)
     return index
@@ -49,10 +49,11 @@ def hash_passages(passages: Sequence[Passage]) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def open_index(path: Path) -> tuple[PassageFile, Any, str]:
-    """The passages of a corpus, their index, and its hash; the index of a file is built if it is new.
+def open_bm25(path: Path) -> tuple[PassageFile, Any, str]:
+    """The passages of a corpus, their BM25 index, and its hash. The index of a new corpus file is built first.
 
-    The index has what is used of a ``bm25s.BM25``: ``get_tokens_ids``, ``get_scores_from_ids`` and ``scores``.
+    The index has the methods of a ``bm25s.BM25`` that are used here: ``get_tokens_ids``, ``get_scores_from_ids`` and
+    ``scores``.
 
     Args:
         path: a ``.jsonl`` or ``.jsonl.gz`` file, or a folder that ``sorl-index`` built.
@@ -64,8 +65,8 @@ def open_index(path: Path) -> tuple[PassageFile, Any, str]:
         manifest = read_manifest(path)
         if manifest.backend != "bm25":
             raise UserError(
-                f"{path}: a {manifest.backend} index embeds its queries; give it to sorl-serve, and the task its "
-                "search_url"
+                f"{path}: a {manifest.backend} index embeds its queries: serve it with sorl-serve, and give the task "
+                "the server's address as search_url"
             )
         return *_load_index(path), manifest.hash
     check_corpus(path)
@@ -75,11 +76,11 @@ def open_index(path: Path) -> tuple[PassageFile, Any, str]:
 
 
 def _ensure_index(path: Path, digest: str) -> Path:
-    """The folder of the corpus's index, built now if it is not there."""
+    """The folder of the corpus's index, which is built now if it does not exist."""
     from sorl_tools.index.build.build import build
 
-    # another version may store otherwise
-    folder = cache_dir() / "bm25" / f"{digest[:24]}-index{FORMAT}"
+    # named by the format as well, because another version may store indexes differently
+    folder = cache_folder() / "bm25" / f"{digest[:24]}-index{FORMAT}"
     if folder.is_dir():
         return folder
     made = missing_folders(folder.parent)
@@ -90,13 +91,13 @@ def _ensure_index(path: Path, digest: str) -> Path:
         raise UserError(f"{folder.parent}: cannot keep an index there ({error}); set SORL_CACHE") from error
     try:
         build([path], building)
-        building.rename(folder)  # whole or not at all, and the first of several builders wins
+        building.rename(folder)  # it appears complete or not at all; of several builders the first one wins
     except OSError:
         if not folder.is_dir():
             raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
-        remove_empty(made)  # of a corpus that cannot be indexed
+        remove_empty(made)  # left over if the corpus cannot be indexed
     return folder
 
 

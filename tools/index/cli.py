@@ -10,23 +10,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from sorl_env.check import describe_checks
 from sorl_env.command import Parser, number, run_command, whole
 from sorl_env.errors import UserError
-from sorl_tools.index.build.build import BACKENDS, Bm25Options, DenseOptions, HybridOptions, build
+from sorl_tools.index.build.build import BACKENDS, build
 from sorl_tools.index.build.estimate import estimate
+from sorl_tools.index.build.options import Bm25Options, DenseOptions, HybridOptions
 from sorl_tools.index.manifest import Manifest, read_manifest
 from sorl_tools.index.open import open_index
 from sorl_tools.index.verify import check_files, check_recall
 from sorl_tools.progress import Progress, duration
 
-MOST_PASSAGES = 10**13  # a thousand times what has ever been indexed; beyond it figures mean nothing
+MOST_PASSAGES = 10**13  # a thousand times the largest index anyone has built
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 0 done, 1 an index is at fault, 2 wrong usage, 130 interrupted."""
+    """The command line; returns the exit status: 0 done, 1 an index has a fault, 2 wrong usage, 130 interrupted."""
     signal.signal(signal.SIGTERM, _interrupt)
     given = list(sys.argv[1:] if argv is None else argv)
-    again = "; the same command goes on where this one stopped" if given[:1] == ["build"] else ""
+    again = "; the same command continues from here" if given[:1] == ["build"] else ""
     return run_command("sorl-index", _run, given, interrupted=f"interrupted{again}")
 
 
@@ -45,35 +47,23 @@ def _parser() -> argparse.ArgumentParser:
         description="Build a search index over a corpus; look at one, check it, or estimate what one takes.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_build(
-        commands.add_parser("build", help="build an index, or go on with a build that was interrupted")
-    )
-    info = commands.add_parser("info", help="print what an index holds")
+    _add_build(commands.add_parser("build", help="build an index, or continue an interrupted build"))
+    info = commands.add_parser("info", help="print the facts about an index")
     info.add_argument("index", type=Path, help="folder of the index")
     info.set_defaults(run=_info)
-    verify = commands.add_parser(
-        "verify", help="compare files with their hashes, and search for what is in it"
-    )
+    verify = commands.add_parser("verify", help="check the files and search for some passages")
     verify.add_argument("index", type=Path, help="folder of the index")
-    verify.add_argument("--sample", type=whole(1), default=200, help="passages to search for (default 200)")
-    verify.add_argument("--model", help="where the embedding model is now")
+    verify.add_argument("--sample", type=whole(1), default=200, help="passages to search for (default: 200)")
+    verify.add_argument("--model", help="folder or name of the embedding model, if it has moved")
     verify.add_argument("--device", help="torch device of the model")
     verify.set_defaults(run=_verify)
-    guess = commands.add_parser(
-        "estimate", help="memory, disk and time that an index takes, before it is built"
-    )
+    guess = commands.add_parser("estimate", help="estimate memory, disk and time of a build")
     guess.add_argument("--passages", type=whole(1, MOST_PASSAGES), required=True)
     guess.add_argument("--backend", choices=BACKENDS, default="bm25")
-    guess.add_argument(
-        "--words", type=number(above=0, high=1e6), default=100.0, help="words a passage (default 100)"
-    )
-    guess.add_argument(
-        "--dim", type=whole(1, 1_000_000), default=768, help="numbers a vector (default 768, E5-base's)"
-    )
+    guess.add_argument("--words", type=number(above=0, high=1e6), default=100.0, help="words per passage")
+    guess.add_argument("--dim", type=whole(1, 1_000_000), default=768, help="elements of a vector")
     guess.add_argument("--faiss", default="flat", help="as for build")
-    guess.add_argument(
-        "--embed_rate", type=number(above=0), help="passages embedded a second, if you have measured it"
-    )
+    guess.add_argument("--embed_rate", type=number(above=0), help="passages embedded per second")
     guess.set_defaults(run=_estimate)
     return parser
 
@@ -85,33 +75,32 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the index")
     parser.add_argument("--backend", choices=BACKENDS, default="bm25")
-    parser.add_argument("--k1", type=number(0, 1000), default=bm25.k1, help=f"BM25 (default {bm25.k1})")
-    parser.add_argument("--b", type=number(0, 1), default=bm25.b, help=f"BM25 (default {bm25.b})")
-    parser.add_argument(
-        "--model", default="", help="embedding model: a folder of sentence-transformers, or a name"
-    )
-    parser.add_argument("--query_prefix", help="before a query (default: what the model says; E5: 'query: ')")
-    parser.add_argument("--passage_prefix", help="before a passage (E5: 'passage: ')")
-    parser.add_argument(
-        "--vectors", type=Path, help=".npy of the passages' vectors, made earlier by this model"
-    )
+    parser.add_argument("--k1", type=number(0, 1000), default=bm25.k1, help=f"of BM25 (default: {bm25.k1})")
+    parser.add_argument("--b", type=number(0, 1), default=bm25.b, help=f"of BM25 (default: {bm25.b})")
+    parser.add_argument("--model", default="", help="embedding model: a folder, or a name on the hub")
+    parser.add_argument("--query_prefix", help="text before a query (default: the model's own)")
+    parser.add_argument("--passage_prefix", help="text before a passage (default: the model's own)")
+    parser.add_argument("--vectors", type=Path, help=".npy of the passages' vectors by this model")
     parser.add_argument(
         "--faiss",
         default=dense.faiss,
-        help="flat, fp16, sq8, sq4, pq, ivfpq, hnsw, or a factory string of FAISS",
+        help="kind of index: flat, fp16, sq8, sq4, pq, ivfpq, hnsw, or a factory string of FAISS",
     )
     parser.add_argument(
-        "--batch_size", type=whole(1, 1_000_000), default=dense.batch_size, help="passages embedded at a time"
+        "--batch_size", type=whole(1, 1_000_000), default=dense.batch_size, help="passages per batch"
     )
     parser.add_argument("--device", help="torch device of the model (default: a GPU if there is one)")
+    parser.add_argument("--keep_vectors", action="store_true", help="keep the uncompressed vectors")
     parser.add_argument(
-        "--keep_vectors", action="store_true", help="keep the float32 vectors beside the index"
+        "--rrf_k", type=whole(0), default=hybrid.rrf_k, help="hybrid: scores 1 / (rrf_k + rank)"
     )
-    parser.add_argument("--rrf_k", type=whole(0), default=hybrid.rrf_k, help="hybrid: 1 / (rrf_k + rank)")
     parser.add_argument(
-        "--depth", type=whole(1, 1_000_000), default=hybrid.depth, help="hybrid: ranks that each part gives"
+        "--depth",
+        type=whole(1, 1_000_000),
+        default=hybrid.depth,
+        help="hybrid: number of ranks used of each part",
     )
-    parser.add_argument("--restart", action="store_true", help="begin anew; drops what is in the folder")
+    parser.add_argument("--restart", action="store_true", help="delete what is in the folder first")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.set_defaults(run=_build)
 
@@ -159,17 +148,14 @@ def _verify(arguments: argparse.Namespace) -> int:
     manifest = read_manifest(arguments.index)
     for name in ("model", "device"):
         if manifest.backend == "bm25" and (value := getattr(arguments, name)) is not None:
-            raise UserError(f"--{name} {value}: a bm25 index embeds nothing; leave it out")
+            raise UserError(f"--{name} {value}: a bm25 index does not embed anything; leave this option out")
     checks = check_files(arguments.index, manifest, Progress(quiet=not sys.stderr.isatty()))
-    if all(check.passed for check in checks):  # a damaged index need not be searched
+    if all(check.passed for check in checks):  # there is no point in searching a damaged index
         index = open_index(arguments.index, model=arguments.model, device=arguments.device)
         checks.append(check_recall(index, arguments.index, arguments.sample))
         index.close()
-    for check in checks:
-        print(f"  {'ok  ' if check.passed else 'FAIL'}  {check.name:<28}{check.detail}")
-    failed = sum(not check.passed for check in checks)
-    print(f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed")
-    return int(failed > 0)
+    print(describe_checks(checks, 28))
+    return int(not all(check.passed for check in checks))
 
 
 def _estimate(arguments: argparse.Namespace) -> int:
@@ -186,15 +172,13 @@ def _estimate(arguments: argparse.Namespace) -> int:
     print(f"{'disk while it is built':<28}{human_bytes(guess.build_disk)}")
     print(f"{'memory while it is built':<28}{human_bytes(guess.build_memory)}")
     print(f"{'memory to search, private':<28}{human_bytes(guess.private_memory)} a process")
-    print(
-        f"{'memory to search, shared':<28}{human_bytes(guess.shared_memory)}, the mapped files when all is in use"
-    )
+    print(f"{'memory to search, shared':<28}{human_bytes(guess.shared_memory)}, with all mapped files in use")
     print(f"{'time to build':<28}{duration(guess.build_seconds)} on one core{guess.embedding_note}")
     return 0
 
 
 def human_bytes(count: float) -> str:
-    """Like ``1.5 GB``; powers of ten."""
+    """A size such as ``1.5 GB``, with units of powers of ten."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

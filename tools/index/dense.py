@@ -1,4 +1,4 @@
-"""A dense index, opened."""
+"""A dense index that has been opened."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from sorl_env.errors import UserError
 from sorl_tools.corpus import PassageFile
 from sorl_tools.index.encoder import Encoder
 from sorl_tools.index.faiss_kinds import FaissVectors, FlatVectors
+from sorl_tools.index.hits import Hit, check_top_k
 from sorl_tools.index.manifest import Manifest
-from sorl_tools.index.open import Hit, check_top_k
 
 FOLDER = "dense"
 
 
 class DenseIndex:
-    """Vectors by FAISS. A batch of queries is embedded at once; batches of other sizes round their scores otherwise.
+    """Vectors that are searched by FAISS. A batch of queries is embedded at once; its size affects how scores are
+    rounded.
 
     Args:
-        model: where the embedding model is, when not where the manifest says.
+        model: folder or name of the embedding model, if it is not where the manifest says.
         device: torch device of the model.
 
     Raises:
-        UserError: a file cannot be read, or the model is missing or another one than at the build.
+        UserError: a file cannot be read, or the model is missing or is not the one that the index was built with.
     """
 
     def __init__(
@@ -54,18 +55,18 @@ class DenseIndex:
         )
         if self._encoder.hash() != facts["model_hash"]:
             raise UserError(
-                f"{self._encoder.name}: not the model that {folder} was built with ({facts['model']}): the weights "
-                "differ; name that model, or build the index again"
+                f"{self._encoder.name}: its weights differ from those of the model that {folder} was built with "
+                f"({facts['model']}): name that model, or build the index again"
             )
 
     def rank(self, queries: Sequence[str], top_k: int) -> list[list[tuple[int, float]]]:
-        """For each query the places in the corpus of the best passages, and their scores."""
+        """For each query the best passages as (place in the corpus, score), best first."""
         if not queries:
             return []
         return self.rank_vectors(self._encoder.queries(queries), top_k)
 
     def rank_vectors(self, vectors: npt.NDArray[np.float32], top_k: int) -> list[list[tuple[int, float]]]:
-        """The same of embedded queries, (queries, dim)."""
+        """As ``rank``, for queries that are embedded already, (queries, dim)."""
         found = self._vectors.search(vectors, top_k)
         return [list(zip(places.tolist(), scores.tolist(), strict=True)) for places, scores in found]
 

@@ -1,4 +1,4 @@
-"""Texts to vectors with an embedding model of sentence-transformers."""
+"""Embed texts with a model of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _E5 = re.compile(r"(^|[-_/])e5([-_/]|$)", re.IGNORECASE)
 
 
 class Prefixes(NamedTuple):
-    """What a model wants before its inputs; E5 has learnt ``query: `` and ``passage: ``, MiniLM nothing."""
+    """Texts that a model expects before its inputs: ``query: `` and ``passage: `` for E5, nothing for MiniLM."""
 
     query: str
     passage: str
 
 
 class Encoder:
-    """An embedding model. Vectors have length 1, so that inner products are cosines; threads take turns.
+    """An embedding model. Its vectors have length 1, so that inner products are cosines. Threads may share it.
 
     Args:
         model: a model folder, or a name that sentence-transformers finds.
-        query_prefix: None: as the model's configuration says, or by its name.
-        passage_prefix: likewise.
-        device: a GPU if there is one when None.
+        query_prefix: text before a query; None takes it from the model's configuration or name.
+        passage_prefix: text before a passage, likewise.
+        device: torch device; None takes a GPU if there is one.
 
     Raises:
         UserError: sentence-transformers is not installed, or there is no such model.
@@ -54,22 +54,22 @@ class Encoder:
             by_model.passage if passage_prefix is None else passage_prefix,
         )
         self.dim = len(self._encode(["x"], 1)[0])
-        self._lock = threading.Lock()  # fast tokenizers are not safe to share
+        self._lock = threading.Lock()  # fast tokenizers are not thread-safe
 
     def queries(self, texts: Sequence[str], batch_size: int = 64) -> npt.NDArray[np.float32]:
-        """(queries, dim)."""
-        whole = [text.encode(errors="replace").decode() for text in texts]  # no half surrogate pairs
+        """Embed queries, (queries, dim)."""
+        whole = [text.encode(errors="replace").decode() for text in texts]  # replaces lone surrogates
         with self._lock:
             return self._encode([self.prefixes.query + text for text in whole], batch_size)
 
     def passages(self, passages: Sequence[Passage], batch_size: int) -> npt.NDArray[np.float32]:
-        """(passages, dim), of titles and texts."""
+        """Embed passages by title and text, (passages, dim)."""
         texts = [f"{p.title}\n{p.text}" if p.title else p.text for p in passages]
         with self._lock:
             return self._encode([self.prefixes.passage + text for text in texts], batch_size)
 
     def hash(self) -> str:
-        """``sha256:..`` over the weights and their names, wherever the model lies."""
+        """``sha256:..`` of the weights and their names, which does not depend on where the model is."""
         digest = hashlib.sha256()
         for name, weights in sorted(self._model.state_dict().items()):
             digest.update(f"{name}\0{tuple(weights.shape)}\0".encode())
@@ -77,9 +77,8 @@ class Encoder:
         return f"sha256:{digest.hexdigest()}"
 
     def _encode(self, texts: list[str], batch_size: int) -> npt.NDArray[np.float32]:
-        vectors = self._model.encode(
-            texts, batch_size=batch_size, normalize_embeddings=True, prompt="", show_progress_bar=False
-        )
+        options = {"normalize_embeddings": True, "prompt": "", "show_progress_bar": False}
+        vectors = self._model.encode(texts, batch_size=batch_size, **options)
         return np.ascontiguousarray(vectors, dtype=np.float32)
 
 
@@ -89,14 +88,14 @@ def _load(model: str, device: str | None) -> Any:
     try:
         from sentence_transformers import SentenceTransformer
     except ModuleNotFoundError as error:
-        raise UserError("dense search needs more packages: pip install 'sorl[search]'") from error
+        raise UserError("dense search needs sentence-transformers: pip install 'sorl[search]'") from error
     path = Path(model).expanduser()
     if not path.is_dir() and (path.is_absolute() or model.startswith((".", "~"))):
         raise UserError(f"--model {model}: no such folder")
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # weights load in a moment
+    logging.disable_progress_bar()  # loading the weights takes only a moment
     try:
         return SentenceTransformer(str(path) if path.is_dir() else model, device=device)
     except (OSError, ValueError, RuntimeError) as error:
@@ -107,7 +106,7 @@ def _load(model: str, device: str | None) -> Any:
 
 
 def known_prefixes(name: str, model: Any) -> Prefixes:
-    """What a model wants before queries and passages: its own prompts, else E5's where name or config says E5."""
+    """The prefixes of a model: its own prompts, or else those of E5 if its name or its configuration says E5."""
     prompts = {key: value for key, value in (getattr(model, "prompts", None) or {}).items() if value}
     query = prompts.get("query")
     passage = prompts.get("passage") or prompts.get("document")

@@ -1,4 +1,4 @@
-"""FAISS: kinds of index by name, made of vectors in a file, and searched from a mapped file."""
+"""Kinds of FAISS index by name: how they are made from vectors in a file, and searched in a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from sorl_tools.progress import Progress
 
 Floats = npt.NDArray[np.float32]
 
-# name -> FAISS's factory string, from the vectors' dimension d and the number of passages n
 KINDS = ("flat", "fp16", "sq8", "sq4", "pq", "ivfpq", "hnsw")
 ADD_BLOCK = 16_384
 TRAIN_VECTORS = 262_144
@@ -24,10 +23,10 @@ SEARCH_SETTINGS = {"nprobe": 64, "efSearch": 128}
 
 
 def faiss_module() -> Any:
-    """FAISS.
+    """The module ``faiss``.
 
     Raises:
-        UserError: it is not installed, or too old to map its files.
+        UserError: it is not installed, or is too old to memory-map its files.
     """
     try:
         import faiss
@@ -39,10 +38,11 @@ def faiss_module() -> Any:
 
 
 def factory_string(kind: str, dim: int, passages: int) -> str:
-    """FAISS's description of a kind; a description is returned as it is, and ``flat`` has none: ``""``.
+    """FAISS's factory string for a kind of index; ``""`` for ``flat``. A factory string is returned as it is.
 
-    ``sq4``, ``pq`` and ``ivfpq`` spend four bits on a number of a vector: an eighth of float32. ``pq`` gives each
-    number 16 levels of its own, which train in seconds; pairs of numbers in a byte take 256 centroids, and hours.
+    ``sq4``, ``pq`` and ``ivfpq`` store each element of a vector in four bits, an eighth of float32. ``pq`` gives each
+    element 16 levels of its own, which are trained in seconds; pairs of elements in a byte would have 256 centroids,
+    whose training takes hours.
 
     Raises:
         UserError: the kind is not known.
@@ -60,16 +60,14 @@ def factory_string(kind: str, dim: int, passages: int) -> str:
         "hnsw": "HNSW32,Flat",
     }
     if kind not in known:
-        raise UserError(
-            f"--faiss {kind!r} is not known, and factory strings begin with a capital. {did_you_mean(kind, KINDS)}"
-        )
+        raise UserError(f"--faiss {kind!r} is unknown, and no factory string. {did_you_mean(kind, KINDS)}")
     return known[kind]
 
 
 def write_faiss(vectors: Floats, factory: str, path: Path, progress: Progress) -> None:
-    """Train an index on a sample of ``vectors``, (passages, dim), add them all, and write it.
+    """Train an index on a sample of ``vectors``, (passages, dim), add all of them, and write it.
 
-    One thread adds, so that the same vectors give the same file.
+    A single thread adds them, so that the same vectors give the same file.
 
     Raises:
         UserError: FAISS does not know the factory string, or there are too few passages to train it.
@@ -92,46 +90,47 @@ def write_faiss(vectors: Floats, factory: str, path: Path, progress: Progress) -
             progress.advance(len(block))
         faiss.write_index(index, str(path))
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise UserError(
-            f"--faiss {factory}: FAISS refuses {passages:,} vectors of {dim} ({reason})"
-        ) from error
+        what = f"{passages:,} vectors of {dim} elements"
+        raise UserError(f"--faiss {factory}: FAISS cannot index {what} ({_reason(error)})") from error
     finally:
         faiss.omp_set_num_threads(threads)
 
 
+def _reason(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[-1]
+
+
 class FlatVectors:
-    """Exact search in a mapped .npy file; what it takes of memory, processes share."""
+    """Exact search in a memory-mapped .npy file, whose memory processes share."""
 
     def __init__(self, path: Path) -> None:
         self._faiss = faiss_module()
         self._vectors: Floats = np.asarray(np.load(path, mmap_mode="r"))
 
     def search(self, queries: Floats, top_k: int) -> Iterator[tuple[npt.NDArray[np.int64], Floats]]:
-        """For each of ``queries``, (n, dim), places and scores of the best, equal scores in corpus order.
+        """For each of ``queries``, (n, dim), the places and scores of the best vectors; equal scores in corpus order.
 
-        The best are scored once more on their own: matrix products round by how many queries come together.
+        The best are scored again one query at a time, because a matrix product rounds differently for other batch
+        sizes.
         """
         wide = min(len(self._vectors), top_k + EXTRA)
         metric = self._faiss.METRIC_INNER_PRODUCT
         _, found = self._faiss.knn(queries, self._vectors, wide, metric=metric)
         for query, row in zip(queries, found, strict=True):
-            places = row[row >= 0]  # vectors that are no numbers are never found
+            places = row[row >= 0]  # vectors with NaN are never found
             scores = (self._vectors[places].astype(np.float64) @ query.astype(np.float64)).astype(np.float32)
             yield _ordered(places, scores, top_k)
 
 
 class FaissVectors:
-    """A mapped index file of FAISS. On a GPU when FAISS is built for one and the kind of index can go there."""
+    """A memory-mapped index file of FAISS. It is searched on a GPU if FAISS supports that for this kind of index."""
 
     def __init__(self, path: Path, settings: dict[str, int]) -> None:
         self._faiss = faiss_module()
         try:
             self._index = self._faiss.read_index(str(path), self._faiss.IO_FLAG_MMAP_IFC)
         except RuntimeError as error:
-            raise UserError(
-                f"{path}: FAISS cannot read it ({str(error).strip().splitlines()[-1]})"
-            ) from error
+            raise UserError(f"{path}: FAISS cannot read it ({_reason(error)})") from error
         if self._faiss.get_num_gpus() > 0 and "efSearch" not in settings:
             self._index = self._faiss.index_cpu_to_all_gpus(self._index)
         space = self._faiss.ParameterSpace()
@@ -139,14 +138,15 @@ class FaissVectors:
             space.set_index_parameter(self._index, name, value)
 
     def search(self, queries: Floats, top_k: int) -> Iterator[tuple[npt.NDArray[np.int64], Floats]]:
-        """As ``FlatVectors.search``; the scores are those of the compressed vectors."""
+        """As ``FlatVectors.search``, with the scores of the compressed vectors."""
         scores, found = self._index.search(queries, min(self._index.ntotal, top_k + EXTRA))
         for places, values in zip(found, scores, strict=True):
-            held = places >= 0  # fewer were found in the lists that were searched
+            held = places >= 0  # there are fewer in the lists that were searched
             yield _ordered(places[held], values[held], top_k)
 
 
-EXTRA = 8  # more than asked for, so that equal scores at the edge are cut in the order of the corpus
+# So many more hits than wanted are fetched, so that equal scores at the end are cut in the order of the corpus.
+EXTRA = 8
 
 
 def _ordered(

@@ -1,4 +1,4 @@
-"""BM25 and vectors, fused by rank."""
+"""A hybrid index: the rankings of BM25 and of vectors, fused."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from sorl_tools.index.bm25 import Bm25Index
 from sorl_tools.index.dense import DenseIndex
+from sorl_tools.index.hits import Hit, check_top_k
 from sorl_tools.index.manifest import Manifest
-from sorl_tools.index.open import Hit, check_top_k
 
 
 def fuse(rankings: Sequence[Sequence[int]], rrf_k: int) -> list[tuple[int, float]]:
-    """Reciprocal rank fusion: places by the sum of ``1 / (rrf_k + rank)``, ranks from 1; ties by place.
+    """Reciprocal rank fusion: (place, sum of ``1 / (rrf_k + rank)``), best first. Ranks count from 1; ties by place.
 
     >>> fuse([[7, 3], [3, 5]], rrf_k=1)
     [(3, 0.8333333333333333), (7, 0.5), (5, 0.3333333333333333)]
@@ -25,7 +25,7 @@ def fuse(rankings: Sequence[Sequence[int]], rrf_k: int) -> list[tuple[int, float
 
 
 class HybridIndex:
-    """BM25 and vectors over the same passages. A passage that only one of them ranks may still be a hit."""
+    """BM25 and vectors over the same passages. A passage may be a hit even if only one of them ranks it."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, *, model: str | None = None, device: str | None = None

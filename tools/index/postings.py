@@ -1,4 +1,4 @@
-"""BM25 by precomputed scores: for each word the passages that hold it and what it adds to them (bm25s' layout)."""
+"""BM25 by precomputed scores: for each word the passages that contain it and their scores (the layout of bm25s)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ Ints = npt.NDArray[np.int64]
 
 DATA, INDICES, INDPTR = "data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy"
 MAX_SCORES = "max_scores.npy"
-SLACK = np.float32(1 - 1e-4)  # sums of float32 in another order differ by less
-PLAIN = 1 << 19  # so few passages are scored one and all: numpy's calls would cost more than they save
-LOOKUP_COST = 16  # to bisect for one passage costs about as much as to add up so many
+SLACK = np.float32(1 - 1e-4)  # sums of the same float32 in another order differ by less
+# Up to so many passages all are scored: finding out which to skip would cost more than it saves.
+PLAIN = 1 << 19
+LOOKUP_COST = 16  # looking up one passage by bisection costs about as much as adding up so many
 
 
 class Postings:
-    """The lists of an index, memory-mapped. Threads may share it: each has a row of partial sums of its own.
+    """The posting lists of an index, memory-mapped. Threads may share it; each has its own array of partial sums.
 
-    A query's rare words are added up first. Once its common words together could no longer lift a passage that has
-    none of the rare ones into the best k, their long lists are not read but looked up for the passages still in the
-    race (the MaxScore rule). The result is exact: the best are scored once more, word by word in the query's order.
+    The scores of a query's rare words are added first. At some point the remaining words together cannot lift a passage
+    without any of the rare words into the best k. From then on their long lists are not read: only the passages that
+    can still win are looked up in them (the MaxScore rule). The result is exact, because the best passages are scored
+    again,
 
     Args:
-        folder: with ``data``, ``indices`` and ``indptr`` as bm25s saves them, ``max_scores.npy`` and the vocabulary.
-        passages: how many the index has.
+        folder: holds ``data``, ``indices`` and ``indptr`` as bm25s saves them, ``max_scores.npy`` and the vocabulary.
+        passages: number of passages in the index.
     """
 
     def __init__(self, folder: Path, passages: int) -> None:
@@ -45,12 +47,12 @@ class Postings:
 
     @property
     def scores(self) -> dict[str, Any]:
-        """The arrays under bm25s' names, for what reads those of a ``bm25s.BM25``."""
+        """The arrays under the names that they have in a ``bm25s.BM25``."""
         arrays = {"data": self.data, "indices": self.indices, "indptr": self.indptr}
         return {**arrays, "num_docs": self.passages}
 
     def get_tokens_ids(self, stems: Sequence[str]) -> list[int]:
-        """Ids of the stems that the index knows, repetitions included."""
+        """Ids of the stems that are in the index, repetitions included."""
         ids = (self.vocabulary.id(stem) for stem in stems)
         return [number for number in ids if number is not None]
 
@@ -59,13 +61,13 @@ class Postings:
         scores = np.zeros(self.passages, dtype=np.float32)
         for word in words:
             docs, values = self._list(word)
-            scores[docs] += values  # a passage is in a list once
+            scores[docs] += values  # a passage occurs only once in a list
         return scores
 
     def best(self, words: Sequence[int], top_k: int) -> tuple[Ints, Floats]:
-        """The ``top_k`` passages that share a word with the query, best first, and their scores, (found,) each."""
+        """The best ``top_k`` passages that share a word with the query, and their scores, (found,) each."""
         if self.passages <= PLAIN and top_k <= 32:
-            return _largest(self.get_scores_from_ids(words), top_k)
+            return largest(self.get_scores_from_ids(words), top_k)
         candidates = self._candidates(words, top_k)
         scores = np.zeros(len(candidates), dtype=np.float32)
         for word in words:
@@ -78,7 +80,7 @@ class Postings:
         return self.indices[start:end], self.data[start:end]
 
     def _add(self, word: int, candidates: Ints, scores: Floats, times: int = 1) -> None:
-        """Add a word's part to the scores of candidates, which are looked up in its list."""
+        """Look candidates up in a word's list, and add its part to their scores."""
         docs, values = self._list(word)
         if not len(docs):
             return
@@ -87,15 +89,14 @@ class Postings:
         scores[held] += values[places[held]] * np.float32(times)
 
     def _candidates(self, words: Sequence[int], top_k: int) -> Ints:
-        """Passages among which the best are, in the order of the corpus."""
+        """Passages that include the best ``top_k``, in the order of the corpus."""
         distinct, times = np.unique(np.asarray(words, dtype=np.int64), return_counts=True)
         lengths = self.indptr[distinct + 1] - self.indptr[distinct]
         order = np.argsort(lengths, kind="stable")
         distinct, times, lengths = distinct[order], times[order], lengths[order]
         most = self._max_scores[distinct] * times
-        rest = np.append(
-            np.cumsum(most[::-1])[::-1], 0.0
-        )  # what the words from here on can add, (words + 1,)
+        # the most that the words from here on can add, (words + 1,)
+        rest = np.append(np.cumsum(most[::-1])[::-1], 0.0)
         sums = self._partial_sums()
         touched: list[npt.NDArray[np.int32]] = []
         alive = np.zeros(0, dtype=np.int64)
@@ -106,7 +107,7 @@ class Postings:
                 touched.append(docs[before == 0])
                 sums[docs] = before + values * np.float32(times[i])
                 if rest[i + 1] > most[: i + 1].sum() and i + 1 < len(distinct):
-                    continue  # no passage can be ahead by enough yet
+                    continue  # the remaining words could still lift any passage
                 found = np.concatenate(touched)
                 alive, scores, ahead = _in_the_race(found, sums[found], top_k, float(rest[i + 1]))
                 if ahead and len(alive) * LOOKUP_COST * (len(distinct) - i - 1) <= lengths[i + 1 :].sum():
@@ -126,8 +127,8 @@ class Postings:
         return sums
 
 
-def _largest(scores: Floats, top_k: int) -> tuple[Ints, Floats]:
-    """The places of the ``top_k`` largest positive scores, and those; overwrites ``scores``."""
+def largest(scores: Floats, top_k: int) -> tuple[Ints, Floats]:
+    """The places and values of the ``top_k`` largest positive scores, largest first; overwrites ``scores``."""
     places, values = [], []
     for _ in range(min(top_k, len(scores))):
         best = int(scores.argmax())  # the first of equals
@@ -142,12 +143,12 @@ def _largest(scores: Floats, top_k: int) -> tuple[Ints, Floats]:
 def _in_the_race(
     found: npt.NDArray[np.integer], sums: Floats, top_k: int, rest: float
 ) -> tuple[Ints, Floats, bool]:
-    """Those of ``found`` that can still be among the best, their sums, and whether no other passage can.
+    """Passages of ``found`` that can still be among the best, their sums, and whether no other passage can.
 
     Args:
         found: passages, (n,), each once.
         sums: their scores so far, (n,).
-        rest: what words not yet added can add to any passage.
+        rest: the most that the words not yet added can add to any passage.
     """
     if len(found) <= top_k:
         return found.astype(np.int64), sums, rest == 0

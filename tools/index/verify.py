@@ -1,29 +1,19 @@
-"""Is an index whole, and does it find what is in it?"""
+"""Check that the files of an index are undamaged, and that it finds the passages that are in it."""
 
 from __future__ import annotations
 
-import hashlib
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
+from sorl_env.check import Check
 from sorl_env.errors import UserError
 from sorl_tools.corpus import PassageFile
-from sorl_tools.index.manifest import Manifest
-from sorl_tools.index.open import Index
+from sorl_tools.index.hits import Index
+from sorl_tools.index.manifest import Manifest, hash_file
 from sorl_tools.progress import Progress
 
 QUERY_WORDS = 24
-WANTED = {"bm25": 0.9, "dense": 0.8, "hybrid": 0.9}  # self-recall below this is a fault, see check_recall
-
-
-@dataclass(frozen=True)
-class Check:
-    """One finding."""
-
-    name: str
-    passed: bool
-    detail: str
+WANTED = {"bm25": 0.9, "dense": 0.8, "hybrid": 0.9}  # a lower self-recall is a fault, see check_recall
 
 
 def check_files(folder: Path, manifest: Manifest, progress: Progress) -> list[Check]:
@@ -31,29 +21,23 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress) -> list[Ch
     progress.start("hashing", manifest.bytes)
     checks = []
     for name, entry in manifest.files.items():
-        digest = hashlib.sha256()
-        with (folder / name).open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-                progress.advance(len(block))
-        same = digest.hexdigest() == entry["sha256"]
-        checks.append(
-            Check(name, same, "as built" if same else "changed since the build: copy or build it again")
-        )
+        same = hash_file(folder / name, progress.advance) == entry["sha256"]
+        detail = "as built" if same else "changed since the build: copy it again, or build the index again"
+        checks.append(Check(name, same, detail))
     return checks
 
 
 def check_recall(index: Index, folder: Path, sample: int, seed: int = 0) -> Check:
-    """Search for sampled passages by their own titles and first words.
+    """Search for sampled passages by their titles and first words.
 
-    A passage counts as found when it, or one that reads the same, is among the first ten. Passages shorter than a few
-    words are left out. What is missed beyond a tenth (for vectors, a fifth) is taken for a fault of the index.
+    A passage counts as found if it, or one with the same text, is among the first ten hits. Passages of fewer than five
+    words are left out. If more than a tenth are missed (for vectors, a fifth), the index is taken to be faulty.
 
     Raises:
-        UserError: ``sample`` is less than 1, or no passage has a few words.
+        UserError: ``sample`` is less than 1, or no sampled passage has five words.
     """
     if sample < 1:
-        raise UserError(f"--sample {sample}: search for 1 passage or more")
+        raise UserError(f"--sample {sample}: give at least 1")
     passages = PassageFile(folder)
     places = random.Random(seed).sample(range(len(passages)), min(sample, len(passages)))
     chosen = [passages[place] for place in places]

@@ -1,4 +1,4 @@
-"""Words of a text as numbers: while an index is built, and from a sorted, memory-mapped list afterwards."""
+"""Words as numbers: a growing dictionary while an index is built, a sorted memory-mapped list afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# what bm25s.tokenize uses by default; a test holds the two together
+# the default pattern of bm25s.tokenize; a test checks that they are equal
 PATTERN = re.compile(r"(?u)\b\w\w+\b")
 MAX_SPELLINGS = 2_000_000
 STOP_WORD = -1
@@ -19,7 +19,7 @@ STOP_WORD = -1
 
 @lru_cache(maxsize=1)
 def stop_words() -> frozenset[str]:
-    """The English words that are left out."""
+    """The English words that are not indexed."""
     from bm25s.stopwords import STOPWORDS_EN
 
     return frozenset(STOPWORDS_EN)
@@ -27,17 +27,17 @@ def stop_words() -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def stemmer() -> Any:
-    """Snowball's for English."""
+    """Snowball's stemmer for English."""
     import Stemmer
 
     return Stemmer.Stemmer("english")
 
 
 class WordIds(dict[str, int]):
-    """Spelling to id, which grows as spellings are looked up. Ids count up in the order of first appearance.
+    """Maps spellings to ids and grows with each new spelling. Ids count up in the order of first appearance.
 
     Args:
-        stems: those known so far, in the order of their ids.
+        stems: the stems that have ids already, in the order of their ids.
     """
 
     def __init__(self, stems: Sequence[str] = ()) -> None:
@@ -58,23 +58,23 @@ class WordIds(dict[str, int]):
         return number
 
     def take_new(self) -> list[str]:
-        """The stems that came up since the last call, in the order of their ids."""
+        """The stems that were added since the last call, in the order of their ids."""
         new, self._new = self._new, []
         return new
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """The ids of a text's words in their order, (words,)."""
+        """The ids of a text's words, in order, (words,)."""
         ids = np.array([self[word] for word in PATTERN.findall(text.lower())], dtype=np.int32)
         return ids[ids != STOP_WORD]
 
     def trim(self) -> None:
-        """Forget spellings, which can be derived again, when there are so many that memory matters."""
+        """Drop the spellings when there are many, to save memory; they can be derived again."""
         if len(self) > MAX_SPELLINGS:
             self.clear()
 
 
 class Vocabulary:
-    """Stem to id by bisection in a file: processes share its memory, and opening it costs nothing.
+    """Finds a stem's id by bisection in a file: processes share its memory, and opening it takes no time.
 
     Raises:
         OSError: a file is missing.
@@ -88,7 +88,7 @@ class Vocabulary:
 
     @staticmethod
     def write(stems: Sequence[str], folder: Path) -> None:
-        """Write the files that the constructor reads; a stem's id is its place in ``stems``."""
+        """Write the files that the constructor reads. A stem's id is its place in ``stems``."""
         encoded = [stem.encode() for stem in stems]
         order = sorted(range(len(encoded)), key=encoded.__getitem__)
         starts = np.zeros(len(encoded) + 1, dtype=np.int64)
@@ -102,7 +102,7 @@ class Vocabulary:
         return len(self._ids)
 
     def _find(self, stem: str) -> int | None:
-        wanted = stem.encode(errors="replace")  # half a surrogate pair, which no word contains
+        wanted = stem.encode(errors="replace")  # a lone surrogate cannot be encoded, and is in no word
         low, high = 0, len(self)
         while low < high:
             middle = (low + high) // 2
@@ -117,11 +117,11 @@ class Vocabulary:
 
 
 def query_stems(query: str) -> list[str]:
-    """The words of a query as the index knows them."""
+    """The words of a query as stems, without stop words."""
     left_out = stop_words()
     return stemmer().stemWords([word for word in PATTERN.findall(query.lower()) if word not in left_out])
 
 
 def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A view without np.memmap's cost a slice; it keeps the map open."""
+    """A plain view, which slices faster than an np.memmap; it keeps the file mapped."""
     return np.asarray(array)

@@ -30,7 +30,7 @@ from sorl_tools.search.http_protocol import (
     retry_after_s,
     split_queries,
 )
-from sorl_tools.search.http_servers import Call, ServerPool, Turn
+from sorl_tools.search.http_servers import Attempt, Call, ServerPool
 
 if TYPE_CHECKING:
     import httpx
@@ -47,24 +47,26 @@ FINGERPRINT_HEADER = "x-sorl-fingerprint"
 
 
 class HttpSearch:
-    """Retrieval servers: ``POST {"queries": [..], "topk": k, "return_scores": true}`` to their ``/retrieve``.
+    """A client of retrieval servers: ``POST {"queries": [..], "topk": k, "return_scores": true}`` to ``/retrieve``.
 
-    A call asks one server, and the next one when that is out. Whether it is tried again is the toolbox's to say, but a
-    server that has failed repeatedly, or has said Retry-After, is waited for, up to ``timeout_s``: a run survives the
-    restart of its server. Connections are pooled: one pool for threads, and one for each event loop.
+    A call asks one server, and the next one if that fails. Whether the whole call is repeated is decided by the
+    toolbox. A server that has failed repeatedly or has sent Retry-After is not asked for a while; calls wait for it up
+    to ``timeout_s``, so that a run survives the restart of its server. Connections are pooled: one pool for threads,
+    and one for each event loop.
 
     Args:
-        url: of a server, or of several that hold the same index: a list, or addresses with commas between them.
-            ``/retrieve`` is added to one that has no path.
-        timeout_s: for one call, all servers and the wait for them included. A single request gets its share of it.
-        cache: keeps replies by the index's fingerprint, so servers without one (others than ``sorl-serve``) must not
-            change what they hold while a cache file lives. A reply from it says ``cached``.
-        token: sent as ``Authorization: Bearer``; the environment variable ``SORL_SEARCH_TOKEN`` when None.
+        url: address of a server, or of several that hold the same index: a list, or addresses separated by commas.
+            ``/retrieve`` is added to an address without a path.
+        timeout_s: for one call, with all servers and the wait for them. A single request gets an equal share of it.
+        cache: keeps replies by the fingerprint of the index. Servers that do not send one (others than ``sorl-serve``)
+            must not change their index while a cache file is in use. A reply from the cache says ``cached``.
+        token: sent as ``Authorization: Bearer``; None takes the environment variable ``SORL_SEARCH_TOKEN``.
 
     Raises:
         UserError: ``url`` is not an http or https address.
-        ToolInputError: when called: the query is longer than servers take.
-        ToolUnavailableError: when called: no connection, time-out, 5xx, 408, 429, or a reply that breaks the protocol.
+        ToolInputError: when called: the query is longer than servers accept.
+        ToolUnavailableError: when called: no connection, a time-out, 5xx, 408, 429, or a reply that breaks the
+            protocol.
         ValueError: when called: another 4xx, so the request, the token or the address is wrong.
     """
 
@@ -82,7 +84,7 @@ class HttpSearch:
         cache: ReplyCache | None = None,
         token: str | None = None,
     ) -> None:
-        import httpx  # here, so that tasks that search in process do not pay for it
+        import httpx  # imported here, because tasks that search in this process do not need it
 
         self.urls = addresses(url)
         self.url = ",".join(self.urls)
@@ -106,9 +108,9 @@ class HttpSearch:
 
     @property
     def fingerprint(self) -> str:
-        """Names what is searched, in a run's manifest: the index's hash if a server tells it, else the addresses.
+        """Identifies what is searched, in a run's manifest: the hash of the index, or the addresses if none is sent.
 
-        Waits up to ``timeout_s`` for a server that is being started.
+        Waits up to ``timeout_s`` for a server that is starting.
 
         Raises:
             UserError: no server answers.
@@ -118,7 +120,7 @@ class HttpSearch:
         while not self._ask_fingerprint():
             if time.monotonic() > ends_at:
                 raise UserError(
-                    f"search_url={self.url}: no server answers; start one with: sorl-serve INDEX_OR_CORPUS"
+                    f"search_url={self.url}: no server answers; start one: sorl-serve INDEX_OR_CORPUS"
                 )
             if not said:
                 logger.warning("waiting up to %g s for the search server at %s", self._timeout_s, self.url)
@@ -134,10 +136,9 @@ class HttpSearch:
         return reply
 
     def call_batch(self, arguments: Sequence[str]) -> list[Any]:
-        """Search for several queries, in one request or, beyond 256 or half a megabyte, in several at a time.
+        """Search for several queries: in one request or, beyond 256 queries or half a megabyte, in several at a time.
 
-        A query that no server would take holds the exception in its slot. Of several requests each may fail alone: its
-        slots then hold the exception.
+        The result of a query that is too long, and of each query of a request that failed, is an exception.
         """
         queries = [checked(query) for query in arguments]
         if self.cache is not None:
@@ -166,12 +167,12 @@ class HttpSearch:
     def close(self) -> None:
         """Close the pooled connections and the cache."""
         self._client.close()
-        self._clients.clear()  # their loops have ended, and their connections with them
+        self._clients.clear()  # their event loops have ended, and their connections with them
         if self.cache is not None:
             self.cache.close()
 
     def _look_up(self, queries: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """Replies from the cache by query, and the queries that it does not hold, each once."""
+        """Replies from the cache by query, and the queries that are not in it, each once."""
         replies: dict[str, Any] = {}
         if self.cache is None:
             return replies, list(dict.fromkeys(queries))
@@ -193,41 +194,41 @@ class HttpSearch:
         return fingerprint or self._fingerprint or self.url, self.top_k, query
 
     def _retrieve(self, queries: Sequence[str]) -> _Found:
-        """Passages of each query, from the first server that gives them."""
+        """The passages for each query, from the first server that returns them."""
         call = Call(self._pool, self._timeout_s)
         while True:
-            turn = call.next()
-            if isinstance(turn, float):
-                time.sleep(turn)
+            attempt = call.next()
+            if isinstance(attempt, float):
+                time.sleep(attempt)
                 continue
             try:
-                answer = self._ask(turn.server.url, self._payload(queries))
-            except Exception as error:  # noqa: BLE001  sorted out in Call
-                call.failed(turn, error)
+                answer = self._ask(attempt.server.url, self._payload(queries))
+            except Exception as error:  # noqa: BLE001  Call raises whatever is not an outage
+                call.failed(attempt, error)
                 continue
             except BaseException:  # Ctrl-C
-                self._pool.abandon(turn)
+                self._pool.abandon(attempt)
                 raise
-            found = self._read(call, turn, answer, len(queries))
+            found = self._read(call, attempt, answer, len(queries))
             if found is not None:
                 return found
 
     async def _aretrieve(self, queries: Sequence[str]) -> _Found:
         call = Call(self._pool, self._timeout_s)
         while True:
-            turn = call.next()
-            if isinstance(turn, float):
-                await asyncio.sleep(turn)
+            attempt = call.next()
+            if isinstance(attempt, float):
+                await asyncio.sleep(attempt)
                 continue
             try:
-                answer = await self._aask(turn.server.url, self._payload(queries))
-            except Exception as error:  # noqa: BLE001  sorted out in Call
-                call.failed(turn, error)
+                answer = await self._aask(attempt.server.url, self._payload(queries))
+            except Exception as error:  # noqa: BLE001  Call raises whatever is not an outage
+                call.failed(attempt, error)
                 continue
             except BaseException:  # cancelled, or Ctrl-C
-                self._pool.abandon(turn)
+                self._pool.abandon(attempt)
                 raise
-            found = self._read(call, turn, answer, len(queries))
+            found = self._read(call, attempt, answer, len(queries))
             if found is not None:
                 return found
 
@@ -264,38 +265,38 @@ class HttpSearch:
             client = self._clients[loop] = httpx.AsyncClient(**self._options)
         return client
 
-    def _read(self, call: Call, turn: Turn, answer: Answer, count: int) -> _Found | None:
-        """What an answer holds; None when it is an outage, so that ``call`` goes on."""
+    def _read(self, call: Call, attempt: Attempt, answer: Answer, count: int) -> _Found | None:
+        """The content of an answer; None if it is an outage, so that ``call`` asks the next server."""
         try:
             check_status(answer)
             found = parse(answer, count)
         except ToolUnavailableError as error:
-            call.failed(turn, error, retry_after_s(answer))
+            call.failed(attempt, error, retry_after_s(answer))
             return None
         except BaseException:
-            self._pool.finish(turn)  # it answers: what is wrong is the request
+            self._pool.finish(attempt)  # the server works, but the request is wrong
             raise
-        self._pool.finish(turn)
+        self._pool.finish(attempt)
         told = answer.headers.get(FINGERPRINT_HEADER)
         if told not in (None, self._fingerprint):
             if self._fingerprint is not None:
-                logger.warning("%s searches another index now: %s", turn.server.url, told)
+                logger.warning("%s searches another index now: %s", attempt.server.url, told)
             self._fingerprint, self._has_asked = told, True
         return _Found(found, told)
 
     def _ask_fingerprint(self) -> bool:
-        """Whether the index's hash is known, or that the servers have none to tell; asks until one has answered."""
+        """Ask the servers for the hash of their index, until one has answered; returns whether one has."""
         import httpx
 
         for url in () if self._has_asked else map(httpx.URL, self.urls):
             health = url.copy_with(path=url.path.rpartition("/")[0] + "/health")
             try:
                 said = self._ask_health(health)
-                self._has_asked = said.get("ready") is not False  # while it opens its index it cannot know
+                self._has_asked = said.get("ready") is not False  # it does not know while it opens its index
                 told = said.get("fingerprint")
                 self._fingerprint = told if told and isinstance(told, str) else self._fingerprint
             except (httpx.RemoteProtocolError, ToolUnavailableError, ValueError, AttributeError):
-                self._has_asked = True  # there is a server, of another make
+                self._has_asked = True  # a server of another kind, which sends no hash
             except httpx.RequestError:
                 continue
             if self._has_asked:
@@ -312,7 +313,7 @@ class HttpSearch:
 
 
 class _Found(NamedTuple):
-    """What a server found: passages of each query, and the hash of the index that they are from, if it told one."""
+    """What a server found: the passages for each query, and the hash of their index if the server sent one."""
 
     passages: list[list[Passage]]
     fingerprint: str | None

@@ -1,4 +1,4 @@
-"""A cache of retrieval replies: the newest in memory, all of them in a file."""
+"""A cache of retrieval replies: the most recent ones in memory, all of them in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from sorl_env.errors import UserError
 from sorl_tools.corpus import Passage
 
-Key = tuple[str, int, str]  # fingerprint of the servers' index, top_k, query
+Key = tuple[str, int, str]  # fingerprint of the index, top_k, query
 
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS replies (fingerprint TEXT, top_k INTEGER, query TEXT, passages TEXT, used REAL, "
@@ -24,7 +24,7 @@ _INDEX = "CREATE INDEX IF NOT EXISTS replies_by_use ON replies (used)"
 _WHERE = "WHERE fingerprint = ? AND top_k = ? AND query = ?"
 _DROP = "DELETE FROM replies WHERE rowid IN (SELECT rowid FROM replies ORDER BY used LIMIT ?)"
 _BUSY_S = 30.0
-_USE_S = 3600.0  # a use is noted in the file this often: a run that only reads should hardly write
+_USE_S = 3600.0  # the use of a reply is written to the file this often: a run that only reads hardly writes
 _MB = 1_000_000
 
 
@@ -32,11 +32,11 @@ class ReplyCache:
     """Passages by index, ``top_k`` and query. Threads, and processes of one machine, may share it.
 
     Args:
-        size: replies kept in memory, the least recently used one goes first.
+        size: number of replies kept in memory; the least recently used one is dropped first.
         path: SQLite file that keeps replies between processes, on a local disk (its journal does not work over a
-            network); None for memory alone.
-        max_file_mb: when what the file holds outgrows this, the tenth of it that was written or read least recently
-            goes. A gigabyte holds some 350,000 searches of three passages of 100 words.
+            network); None keeps them in memory only.
+        max_file_mb: if the file grows larger, the tenth of its replies that was least recently used is deleted. A
+            gigabyte holds about 350,000 searches of three passages of 100 words.
 
     Raises:
         UserError: the file cannot be used.
@@ -55,7 +55,7 @@ class ReplyCache:
         self._file = None if self._path is None else _open(self._path)
 
     def get(self, key: Key) -> list[Passage] | None:
-        """The passages, or None. OSError as for ``put``."""
+        """The passages, or None. Raises OSError as ``put``."""
         with self._lock:
             found = self._recent.get(key)
             if found is not None:
@@ -74,7 +74,7 @@ class ReplyCache:
             return found
 
     def put(self, items: Iterable[tuple[Key, Sequence[Passage]]]) -> None:
-        """Keep replies. A file that cannot be written now raises OSError: a disk is full, or gone."""
+        """Keep replies. Raises OSError if the file cannot be written, because the disk is full or gone."""
         items = list(items)
         with self._lock:
             for key, passages in items:
@@ -91,7 +91,7 @@ class ReplyCache:
                 while _bytes(file) > self._max_bytes:
                     count = file.execute("SELECT COUNT(*) FROM replies").fetchone()[0]
                     if file.execute(_DROP, (count // 10 + 1,)).rowcount == 0:
-                        break  # an empty file is larger than that
+                        break  # even an empty file is larger
 
     def close(self) -> None:
         """Close the file."""
@@ -118,19 +118,18 @@ def _open(path: Path) -> sqlite3.Connection:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
-        file.execute("PRAGMA page_size = 8192")  # of a new file: replies have some 2 kB
+        file.execute("PRAGMA page_size = 8192")  # for a new file; a reply has about 2 kB
         file.execute("PRAGMA journal_mode = WAL")  # readers and one writer at a time
         file.execute("PRAGMA synchronous = NORMAL")
         file.execute(_SCHEMA)
         file.execute(_INDEX)
     except (OSError, sqlite3.Error) as error:
-        raise UserError(f"{path}: cannot keep replies there ({error}); name another file") from error
+        raise UserError(f"{path}: replies cannot be kept there ({error}); give another file") from error
     return file
 
 
 def _bytes(file: sqlite3.Connection) -> int:
-    """What the file holds; pages that were freed are filled again."""
-    pages, free, size = (
-        file.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
-    )
+    """Bytes used in the file, without free pages, which will be filled again."""
+    names = ("page_count", "freelist_count", "page_size")
+    pages, free, size = (file.execute(f"PRAGMA {name}").fetchone()[0] for name in names)
     return (pages - free) * size

@@ -1,4 +1,4 @@
-"""Search-R1's protocol on the client's side: addresses, status codes and replies, none of them trusted."""
+"""The client's side of Search-R1's protocol: addresses, status codes and replies, none of which are trusted."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from sorl_env.tool import ToolInputError, ToolUnavailableError
 from sorl_tools.corpus import Passage
 
 TOKEN_VARIABLE = "SORL_SEARCH_TOKEN"
-# What servers take. They refuse a longer query, and a request that holds one, as they refuse a wrong address.
+# What servers accept. They refuse a whole request that holds a longer query, with the status of a wrong address.
 MAX_QUERIES = 256
 MAX_QUERY_CHARS = 4096
 MAX_REQUEST_BYTES = 1 << 19
-# Of a reply's body. A policy reads some kilobytes of a reply, and passages beyond a quarter of a megabyte are books.
+# Limits on a reply's body. A policy reads some kilobytes of it, and no passage is a quarter of a megabyte long.
 MAX_REPLY_BYTES = 64 << 20
 MAX_PASSAGE_BYTES = 1 << 18
 MAX_HEALTH_BYTES = 1 << 16
 
 
 class Answer(NamedTuple):
-    """What a server said, as far as it was read."""
+    """A server's answer, as far as it was read."""
 
     url: str
     status: int
@@ -34,10 +34,10 @@ class Answer(NamedTuple):
 
 
 def addresses(url: str | Sequence[str]) -> tuple[str, ...]:
-    """The addresses in a list or between commas, ``/retrieve`` added to those without a path.
+    """The addresses in a list or separated by commas, with ``/retrieve`` added to those without a path.
 
     Raises:
-        UserError: one is no http or https address, or is there twice.
+        UserError: one is not an http or https address, or is given twice.
     """
     import httpx
 
@@ -62,7 +62,7 @@ def check_query(query: str) -> str:
     """The query as valid text.
 
     Raises:
-        ToolInputError: it is longer than servers take. That is the policy's fault and must not look like the server's.
+        ToolInputError: it is longer than servers accept, which is the policy's fault and not an outage.
     """
     if len(query) > MAX_QUERY_CHARS:
         raise ToolInputError(f"The query has {len(query)} characters, at most {MAX_QUERY_CHARS} are allowed.")
@@ -78,7 +78,7 @@ def checked(query: str) -> str | ToolInputError:
 
 
 def split_queries(queries: Sequence[str]) -> list[list[str]]:
-    """The queries in parts that fit into one request each."""
+    """The queries in parts, each of which fits into one request."""
     parts: list[list[str]] = []
     size = 0
     for query in queries:
@@ -92,21 +92,21 @@ def split_queries(queries: Sequence[str]) -> list[list[str]]:
 
 
 def max_reply_bytes(queries: int, top_k: int) -> int:
-    """The longest body that is read of a reply to so many queries with ``top_k`` passages each."""
+    """The most bytes that are read of a reply to ``queries`` queries with ``top_k`` passages each."""
     return min(MAX_REPLY_BYTES, MAX_PASSAGE_BYTES * (1 + queries * top_k))
 
 
 class Body:
-    """A reply's body as it comes in. It must end: a server that drips or pours for ever is out.
+    """Collects a reply's body. A server whose reply does not end in time, or is too long, counts as unavailable.
 
     Args:
-        headers: of the reply. A compressed body is refused, for a small one can unpack to any size; requests ask for
-            plain ones.
-        most: bytes that are read.
-        ends_at: on ``time.monotonic()``.
+        headers: of the reply. A compressed body is refused, because a small one can unpack to any size; requests ask
+            for uncompressed replies.
+        most: the most bytes that are read.
+        ends_at: the deadline on the clock ``time.monotonic()``.
 
     Raises:
-        ToolUnavailableError: here or in ``add``: the body is compressed or too long, or takes too long.
+        ToolUnavailableError: here or in ``add``: the body is compressed, too long or too slow.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], most: int, ends_at: float) -> None:
@@ -116,15 +116,13 @@ class Body:
         self._read = bytearray()
         encoding = headers.get("content-encoding", "identity")
         if encoding != "identity":
-            raise ToolUnavailableError(
-                f"{url} breaks the protocol: a reply in {encoding!r}, identity was asked for"
-            )
+            raise ToolUnavailableError(f"{url} breaks the protocol: a reply in {encoding!r}, not identity")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > most:
             self._refuse_length()
 
     def add(self, chunk: bytes) -> None:
-        """The next part."""
+        """Add the next part."""
         if len(self._read) + len(chunk) > self._most:
             self._refuse_length()
         if time.monotonic() > self._ends_at:
@@ -136,13 +134,13 @@ class Body:
 
     def _refuse_length(self) -> None:
         raise ToolUnavailableError(
-            f"{self._url} breaks the protocol: a reply above {self._most} bytes, which is {MAX_PASSAGE_BYTES} for each "
-            "passage asked for; index shorter passages"
+            f"{self._url} breaks the protocol: its reply has more than {self._most} bytes, the limit of "
+            f"{MAX_PASSAGE_BYTES} for each passage asked for; index shorter passages"
         )
 
 
 def parse(answer: Answer, count: int) -> list[list[Passage]]:
-    """The passages of each of ``count`` queries; ToolUnavailableError for a reply that breaks the protocol."""
+    """The passages for each of ``count`` queries. Raises ToolUnavailableError if the reply breaks the protocol."""
     try:
         results = read_json(answer.body)["result"]
         found = [[Passage.from_row(hit["document"]) for hit in hits] for hits in results]
@@ -154,7 +152,7 @@ def parse(answer: Answer, count: int) -> list[list[Passage]]:
 
 
 def check_status(answer: Answer) -> None:
-    """Raise ToolUnavailableError for a server in trouble, ValueError for a request that is wrong."""
+    """Raise ToolUnavailableError if the server has a problem, and ValueError if the request is wrong."""
     if answer.status >= 500 or answer.status in (408, 429):
         raise ToolUnavailableError(f"{answer.url} answered {answer.status}: {_quote(answer)}")
     if answer.status in (401, 403):
@@ -168,7 +166,7 @@ def check_status(answer: Answer) -> None:
 
 
 def retry_after_s(answer: Answer) -> float | None:
-    """Seconds of a Retry-After header, which holds seconds or a date."""
+    """The seconds in a Retry-After header, which holds seconds or a date; None without one."""
     text = answer.headers.get("retry-after")
     if text is None or answer.status not in (429, 503):
         return None

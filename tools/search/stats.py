@@ -1,4 +1,4 @@
-"""What a run's searches say about its searching: pure functions of the records of its calls."""
+"""Metrics of a run's searches: pure functions of the records of its tool calls."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _ANYWHERE = {"yes", "no", "maybe"}
 
 
 def search_metrics(trajectories: Sequence[tuple[Sequence[ToolCall], Sequence[str]]]) -> dict[str, float]:
-    """``tool/`` metrics of a step's searches; empty when there were none.
+    """The ``tool/`` metrics of a step's searches; empty if there were none.
 
-    - ``tool/duplicate_query_rate``: share of calls whose query had been asked before, in this step by any trajectory;
-      case and white space aside.
-    - ``tool/answer_in_top_k``: share of the trajectories with golden answers and a search that found one of them.
+    - ``tool/duplicate_query_rate``: share of calls whose query was asked before in this step, by any trajectory; case
+      and white space do not count.
+    - ``tool/answer_in_top_k``: of the trajectories that have golden answers and searched, the share that found one.
 
     Args:
-        trajectories: the calls of one search tool and what answers the question (``findable_answers``), of each
-            trajectory.
+        trajectories: for each trajectory, the calls of one search tool and the answers to look for
+            (``findable_answers``).
 
     >>> found = ToolCall("search", "who composed Carmen?", "Doc 1 (Carmen): by Georges Bizet.")
     >>> search_metrics([([found], ["Bizet"]), ([found], ["Verdi"])])["tool/answer_in_top_k"]
@@ -38,9 +38,9 @@ def search_metrics(trajectories: Sequence[tuple[Sequence[ToolCall], Sequence[str
 
 
 def findable_answers(example: Example) -> tuple[str, ...]:
-    """The golden answers as texts to look for in passages: in multiple choice the options that the letters stand for.
+    """The golden answers as texts to look for in passages; for multiple choice, the texts of the right options.
 
-    Yes, no and maybe are left out: they stand in many a text that answers nothing.
+    Yes, no and maybe are left out, because they occur in many texts that do not answer the question.
     """
     options = example.options or {}
     texts = (options.get(answer, answer) for answer in example.golden_answers)
@@ -48,7 +48,7 @@ def findable_answers(example: Example) -> tuple[str, ...]:
 
 
 def holds_answer(calls: Sequence[ToolCall], golden_answers: Sequence[str]) -> bool:
-    """Whether a golden answer stands in what was retrieved, both normalized as for exact match, as whole words."""
+    """Whether retrieved text contains a golden answer as whole words, both normalized as for exact match."""
     answers = [f" {normalize_answer(answer)} " for answer in golden_answers]
     texts = [f" {normalize_answer(call.reply)} " for call in calls if call.ok]
     return any(answer.strip() and answer in text for answer in answers for text in texts)

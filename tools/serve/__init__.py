@@ -1,1 +1,1 @@
-"""``sorl-serve``: a retrieval server that speaks Search-R1's ``/retrieve`` protocol."""
+"""``sorl-serve``: a retrieval server with Search-R1's ``/retrieve`` protocol."""

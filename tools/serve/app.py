@@ -1,9 +1,9 @@
 """The service as an ASGI application: ``/retrieve``, ``/health``, ``/ready`` and ``/metrics``.
 
-Plain ASGI on uvicorn and no framework: there are four routes, and a framework's routing, request objects and validation
-would cost more than the search of a small batch. mosec, whose front is written in Rust, costs a third of it for a small
-request, but keeps headers from its workers (no token) and knows neither 401 nor Retry-After; LitServe sends each
-request through another process. Neither counts queries when it fills a batch.
+This is plain ASGI on uvicorn. There are four routes, and a framework's routing, request objects and validation would
+take longer than the search of a small batch. mosec, whose front end is written in Rust, needs a third of the time for
+a small request, but it does not pass headers on from its workers (so there is no token) and cannot send 401 or
+Retry-After. LitServe sends each request through another process. Neither counts queries when it fills a batch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ import anyio
 
 from sorl_tools.serve.batcher import Batcher
 from sorl_tools.serve.metrics import Metrics
-from sorl_tools.serve.protocol import (
-    RequestError,
-    RequestLimits,
-    encode_json,
-    encode_result,
-    parse_request,
-)
+from sorl_tools.serve.protocol import RequestError, RequestLimits, encode_json, encode_result, parse_request
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +34,7 @@ _METHODS = {"/retrieve": "POST", "/health": "GET", "/ready": "GET", "/metrics": 
 
 
 class _GoneError(Exception):
-    """The client left before it had sent its request."""
+    """The client disconnected before it had sent its request."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +50,8 @@ class App:
     """One worker's application.
 
     Args:
-        token: when given, ``/retrieve`` and ``/metrics`` want ``Authorization: Bearer TOKEN``; the probes do not.
-        body_timeout_s: for the whole body of a request to arrive; then 408.
+        token: if given, ``/retrieve`` and ``/metrics`` require ``Authorization: Bearer TOKEN``; the probes do not.
+        body_timeout_s: time for the whole body of a request to arrive; after that the answer is 408.
     """
 
     def __init__(
@@ -77,10 +71,7 @@ class App:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            raise ValueError(f"no {scope['type']} here")
-        await self._answer(scope, receive, send)
-
-    async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+            raise ValueError(f"{scope['type']} is not supported")
         started = time.monotonic()
         path = scope["path"]
         try:
@@ -90,8 +81,8 @@ class App:
         except RequestError as error:
             reply = _error(error)
         except Exception:
-            logger.exception("a bug: %s raised", path)
-            reply = _error(RequestError(500, "the server has a bug; its log says more"))
+            logger.exception("a bug in sorl-serve: %s raised", path)
+            reply = _error(RequestError(500, "a bug in the server; its log has the traceback"))
         if path == "/retrieve":
             self._metrics.answered(reply.status, reply.num_queries, time.monotonic() - started)
         headers = [
@@ -144,7 +135,7 @@ class App:
     async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         limit = self._limits.max_body_bytes
         length = headers.get(b"content-length", b"")
-        # the rest of a body that is too large is thrown away as it arrives, so that its sender reads the reply
+        # the rest of a body that is too large is read and dropped, so that its sender reads the answer
         too_large = RequestError(413, f"the body is above {limit} bytes: split the request")
         if length.isdigit() and int(length[:20]) > limit:
             raise too_large
@@ -164,7 +155,7 @@ class App:
                     if not message.get("more_body"):
                         return b"".join(chunks)
         except TimeoutError:
-            raise RequestError(408, f"no whole body within {self._body_timeout_s:g} s") from None
+            raise RequestError(408, f"the body did not arrive within {self._body_timeout_s:g} s") from None
 
 
 def _error(error: RequestError) -> _Reply:
@@ -174,5 +165,5 @@ def _error(error: RequestError) -> _Reply:
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.status == 408:
-        headers.append((b"connection", b"close"))  # what comes next on this connection is no request
+        headers.append((b"connection", b"close"))  # the rest of the body is no request
     return _Reply(encode_json({"error": str(error)}), error.status, headers=tuple(headers))

@@ -1,60 +1,51 @@
-"""What a server searches: a built index, or a corpus that is indexed on the way."""
+"""What a server searches: a built index, or a corpus that is indexed when the server starts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from sorl_env.errors import UserError
 from sorl_tools.corpus import SUFFIXES, Passage
-from sorl_tools.index import Index, open_index
+from sorl_tools.index import Hit, Index, open_index
 from sorl_tools.index.bm25 import Bm25Index
 from sorl_tools.index.bm25_scorer import BatchScorer
-from sorl_tools.index.cached import open_index as open_bm25
-from sorl_tools.index.cached import tokenize
-from sorl_tools.serve.protocol import Hit
+from sorl_tools.index.cached import open_bm25, tokenize
 
-# Beyond it an index skips most of its postings (the MaxScore rule), which the compiled scorer reads one and all: four
-# times as fast at a million passages all the same, in time that grows with them.
+# Above this, the index itself searches, which skips most postings (the MaxScore rule). The compiled scorer reads all of
+# them: at a million passages it is still four times as fast, but its time grows with the corpus.
 MAX_EXHAUSTIVE = 1 << 21
 CACHED_PASSAGES = 1 << 14
 
 
 class Backend(Protocol):
-    """Searched by one thread at a time."""
+    """What one thread at a time searches."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What ``/health`` says of it; ``fingerprint`` names its content."""
+        """What ``/health`` says about it; ``fingerprint`` identifies its content."""
         ...
 
     def search(self, queries: Sequence[str], top_k: int) -> Sequence[Sequence[Hit]]:
-        """Hits of each query, best first."""
+        """The hits of each query, best first."""
         ...
 
     def close(self) -> None: ...
 
 
-class ScoredPassage(NamedTuple):
-    """A passage and its score."""
-
-    passage: Passage
-    score: float
-
-
 class Bm25Backend:
-    """BM25 by the compiled scorer: finds what ``BM25Search`` finds, in its order and with its scores.
+    """BM25 with the compiled scorer. It finds the same as ``BM25Search``, in the same order and with the same scores.
 
     Args:
-        passages: what the postings are of.
-        postings: as ``BatchScorer`` reads them.
-        fingerprint: names the content.
+        passages: the passages that the postings are about.
+        postings: an index that ``BatchScorer`` can read.
+        fingerprint: identifies the content.
     """
 
     def __init__(self, passages: Sequence[Passage], postings: Any, fingerprint: str) -> None:
-        # to read a passage off the map takes as long as to find it, and the rollouts of a group find the same ones
+        # Reading a passage from the file takes as long as finding it, and the rollouts of a group find the same ones.
         self._passage = lru_cache(CACHED_PASSAGES)(passages.__getitem__)
         self._scorer = BatchScorer(postings)
         self.facts: dict[str, Any] = {
@@ -63,17 +54,17 @@ class Bm25Backend:
             "passages": len(passages),
         }
 
-    def search(self, queries: Sequence[str], top_k: int) -> list[list[ScoredPassage]]:
-        """Hits of each query, best first; a passage that shares no word with the query is never one of them."""
+    def search(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
+        """The hits of each query, best first. A passage that shares no word with the query is never a hit."""
         found = self._scorer.top(tokenize(queries), top_k)
-        return [[ScoredPassage(self._passage(doc), score) for doc, score in hits] for hits in found]
+        return [[Hit(self._passage(doc), score) for doc, score in hits] for hits in found]
 
     def close(self) -> None:
-        """Nothing is open but maps of files."""
+        """There is nothing to close except memory-mapped files."""
 
 
 class IndexBackend:
-    """An index that ``sorl-index`` has built, searched as it searches itself."""
+    """An index built by ``sorl-index``, which does the search itself."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -84,7 +75,7 @@ class IndexBackend:
         }
 
     def search(self, queries: Sequence[str], top_k: int) -> Sequence[Sequence[Hit]]:
-        """Hits of each query, best first."""
+        """The hits of each query, best first."""
         return self._index.search(queries, top_k)
 
     def close(self) -> None:
@@ -93,23 +84,21 @@ class IndexBackend:
 
 
 def check_source(path: Path) -> None:
-    """Raise UserError unless ``path`` looks like something to serve; opens nothing."""
+    """Raise UserError unless ``path`` looks like an index or a corpus; opens nothing."""
     if not path.exists():
-        raise UserError(
-            f"{path}: no such index or corpus; build an index with: sorl-index build CORPUS --out DIR"
-        )
+        raise UserError(f"{path}: no such index or corpus; make one: sorl-index build CORPUS --out DIR")
     if path.is_file() and not path.name.endswith(SUFFIXES):
         raise UserError(f"{path}: cannot serve this file; give an index folder or a {' or '.join(SUFFIXES)}")
 
 
 def open_backend(path: Path, *, model: str | None = None, device: str | None = None) -> Backend:
-    """A folder is an index; a file is a corpus, whose BM25 index is built once and kept in the cache folder.
+    """Open an index folder, or a corpus file, whose BM25 index is built once and kept in the cache folder.
 
     Args:
-        model, device: of an index of vectors, see ``open_index``.
+        model, device: for an index of vectors, see ``open_index``.
 
     Raises:
-        UserError: it is neither, cannot be read, or has no use for a model that is given.
+        UserError: it is neither, it cannot be read, or a model is given although nothing is embedded.
     """
     check_source(path)
     if path.is_file():

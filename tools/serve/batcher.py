@@ -1,4 +1,4 @@
-"""Dynamic batching: requests that wait while one search runs make up the next, on one thread of its own."""
+"""Dynamic batching: one thread searches, and the requests that arrive during a search form the next batch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from sorl_tools.index import Hit
 from sorl_tools.serve.backend import Backend
 from sorl_tools.serve.metrics import Metrics
-from sorl_tools.serve.protocol import Hit, RequestError
+from sorl_tools.serve.protocol import RequestError
 
 Results = Sequence[Sequence[Hit]]
 
@@ -30,16 +31,16 @@ class _Waiting:
 
 
 class Batcher:
-    """A queue in front of a backend, which is opened, warmed up, searched and closed by one thread.
+    """A queue in front of a backend. One thread opens the backend, warms it up, searches and closes it.
 
-    There is no waiting window: a request that finds the thread idle is searched at once, and under load the batches
-    grow by themselves.
+    A batch is never delayed to let it grow: a request that finds the thread idle is searched at once, and under load
+    the batches grow by themselves.
 
     Args:
-        open_backend: called on the thread; what it raises becomes ``failure``.
-        max_batch: queries of one search, at least one request.
-        max_waiting: queries in the queue; more are turned away with 503 and Retry-After.
-        timeout_s: a request that has waited longer is answered 503 and not searched.
+        open_backend: called on the thread; an exception that it raises becomes ``failure``.
+        max_batch: most queries in one search; a single request may have more.
+        max_waiting: most queries in the queue; further ones get 503 with Retry-After.
+        timeout_s: a request that has waited longer gets 503 and is not searched.
         on_ready: called on the thread once the backend is open and warm, or has failed.
     """
 
@@ -73,10 +74,10 @@ class Batcher:
         self._thread.start()
 
     async def search(self, queries: Sequence[str], top_k: int) -> Results:
-        """Hits of each query, from the batch that this request becomes part of.
+        """The hits of each query of this request.
 
         Raises:
-            RequestError: 503, the server is not ready, has too much to do, or is going away; 500, the search failed.
+            RequestError: 503: the server is not ready, has too much to do, or is stopping; 500: the search failed.
         """
         if not self.ready:
             raise RequestError(503, "the index is being opened", retry_after_s=1)
@@ -84,7 +85,7 @@ class Batcher:
         one = _Waiting(queries, top_k, loop, loop.create_future(), time.monotonic() + self._timeout_s)
         with self._changed:
             if self._closing:
-                raise RequestError(503, "the server is going away", retry_after_s=1)
+                raise RequestError(503, "the server is stopping", retry_after_s=1)
             if self._num_waiting + len(queries) > self._max_waiting:
                 raise RequestError(503, f"{self._num_waiting} queries are waiting already", retry_after_s=1)
             self._queue.append(one)
@@ -93,7 +94,7 @@ class Batcher:
         return await one.future
 
     def close(self) -> None:
-        """Answer what is in the queue, then close the backend; one that is still being opened is abandoned."""
+        """Answer the requests in the queue, then close the backend. One that is still being opened is abandoned."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -105,7 +106,7 @@ class Batcher:
             self.backend = self._open_backend()
             self.backend.search(["warm-up"], 1)
             self.ready = True
-        except Exception as error:  # noqa: BLE001  the server reports it and ends
+        except Exception as error:  # noqa: BLE001  the server reports it and stops
             self.failure = error
         self._on_ready()
         while self.ready:
@@ -117,7 +118,7 @@ class Batcher:
             self.backend.close()
 
     def _take(self) -> list[_Waiting]:
-        """Wait for requests; empty when it is time to go and none is left."""
+        """Wait for requests and take a batch of them; empty when the server is stopping and none is left."""
         with self._changed:
             while not self._queue and not self._closing:
                 self._changed.wait()
@@ -134,14 +135,14 @@ class Batcher:
     def _serve(self, batch: list[_Waiting]) -> None:
         now = time.monotonic()
         late = [one for one in batch if one.deadline < now]
-        _post([(one, RequestError(503, "waited too long for its turn", retry_after_s=1)) for one in late])
+        _post([(one, RequestError(503, "waited too long in the queue", retry_after_s=1)) for one in late])
         batch = [one for one in batch if one.deadline >= now]
         if not batch:
             return
         self._metrics.wait_s.observe(now - batch[0].since)
         try:
             found = self._search(batch)
-        except Exception as error:  # noqa: BLE001  one bad batch must not end the server
+        except Exception as error:  # noqa: BLE001  a batch that fails must not end the server
             self._metrics.failed(error)
             _post([(one, RequestError(500, f"the search failed: {type(error).__name__}")) for one in batch])
             return
@@ -149,10 +150,11 @@ class Batcher:
         _post([(one, [found[query, one.top_k] for query in one.queries]) for one in batch])
 
     def _search(self, batch: list[_Waiting]) -> dict[tuple[str, int], Sequence[Hit]]:
-        """Hits by query and ``top_k``. A query that several requests ask, as a group's rollouts do, is searched once.
+        """The hits by query and ``top_k``. A query that several requests ask, as the rollouts of a group do, is
+        searched once.
 
-        Each ``top_k`` has a search of its own: how deep a hybrid or a graph index looks hangs on it, so the best of
-        many need not be those of a few, and what a request gets must not hang on who came with it.
+        Each ``top_k`` has its own search, because it decides how deep a hybrid or a graph index looks: the best of many
+        hits need not be the best of a few. What a request gets must not depend on the other requests in its batch.
         """
         assert self.backend is not None
         found: dict[tuple[str, int], Sequence[Hit]] = {}
@@ -165,18 +167,18 @@ class Batcher:
 
 
 def _post(outcomes: list[tuple[_Waiting, Results | RequestError]]) -> None:
-    """Hand outcomes to their event loop, in one wake-up."""
+    """Pass outcomes to their event loop, waking it up once."""
     if not outcomes:
         return
 
     def settle() -> None:
         for one, outcome in outcomes:
             if one.future.done():
-                continue  # its request is gone
+                continue  # the client has disconnected
             if isinstance(outcome, RequestError):
                 one.future.set_exception(outcome)
             else:
                 one.future.set_result(outcome)
 
-    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+    with contextlib.suppress(RuntimeError):  # the event loop has ended, so nobody waits any more
         outcomes[0][0].loop.call_soon_threadsafe(settle)

@@ -20,40 +20,25 @@ if TYPE_CHECKING:
 
 _positive = whole(1, 2**31 - 1)
 _seconds = number(above=0, high=86400)
-# Each limit: its name, its type, its default, and what it bounds.
+# Each limit: its name, its type, its default, and its help text.
 _LIMITS: tuple[tuple[str, Callable[[str], float], float, str], ...] = (
-    ("top-k", _positive, 3, "passages a query, where a request names none"),
-    ("max-top-k", _positive, 100, "passages a query at most"),
-    ("max-queries", _positive, 512, "queries a request at most"),
-    ("max-query-chars", _positive, 4096, "of one query"),
-    ("max-body-mb", whole(1, 65536), 4, "of one request"),
-    ("max-batch", _positive, 512, "queries searched at a time"),
-    ("max-waiting", _positive, 16384, "queries in a worker's queue; more are turned away with 503"),
-    ("max-connections", _positive, 4096, "a worker's"),
-    ("timeout-s", _seconds, 30.0, "longest wait in the queue"),
-    ("drain-s", _seconds, 30.0, "time to answer what is in flight at the end"),
+    ("top-k", _positive, 3, "passages per query, if a request names no number"),
+    ("max-top-k", _positive, 100, "most passages per query"),
+    ("max-queries", _positive, 512, "most queries per request"),
+    ("max-query-chars", _positive, 4096, "most characters of a query"),
+    ("max-body-mb", whole(1, 65536), 4, "largest body of a request, in MB"),
+    ("max-batch", _positive, 512, "most queries searched together"),
+    ("max-waiting", _positive, 16384, "most queries in a worker's queue; further ones get 503"),
+    ("max-connections", _positive, 4096, "most connections of a worker"),
+    ("timeout-s", _seconds, 30.0, "longest wait of a request in the queue, in seconds"),
+    ("drain-s", _seconds, 30.0, "seconds to answer the requests in progress when the server stops"),
 )
 _CONNECTION_LIMITS: tuple[tuple[str, Callable[[str], float], float, str], ...] = (
-    (
-        "max-head-kb",
-        _positive,
-        16,
-        "of a request's first line and headers; larger ones are answered with 431",
-    ),
-    ("head-timeout-s", _seconds, 10.0, "for a request's first line and headers to arrive, then 408"),
-    ("body-timeout-s", _seconds, 10.0, "for a request's body to arrive, then 408"),
-    (
-        "reply-timeout-s",
-        _seconds,
-        30.0,
-        "a client that takes nothing of its reply for so long is disconnected",
-    ),
-    (
-        "idle-timeout-s",
-        _positive,
-        20,
-        "a connection without a request is closed after so many whole seconds",
-    ),
+    ("max-head-kb", _positive, 16, "largest request line with headers, in kB; larger ones get 431"),
+    ("head-timeout-s", _seconds, 10.0, "seconds for the request line and headers to arrive; then 408"),
+    ("body-timeout-s", _seconds, 10.0, "seconds for the body of a request to arrive; then 408"),
+    ("reply-timeout-s", _seconds, 30.0, "seconds until a client that does not read its reply is cut off"),
+    ("idle-timeout-s", _positive, 20, "whole seconds until a connection without a request is closed"),
 )
 _NEEDED = ("msgspec", "numba", "prometheus_client", "uvicorn")
 
@@ -67,33 +52,31 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "source",
         metavar="INDEX_OR_CORPUS",
         type=Path,
-        help="a folder that sorl-index has built, or a .jsonl or .jsonl.gz corpus",
+        help="a folder built by sorl-index, or a .jsonl or .jsonl.gz corpus",
     )
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    add("--port", type=whole(0, 65535), default=8000, help="0 takes a free one (default: 8000)")
+    add("--port", type=whole(0, 65535), default=8000, help="port; 0 takes a free one (default: 8000)")
     add(
         "--workers",
         type=_positive,
         default=1,
-        help="processes on the port; they share the index's memory (default: 1)",
+        help="number of processes; they share the port and the memory of the index (default: 1)",
     )
-    add("--model", help="of an index of vectors: where its embedding model is now (default: as at the build)")
-    add("--device", help="torch device of that model (default: a GPU if there is one)")
-    add("--token-file", "--token_file", type=Path, help="requests must bear the token in this file")
+    add("--model", help="folder or name of the embedding model, if it has moved since the build")
+    add("--device", help="torch device of the embedding model (default: a GPU if there is one)")
+    add("--token-file", "--token_file", type=Path, help="file with a token that requests must carry")
     for name, kind, default, text in _LIMITS:
         _add_limit(parser, name, kind, default, text)
     add_connection_options(parser)
     args: argparse.Namespace = parser.parse_args(argv)
     if args.top_k > args.max_top_k:
-        raise UserError(
-            f"--top_k {args.top_k} is above --max_top_k {args.max_top_k}: lower it, or raise the other"
-        )
+        raise UserError(f"--top_k {args.top_k} is above --max_top_k {args.max_top_k}: lower it")
     return args
 
 
 def add_connection_options(parser: argparse._ActionsContainer) -> None:
-    """The limits on a client that has not sent a whole request yet; `connection_limits` reads them."""
+    """Add the limits on a client that has not sent a whole request; `connection_limits` reads them."""
     for name, kind, default, text in _CONNECTION_LIMITS:
         _add_limit(parser, name, kind, default, text)
 
@@ -101,13 +84,13 @@ def add_connection_options(parser: argparse._ActionsContainer) -> None:
 def _add_limit(
     parser: argparse._ActionsContainer, name: str, kind: Callable[[str], float], default: float, text: str
 ) -> None:
-    """An option that may be written with hyphens or with underscores; its help ends with the default."""
+    """Add an option that may be spelled with hyphens or underscores; its help ends with the default."""
     help_ = f"{text} (default: {default:g})"
     parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", type=kind, default=default, help=help_)
 
 
 def connection_limits(args: argparse.Namespace) -> ConnectionLimits:
-    """The limits that `add_connection_options` has read."""
+    """The limits that `add_connection_options` has added to the parser."""
     from sorl_tools.serve.connections import ConnectionLimits
 
     return ConnectionLimits(
@@ -120,7 +103,7 @@ def connection_limits(args: argparse.Namespace) -> ConnectionLimits:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """The command line; returns the exit status."""
     set_up_logging()
     return run_command("sorl-serve", _serve, argv)
 
@@ -129,7 +112,7 @@ def _serve(argv: Sequence[str]) -> int:
     args = _parse_args(argv)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"not installed: {', '.join(missing)}; pip install 'sorl[search]'")
+        raise UserError(f"these packages are not installed: {', '.join(missing)}; pip install 'sorl[search]'")
     from sorl_tools.serve.backend import check_source
     from sorl_tools.serve.protocol import RequestLimits
     from sorl_tools.serve.server import ServeSettings, bind, serve
@@ -161,11 +144,10 @@ def _serve(argv: Sequence[str]) -> int:
     )
     if settings.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
         raise UserError(f"workers={settings.workers}: this system cannot share a port; use --workers 1")
-    bound = bind(
-        settings.host, settings.port
-    )  # refused while anyone listens there, one of our own servers too
+    # refused if anyone listens on the port, including another sorl-serve
+    bound = bind(settings.host, settings.port)
     port = bound.getsockname()[1]
-    _say(settings.host, port, settings.token, f"opening {source}")
+    _announce(settings.host, port, settings.token, f"opening {source}")
 
     def on_ready(facts: dict[str, Any]) -> None:
         said = ", ".join(f"{name} {value}" for name, value in facts.items())
@@ -175,16 +157,16 @@ def _serve(argv: Sequence[str]) -> int:
         serve(settings, lambda: bound, on_ready)
         return 0
     bound.close()
-    with bind(settings.host, port, shared=True):  # holds the port while workers come and go
+    with bind(settings.host, port, shared=True):  # keeps the port while workers are replaced
         return Workers(settings, port, on_ready).run()
 
 
-def _say(host: str, port: int, token: str | None, doing: str) -> None:
+def _announce(host: str, port: int, token: str | None, doing: str) -> None:
     where = f"[{host}]" if ":" in host else host
     print(f"sorl-serve: http://{where}:{port}/retrieve: {doing} (/ready says when it is done)", flush=True)
     if token is None and not _is_loopback(host):
         print(
-            f"sorl-serve: warning: anyone who reaches {host} may search: there is no --token_file",
+            f"sorl-serve: warning: anyone who can reach {host} may search, because there is no --token_file",
             file=sys.stderr,
             flush=True,
         )
@@ -201,7 +183,7 @@ def read_token(path: Path) -> str:
     """The token in a file.
 
     Raises:
-        UserError: the file cannot be read, or holds no single printable word.
+        UserError: the file cannot be read, or does not hold a single printable word.
     """
     try:
         token = path.expanduser().read_text(encoding="utf-8").strip()

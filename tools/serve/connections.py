@@ -1,9 +1,9 @@
-"""Limits on a connection before there is a request: the size of a request's head, and the time that each part may take.
+"""Limits on a connection before there is a request: the size of a request's head, and the time for each of its parts.
 
-uvicorn itself bounds neither: with httptools it keeps a header of any size, and a client that sends half a request, or
-nothing, keeps its connection for ever. Both happen before the application sees the request and can ask for a token, so
-the limits belong to the protocol class that uvicorn makes for each connection. `sorl-serve` and `sorl-serve-agent` use
-the same one.
+uvicorn has no such limits: with httptools it keeps a header of any size, and a client that sends half a request, or
+nothing, keeps its connection for ever. Both happen before the application sees a request and can ask for a token. So
+the limits are in the protocol class that uvicorn makes for each connection; `sorl-serve` and `sorl-serve-agent` share
+it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from sorl_tools.serve.protocol import encode_json
 if TYPE_CHECKING:
     import uvicorn
 
-LINGER_S = 1.0  # a refused client has this long to read the answer before its connection is gone
-_BODY_GRACE_S = 1.0  # the application answers 408 for a late body; this is for bodies that it does not read
+LINGER_S = 1.0  # time for a refused client to read the answer before its connection is closed
+_BODY_GRACE_S = 1.0  # the application answers 408 to a late body; this is for bodies that it does not read
 
 REFUSALS = ("head_too_large", "head_timeout", "body_timeout", "reply_timeout")
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What a client may hold before, between and after its requests.
+    """Limits on a client before, between and after its requests.
 
     Attributes:
-        max_head_bytes: of a request line with its headers, and of what stands between two pieces of a body.
+        max_head_bytes: of a request line with its headers, and of the data between two pieces of a body.
         head_timeout_s: from the connection, or from the first byte of a later request, to the end of the head.
-        body_timeout_s: from there to the end of the body.
-        reply_timeout_s: without the client's taking a byte of a reply that waits for it.
-        idle_timeout_s: in whole seconds, between the end of a reply and the first byte of the next request.
+        body_timeout_s: from the end of the head to the end of the body.
+        reply_timeout_s: for the client to read a part of a reply that waits for it.
+        idle_timeout_s: whole seconds between the end of a reply and the first byte of the next request.
     """
 
     max_head_bytes: int = 16 << 10
@@ -54,21 +54,21 @@ def limited_config(
     max_connections: int | None = None,
     http: type[Any] | None = None,
 ) -> uvicorn.Config:
-    """uvicorn's settings for a server whose connections keep to the limits.
+    """uvicorn's settings for a server with limits on its connections.
 
     Args:
         app: the ASGI application.
-        on_refused: called with one of ``REFUSALS`` for each connection that is ended for it.
-        drain_s: seconds for requests in flight once the server is told to end.
-        max_connections: more are answered with 503.
-        http: uvicorn's protocol class; None takes httptools' where it is installed, and else h11's.
+        on_refused: called with one of ``REFUSALS`` for each connection that is closed for that reason.
+        drain_s: seconds for requests in progress when the server is told to stop.
+        max_connections: further connections are answered with 503.
+        http: uvicorn's protocol class; None takes that of httptools if it is installed, and else that of h11.
     """
     import uvicorn
 
     return uvicorn.Config(
         app,
         http=_limited_protocol(limits, on_refused, http),
-        ws="none",  # an upgraded connection would leave the limits behind
+        ws="none",  # an upgraded connection would escape the limits
         h11_max_incomplete_event_size=limits.max_head_bytes,
         lifespan="off",
         log_config=None,
@@ -84,7 +84,7 @@ def limited_config(
 def _limited_protocol(
     limits: ConnectionLimits, on_refused: Callable[[str], None], base: type[Any] | None
 ) -> type[asyncio.Protocol]:
-    """uvicorn's protocol class with the limits; its instances are made by uvicorn, one a connection."""
+    """uvicorn's protocol class with the limits; uvicorn makes an instance for each connection."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -96,23 +96,23 @@ def _limited_protocol(
 
 
 class _Limited:
-    """The limits, written over what uvicorn's two protocol classes have in common.
+    """The limits, as a mix-in for uvicorn's two protocol classes.
 
     A connection reads a head, then perhaps a body, then the next head, and so on. `_phase` tells which of them a
-    deadline runs for; the deadline is set anew when the phase or the request changes, so bytes that trickle in do not
-    extend it.
+    deadline is for. The deadline is set when the phase or the request changes, so bytes that trickle in do not extend
+    it.
     """
 
     limits: ConnectionLimits
     on_refused: Callable[[str], None]
-    # uvicorn's own
+    # attributes of uvicorn's classes
     cycle: Any
     flow: Any
     loop: asyncio.AbstractEventLoop
     transport: Any
 
-    _head_bytes = 0  # of the head being read
-    _silent_bytes = 0  # since the last piece of the body being read: chunk extensions and trailers
+    _head_bytes = 0  # of the head that is being read
+    _silent_bytes = 0  # since the last piece of the body: chunk extensions and trailers
     _refused = False
     _deadline: asyncio.TimerHandle | None = None
     _deadline_for: tuple[str, Any] = ("", None)
@@ -129,7 +129,7 @@ class _Limited:
         super().connection_lost(exc)  # type: ignore[misc]
 
     def data_received(self, data: bytes) -> None:
-        """Give the data to the parser in pieces, none of which can take a head beyond its limit unseen."""
+        """Pass the data to the parser in pieces, so that no head can exceed its limit within a single piece."""
         while data and not self._refused and not self.transport.is_closing():
             size = len(data)
             if not self._in_body():
@@ -152,14 +152,14 @@ class _Limited:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "head_too_large")
             return
         self._silent_bytes = 0
-        # a piece that ends a head or a body may begin the next head; its first bytes, of one piece, are not counted
+        # A piece that ends a head or a body may also begin the next head; those first bytes are not counted.
         ended = was_in_body or self.cycle is not cycle
         self._head_bytes = 0 if ended else self._head_bytes + len(piece)
 
     def on_response_complete(self) -> None:
         before = self.cycle
         super().on_response_complete()  # type: ignore[misc]
-        if self.cycle is not before:  # h11 held a whole head back until now
+        if self.cycle is not before:  # h11 had kept a complete head back until now
             self._head_bytes = 0
         self._watch()
 
@@ -172,7 +172,7 @@ class _Limited:
         return "head" if self._head_bytes or self.cycle is None else ""
 
     def _watch(self) -> None:
-        """Let the deadline of what is being read now run."""
+        """Set the deadline for the part that is being read now."""
         watched = (self._phase(), self.cycle)
         if watched == self._deadline_for:
             return
@@ -187,21 +187,21 @@ class _Limited:
     def _end_late_request(self, late: float) -> None:
         if self.transport.is_closing():
             return
-        if self.flow.read_paused:  # it is we who keep the client waiting
+        if self.flow.read_paused:  # it is the server that keeps the client waiting
             self._deadline = self.loop.call_later(late, self._end_late_request, late)
         elif self._phase() == "head" and self._head_bytes:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, "head_timeout")
-        else:  # it has sent nothing yet, or it has its answer and still sends the body
+        else:  # the client has sent nothing yet, or it has its answer and still sends the body
             self._refuse(None, "head_timeout" if self.cycle is None else "body_timeout")
 
     def _refuse(self, status: HTTPStatus | None, reason: str) -> None:
-        """End the connection, with an answer where none is under way."""
+        """Close the connection, after an answer if none has been begun."""
         self._refused = True
         self.on_refused(reason)
         if status is not None and (self.cycle is None or self.cycle.response_complete):
             said = {
-                "head_too_large": f"the head of the request is above {self.limits.max_head_bytes} bytes",
-                "head_timeout": f"no whole head of a request within {self.limits.head_timeout_s:g} s",
+                "head_too_large": f"the request line and headers exceed {self.limits.max_head_bytes} bytes",
+                "head_timeout": f"the head of the request did not arrive within {self.limits.head_timeout_s:g} s",
             }[reason]
             body = encode_json({"error": said})
             head = (
@@ -210,13 +210,13 @@ class _Limited:
             )
             self.transport.write(head.encode() + body)
             self.flow.pause_reading()  # nothing more is accepted
-            self.transport.write_eof()  # closing at once would reset the connection, and take the answer with it
+            self.transport.write_eof()  # closing at once would reset the connection before the answer is read
             self.loop.call_later(LINGER_S, self.transport.abort)
         else:
             self._close()
 
     def _close(self) -> None:
-        """Close when what has been written is with the client, and in any case soon."""
+        """Close the connection once the client has read what was written, or soon in any case."""
         self.transport.close()
         self.loop.call_later(LINGER_S, self.transport.abort)
 
@@ -234,7 +234,7 @@ class _Limited:
             self._write_check.cancel()
 
     def _check_writing(self, waiting: int) -> None:
-        """Look again later; a client that has not taken a byte until then is given up."""
+        """Check again later; a client that has not read a byte by then is disconnected."""
 
         def look_again() -> None:
             left = self.transport.get_write_buffer_size()
@@ -273,6 +273,6 @@ class _LimitedH11(_Limited):
     def _in_body(self) -> bool:
         import h11
 
-        # h11 itself bounds what stands between two pieces of a body
+        # h11 itself limits the data between two pieces of a body
         self._silent_bytes = 0
         return self.conn.their_state is h11.SEND_BODY

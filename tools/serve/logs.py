@@ -1,4 +1,4 @@
-"""What a server's processes write to standard error."""
+"""How the processes of a server log."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import logging
 
 
 def set_up_logging() -> None:
-    """Warnings and errors, a line each."""
+    """Log warnings and errors of a server's process to standard error, one line each."""
     logging.basicConfig(level=logging.WARNING, format="sorl-serve: %(message)s")
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it turns its own debugging on
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it switches its own debug messages on

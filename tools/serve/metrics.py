@@ -1,9 +1,10 @@
-"""Prometheus metrics of a server; with several workers they are summed over their processes."""
+"""Prometheus metrics of a server; those of several workers are added up."""
 
 from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -15,8 +16,8 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 class Metrics:
     """The counters of one process.
 
-    ``prometheus_client`` looks for ``PROMETHEUS_MULTIPROC_DIR`` when it is imported first, so that happens here and not
-    at the top: the command line sets it when there are several workers.
+    ``prometheus_client`` reads ``PROMETHEUS_MULTIPROC_DIR`` when it is first imported. It is imported here and not at
+    the top of the file, because the command sets that variable if there are several workers.
     """
 
     def __init__(self) -> None:
@@ -25,43 +26,21 @@ class Metrics:
         self._prometheus = prometheus
         registry = self._registry = prometheus.CollectorRegistry()
         self.content_type: str = prometheus.CONTENT_TYPE_LATEST
-        self.requests = prometheus.Counter(
-            "sorl_serve_requests", "Answers of /retrieve by status", ["status"], registry=registry
-        )
-        self.refusals = prometheus.Counter(
-            "sorl_serve_refused_connections",
-            "Connections ended because a client was too slow or sent too large a head",
-            ["reason"],
-            registry=registry,
-        )
-        self.queries = prometheus.Counter("sorl_serve_queries", "Queries answered", registry=registry)
-        self.latency_s = prometheus.Histogram(
-            "sorl_serve_request_seconds", "Time to answer a request", buckets=_SECONDS, registry=registry
-        )
-        self.wait_s = prometheus.Histogram(
-            "sorl_serve_wait_seconds",
-            "Longest wait for a batch, of each batch",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.search_s = prometheus.Histogram(
-            "sorl_serve_search_seconds", "Time to search a batch", buckets=_SECONDS, registry=registry
-        )
-        self.batch_size = prometheus.Histogram(
-            "sorl_serve_batch_queries", "Different queries in a batch", buckets=_SIZES, registry=registry
-        )
-        self.waiting = prometheus.Gauge(
-            "sorl_serve_waiting_queries",
-            "Queries in the queue",
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
-        self.failures = prometheus.Counter(
-            "sorl_serve_search_failures", "Batches whose search raised", registry=registry
-        )
-        self.in_flight = prometheus.Gauge(
-            "sorl_serve_in_flight", "Requests in hand", registry=registry, multiprocess_mode="livesum"
-        )
+        counter = partial(prometheus.Counter, registry=registry)
+        gauge = partial(prometheus.Gauge, registry=registry, multiprocess_mode="livesum")
+        seconds = partial(prometheus.Histogram, registry=registry, buckets=_SECONDS)
+        sizes = partial(prometheus.Histogram, registry=registry, buckets=_SIZES)
+        why_refused = "Connections closed because a client was too slow or sent too large a head"
+        self.requests = counter("sorl_serve_requests", "Answers of /retrieve by status", ["status"])
+        self.refusals = counter("sorl_serve_refused_connections", why_refused, ["reason"])
+        self.queries = counter("sorl_serve_queries", "Queries answered")
+        self.latency_s = seconds("sorl_serve_request_seconds", "Time to answer a request")
+        self.wait_s = seconds("sorl_serve_wait_seconds", "Longest wait of a request, for each batch")
+        self.search_s = seconds("sorl_serve_search_seconds", "Time to search a batch")
+        self.batch_size = sizes("sorl_serve_batch_queries", "Different queries in a batch")
+        self.waiting = gauge("sorl_serve_waiting_queries", "Queries in the queue")
+        self.failures = counter("sorl_serve_search_failures", "Batches whose search raised")
+        self.in_flight = gauge("sorl_serve_in_flight", "Requests in progress")
         if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
             prometheus.ProcessCollector(registry=registry)
         self._logged: set[type[BaseException]] = set()
@@ -78,7 +57,7 @@ class Metrics:
             self.queries.inc(num_queries)
 
     def refused(self, reason: str) -> None:
-        """Count a connection that was ended for one of `connections.REFUSALS`."""
+        """Count a connection that was closed for one of `connections.REFUSALS`."""
         self.refusals.labels(reason).inc()
 
     def searched(self, num_queries: int, seconds: float) -> None:
@@ -87,7 +66,7 @@ class Metrics:
         self.search_s.observe(seconds)
 
     def failed(self, error: Exception) -> None:
-        """Count a batch whose search raised; each kind of error is logged once with its traceback."""
+        """Count a batch whose search raised. Each type of error is logged once, with its traceback."""
         self.failures.inc()
         if type(error) not in self._logged:
             self._logged.add(type(error))

@@ -1,41 +1,33 @@
-r"""Search-R1's ``/retrieve`` protocol: requests are checked against limits, replies are encoded.
+r"""The server's side of Search-R1's ``/retrieve`` protocol: check requests against limits, and encode replies.
 
-A request is ``{"queries": [str, ..], "topk": int | null, "return_scores": bool}``; only ``queries`` is required, other
-fields are ignored. A reply is ``{"result": [hits of the first query, hits of the second, ..]}``, where a hit is
-``{"document": {"id": str, "contents": "\"Title\"\ntext"}, "score": float}``, or the bare document when no scores were
-asked for. As in the public server, no queries get no results, and a ``topk`` of null or 0 means the server's own.
+A request is ``{"queries": [str, ..], "topk": int | null, "return_scores": bool}``. Only ``queries`` is required, and
+other fields are ignored. A reply is ``{"result": [hits of the first query, hits of the second, ..]}``, where a hit is
+``{"document": {"id": str, "contents": "\"Title\"\ntext"}, "score": float}``, or only the document if no scores were
+asked for. As in the public server, no queries get no results, and a ``topk`` of null or 0 means the server's default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from sorl_tools.corpus import Passage
-
-
-class Hit(Protocol):
-    """A passage and how well it fits."""
-
-    @property
-    def passage(self) -> Passage: ...
-    @property
-    def score(self) -> float: ...
+from sorl_tools.index import Hit
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What one request may ask for.
+    """Limits on one request.
 
     Attributes:
-        max_body_bytes: of the request.
-        max_queries: in one request.
-        max_query_chars: of one query.
-        max_top_k: passages a query.
-        default_top_k: where the request names none.
+        max_body_bytes: size of the request.
+        max_queries: number of queries.
+        max_query_chars: characters of each query.
+        max_top_k: passages for each query.
+        default_top_k: passages for each query of a request that names no number.
     """
 
     max_body_bytes: int = 1 << 20
@@ -90,7 +82,7 @@ def parse_request(body: bytes, limits: RequestLimits) -> RetrieveRequest:
     """The request in a body.
 
     Raises:
-        RequestError: 400 for what is not JSON, 422 for what is not a request or asks for too much.
+        RequestError: 400 if it is not JSON, 422 if it is not a request or asks for too much.
     """
     try:
         request = _decoder.decode(body)
@@ -100,18 +92,14 @@ def parse_request(body: bytes, limits: RequestLimits) -> RetrieveRequest:
         raise RequestError(400, f"the body is not JSON: {error}") from error
     if len(request.queries) > limits.max_queries:
         raise RequestError(
-            422, f"{len(request.queries)} queries in one request, at most {limits.max_queries}: split it"
+            422, f"{len(request.queries)} queries, at most {limits.max_queries}: split the request"
         )
     for index, query in enumerate(request.queries):
         if len(query) > limits.max_query_chars:
-            raise RequestError(
-                422, f"queries[{index}] has {len(query)} characters, at most {limits.max_query_chars}"
-            )
+            raise RequestError(422, f"queries[{index}] exceeds {limits.max_query_chars} characters")
     top_k = request.topk or limits.default_top_k
     if not 1 <= top_k <= limits.max_top_k:
-        raise RequestError(
-            422, f"topk={top_k}: give 1 to {limits.max_top_k}; 0 or null: {limits.default_top_k}"
-        )
+        raise RequestError(422, f"topk={top_k}: give 1 to {limits.max_top_k}; 0 is {limits.default_top_k}")
     return RetrieveRequest(tuple(request.queries), top_k, request.return_scores)
 
 
@@ -127,7 +115,7 @@ def _row(hit: Hit, scores: bool) -> _Document | _ScoredDocument:
 
 
 def contents_of(passage: Passage) -> str:
-    r"""Title and text as one string, ``"Title"\ntext``, as ``Passage.from_row`` reads it."""
+    r"""Title and text as one string, ``"Title"\ntext``, which ``Passage.from_row`` reads."""
     return f'"{passage.title}"\n{passage.text}' if passage.title else passage.text
 
 

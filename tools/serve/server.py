@@ -1,4 +1,4 @@
-"""One worker: a uvicorn server around the application, until a signal or a backend that cannot be opened."""
+"""One worker: a uvicorn server around the application, which runs until a signal or until opening the index fails."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ServeSettings:
     Attributes:
         source: an index folder or a corpus file.
         port: 0 takes a free one.
-        model, device: where the embedding model of an index of vectors is, if it has moved, and where it runs.
-        max_batch, max_waiting: queries of one search, and in the queue.
-        timeout_s: a request that has waited longer for its search is turned away.
-        connection: what a client may hold before it has sent a whole request.
-        drain_s: time for requests in flight once the server is told to end.
+        model, device: folder or name of an embedding model that has moved since the build, and its torch device.
+        max_batch, max_waiting: most queries in one search, and in the queue.
+        timeout_s: a request that has waited longer for its search gets 503.
+        connection: limits on a client that has not sent a whole request.
+        drain_s: seconds for requests in progress when the server is told to stop.
     """
 
     source: Path
@@ -59,11 +59,11 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A bound socket that does not listen yet.
 
     Args:
-        shared: other sockets of this user may be bound to the same port (SO_REUSEPORT), and the kernel spreads
-            connections over those that listen.
+        shared: other sockets of this user may be bound to the same port (SO_REUSEPORT); the kernel distributes the
+            connections among those that listen.
 
     Raises:
-        UserError: the address cannot be had.
+        UserError: the address cannot be used.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -79,9 +79,8 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise UserError(
-            f"cannot listen on {host}:{port} ({error.strerror}): stop what uses the port, or give another --port"
-        ) from error
+        what = f"cannot listen on {host}:{port} ({error.strerror})"
+        raise UserError(f"{what}: stop what uses the port, or give another --port") from error
     return bound
 
 
@@ -92,16 +91,16 @@ def serve(
     *,
     warm_first: bool = False,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then answer what is in flight and return. Wants the main thread.
+    """Serve until SIGTERM or SIGINT, then answer the requests in progress and return. Must run on the main thread.
 
     Args:
         open_socket: makes the bound socket to listen on.
-        on_ready: called with the backend's facts once it is open and warm, on another thread.
-        warm_first: listen only then; else at once, and ``/ready`` says when.
+        on_ready: called on another thread with the facts about the backend, once it is open and warm.
+        warm_first: listen only when the backend is warm; otherwise listen at once, and ``/ready`` says when it is.
 
     Raises:
         UserError: the source cannot be opened.
-        KeyboardInterrupt: after a SIGINT, when all is done.
+        KeyboardInterrupt: after a SIGINT, when everything is closed.
     """
     import uvicorn
 
@@ -147,7 +146,7 @@ def serve(
 
 @contextmanager
 def _sigterm_is_no_error(server: uvicorn.Server) -> Iterator[None]:
-    """After its orderly end uvicorn raises a signal again, under the handler it found; this one ends nothing else."""
+    """Keep SIGTERM harmless: after stopping, uvicorn raises it again for the handler that was there before."""
 
     def end(*_: Any) -> None:
         server.should_exit = True

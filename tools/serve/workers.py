@@ -1,4 +1,4 @@
-"""Several workers on one port: processes that share the mapped index and are replaced when they die."""
+"""Several workers on one port: processes that share the memory-mapped index and are replaced when they die."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from sorl_tools.serve.server import ServeSettings, bind, serve
 logger = logging.getLogger(__name__)
 
 USAGE = 2  # exit status of a worker whose source cannot be opened
-MAX_RESTARTS = 5  # within a minute; then something is wrong that a restart does not mend
+MAX_RESTARTS = 5  # within a minute; after that restarting does not help
 
 
 class Workers:
     """A supervisor and its worker processes.
 
-    Each worker listens on a socket of its own with SO_REUSEPORT, so the kernel spreads connections evenly; from one
-    shared socket, the first worker to wake up would take them all, and keep them. The first worker listens at once and
-    opens the index (and so builds and compiles what is not in the cache folder); the others, and those that replace a
-    dead one, listen when they are warm.
+    Each worker listens on its own socket with SO_REUSEPORT, so that the kernel distributes the connections evenly.
+    With a single shared socket, the first worker to wake up would take all connections and keep them. The first worker
+    listens at once and opens the index, which may build and compile what is not in the cache folder. The others, and
+    those that replace a dead one, listen when they are warm.
 
     Args:
-        port: the port to serve on, which is taken.
-        on_ready: called with the facts of the index, once.
+        port: the port to serve on; the caller keeps a socket bound to it.
+        on_ready: called once, with the facts about the index.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Workers:
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sorl-serve-"))
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-            # a worker's embedding model and FAISS would each take every core
+            # otherwise the embedding model and FAISS of each worker would use every core
             cores = max(1, (os.cpu_count() or 1) // self._settings.workers)
             os.environ.setdefault("OMP_NUM_THREADS", str(cores))
             stack.callback(os.environ.pop, "PROMETHEUS_MULTIPROC_DIR", None)
@@ -87,7 +87,7 @@ class Workers:
                     try:
                         self._on_ready(receiver.recv())
                     except EOFError:
-                        continue  # it has died, which its sentinel tells
+                        continue  # the worker has died, which its sentinel reports
                     ready = True
                     for number in range(1, self._settings.workers):
                         self._start(number, warm_first=True)
@@ -106,7 +106,7 @@ class Workers:
         self._processes[number] = process
 
     def _replace_dead(self, ready: bool) -> int | None:
-        """Start dead workers anew; an exit status when that is of no use."""
+        """Replace dead workers; returns an exit status if that is pointless."""
         for number, process in list(self._processes.items()):
             if process.is_alive() or self._stopping.is_set():
                 continue
@@ -116,7 +116,7 @@ class Workers:
             from prometheus_client.multiprocess import mark_process_dead
 
             mark_process_dead(process.pid)
-            logger.error("worker %d ended with status %s: starting it anew", number, process.exitcode)
+            logger.error("worker %d ended with status %s and is started again", number, process.exitcode)
             now = time.monotonic()
             self._restarts = [*(then for then in self._restarts if now - then < 60), now]
             if len(self._restarts) > MAX_RESTARTS:
@@ -126,7 +126,7 @@ class Workers:
         return None
 
     def _end(self) -> None:
-        """Ask all workers to end, wait while they answer what is in flight, then insist."""
+        """Ask all workers to stop, wait while they answer the requests in progress, then kill those that are left."""
         for process in self._processes.values():
             process.terminate()
         deadline = time.monotonic() + self._settings.drain_s + 5.0
@@ -152,11 +152,11 @@ def _work(settings: ServeSettings, port: int, warm_first: bool, ready: Any) -> N
         print(f"sorl-serve: {error}", file=sys.stderr)
         sys.exit(USAGE)
     except KeyboardInterrupt:
-        pass  # Ctrl-C reaches the whole group of processes; the supervisor reports it
+        pass  # Ctrl-C reaches every process of the group, and the supervisor reports it
 
 
 def _end_with_parent() -> None:
-    """A worker must not go on when its supervisor was killed."""
+    """Stop this worker when its supervisor is killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""benchmarks/search_recall.py and benchmarks/index_scale.py run, and their figures are what the docs say of them."""
+"""The benchmarks ``recall`` and ``scale`` run, and their figures are what the docs say of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run(script: str, folder: Path, *options: str) -> dict[str, Any]:
+def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
     report = folder / "report.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *options, "--json", str(report)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "search"), name, *options, "--json", str(report)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(report.read_text())
@@ -24,7 +24,7 @@ def run(script: str, folder: Path, *options: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_recall_of_bm25(shared_data: Path, tmp_path: Path) -> None:
     """The bars are bm25s' own figures, with its English stemmer, on the same passages and questions."""
-    report = run("search_recall.py", tmp_path, "--data", str(shared_data), "--work", str(tmp_path))
+    report = run("recall", tmp_path, "--data", str(shared_data), "--work", str(tmp_path))
     recall = {row["questions"]: row["recall"] for row in report["rows"]}
     assert recall["nq"] == pytest.approx(0.784, abs=0.01)
     assert recall["hotpotqa"] == pytest.approx(0.407, abs=0.01)
@@ -37,7 +37,7 @@ def test_estimates_and_measured_builds(shared_data: Path, tmp_path: Path) -> Non
     """The estimate's word: disk within a quarter, memory within a factor of two."""
     corpus = shared_data / "corpus" / "wiki.jsonl.gz"
     options = ["--corpus", str(corpus), "--sizes", "20000", "40000", "--work", str(tmp_path / "work")]
-    report = run("index_scale.py", tmp_path, *options)
+    report = run("scale", tmp_path, *options)
     for row in report["rows"]:
         assert row["same_hash"]
         guess = row["estimate"]
@@ -48,4 +48,4 @@ def test_estimates_and_measured_builds(shared_data: Path, tmp_path: Path) -> Non
     small, large = (row["disk"] for row in report["rows"])
     line = report["extrapolated"][0]["line"]["disk"]
     assert line == pytest.approx(large + (large - small) * (21_000_000 - 40_000) / 20_000)
-    assert run("index_scale.py", tmp_path, *options) == report  # nothing was measured again
+    assert run("scale", tmp_path, *options) == report  # nothing was measured again

@@ -19,12 +19,13 @@ from sorl_tools.corpus import Passage
 from sorl_tools.index import cached as bm25_index
 from sorl_tools.index import open_index, postings
 from sorl_tools.index.build import bm25 as bm25_build
-from sorl_tools.index.build.build import Bm25Options, build
+from sorl_tools.index.build.build import build
+from sorl_tools.index.build.options import Bm25Options
 from sorl_tools.index.postings import Postings
 from sorl_tools.index.words import STOP_WORD, Vocabulary, WordIds, query_stems
 from sorl_tools.search.bm25_search import BM25Search
 
-from .conftest import made_up, write_jsonl
+from ..corpora import made_up, write_jsonl
 
 PASSAGES = [
     Passage("0", "", "river river delta"),
@@ -172,7 +173,7 @@ def test_the_search_in_process_opens_a_folder(tmp_path: Path) -> None:
     assert search.retrieve("the deltas") == BM25Search(PASSAGES, top_k=2).retrieve("the deltas")
     manifest_file = tmp_path / "index" / "manifest.json"
     manifest_file.write_text(manifest_file.read_text().replace('"backend": "bm25"', '"backend": "dense"'))
-    with pytest.raises(UserError, match="a dense index embeds its queries; give it to sorl-serve"):
+    with pytest.raises(UserError, match="a dense index embeds its queries: serve it with sorl-serve"):
         BM25Search.from_file(tmp_path / "index")
 
 

@@ -14,11 +14,12 @@ from sorl_env.errors import UserError
 from sorl_tools.corpus import Passage
 from sorl_tools.index import open_index
 from sorl_tools.index.build import dense as dense_build
-from sorl_tools.index.build.build import DenseOptions, HybridOptions, build
+from sorl_tools.index.build.build import build
 from sorl_tools.index.build.journal import Journal
+from sorl_tools.index.build.options import DenseOptions, HybridOptions
 from sorl_tools.index.hybrid import fuse
 
-from .conftest import made_up, write_jsonl
+from ..corpora import made_up, write_jsonl
 
 faiss = pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
 pytest.importorskip("sentence_transformers", reason="needs pip install 'sorl[search]'")
@@ -168,7 +169,7 @@ def test_another_model_is_refused(corpus: Path, tiny_model: Path, tmp_path: Path
     name = next(name for name in tensors if name.endswith("word_embeddings.weight"))
     tensors[name][0, 0] += 1e-3
     save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="the weights differ"):
+    with pytest.raises(UserError, match="its weights differ"):
         open_index(out, model=str(other))
     with pytest.raises(UserError, match="no such folder"):
         open_index(out, model=str(tmp_path / "nowhere"))
@@ -223,7 +224,7 @@ def test_vectors_made_elsewhere(
     ("options", "message"),
     [
         (DenseOptions(), "needs --model"),
-        (DenseOptions(model="x", faiss="sq5"), r"--faiss 'sq5' is not known.* Did you mean"),
+        (DenseOptions(model="x", faiss="sq5"), r"--faiss 'sq5' is unknown.* Did you mean"),
         (DenseOptions(model="x", batch_size=0), "--batch_size 0"),
         (DenseOptions(model="x", vectors=Path("nowhere.npy")), "--vectors nowhere.npy: no such file"),
         (DenseOptions(model="./nowhere"), "--model ./nowhere: no such folder"),
@@ -242,7 +243,7 @@ def test_factories(corpus: Path, tiny_model: Path, tmp_path: Path) -> None:
     assert factory_string("pq", 768, 10) == "PQ768x4fs"
     assert factory_string("IVF10,Flat", 8, 10) == "IVF10,Flat"
     for refused in ("NOPE", "IVF1000,Flat"):
-        with pytest.raises(UserError, match=f"--faiss {refused}: FAISS refuses 310 vectors of 32"):
+        with pytest.raises(UserError, match=f"--faiss {refused}: FAISS cannot index 310 vectors of 32"):
             build(
                 [corpus],
                 tmp_path / "index",

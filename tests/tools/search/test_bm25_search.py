@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 
 from sorl_env.errors import UserError
+from sorl_env.folders import cache_folder
 from sorl_env.rewards import normalize_answer
 from sorl_env.task import ToolSettings
 from sorl_env.tool import ToolReply, ToolRequest
 from sorl_env.toolbox import Toolbox
-from sorl_tools.corpus import Passage, PassageFile, cache_dir, format_passages, read_corpus
+from sorl_tools.corpus import Passage, format_passages, read_corpus
 from sorl_tools.search.bm25_search import BM25Search, HttpSearch, search_tool
+
+from ..corpora import write_passages
 
 PASSAGES = [
     Passage("0", "Bizet", "The composer Georges Bizet was born in Paris."),
@@ -114,14 +117,14 @@ def test_from_file_is_the_same_search(tmp_path: Path, name: str) -> None:
 def test_index_is_built_once_per_content(tmp_path: Path) -> None:
     path = write_corpus(tmp_path / "corpus.jsonl")
     BM25Search.from_file(path)
-    indexes = list((cache_dir() / "bm25").iterdir())
+    indexes = list((cache_folder() / "bm25").iterdir())
     assert len(indexes) == 1
     BM25Search.from_file(write_corpus(tmp_path / "copy.jsonl"))
-    assert list((cache_dir() / "bm25").iterdir()) == indexes
+    assert list((cache_folder() / "bm25").iterdir()) == indexes
     changed = BM25Search.from_file(
         write_corpus(path, [*PASSAGES, Passage("4", "Chopin", "Born near Warsaw.")])
     )
-    assert len(list((cache_dir() / "bm25").iterdir())) == 2
+    assert len(list((cache_folder() / "bm25").iterdir())) == 2
     assert changed("Warsaw").hits == 1
 
 
@@ -130,14 +133,14 @@ def test_builders_that_race_share_the_result(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         searches = list(pool.map(lambda _: BM25Search.from_file(path), range(4)))
     assert [search("river").hits for search in searches] == [1] * 4
-    assert len(list((cache_dir() / "bm25").iterdir())) == 1
+    assert len(list((cache_folder() / "bm25").iterdir())) == 1
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"id": "0", "contents": "x"}\n{"id": "1"}\n', r"corpus.jsonl:2: no passage"),
-        (b'{"id": "0", "contents": "x"}\n\n[1]\n', r"corpus.jsonl:3: no passage"),
+        (b'{"id": "0", "contents": "x"}\n{"id": "1"}\n', r"corpus.jsonl:2: not a passage"),
+        (b'{"id": "0", "contents": "x"}\n\n[1]\n', r"corpus.jsonl:3: not a passage"),
         (b'{"id": "0", "contents": "x"}\n{"id"\n', r"corpus.jsonl:2: not valid JSON"),
         (b"\xff\xfe\n", r"corpus.jsonl:1: not valid JSON"),
         (b"\n", r"corpus.jsonl: the corpus has no passages"),
@@ -149,7 +152,7 @@ def test_bad_corpus_is_named_by_file_and_line(tmp_path: Path, content: bytes, me
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         BM25Search.from_file(path)
-    assert list(cache_dir().rglob("*")) == []  # nothing half-built stays behind, not even an empty folder
+    assert list(cache_folder().rglob("*")) == []  # nothing half-built stays behind, not even an empty folder
 
 
 def test_unreadable_gzip(tmp_path: Path) -> None:
@@ -182,8 +185,8 @@ def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_passage_file_is_a_sequence(tmp_path: Path) -> None:
-    assert PassageFile.write(PASSAGES, tmp_path) == 4
-    stored = PassageFile(tmp_path)
+    stored = write_passages(PASSAGES, tmp_path)
+    assert len(stored) == 4
     assert list(stored) == PASSAGES
     assert stored[-1] == PASSAGES[-1]
     assert stored[1:3] == PASSAGES[1:3]
@@ -192,13 +195,13 @@ def test_passage_file_is_a_sequence(tmp_path: Path) -> None:
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_dir() == tmp_path / "cache"
+    assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("SORL_CACHE")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / "sorl"
+    assert cache_folder() == tmp_path / "sorl"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert cache_dir() == Path.home() / ".cache" / "sorl"
+    assert cache_folder() == Path.home() / ".cache" / "sorl"
 
 
 def test_search_tool_of_settings(tmp_path: Path) -> None:
@@ -229,7 +232,7 @@ def test_replies_of_servers_are_kept_where_the_settings_say(tmp_path: Path) -> N
         assert tool.cache.get(key) == []
         tool.close()
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
-    with pytest.raises(UserError, match="keeps the replies of servers: give search_url"):
+    with pytest.raises(UserError, match="is for replies of servers: give search_url"):
         search_tool(ToolSettings(corpus=str(path), cache=str(path)), tmp_path)
 
 
@@ -277,7 +280,7 @@ def test_recall_on_wikipedia(shared_data: Path) -> None:
 def test_what_is_no_text_is_refused_with_its_row(row: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(json.dumps({"id": "first", "contents": "x"}) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(UserError, match=f"corpus.jsonl:2: no passage: .*{re.escape(said)}"):
+    with pytest.raises(UserError, match=f"corpus.jsonl:2: not a passage: .*{re.escape(said)}"):
         list(read_corpus(path))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_tools.corpus import Passage
-from sorl_tools.search import http_cache as http_search_cache
+from sorl_tools.search import http_cache
 from sorl_tools.search.http_cache import ReplyCache
 
 A = [Passage("0", "Bizet", "né à Paris"), Passage("1", "", 'no "title"')]
@@ -70,7 +70,7 @@ def test_threads_and_writers_share_a_file(tmp_path: Path) -> None:
 def test_files_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no database, but long enough to look at " * 100)
     for path in (tmp_path / "notes.txt", tmp_path, tmp_path / "notes.txt" / "replies.db"):
-        with pytest.raises(UserError, match="cannot keep replies there"):
+        with pytest.raises(UserError, match="replies cannot be kept there"):
             ReplyCache(path=path)
     with pytest.raises(UserError, match="keep at least 1"):
         ReplyCache(size=0)
@@ -79,7 +79,7 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "other.db") as other:
         other.execute("CREATE TABLE replies (name TEXT)")
     other.close()
-    with pytest.raises(UserError, match=r"other.db: cannot keep replies there .*used"):
+    with pytest.raises(UserError, match=r"other.db: replies cannot be kept there .*used"):
         ReplyCache(path=tmp_path / "other.db")
 
 
@@ -87,7 +87,7 @@ def test_a_file_that_is_full_gives_up_what_was_used_least_recently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0  # a use is noted once an hour: after every 36th reply here
-    monkeypatch.setattr(http_search_cache.time, "time", lambda: now)
+    monkeypatch.setattr(http_cache.time, "time", lambda: now)
     path = tmp_path / "replies.db"
     cache = ReplyCache(size=1, path=path, max_file_mb=0.5)
     passage = [Passage("0", "", "x" * 2000)]  # 0.5 MB hold some 200 of them

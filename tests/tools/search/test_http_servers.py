@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from sorl_tools.search import http_servers as http_search_servers
-from sorl_tools.search.http_servers import ServerPool, Turn
+from sorl_tools.search import http_servers
+from sorl_tools.search.http_servers import Attempt, ServerPool
 
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(http_search_servers.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(http_search_servers._jitter, "uniform", lambda low, high: low)
+        monkeypatch.setattr(http_servers.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(http_servers._jitter, "uniform", lambda low, high: low)
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def begin(pool: ServerPool, *tried: str) -> Turn:
-    turn = pool.begin(tried)
-    assert isinstance(turn, Turn)
-    return turn
+def begin(pool: ServerPool, *tried: str) -> Attempt:
+    attempt = pool.begin(tried)
+    assert isinstance(attempt, Attempt)
+    return attempt
 
 
 def test_three_failures_in_a_row_rest_a_server(clock: Clock) -> None:
@@ -58,8 +58,8 @@ def test_failures_of_requests_that_were_under_way_count_once(clock: Clock) -> No
     pool = ServerPool(["a"])
     under_way = [begin(pool) for _ in range(100)]
     clock.now += 1.0
-    for turn in under_way:
-        pool.finish(turn, "reset")
+    for attempt in under_way:
+        pool.finish(attempt, "reset")
     assert pool.begin() == pytest.approx(0.5)  # and not the longest pause at once
 
 
@@ -67,13 +67,13 @@ def test_retry_after_is_kept_to(clock: Clock) -> None:
     pool = ServerPool(["a"])
     older = begin(pool)
     clock.now += 0.1
-    pool.finish(begin(pool), "429", retry_after_s=20.0)
+    pool.finish(begin(pool), "429", rest_s=20.0)
     clock.now += 0.1
     pool.finish(older)  # an answer to an older request does not cut it short
     assert pool.begin() == pytest.approx(19.9)
     clock.now += 20.0
     pool.finish(begin(pool))
-    pool.finish(begin(pool), "503", retry_after_s=1e9)
+    pool.finish(begin(pool), "503", rest_s=1e9)
     assert pool.begin() == pytest.approx(300.0)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sorl_tools.corpus import Passage
-from sorl_tools.serve.backend import ScoredPassage
+from sorl_tools.index import Hit
 from sorl_tools.serve.batcher import Batcher
 from sorl_tools.serve.metrics import Metrics
 from sorl_tools.serve.protocol import RequestError
@@ -27,7 +27,7 @@ class Deep:
         self.too_few = False
         self.go = threading.Event()
 
-    def search(self, queries: Sequence[str], top_k: int) -> list[list[ScoredPassage]]:
+    def search(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
         self.searched.append((list(queries), top_k))
         if "hold" in queries:
             assert self.go.wait(30)
@@ -37,8 +37,8 @@ class Deep:
     def close(self) -> None: ...
 
 
-def hits(query: str, top_k: int) -> list[ScoredPassage]:
-    return [ScoredPassage(Passage(str(i), query, f"{top_k}"), float(top_k - i)) for i in range(top_k)]
+def hits(query: str, top_k: int) -> list[Hit]:
+    return [Hit(Passage(str(i), query, f"{top_k}"), float(top_k - i)) for i in range(top_k)]
 
 
 @contextmanager

@@ -134,7 +134,7 @@ def test_a_head_up_to_the_limit_is_read_and_one_byte_more_is_not(serving: Servin
             first = client.recv(65536)
             if over:
                 said = first + read_until_closed(client, 5.0)
-                assert said.startswith(b"HTTP/1.1 431 ") and b"above 4096 bytes" in said
+                assert said.startswith(b"HTTP/1.1 431 ") and b"exceed 4096 bytes" in said
             else:
                 assert first.startswith(b"HTTP/1.1 200 ")
 

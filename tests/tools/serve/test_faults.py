@@ -193,7 +193,7 @@ def test_the_fingerprint_where_nobody_answers_or_tells(faulty: FaultyServer) -> 
     gone = FaultyServer()
     gone.close()
     search = HttpSearch(gone.url, timeout_s=0.5)
-    with pytest.raises(UserError, match="no server answers; start one with: sorl-serve"):
+    with pytest.raises(UserError, match="no server answers; start one: sorl-serve"):
         _ = search.fingerprint
     search.close()
 

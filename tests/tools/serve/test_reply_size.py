@@ -74,7 +74,7 @@ def test_a_long_reply_is_not_read_to_its_end(faulty: FaultyServer, ask: Ask, say
     search = HttpSearch(faulty.url)
     outcome = ask(search, "x")
     assert isinstance(outcome, ToolUnavailableError)
-    assert f"a reply above {LIMIT} bytes" in str(outcome) and "index shorter passages" in str(outcome)
+    assert f"more than {LIMIT} bytes" in str(outcome) and "index shorter passages" in str(outcome)
     assert sent[0] < LIMIT + 16 * MB  # what the sockets hold
     search.close()
 
@@ -95,7 +95,7 @@ def test_a_compressed_reply_is_refused_before_it_is_unpacked(faulty: FaultyServe
     assert len(packed) < LIMIT
     faulty.behaviours = [send(answer("200 OK", packed, "Content-Encoding: gzip"))]
     search = HttpSearch(faulty.url)
-    assert "a reply in 'gzip', identity was asked for" in str(ask(search, "x"))
+    assert "a reply in 'gzip', not identity" in str(ask(search, "x"))
     search.close()
 
 

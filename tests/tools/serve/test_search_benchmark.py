@@ -1,4 +1,4 @@
-"""benchmarks/search.py and benchmarks/search_soak.py run; their figures mean nothing at these sizes."""
+"""The benchmarks of sorl-serve run; their figures mean nothing at these sizes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 
 from sorl_tools.index.build.build import build
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+BENCHMARK = str(Path(__file__).resolve().parents[3] / "benchmarks" / "search")
 
 pytestmark = pytest.mark.slow
 
 
-def run(script: str, folder: Path, *options: str) -> dict[str, Any]:
+def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
     """The figures of a benchmark over a small corpus."""
     with gzip.open(folder / "corpus.jsonl.gz", "wt") as file:
         for number in range(500):
@@ -33,7 +33,7 @@ def run(script: str, folder: Path, *options: str) -> dict[str, Any]:
     data = ["--corpus", folder / "corpus.jsonl.gz", "--questions", folder / "questions.jsonl.gz"]
     sizes = ["--workers", "1", "--connections", "4", "--json", folder / "figures.json"]
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *map(str, data), *map(str, sizes), *options],
+        [sys.executable, BENCHMARK, name, *map(str, data), *map(str, sizes), *options],
         env={**os.environ, "SORL_CACHE": str(folder / "cache")},
         capture_output=True,
         text=True,
@@ -45,8 +45,8 @@ def run(script: str, folder: Path, *options: str) -> dict[str, Any]:
     return figures
 
 
-def test_search(tmp_path: Path) -> None:
-    figures = run("search.py", tmp_path, "--rounds", "1", "--seconds", "0.5")
+def test_rate(tmp_path: Path) -> None:
+    figures = run("rate", tmp_path, "--rounds", "1", "--seconds", "0.5")
     assert len(figures["medians"]) == 6
     for name, one in figures["medians"].items():
         assert one["queries_per_s"] > 0 and 0 < one["p50_ms"] <= one["p99_ms"] and one["memory_mb"] > 10, name
@@ -55,7 +55,7 @@ def test_search(tmp_path: Path) -> None:
 
 
 def test_soak(tmp_path: Path) -> None:
-    figures = run("search_soak.py", tmp_path, "--seconds", "3")
+    figures = run("soak", tmp_path, "--seconds", "3")
     assert figures["errors"] == 0 and figures["statuses"] == {"200": figures["requests"]}
     assert min(figures["memory_mb"]) > 10 and figures["p99_drift"] > 0
 
@@ -68,7 +68,7 @@ def test_backends(tmp_path: Path) -> None:
         file.writelines(json.dumps({"question": f"word{number}"}) + "\n" for number in range(50))
     options = ["--questions", "questions.jsonl.gz", "--seconds", "0.5", "--json", "figures.json"]
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "search_backends.py"), "index", *options],
+        [sys.executable, BENCHMARK, "backends", "index", *options],
         cwd=tmp_path,
         capture_output=True,
         text=True,

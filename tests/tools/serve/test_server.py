@@ -198,7 +198,9 @@ def test_half_a_body(server: Any) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
         client.sendall(head + b'{"queries"')  # and never the rest
         answer = b"".join(iter(lambda: client.recv(65536), b""))  # all of it, to the end of the connection
-        assert answer.startswith(b"HTTP/1.1 408") and answer.endswith(b'{"error":"no whole body within 1 s"}')
+        assert answer.startswith(b"HTTP/1.1 408") and answer.endswith(
+            b'{"error":"the body did not arrive within 1 s"}'
+        )
     assert server.retrieve(queries=["Mozart"]).status == 200
 
 
@@ -282,7 +284,7 @@ def test_says_where_it_listens(start: Any, corpus: Path) -> None:
     assert again.returncode == 2
     assert f"cannot listen on 127.0.0.1:{first.port}" in again.stderr and "another --port" in again.stderr
     open_to_all = start("--host", "0.0.0.0")
-    open_to_all.wait_for("warning: anyone who reaches 0.0.0.0 may search: there is no --token_file")
+    open_to_all.wait_for("warning: anyone who can reach 0.0.0.0 may search, because there is no --token_file")
 
 
 def run(*options: str, source: Path) -> subprocess.CompletedProcess[str]:
@@ -303,7 +305,7 @@ def test_what_cannot_be_served(tmp_path: Path, corpus: Path) -> None:
     for source, options, message in [
         (tmp_path / "missing", [], "no such index or corpus"),
         (tmp_path / "notes.txt", [], "cannot serve this file"),
-        (tmp_path / "empty", ["--port", "0"], "no index there"),
+        (tmp_path / "empty", ["--port", "0"], "there is no index in it"),
         (tmp_path / "broken.jsonl", ["--port", "0"], "broken.jsonl:1: no passage"),
         (corpus, ["--token-file", str(tmp_path / "nothing")], "token_file="),
         (corpus, ["--token-file", str(tmp_path / "token")], "one word"),
@@ -351,7 +353,7 @@ def test_workers_share_a_port(start: Any) -> None:
         os.kill(victim, signal.SIGKILL)
         assert all(call.result() for call in calls)
     search.close()
-    running.wait_for(r"worker \d ended with status -9: starting it anew")
+    running.wait_for(r"worker \d ended with status -9 and is started again")
     assert victim not in wait_for_workers(running, 2)
     total = counters(running)['sorl_serve_requests_total{status="200"}']
     assert total >= 350  # of all workers, the dead one included

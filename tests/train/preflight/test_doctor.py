@@ -214,7 +214,7 @@ def test_a_file_of_replies(world: World, examine: Examine, serve: Serve) -> None
     status, found = examine(served(search__cache=str(path)))
     assert status == 0 and not path.parent.exists()
     status, found = examine(served(search__cache=world.options["data"]))
-    assert status == 1 and "cannot keep replies there" in found["replies"]
+    assert status == 1 and "replies cannot be kept there" in found["replies"]
     status, found = examine(served(search__cache=str(world.folder)))
     assert status == 1 and "-> name another --search.cache" in found["replies"]
 

@@ -26,7 +26,7 @@ def test_training_on_a_test_split_is_refused(
     copy = tmp_path / "train.jsonl"  # a copy under a harmless name is still test data
     copy.write_bytes((prepared / "test.jsonl").read_bytes())
     for path in (prepared / "test.jsonl", copy):
-        with pytest.raises(UserError, match=r"jsonl:1: this question is of a test split .* nobody trains on"):
+        with pytest.raises(UserError, match=r"jsonl:1: this is a test question .* training on it is refused"):
             load_examples(task, path, "train")
         assert (
             train_main(
@@ -34,7 +34,7 @@ def test_training_on_a_test_split_is_refused(
             )
             == 2
         )
-        assert "sorl-train: " in (error := capsys.readouterr().err) and "of a test split" in error
+        assert "sorl-train: " in (error := capsys.readouterr().err) and "this is a test question" in error
         assert not (tmp_path / "run").exists()
     # nor does calling the split by its name help; to evaluate on it is what it is for
     config = TrainConfig(task="nq", data=str(prepared), split="test")

@@ -1,0 +1,1 @@
+"""Building an index: ``build.build`` is the function behind ``sorl-index build``."""

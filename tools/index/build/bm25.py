@@ -1,8 +1,9 @@
-"""The lists of a BM25 index, built outside of memory.
+"""Build the posting lists of a BM25 index that need not fit into memory.
 
-Words are counted chunk by chunk into scratch files (``TokenScratch``); from those the lists are written block of words
-by block of words (``write_postings``), a counting sort that reads each chunk's share of a block in turn. The scores
-are bm25s' own, to a rounding of float32; memory holds the vocabulary, a few numbers a passage, and one block.
+Words are counted in chunks of passages, into scratch files (``TokenScratch``). From these the lists are written one
+block of words at a time (``write_postings``), each by a counting sort that reads the block's part of every chunk. The
+scores are those of bm25s up to the rounding of float32. Memory holds the vocabulary, a few numbers for each passage,
+and one block.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from sorl_tools.index.words import Vocabulary, WordIds
 from sorl_tools.progress import Progress
 
 K1, B = 1.5, 0.75
-CHUNK = 4096  # passages counted at a time; their numbers within a chunk are stored in 16 bits
-BLOCK = 16_000_000  # postings sorted at a time: 8 bytes each and some more
-# name of a scratch file -> type of its numbers; words.txt is text
+CHUNK = 4096  # passages counted at a time; numbers of passages within a chunk are stored in 16 bits
+BLOCK = 16_000_000  # postings sorted at a time, at 8 bytes each and some more
+# scratch file -> type of its elements; the vocabulary is in words.txt
 SCRATCH = {"terms": np.int32, "counts": np.int32, "docs": np.uint16, "tfs": np.uint32, "lengths": np.uint32}
 
 
 class TokenScratch:
-    """Word counts of passages, appended to files: for each chunk its distinct words, and for each the passages.
+    """Counts the words of passages into files: for each chunk its different words, and for each word its passages.
 
     Args:
-        journal: in whose folder the files are.
-        lengths: bytes of each file that the journal vouches for.
+        journal: the files are in its folder.
+        lengths: number of bytes of each file that the journal has recorded as complete.
     """
 
     def __init__(self, journal: Journal, lengths: Mapping[str, int]) -> None:
@@ -44,7 +45,7 @@ class TokenScratch:
         self._ids = WordIds((journal.folder / "words.txt").read_text(encoding="utf-8").split("\n")[:-1])
 
     def add(self, texts: Sequence[str]) -> None:
-        """Count the words of a chunk, ``CHUNK`` texts at most."""
+        """Count the words of a chunk of at most ``CHUNK`` texts."""
         ids = [self._ids.encode(text) for text in texts]
         self._ids.trim()
         self._words_file.write("".join(f"{stem}\n" for stem in self._ids.take_new()).encode())
@@ -63,7 +64,7 @@ class TokenScratch:
             self._files[name].write(chunk[name].astype(dtype))
 
     def lengths(self) -> dict[str, int]:
-        """Bytes of each file."""
+        """Number of bytes of each file."""
         files = {"words": self._words_file, **self._files}
         return {name: file.length for name, file in files.items()}
 
@@ -73,34 +74,33 @@ class TokenScratch:
 
 
 class _Counts:
-    """The scratch files, read: chunks of passages, each sorted by word."""
+    """Reads the scratch files: chunks of passages, each sorted by word."""
 
     def __init__(self, folder: Path, journal: Journal) -> None:
         def read(name: str) -> npt.NDArray[Any]:
             path = folder / f"{name}.bin"
-            return (
-                np.asarray(np.memmap(path, dtype=SCRATCH[name], mode="r")) if path.stat().st_size else empty
-            )
+            if not path.stat().st_size:
+                return np.zeros(0, dtype=np.int32)
+            return np.asarray(np.memmap(path, dtype=SCRATCH[name], mode="r"))
 
-        empty = np.zeros(0, dtype=np.int32)
         self.terms, self.counts, self.docs, self.tfs, lengths = (read(name) for name in SCRATCH)
         self.passage_lengths = lengths
         marks = [record["scratch"] for record in journal.records if record.get("stage") == "passages"]
         self._terms_marks = [
             0,
             *(mark["terms"] // 4 for mark in marks),
-        ]  # chunk c lies between marks c and c + 1
+        ]  # chunk c is between marks c and c + 1
         self._docs_marks = [0, *(mark["docs"] // 2 for mark in marks)]
 
     def frequencies(self, words: int) -> npt.NDArray[np.int64]:
-        """In how many passages each word occurs, (words,)."""
+        """The number of passages that contain each word, (words,)."""
         total = np.zeros(words, dtype=np.int64)
         for start, end in pairwise(self._terms_marks):
-            total[self.terms[start:end]] += self.counts[start:end]  # a word is in a chunk once
+            total[self.terms[start:end]] += self.counts[start:end]  # a word occurs only once in a chunk
         return total
 
     def share(self, chunk: int, first: int, last: int) -> tuple[npt.NDArray[Any], ...]:
-        """A chunk's words in ``first <= word < last``, in how many passages each is; those passages, and how often."""
+        """A chunk's words in ``first <= word < last``, their numbers of passages, those passages, and word counts."""
         start, end = self._terms_marks[chunk], self._terms_marks[chunk + 1]
         low, high = start + np.searchsorted(self.terms[start:end], [first, last])
         before = self._docs_marks[chunk] + int(self.counts[start:low].sum(dtype=np.int64))
@@ -113,7 +113,7 @@ class _Counts:
 
 
 def write_postings(out: Path, journal: Journal, progress: Progress, k1: float, b: float) -> dict[str, Any]:
-    """Write the vocabulary and the lists into ``out``; returns the counts for the manifest.
+    """Write the vocabulary and the posting lists into ``out``; returns counts for the manifest.
 
     Raises:
         UserError: no passage has a word in it.
@@ -121,9 +121,7 @@ def write_postings(out: Path, journal: Journal, progress: Progress, k1: float, b
     stems = (journal.folder / "words.txt").read_text(encoding="utf-8").split("\n")[:-1]
     counts = _Counts(journal.folder, journal)
     if not stems:
-        raise UserError(
-            f"there is nothing to search: {len(counts.passage_lengths)} passages and no words in them"
-        )
+        raise UserError(f"nothing to search: {len(counts.passage_lengths)} passages without a word")
     out.mkdir(exist_ok=True)
     Vocabulary.write(stems, out)
     frequencies = counts.frequencies(len(stems))
@@ -160,7 +158,7 @@ def _write_blocks(
             file.write(headers[name])
     progress.start("lists", postings, int(indptr[first]))
     while first < words:
-        # whole words up to a block's size; a longer list is a block of its own
+        # as many whole lists as fit into a block; a longer list is a block of its own
         last = max(first + 1, int(np.searchsorted(indptr, indptr[first] + BLOCK, side="right")) - 1)
         passages, scores = _sort_block(counts, indptr, idf, norms, first, last)
         files[INDICES].write(passages)
@@ -185,10 +183,10 @@ def _sort_block(
     first: int,
     last: int,
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Passages and scores of the lists of ``first <= word < last``, one list after the other."""
+    """Passages and scores of the lists of ``first <= word < last``, one list after another."""
     size = int(indptr[last] - indptr[first])
     passages, scores = np.empty(size, dtype=np.int32), np.empty(size, dtype=np.float32)
-    heads = indptr[first:last] - indptr[first]  # where each list goes on, (words of the block,)
+    heads = indptr[first:last] - indptr[first]  # where each list continues, (words of the block,)
     for chunk in range(len(counts)):
         terms, held_by, docs, tfs = counts.share(chunk, first, last)
         begins = np.cumsum(held_by) - held_by

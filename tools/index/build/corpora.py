@@ -1,4 +1,4 @@
-"""Corpora to build an index from, of several kinds, read row by row from any row on."""
+"""Read corpora of several file formats row by row, beginning at any row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROW_BATCH = 1024
 
 
 class Row(NamedTuple):
-    """A passage and where it came from: ``file`` counts the corpus's files, ``row`` the passages read from it."""
+    """A passage and its place: number ``file`` of the corpus's files, and number ``row`` of its passages from 1."""
 
     file: int
     row: int
@@ -29,11 +29,11 @@ class Row(NamedTuple):
 
 
 class Corpus:
-    """Files and folders that hold passages.
+    """A corpus: files and folders that hold passages.
 
     Args:
-        sources: files (.jsonl, .tsv, .parquet, .txt, .md; the first two also .gz), or folders of them. What folders
-            hold is read in the order of its paths.
+        sources: files (.jsonl, .tsv, .parquet, .txt, .md; the first two also .gz), or folders of them. Files in folders
+            are read in the order of their paths.
 
     Raises:
         UserError: a source does not exist, is of another kind, or is a folder without such files.
@@ -44,10 +44,10 @@ class Corpus:
         self.files = [(path, name) for source in self.sources for path, name in _files(source)]
 
     def rows(self, file: int = 0, row: int = 0) -> Iterator[Row]:
-        """All passages after the first ``row`` of file number ``file``.
+        """All passages after the first ``row`` passages of file number ``file``.
 
         Raises:
-            UserError: a row that holds no passage, named by file and line (Parquet: row).
+            UserError: a row is not a passage; the message names file and line (Parquet: row).
         """
         for number in range(file, len(self.files)):
             path, name = self.files[number]
@@ -57,10 +57,9 @@ class Corpus:
                 yield Row(number, count, passage)
 
     def fingerprint(self) -> str:
-        """Of the files' paths, sizes and times: an interrupted build goes on only while it stays the same."""
-        facts = [
-            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path, _ in self.files
-        ]
+        """A hash of the files' paths, sizes and times. An interrupted build continues only if it is unchanged."""
+        stats = [(path, path.stat()) for path, _ in self.files]
+        facts = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -72,11 +71,11 @@ def _kind(path: Path) -> str | None:
 
 
 def _files(source: Path) -> list[tuple[Path, str]]:
-    """The files of a source and what their passages are named after."""
+    """The files of a source, each with the name that its passages' ids begin with."""
     if source.is_dir():
         found = [path for path in sorted(source.rglob("*")) if path.is_file() and _kind(path)]
         if not found:
-            raise UserError(f"{source}: no {', '.join(_READERS)} file in this folder")
+            raise UserError(f"{source}: there is no {', '.join(_READERS)} file in this folder")
         return [(path, path.relative_to(source).as_posix()) for path in found]
     if not source.is_file():
         raise UserError(no_such_file(source, what="corpus"))
@@ -93,7 +92,7 @@ def _read_jsonl(path: Path, name: str, skip: int) -> Iterator[Passage]:
 
 
 def _read_tsv(path: Path, name: str, skip: int) -> Iterator[Passage]:
-    """With a header and csv's quotes, as DPR's ``psgs_w100.tsv``: ``id  text  title``, in any order."""
+    """Tab-separated rows below a header with ``id``, ``text``, ``title`` in any order, as DPR's ``psgs_w100.tsv``."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     with name_damage(path), io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as text:
         rows = csv.reader(text, delimiter="\t")
@@ -127,7 +126,7 @@ def _read_parquet(path: Path, name: str, skip: int) -> Iterator[Passage]:
             if not {"text", "contents"} & set(columns):
                 raise UserError(f"{path}: no column 'text' or 'contents'; it has {', '.join(names)}")
             yield from _parquet_rows(file, columns, path, skip)
-        except (pa.ArrowException, UnicodeDecodeError) as error:  # a text that is not UTF-8
+        except (pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a text is not UTF-8
             raise UserError(f"{path}: not a readable Parquet file ({error})") from error
 
 
@@ -154,7 +153,7 @@ def _from_columns(row: dict[str, Any]) -> Passage:
 
 
 def _read_text(path: Path, name: str, skip: int) -> Iterator[Passage]:
-    """Passages of about 100 words; the title is a Markdown file's first heading, or the file's name."""
+    """Passages of about 100 words. Their title is the first heading of a Markdown file, or else the file's name."""
 
     with name_damage(path):
         try:
@@ -165,7 +164,7 @@ def _read_text(path: Path, name: str, skip: int) -> Iterator[Passage]:
     title = next(filter(None, heads), path.stem) if path.suffix == ".md" else path.stem
     words = text.split()
     parts = max(1, round(len(words) / WORDS_A_PASSAGE)) if words else 0
-    for part in range(skip, parts):  # parts of equal length: no stump at the end
+    for part in range(skip, parts):  # parts of equal length, so that the last one is not much shorter
         start, end = part * len(words) // parts, (part + 1) * len(words) // parts
         yield Passage(f"{name}#{part}", title, " ".join(words[start:end]))
 

@@ -1,4 +1,4 @@
-"""The vectors of a dense index: embedded chunk by chunk into a file, then flat or compressed by FAISS."""
+"""Build the vectors of a dense index: embed the passages chunk by chunk, then compress the vectors with FAISS."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from sorl_env.errors import UserError
 from sorl_tools.corpus import PassageFile
-from sorl_tools.index.build.build import DENSE, DenseOptions
 from sorl_tools.index.build.journal import Journal, npy_header
+from sorl_tools.index.build.options import DENSE, DenseOptions
 from sorl_tools.index.encoder import Encoder
 from sorl_tools.index.faiss_kinds import SEARCH_SETTINGS, factory_string, faiss_module, write_faiss
 from sorl_tools.progress import Progress
@@ -22,20 +22,20 @@ CHUNK = 1024  # passages between two records of the journal
 
 
 def dense_request(options: DenseOptions) -> dict[str, Any]:
-    """What an unfinished build must agree on to be gone on with.
+    """The options that must be the same when an unfinished build is continued.
 
     Raises:
-        UserError: an option cannot be met; said before the corpus is read.
+        UserError: an option cannot be met; checked before the corpus is read.
     """
     faiss_module()
     if options.batch_size < 1:
-        raise UserError(f"--batch_size {options.batch_size}: embed 1 passage at a time or more")
+        raise UserError(f"--batch_size {options.batch_size}: give at least 1")
     if not options.model:
         raise UserError("a dense index needs --model: a model folder, or a name such as intfloat/e5-base-v2")
     factory_string(options.faiss, 2, 1)
     if options.vectors is not None and not options.vectors.is_file():
         raise UserError(f"--vectors {options.vectors}: no such file")
-    Encoder(options.model, device=options.device)  # a corpus can take an hour to read
+    Encoder(options.model, device=options.device)  # fails now, and not after an hour of reading the corpus
     return {
         "model": options.model,
         "query_prefix": options.query_prefix,
@@ -53,7 +53,7 @@ def write_vectors(
     """Write ``out/dense``; returns the parameters for the manifest.
 
     Raises:
-        UserError: the model cannot be loaded, or vectors or passages do not fit.
+        UserError: the model cannot be loaded, or the vectors do not match the passages.
     """
     encoder = Encoder(
         options.model,
@@ -120,12 +120,12 @@ def _checked(path: Path, passages: int, dim: int) -> Path:
         raise UserError(f"--vectors {path}: not a .npy file ({error})") from error
     if vectors.shape != (passages, dim) or vectors.dtype != np.float32:
         raise UserError(
-            f"--vectors {path}: {vectors.dtype} {vectors.shape}, but {passages:,} passages and this model need "
-            f"float32 ({passages}, {dim})"
+            f"--vectors {path}: it holds {vectors.dtype} {vectors.shape}, but {passages:,} passages and this model "
+            f"need float32 ({passages}, {dim})"
         )
     if not np.isfortran(vectors):
         return path
-    raise UserError(f"--vectors {path}: in Fortran order; save np.ascontiguousarray(vectors)")
+    raise UserError(f"--vectors {path}: it is in Fortran order; save np.ascontiguousarray(vectors)")
 
 
 def _settings(factory: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What an index will take, from a few constants that were measured on English encyclopedia and medical text."""
+"""Estimate what an index takes, from constants measured on English encyclopedia and medical text."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from dataclasses import dataclass
 from sorl_env.errors import UserError
 from sorl_tools.index.faiss_kinds import factory_string
 
-TEXT_BYTES = 6.3  # a word of a passage, stored with title and id
-DISTINCT = 0.55  # different stems, stop words left out, for a word of a passage
+TEXT_BYTES = 6.3  # per word of a passage, as stored with title and id
+DISTINCT = 0.55  # different stems in a passage, without stop words, per word
 VOCABULARY = (17.0, 0.57)  # words = a * tokens ** b, Heaps' law
-WORD_BYTES_DISK = 8 + 8 + 8 + 4 + 4  # text, two offsets, id, largest score
-WORD_BYTES_BUILD = 350  # a stem and its spellings in two dictionaries
-PASSAGES_A_SECOND = 16_000  # of 100 words; read, stored and counted, one core
+WORD_BYTES_DISK = 8 + 8 + 8 + 4 + 4  # per word of the vocabulary: text, two offsets, id, largest score
+WORD_BYTES_BUILD = 350  # per word of the vocabulary: a stem and its spellings in two dictionaries
+PASSAGES_A_SECOND = 16_000  # of 100 words, read, stored and counted on one core
 POSTINGS_A_SECOND = 8_000_000
 HASHED_A_SECOND = 400e6
 BASE_MEMORY = 60e6  # Python and numpy
 MODEL_MEMORY = 900e6  # torch and a small model
-BLOCK_MEMORY = 20 * 16e6  # one block of postings being sorted
+BLOCK_MEMORY = 20 * 16e6  # while one block of postings is sorted
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and seconds, one core.
+    """Bytes, and seconds on one core.
 
     Args:
-        disk: the index.
-        build_disk: the index and what the build keeps beside it for a while.
-        build_memory: the peak of the building process, pages of mapped files left out.
-        private_memory: of a process that searches.
-        shared_memory: mapped files, when all of their pages are in use; processes share them.
-        build_seconds: all stages.
-        embedding_note: the rate that embedding was reckoned at, empty for BM25.
+        disk: size of the index.
+        build_disk: size of the index and of the build's temporary files.
+        build_memory: peak memory of the build, without pages of mapped files.
+        private_memory: memory of each process that searches.
+        shared_memory: the mapped files, which processes share, if all of their pages are in use.
+        build_seconds: duration of all stages together.
+        embedding_note: the assumed rate of embedding; empty for BM25.
     """
 
     disk: float
@@ -57,12 +57,12 @@ def estimate(
     """Estimate an index of ``passages`` passages of ``words`` words each.
 
     Args:
-        dim: numbers a vector.
-        faiss: as for the build.
-        embed_rate: passages embedded a second; None: reckoned for one core from ``dim``, for want of better.
+        dim: elements of a vector.
+        faiss: kind of index, as for the build.
+        embed_rate: passages embedded per second; None guesses it from ``dim``, for one core.
 
     Raises:
-        UserError: an argument is not positive, or ``faiss`` is not a kind whose size is known.
+        UserError: an argument is not positive, or the size of this kind of index is unknown.
     """
     for name, value in (
         ("passages", passages),
@@ -79,7 +79,7 @@ def estimate(
         postings = passages * words * DISTINCT
         vocabulary = VOCABULARY[0] * (passages * words) ** VOCABULARY[1]
         disk += postings * 8 + vocabulary * WORD_BYTES_DISK
-        scratch += postings * (6 + 2)  # and the chunks' own lists of words
+        scratch += postings * (6 + 2)  # 2 for the chunks' own lists of words
         block = min(BLOCK_MEMORY, postings * 20)
         memory += vocabulary * WORD_BYTES_BUILD + passages * 24 + block
         private += passages * 4
@@ -94,33 +94,31 @@ def estimate(
         private += MODEL_MEMORY
         rate = embed_rate or _rate(dim)
         seconds += passages / rate
-        note = f", {'' if embed_rate else 'guessing '}{rate:,.{0 if rate >= 10 else 1}f} passages embedded a second"
+        note = f", {'' if embed_rate else 'guessing '}{rate:,.{0 if rate >= 10 else 1}f} passages embedded per second"
     seconds += disk / HASHED_A_SECOND
     return Estimate(disk, disk + scratch, memory, private, disk, seconds, note)
 
 
 def vector_bytes(faiss: str, dim: int, passages: int) -> float:
-    """Bytes that one vector takes.
+    """Number of bytes that one vector takes.
 
     Raises:
-        UserError: the size of this factory string is not known.
+        UserError: the size is not known for this factory string.
     """
     factory = factory_string(faiss, dim, passages)
     if not factory:
         return dim * 4
-    lists = 8 if "IVF" in factory else 0  # the passage's number, in its list
+    lists = 8 if "IVF" in factory else 0  # the passage's number, stored in its list
     links = 4 * 2 * int(found[1]) + 12 if (found := re.search(r"HNSW(\d+)", factory)) else 0
     for pattern, size in (("SQfp16", 2.0), ("SQ8", 1.0), ("SQ4", 0.5), ("Flat", 4.0)):
         if pattern in factory:
             return dim * size + lists + links
     if product := re.search(r"PQ(\d+)(?:x(\d+))?", factory.rpartition(",")[2]):
         return math.ceil(int(product[1]) * int(product[2] or 8) / 8) + lists + links
-    raise UserError(
-        f"--faiss {faiss}: no estimate for this factory string; build a small one and look at its size"
-    )
+    raise UserError(f"--faiss {faiss}: no estimate for this factory string; build a small index")
 
 
 def _rate(dim: int) -> float:
-    """Passages a second on one core: 12 layers as E5 has them from 512 numbers on, six as MiniLM below."""
+    """Passages per second on one core, for 12 layers (as E5) from 512 elements on, and six (as MiniLM) below."""
     layers = 12 if dim >= 512 else 6
     return 20.0 * (384**2 * 6) / (dim**2 * layers)

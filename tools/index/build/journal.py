@@ -1,4 +1,4 @@
-"""What an unfinished build has done so far, such that a killed one goes on where it was."""
+"""The journal of an unfinished build: what is done already, so that a build that was killed can continue."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SYNC_S = 1.0
 
 
 class Journal:
-    """One JSON record a line, written after the data that it speaks of; a torn last line counts for nothing.
+    """A file with one JSON record per line, written after the data that it is about. Half a last line is ignored.
 
-    Bringing data to the disk takes a while on some disks, so records wait up to ``SYNC_S``; a kill loses so much work.
+    Syncing data to the disk can be slow, so records wait for up to ``SYNC_S``; a kill loses at most that much work.
 
     Args:
-        folder: of the build's scratch files, made if it is not there.
-        header: what the build was asked for; a journal of another request is not gone on with.
+        folder: holds the build's scratch files; made if it does not exist.
+        header: what the build was asked for; a journal with another header is not continued.
 
     Raises:
         UserError: the folder holds the journal of another request, another process builds there, or it cannot be
@@ -58,20 +58,20 @@ class Journal:
             changed = sorted(key for key in begun.keys() | wanted.keys() if begun.get(key) != wanted.get(key))
             if changed:
                 raise UserError(
-                    f"{folder.parent}: an unfinished build is there whose {', '.join(changed)} differed; give its "
-                    "command again to go on with it, or add --restart to begin anew"
+                    f"{folder.parent}: it holds an unfinished build with another {', '.join(changed)}; continue that "
+                    "build with its own command, or add --restart to begin again"
                 )
         else:
             self.add(wanted, now=True)
 
     def close(self) -> None:
-        """Let another process build here; files that a failed build left open are closed as they are."""
+        """Let other processes build here. Files that a failed build left open are closed without syncing them."""
         for data in self._files:
             data.abandon()
         self._lock.close()
 
     def append_to(self, path: Path, length: int) -> Appended:
-        """Open a file whose first ``length`` bytes the records vouch for; it is on the disk before later records."""
+        """Open a file whose first ``length`` bytes are recorded; it will be synced before any later record."""
         file = Appended(path, length)
         self._files.append(file)
         return file
@@ -84,15 +84,13 @@ class Journal:
         try:
             records = [dict(read_json(line)) for line in whole.splitlines()]
         except (ValueError, TypeError) as error:
-            raise UserError(
-                f"{self._path}: it is damaged ({error}); add --restart to begin the build anew"
-            ) from error
+            raise UserError(f"{self._path}: it is damaged ({error}); add --restart to begin again") from error
         with self._path.open("r+b") as file:
             file.truncate(len(whole))
         return records
 
     def add(self, record: Mapping[str, Any], now: bool = False) -> None:
-        """Append a record, on the disk when this returns if ``now``, and before long otherwise."""
+        """Append a record. It is on the disk when this returns if ``now``, and otherwise a little later."""
         self.records.append(dict(record))
         self._waiting.append(record)
         if now or time.monotonic() - self._synced >= SYNC_S:
@@ -106,21 +104,21 @@ class Journal:
             self._synced = time.monotonic()
 
     def last(self, stage: str) -> dict[str, Any] | None:
-        """The newest record of a stage."""
+        """The last record of a stage, or None."""
         return next((record for record in reversed(self.records) if record.get("stage") == stage), None)
 
 
 def _lock(path: Path) -> BinaryIO:
-    """Open a file that no other process has open this way; the system lets go of it when the process ends.
+    """Open and lock a file; the system releases the lock when the process ends.
 
     Raises:
-        BlockingIOError: another process has it.
+        BlockingIOError: another process has locked it.
     """
     file = path.open("ab")
     try:
         import fcntl
     except ModuleNotFoundError:
-        return file  # Windows, where deleting a file that is open fails by itself
+        return file  # on Windows an open file cannot be deleted anyway
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -130,13 +128,13 @@ def _lock(path: Path) -> BinaryIO:
 
 
 def sync(file: BinaryIO) -> None:
-    """Bring what was written to the disk."""
+    """Make sure that everything written is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 class Appended:
-    """A file that grows, cut to the length that the journal vouches for when it is opened.
+    """A file that grows. When it is opened, it is cut to the length that the journal has recorded.
 
     Raises:
         UserError: it is shorter than that.
@@ -145,31 +143,28 @@ class Appended:
     def __init__(self, path: Path, length: int) -> None:
         path.touch()
         if path.stat().st_size < length:
-            raise UserError(f"{path}: shorter than the build's journal says; add --restart to begin anew")
+            raise UserError(f"{path}: shorter than the journal says; add --restart to begin again")
         self._file = path.open("r+b")
         self._file.truncate(length)
         self._file.seek(length)
         self.length = length
 
     def write(self, data: bytes | npt.NDArray[Any]) -> None:
-        """Append bytes, or an array's bytes."""
-        raw = (
-            np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-            if isinstance(data, np.ndarray)
-            else data
-        )
-        self.length += self._file.write(raw)
+        """Append bytes, or the bytes of an array."""
+        if isinstance(data, np.ndarray):
+            data = np.ascontiguousarray(data).tobytes()
+        self.length += self._file.write(data)
 
     @property
     def closed(self) -> bool:
         return self._file.closed
 
     def abandon(self) -> None:
-        """Close the file without bringing it to the disk: no record vouches for what is new in it."""
+        """Close the file without syncing it: no record counts on its new bytes."""
         self._file.close()
 
     def sync(self) -> None:
-        """Bring what was written to the disk, if that was not done when it was closed."""
+        """Sync what was written, unless the file is closed, which synced it."""
         if not self.closed:
             sync(self._file)
 
@@ -179,7 +174,7 @@ class Appended:
 
 
 def npy_header(shape: tuple[int, ...], dtype: Any) -> bytes:
-    """What ``np.save`` writes before the numbers of such an array."""
+    """The header that ``np.save`` writes for such an array."""
     buffer = io.BytesIO()
     facts = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(buffer, facts)

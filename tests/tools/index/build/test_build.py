@@ -25,7 +25,7 @@ from sorl_tools.index.postings import DATA
 from sorl_tools.progress import Progress, duration
 
 from ....waiting import wait_until
-from ..conftest import made_up, write_jsonl
+from ...corpora import made_up, write_jsonl
 
 # A build with small chunks, in which each of them takes a while.
 SLOW_BUILD = """
@@ -115,7 +115,7 @@ def test_an_unfinished_build_of_another_request_is_left_alone(
         with pytest.raises(KeyboardInterrupt):
             build([corpus], tmp_path / "index")
     write_jsonl(corpus, made_up(40))
-    with pytest.raises(UserError, match="whose corpus differed; give its command again"):
+    with pytest.raises(UserError, match="with another corpus; continue that build with its own command"):
         build([corpus], tmp_path / "index")
     assert build([corpus], tmp_path / "index", restart=True).passages == 40
 
@@ -137,7 +137,7 @@ def test_a_folder_that_is_not_ours_is_never_touched(tmp_path: Path) -> None:
         build([corpus], corpus)
     out = tmp_path / "index"
     first = build([corpus], out)
-    with pytest.raises(UserError, match=r"a finished bm25 index of 30 passages is there"):
+    with pytest.raises(UserError, match=r"it holds a finished bm25 index of 30 passages"):
         build([corpus], out)
     (out / "notes.txt").write_text("kept")
     assert build([corpus], out, restart=True).files == first.files
@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_is_the_users_to_mend(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr("sorl_tools.index.build.bm25.np.save", no_space)
         with pytest.raises(
-            UserError, match=r"No space left on device; mend it, and the same command goes on"
+            UserError, match=r"No space left on device; correct this, then the same command continues"
         ):
             build([corpus], out)
     assert build([corpus], out).passages == 300
@@ -176,7 +176,7 @@ def test_a_disk_that_is_full_is_the_users_to_mend(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("passages", "message"),
-    [([], "the corpus has no passages"), ([Passage("0", "", "of the")], "1 passages and no words in them")],
+    [([], "the corpus has no passages"), ([Passage("0", "", "of the")], "1 passages without a word")],
 )
 def test_nothing_to_search(tmp_path: Path, passages: list[Passage], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -214,9 +214,7 @@ def test_damage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert cli.main(["verify", str(out)]) == 1
     assert f"FAIL  bm25/{DATA}" in capsys.readouterr().out
     data.write_bytes(whole[:-4])
-    with pytest.raises(
-        UserError, match=f"{DATA}: {len(whole) - 4} bytes, but the manifest says {len(whole)}"
-    ):
+    with pytest.raises(UserError, match=f"{DATA}: {len(whole) - 4} bytes, but {len(whole)} in the manifest"):
         open_index(out)
     data.unlink()
     with pytest.raises(UserError, match="is missing"):
@@ -288,7 +286,7 @@ def test_interrupt_from_the_keyboard(tmp_path: Path) -> None:
 
 
 def test_estimates_are_near_a_build(shared_data: Path, tmp_path: Path) -> None:
-    """Disk within a quarter, for wiki's passages of 88 words; memory and time are in benchmarks/index_scale.py."""
+    """Disk within a quarter, for wiki's passages of 88 words; memory and time are in benchmarks/search/scale.py."""
     with (tmp_path / "part.jsonl").open("wb") as part:
         import gzip
 

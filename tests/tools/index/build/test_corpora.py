@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_tools.corpus import Passage, PassageFile, read_corpus
+from sorl_tools.corpus import Passage, read_corpus
 from sorl_tools.index.build.corpora import Corpus
 
-from ..conftest import made_up, write_jsonl
+from ...corpora import made_up, write_jsonl, write_passages
 
 TSV = 'id\ttext\ttitle\n1\t"""Aaron"" is a prophet,\nand a priest"\tAaron\n2\tplain text\t"God in ""Abba"""\n'
 WANTED = [
@@ -93,7 +93,7 @@ def test_any_row_can_be_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"id": "1", "contents": "x"}\n\n{"id": "2"}\n', r"a.jsonl:3: no passage"),
+        ("a.jsonl", '{"id": "1", "contents": "x"}\n\n{"id": "2"}\n', r"a.jsonl:3: not a passage"),
         ("a.jsonl", '{"id": "1"\n', r"a.jsonl:1: not valid JSON"),
         ("a.jsonl", "[1]\n", r"a.jsonl:1: no passage"),
         ("a.jsonl", "[" * 100_000 + "\n", r"a.jsonl:1: not valid JSON \(it is nested too deeply"),
@@ -152,7 +152,7 @@ def test_half_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
     passage = Passage("\ufffd", "T\ufffd", "text \ufffd\ufffd \U0001f600")
     assert read(tmp_path / "a.jsonl") == [passage, passage]
     assert list(read_corpus(tmp_path / "a.jsonl")) == [passage, passage]
-    assert PassageFile.write([passage], tmp_path) == 1 and list(PassageFile(tmp_path)) == [passage]
+    assert list(write_passages([passage], tmp_path)) == [passage]
 
 
 def test_parquet_that_is_not_utf8_is_named(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""What benchmarks/search.py compares sorl-serve with: a retrieval server as one writes it in an afternoon.
+"""What the benchmark compares sorl-serve with: a retrieval server as one writes it in an afternoon.
 
-One synchronous handler behind uvicorn, which searches one query at a time with bm25s as it comes (its numpy scorer),
-no batching, the corpus in memory. The handler has one thread: with the forty that FastAPI gives a synchronous endpoint,
-they fight for the interpreter and all of them together are slower.
+One synchronous handler behind uvicorn searches one query at a time with bm25s (its numpy scorer), without batching,
+with the corpus in memory. It has a single thread: the forty that FastAPI gives a synchronous endpoint would compete
+for Python's global lock and be slower together.
 """
 
 from __future__ import annotations

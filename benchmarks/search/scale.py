@@ -11,11 +11,11 @@ are those of text while no passage is the same. For each size and kind:
 
 Then a line through the smallest and the largest size, on to 21 million passages, beside what sorl-index estimate says.
 
-    python benchmarks/index_scale.py --corpus ../shared/data/corpus/wiki.jsonl.gz --sizes 50000 200000 1000000
-    python benchmarks/index_scale.py --corpus .. --model FOLDER --vectors WIKI.npy --kinds bm25 flat sq4 pq
+    python benchmarks/search scale --corpus ../shared/data/corpus/wiki.jsonl.gz --sizes 50000 200000 1000000
+    python benchmarks/search scale --corpus .. --model FOLDER --vectors WIKI.npy --kinds bm25 flat sq4 pq
 
-A million passages take some ten minutes. With ``--work`` what is done stays done, and ``--parts 1`` does one part a
-time.
+A million passages take about ten minutes. With ``--work`` what was made and measured is kept, and the same command
+continues from there.
 
 ``--vectors`` are those of the corpus by the model, which are repeated with noise: no machine embeds a million passages
 for a benchmark. Linux only: it reads /proc.
@@ -24,8 +24,10 @@ for a benchmark. Linux only: it reads /proc.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -33,43 +35,37 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from search_made_up import QUERIES, made_up_corpus, write_corpus, write_vectors
-from search_servers import load, memory_mb, sorl_serve
+from servers import load, memory_mb, sorl_serve
 
+from sorl_env.errors import UserError
+from sorl_tools.corpus import Passage
+from sorl_tools.index.build.corpora import Corpus
 from sorl_tools.index.build.estimate import estimate
 from sorl_tools.index.manifest import BUILDING, read_manifest
 
+SYLLABLES = "ba ce di fo gu ha je ki lo mu na pe ri so tu va we xi yo zu bran clar dren flor grim".split()
+QUERIES = 300
 POLL_S = 0.02
 SERVE_S = 10.0
 CLIENTS, QUERIES_A_REQUEST = 64, 8
 WIKIPEDIA = 21_000_000  # passages of psgs_w100.tsv
 WANTED_PEAK = 4e9
-WANTED_SERVED, LARGE = (
-    1.5,
-    1_000_000,
-)  # memory over disk; at smaller sizes Python itself weighs more than the index
-
-BUILD = """
-import resource, sys
-from sorl_tools.index.cli import main
-status = main(sys.argv[1:])
-print("maxrss", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-sys.exit(status)
-"""
+# memory over disk; at smaller sizes Python itself weighs more than the index
+WANTED_SERVED, LARGE = 1.5, 1_000_000
 
 # opens an index, searches, and says how it went; waits for a line so that two may be resident at a time
 SEARCH = """
-import json, sys, time
+import gzip, json, sys, time
 from sorl_tools.index import open_index
 index = open_index(sys.argv[1])
-queries = json.load(open(sys.argv[2]))
+queries = [json.loads(line)["question"] for line in gzip.open(sys.argv[2])]
 index.search(queries[:4], 3)
 began = time.perf_counter()
 for start in range(0, len(queries), 32):
@@ -91,27 +87,24 @@ def status_of(pid: int, *names: str) -> dict[str, int]:
 def run_build(command: Sequence[str], out: Path, kill_at: int = 0) -> dict[str, float]:
     """Build in a process of its own; with ``kill_at``, kill it when so many passages are stored (or embedded).
 
-    Returns seconds, ``maxrss`` and the largest ``anon`` (memory that is no mapped file) seen in passing.
+    Returns seconds, ``maxrss`` and the largest ``anon`` (memory that is no mapped file) that was seen.
     """
-    began, anon = time.perf_counter(), 0
-    child = subprocess.Popen(
-        [sys.executable, "-c", BUILD, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    began, anon, killed = time.perf_counter(), 0, False
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    child = subprocess.Popen([sys.executable, "-m", "sorl_tools.index.cli", *command], **options)
     journal = out / BUILDING / "journal.jsonl"
-    while child.poll() is None:
+    while not (ended := os.wait4(child.pid, os.WNOHANG))[0]:
         anon = max(anon, status_of(child.pid, "RssAnon").get("RssAnon", 0))
-        if kill_at and journal.is_file() and stored(journal) >= kill_at:
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-            break
+        if kill_at and not killed and journal.is_file() and stored(journal) >= kill_at:
+            os.kill(child.pid, signal.SIGKILL)
+            killed = True
         time.sleep(POLL_S)
-    output = child.communicate()[0]
-    if not kill_at and child.returncode:
-        raise SystemExit(f"index_scale: the build failed; try: sorl-index {' '.join(command)}")
+    child.returncode = os.waitstatus_to_exitcode(ended[1])
     if kill_at and child.returncode != -signal.SIGKILL:
-        raise SystemExit("index_scale: the build was done before it could be killed; take more passages")
-    maxrss = re.search(r"maxrss (\d+)", output)
-    return {"seconds": time.perf_counter() - began, "anon": anon, "maxrss": int(maxrss[1]) if maxrss else 0}
+        raise SystemExit("the build was done before it could be killed; take more passages")
+    if not kill_at and child.returncode:
+        raise SystemExit(f"the build failed; try: sorl-index {' '.join(command)}")
+    return {"seconds": time.perf_counter() - began, "anon": anon, "maxrss": ended[2].ru_maxrss * 1024}
 
 
 def stored(journal: Path) -> int:
@@ -129,7 +122,7 @@ def run_searches(out: Path, queries: Path) -> dict[str, float]:
         assert child.stdin and child.stdout
         line = child.stdout.readline()
         if not line:
-            raise SystemExit(f"index_scale: {out} could not be searched")
+            raise SystemExit(f"{out} could not be searched")
         answers.append(json.loads(line))
     memory = status_of(children[0].pid, "VmRSS", "RssAnon", "RssFile")
     rollup = Path(f"/proc/{children[0].pid}/smaps_rollup").read_text()
@@ -144,36 +137,60 @@ def run_server(out: Path, questions: Path) -> dict[str, float]:
     with sorl_serve(out, os.cpu_count() or 1) as (pid, port):
         result = load(port, questions, SERVE_S, CLIENTS, [QUERIES_A_REQUEST])
         memory = memory_mb(pid) * 2**20
-    wrong = result["requests"] - result["statuses"].get("200", 0) + result["broken"]
-    if wrong:
-        raise SystemExit(
-            f"index_scale: {wrong} of {result['requests']} requests to the server of {out} failed"
-        )
+    if result["errors"]:
+        raise SystemExit(f"{result['errors']} of {result['requests']} requests to the server of {out} failed")
     return {"memory": memory, **{name: result[name] for name in ("queries_per_s", "p50_ms", "p99_ms")}}
 
 
-class StoppedError(Exception):
-    """As many parts as were asked for are done."""
+def made_up_corpus(source: Path, size: int) -> Iterator[Passage]:
+    """``size`` passages, the source's texts in turn, each title new and no text twice the same."""
+    draw = random.Random(0)
+    texts = [row.passage.text for row in islice(Corpus([source]).rows(), size)]
+    for number in range(size):
+        name = " ".join("".join(draw.choices(SYLLABLES, k=3)).title() for _ in range(2))
+        turn, place = divmod(number, len(texts))
+        words = texts[place].split()
+        cut = turn % max(1, len(words))
+        yield Passage(str(number), f"{name} ({number})", " ".join(words[cut:] + words[:cut]))
+
+
+def write_corpus(path: Path, source: Path, size: int) -> None:
+    """Write the corpus and, beside it, queries: what some of its passages begin with."""
+    every = max(1, size // QUERIES)
+    queries = []
+    with path.open("w", encoding="utf-8") as file:
+        for number, passage in enumerate(made_up_corpus(source, size)):
+            contents = f'"{passage.title}"\n{passage.text}'
+            file.write(json.dumps({"id": passage.id, "contents": contents}, ensure_ascii=False) + "\n")
+            if number % every == 0:
+                queries.append(" ".join(passage.text.split()[:8]))
+    with gzip.open(path.with_name("questions.jsonl.gz"), "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({"question": query}) + "\n" for query in queries[:QUERIES])
+
+
+def write_vectors(path: Path, source: Path, size: int) -> None:
+    """Repeat the source's vectors, each time with noise, normalized."""
+    vectors = np.load(source, mmap_mode="r")
+    out = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(size, vectors.shape[1]))
+    draw = np.random.default_rng(0)
+    for start in range(0, size, 8192):
+        rows = np.arange(start, min(start + 8192, size)) % len(vectors)
+        noise = draw.standard_normal((len(rows), vectors.shape[1]), dtype=np.float32)
+        block = vectors[rows] + noise * np.float32(0.2 / vectors.shape[1] ** 0.5)
+        out[start : start + len(rows)] = block / np.linalg.norm(block, axis=1, keepdims=True)
+    out.flush()
 
 
 class Parts:
-    """The figures of one size and kind, kept in a file part by part.
+    """The figures of one size and kind, kept in a file part by part."""
 
-    Args:
-        left: parts that may still be measured, shared by all sizes and kinds.
-    """
-
-    def __init__(self, path: Path, left: list[int]) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._left = left
         self._done: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
 
     def get(self, name: str, measure: Callable[[], Any]) -> Any:
         """A part's figures, measured now if they are not known."""
         if name not in self._done:
-            if self._left[0] == 0:
-                raise StoppedError
-            self._left[0] -= 1
             self._done[name] = measure()
             self._path.write_text(json.dumps(self._done, indent=2) + "\n")
         return self._done[name]
@@ -190,9 +207,8 @@ def measure(
     whole_out, killed_out = (folder / f"{kind}-{name}" for name in ("whole", "killed"))
 
     def build(out: Path, kill_at: int = 0) -> dict[str, float]:
-        return run_build(
-            ["build", str(folder / "corpus.jsonl"), "--out", str(out), *options], out, kill_at=kill_at
-        )
+        command = ["build", str(folder / "corpus.jsonl"), "--out", str(out), *options]
+        return run_build(command, out, kill_at=kill_at)
 
     def build_anew() -> dict[str, Any]:
         shutil.rmtree(whole_out, ignore_errors=True)
@@ -208,7 +224,7 @@ def measure(
 
     whole = parts.get("build", build_anew)
     resumed = parts.get("resume", kill_and_resume)
-    search = parts.get("search", lambda: run_searches(whole_out, folder / "queries.json"))
+    search = parts.get("search", lambda: run_searches(whole_out, folder / "questions.jsonl.gz"))
     served = parts.get("serve", lambda: run_server(whole_out, folder / "questions.jsonl.gz"))
     row = {
         "size": size,
@@ -228,13 +244,11 @@ def measure(
         "served_over_disk": served["memory"] / whole["disk"],
         "estimate": guessed(size, kind, arguments),
     }
+    fault = "" if row["same_hash"] else "; ANOTHER HASH after a kill"
     print(
         f"{size:>9,} {kind:<7}{row['disk'] / 1e6:>8.0f} MB on disk, built in {whole['seconds']:.0f} s, peak "
-        f"{whole['maxrss'] / 1e6:.0f} MB ({whole['anon'] / 1e6:.0f} without mapped files); killed and resumed: "
-        f"{'same hash' if row['same_hash'] else 'ANOTHER HASH'}; {row['queries_a_second']:.0f} queries/s, resident "
-        f"{row['resident'] / 1e6:.0f} MB ({row['private'] / 1e6:.0f} private), {row['resident_over_disk']:.2f} of disk"
-        f"; served: {served['queries_per_s']:.0f} queries/s, {served['memory'] / 1e6:.0f} MB in all, "
-        f"{row['served_over_disk']:.2f} of disk",
+        f"{whole['maxrss'] / 1e6:.0f} MB; {row['queries_a_second']:.0f} queries/s with {row['resident'] / 1e6:.0f} MB; "
+        f"served: {served['queries_per_s']:.0f} queries/s with {served['memory'] / 1e6:.0f} MB{fault}",
         flush=True,
     )
     return row
@@ -270,10 +284,7 @@ def extrapolate(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_scale(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], tuple[dict[str, Any], bool]]:
     parser.add_argument("--corpus", type=Path, required=True, help="real passages to make the corpus of")
     parser.add_argument("--sizes", type=int, nargs="+", default=[50_000, 200_000, 1_000_000])
     parser.add_argument("--kinds", nargs="+", default=["bm25"], help="bm25, or kinds of --faiss")
@@ -281,52 +292,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--vectors", type=Path, help="the model's vectors of the corpus, for kinds other than bm25"
     )
-    parser.add_argument("--work", type=Path, help="keep what is made and measured here, and go on with it")
-    parser.add_argument("--parts", type=int, default=-1, help="stop after so many parts; wants --work")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--work", type=Path, help="keep what is made and measured here, and continue from it")
+    return measure_all
+
+
+def measure_all(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     vectors = set(arguments.kinds) - {"bm25"}
     if vectors and not (arguments.model and arguments.vectors):
-        parser.error(f"--kinds {' '.join(sorted(vectors))} need --model and --vectors")
+        raise UserError(f"--kinds {' '.join(sorted(vectors))} need --model and --vectors")
     arguments.dim = np.load(arguments.vectors, mmap_mode="r").shape[1] if vectors else 1
     sample = islice(made_up_corpus(arguments.corpus, 2000), 2000)
     lengths = [len(f"{p.title} {p.text}".split()) for p in sample]
     arguments.words = sum(lengths) / len(lengths)
-    rows, left = [], [arguments.parts]
-    try:
-        for size in sorted(arguments.sizes):
-            rows += measure_size(size, arguments, left)
-    except StoppedError:
-        print(f"index_scale: {arguments.parts} parts done; the same command goes on")
-        return 0
+    rows = [row for size in sorted(arguments.sizes) for row in measure_size(size, arguments)]
     lines = extrapolate(rows, arguments) if len(arguments.sizes) > 1 else []
-    if arguments.json:
-        report = {"rows": rows, "extrapolated": lines, "cores": os.cpu_count()}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    return report_faults(rows)
+    return {"rows": rows, "extrapolated": lines, "cores": os.cpu_count()}, report_faults(rows)
 
 
-def measure_size(size: int, arguments: argparse.Namespace, left: list[int]) -> list[dict[str, Any]]:
+def measure_size(size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All kinds of one size, in a folder of their own."""
     with ExitStack() as stack:
         if arguments.work:
             folder = arguments.work / str(size)
             folder.mkdir(parents=True, exist_ok=True)
         else:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="index_scale-")))
-        corpus = Parts(folder / "corpus.json", left)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="search-scale-")))
+        corpus = Parts(folder / "corpus.json")
         corpus.get("corpus", lambda: write_corpus(folder / "corpus.jsonl", arguments.corpus, size))
         if arguments.vectors:
             corpus.get("vectors", lambda: write_vectors(folder / "vectors.npy", arguments.vectors, size))
         return [
-            measure(size, kind, folder, Parts(folder / f"{kind}.json", left), arguments)
-            for kind in arguments.kinds
+            measure(size, kind, folder, Parts(folder / f"{kind}.json"), arguments) for kind in arguments.kinds
         ]
 
 
-def report_faults(rows: Sequence[dict[str, Any]]) -> int:
-    """Say which bars were missed; returns the exit status."""
-    status = 0
+def report_faults(rows: Sequence[dict[str, Any]]) -> bool:
+    """Say which bars were missed; returns whether any was."""
+    missed = False
     for row in rows:
         faults = {
             "another hash after a kill": not row["same_hash"],
@@ -334,11 +336,7 @@ def report_faults(rows: Sequence[dict[str, Any]]) -> int:
             "more than 1.5 of the disk to serve": row["size"] >= LARGE
             and row["served_over_disk"] > WANTED_SERVED,
         }
-        for fault in (name for name, missed in faults.items() if missed):
+        for fault in (name for name, is_missed in faults.items() if is_missed):
             print(f"missed: {row['size']:,} {row['kind']}: {fault}")
-            status = 1
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            missed = True
+    return missed

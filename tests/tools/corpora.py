@@ -1,4 +1,4 @@
-"""Small corpora."""
+"""Small corpora, and the files that they are written to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from sorl_tools.corpus import Passage
+import numpy as np
+
+from sorl_tools.corpus import Passage, PassageFile
 
 
 def made_up(count: int, seed: int = 0) -> list[Passage]:
@@ -27,3 +29,11 @@ def write_jsonl(path: Path, passages: Iterable[Passage]) -> Path:
     content = "".join(f"{line}\n" for line in lines).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
+
+
+def write_passages(passages: Iterable[Passage], folder: Path) -> PassageFile:
+    """Write the files that ``PassageFile`` reads, and open them."""
+    lines = [PassageFile.line(passage) for passage in passages]
+    (folder / "passages.jsonl").write_bytes(b"".join(lines))
+    np.save(folder / "offsets.npy", np.cumsum([0, *map(len, lines)], dtype=np.int64))
+    return PassageFile(folder)

@@ -1,7 +1,8 @@
-"""Starting, loading and weighing retrieval servers, for benchmarks/search.py and benchmarks/search_soak.py."""
+"""Start retrieval servers, put load on them, and measure their memory."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -17,9 +18,16 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SHARED = Path(os.environ.get("SORL_SHARED_DATA", HERE.parents[1] / "shared" / "data"))
+SHARED = Path(os.environ.get("SORL_SHARED_DATA", HERE.parents[2] / "shared" / "data"))
 CORPUS = SHARED / "corpus" / "wiki.jsonl.gz"
 QUESTIONS = SHARED / "nq" / "test.jsonl.gz"
+
+
+def add_load_options(parser: argparse.ArgumentParser, seconds: float) -> None:
+    parser.add_argument("--questions", type=Path, default=QUESTIONS, help=".jsonl.gz with a question per row")
+    parser.add_argument("--seconds", type=float, default=seconds, help="of one measurement")
+    parser.add_argument("--connections", type=int, default=64, help="clients at the same time")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="of sorl-serve")
 
 
 def free_port() -> int:
@@ -29,7 +37,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], port: int, probe: str) -> Iterator[int]:
-    """A server, from when it answers the probe to its end; gives its process id."""
+    """A server, from the moment it answers the probe; gives its process id."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, *command], env=environment, stdout=subprocess.DEVNULL)
     try:
@@ -56,20 +64,11 @@ def _answers(url: str) -> bool:
 
 
 @contextlib.contextmanager
-def sorl_serve(source: Path, workers: int, *options: str) -> Iterator[tuple[int, int]]:
+def sorl_serve(source: Path, workers: int) -> Iterator[tuple[int, int]]:
     """Our server once all of its workers listen: process id and port."""
     port = free_port()
-    command = [
-        "-m",
-        "sorl_tools.serve.cli",
-        str(source),
-        "--port",
-        str(port),
-        "--workers",
-        str(workers),
-        *options,
-    ]
-    with running(command, port, "/ready") as pid:
+    options = ["--port", str(port), "--workers", str(workers)]
+    with running(["-m", "sorl_tools.serve.cli", str(source), *options], port, "/ready") as pid:
         deadline = time.monotonic() + 120
         while len({_worker(port) for _ in range(40)}) < workers:
             if time.monotonic() > deadline:
@@ -86,12 +85,12 @@ def _worker(port: int) -> int:
 def load(
     port: int, questions: Path, seconds: float, connections: int, queries: Sequence[int]
 ) -> dict[str, Any]:
-    """What ``search_load.py`` measures, from a process of its own."""
+    """What ``load.py`` measures in a process of its own; ``errors`` counts the requests that failed."""
     options = ["--port", port, "--questions", questions, "--seconds", seconds, "--connections", connections]
-    command = [sys.executable, HERE / "search_load.py", *options, "--queries", *queries]
+    command = [sys.executable, HERE / "load.py", *options, "--queries", *queries]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return {**result, "errors": result["requests"] - result["statuses"].get("200", 0) + result["broken"]}
 
 
 def memory_mb(pid: int) -> float:

@@ -2,19 +2,15 @@
 
 - In process: tokenization and top-3 of whole batches, by bm25s with its numpy and its numba scorer, and by ours.
 - sorl-serve with 64 clients that send eight queries a request, and with 64 that send one.
-- A plain server (``search_plain_server.py``) with the same 64 clients of one query.
+- A plain server (``plain_server.py``) with the same 64 clients of one query.
 
 All in one run, by turns, medians of the rounds; the load generator is a process of its own.
-
-    python benchmarks/search.py --json search.json
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gzip
-import json
 import logging
 import os
 import platform
@@ -29,7 +25,8 @@ from typing import Any
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # a second thread makes numba's scorer slower, not faster
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from search_servers import CORPUS, QUESTIONS, free_port, load, memory_mb, running, sorl_serve
+from load import read_questions
+from servers import CORPUS, HERE, add_load_options, free_port, load, memory_mb, running, sorl_serve
 
 from sorl_tools.corpus import read_corpus
 from sorl_tools.index.bm25_scorer import BatchScorer
@@ -40,6 +37,13 @@ TOP_K = 3
 WANTED_BATCHED, WANTED_SINGLE = 0.7, 3.0
 
 Search = Callable[[list[str]], object]
+
+
+def add_rate(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], tuple[dict[str, Any], bool]]:
+    parser.add_argument("--corpus", type=Path, default=CORPUS)
+    parser.add_argument("--rounds", type=int, default=5)
+    add_load_options(parser, seconds=5.0)
+    return lambda args: (summarize(measure(args), args), False)
 
 
 def in_process(corpus: Path) -> dict[str, Search]:
@@ -80,24 +84,19 @@ def rate(search: Search, questions: list[str], seconds: float) -> dict[str, floa
         "queries_per_s": done / (time.perf_counter() - started),
         "p50_ms": 1e3 * statistics.median(times),
         "p99_ms": 1e3 * times[int(0.99 * len(times))],
+        "memory_mb": memory_mb(os.getpid()),
     }
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Medians over the rounds, by contestant."""
-    with gzip.open(args.questions, "rt", encoding="utf-8") as lines:
-        questions = [json.loads(line)["question"] for line in lines]
+    questions = read_questions(args.questions)
     searches = in_process(args.corpus)
     for search in searches.values():
         search(questions[:4])  # compiles
     rounds: dict[str, list[dict[str, float]]] = {}
     plain_port = free_port()
-    plain = [
-        str(Path(__file__).with_name("search_plain_server.py")),
-        str(args.corpus),
-        "--port",
-        str(plain_port),
-    ]
+    plain = [str(HERE / "plain_server.py"), str(args.corpus), "--port", str(plain_port)]
     with contextlib.ExitStack() as stack:
         pid, port = stack.enter_context(sorl_serve(args.corpus, args.workers))
         plain_pid = stack.enter_context(running(plain, plain_port, "/health"))
@@ -108,15 +107,11 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         ]
         for number in range(args.rounds):
             for name, search in searches.items():
-                figures = rate(search, questions, args.seconds)
-                rounds.setdefault(name, []).append(figures | {"memory_mb": memory_mb(os.getpid())})
+                rounds.setdefault(name, []).append(rate(search, questions, args.seconds))
             for name, server, at, queries in servers:
                 result = load(at, args.questions, args.seconds, args.connections, [queries])
-                wrong = sum(result["statuses"].values()) - result["statuses"].get("200", 0) + result["broken"]
-                figures = {key: result[key] for key in ("queries_per_s", "p50_ms", "p99_ms")}
-                rounds.setdefault(name, []).append(
-                    figures | {"memory_mb": memory_mb(server), "errors": wrong}
-                )
+                figures = {key: result[key] for key in ("queries_per_s", "p50_ms", "p99_ms", "errors")}
+                rounds.setdefault(name, []).append({**figures, "memory_mb": memory_mb(server)})
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
     return {
         name: {key: statistics.median(one[key] for one in figures) for key in figures[0]}
@@ -127,49 +122,25 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 def summarize(medians: dict[str, dict[str, float]], args: argparse.Namespace) -> dict[str, Any]:
     print(f"{'':36} {'queries/s':>10} {'p50 ms':>8} {'p99 ms':>8} {'MB':>6} {'errors':>6}")
     for name, one in medians.items():
-        columns = (
+        numbers = (
             f"{one['queries_per_s']:10,.0f} {one['p50_ms']:8.1f} {one['p99_ms']:8.1f} {one['memory_mb']:6.0f}"
         )
-        print(f"{name:36} {columns} {one.get('errors', 0):6.0f}")
+        print(f"{name:36} {numbers} {one.get('errors', 0):6.0f}")
     rates = {name: one["queries_per_s"] for name, one in medians.items()}
-    best = max(rates[name] for name in ("bm25s, numpy", "bm25s, numba"))
-    batched = rates[f"sorl-serve, {args.connections} clients of 8"] / best
-    to_own = rates[f"sorl-serve, {args.connections} clients of 8"] / rates["sorl, numba"]
-    single = (
-        rates[f"sorl-serve, {args.connections} clients of 1"]
-        / rates[f"plain server, {args.connections} clients of 1"]
-    )
+    served, single, plain = (rates[name] for name in list(medians)[3:])
+    batched = served / max(rates["bm25s, numpy"], rates["bm25s, numba"])
+    own, to_plain = served / rates["sorl, numba"], single / plain
     print(
-        f"\nserver to bm25s in process: {batched:.2f} (wanted: {WANTED_BATCHED:g}); to its own scorer: {to_own:.2f}"
+        f"\nserver to bm25s in process: {batched:.2f} (wanted: {WANTED_BATCHED:g}); to its own scorer: {own:.2f}"
     )
-    print(f"one query a request, to the plain server: {single:.1f} (wanted: {WANTED_SINGLE:g})")
+    print(f"one query a request, to the plain server: {to_plain:.1f} (wanted: {WANTED_SINGLE:g})")
     return {
         "medians": medians,
         "batched_to_in_process": batched,
-        "batched_to_own_scorer": to_own,
-        "single_to_plain": single,
+        "batched_to_own_scorer": own,
+        "single_to_plain": to_plain,
         "workers": args.workers,
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("bm25s", "numba", "uvicorn")},
     }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--corpus", type=Path, default=CORPUS)
-    parser.add_argument("--questions", type=Path, default=QUESTIONS, help=".jsonl.gz with a question a row")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of one contestant in one round")
-    parser.add_argument("--connections", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="of sorl-serve")
-    args = parser.parse_args()
-    figures = summarize(measure(args), args)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

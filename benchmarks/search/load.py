@@ -1,9 +1,7 @@
 """A load generator for retrieval servers, in one process: many keep-alive connections, each with one request at a time.
 
-It speaks just enough HTTP/1.1 to cost little: a client library would take more of the machine than the server under
-test. Prints one JSON object. ``benchmarks/search.py`` and ``benchmarks/search_soak.py`` start it.
-
-    python benchmarks/search_load.py --port 8000 --questions nq.jsonl.gz --connections 64 --queries 8 --seconds 10
+It implements only as much of HTTP/1.1 as it needs: a client library would use more of the machine than the server under
+test. It prints one JSON object; ``servers.load`` starts it.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import bisect
+import contextlib
 import gzip
 import itertools
 import json
@@ -24,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 
-def request_bytes(queries: list[str], top_k: int, scores: bool = True) -> bytes:
-    body = json.dumps({"queries": queries, "topk": top_k, "return_scores": scores}).encode()
+def request_bytes(queries: list[str], top_k: int) -> bytes:
+    body = json.dumps({"queries": queries, "topk": top_k, "return_scores": True}).encode()
     lines = ["POST /retrieve HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
@@ -36,9 +35,8 @@ class Load:
     def __init__(self, requests: Iterator[tuple[bytes, int]], ends_at: float) -> None:
         self.requests = requests
         self.ends_at = ends_at
-        self.times = array(
-            "d"
-        )  # when each reply came, and after how many seconds: plain numbers, for long runs
+        # when each reply came, and after how many seconds; arrays, because a long run has millions of them
+        self.times = array("d")
         self.latencies = array("d")
         self.queries = 0
         self.statuses: Counter[int] = Counter()
@@ -48,9 +46,8 @@ class Load:
 class Connection(asyncio.Protocol):
     """One client: sends a request, waits for its reply, sends the next."""
 
-    def __init__(self, load: Load, pause_s: float) -> None:
+    def __init__(self, load: Load) -> None:
         self._load = load
-        self._pause_s = pause_s
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
@@ -88,10 +85,7 @@ class Connection(asyncio.Protocol):
         load.times.append(now)
         load.latencies.append(now - self._sent)
         load.queries += self._queries if self._status == 200 else 0
-        if self._pause_s:
-            asyncio.get_running_loop().call_later(self._pause_s * random.uniform(0.5, 1.5), self._send)
-        else:
-            self._send()
+        self._send()
 
     def connection_lost(self, error: Exception | None) -> None:
         if time.perf_counter() < self._load.ends_at:
@@ -100,16 +94,15 @@ class Connection(asyncio.Protocol):
             self.finished.set_result(None)
 
 
-async def run(load: Load, host: str, port: int, connections: int, pause_s: float) -> None:
+async def run(load: Load, port: int, connections: int) -> None:
     loop = asyncio.get_running_loop()
     made = [
-        await loop.create_connection(lambda: Connection(load, pause_s), host, port)
-        for _ in range(connections)
+        await loop.create_connection(lambda: Connection(load), "127.0.0.1", port) for _ in range(connections)
     ]
     await asyncio.gather(*(protocol.finished for _, protocol in made))
 
 
-def questions(path: Path) -> list[str]:
+def read_questions(path: Path) -> list[str]:
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line)["question"] for line in lines]
 
@@ -125,56 +118,44 @@ def plan(texts: list[str], sizes: list[int], top_k: int) -> Iterator[tuple[bytes
     return itertools.cycle([(request_bytes(queries, top_k), len(queries)) for queries in chosen])
 
 
-def percentile(sorted_values: list[float], share: float) -> float:
-    return (
-        sorted_values[min(len(sorted_values) - 1, int(share * len(sorted_values)))] if sorted_values else 0.0
-    )
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--questions", type=Path, required=True, help=".jsonl.gz with a question a row")
-    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--questions", type=Path, required=True, help=".jsonl.gz with a question per row")
+    parser.add_argument("--connections", type=int, required=True)
     parser.add_argument(
-        "--queries", type=int, nargs="+", default=[8], help="a request; several sizes take turns"
+        "--queries", type=int, nargs="+", required=True, help="per request; several sizes take turns"
     )
     parser.add_argument("--top_k", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument(
-        "--pause_s", type=float, default=0.0, help="of a client between two requests, on average"
-    )
+    parser.add_argument("--seconds", type=float, required=True)
     args = parser.parse_args()
-    try:
+    with contextlib.suppress(ImportError):
         import uvloop
 
         uvloop.install()
-    except ImportError:
-        pass
-    requests = plan(questions(args.questions), args.queries, args.top_k)
+    requests = plan(read_questions(args.questions), args.queries, args.top_k)
     started = time.perf_counter()
     load = Load(requests, started + args.seconds)
-    asyncio.run(run(load, args.host, args.port, args.connections, args.pause_s))
+    asyncio.run(run(load, args.port, args.connections))
     wall = time.perf_counter() - started
     middle = bisect.bisect(load.times, started + args.seconds / 2)
-    halves = [sorted(load.latencies[:middle]), sorted(load.latencies[middle:])]
-    latencies = sorted(load.latencies)
-    print(
-        json.dumps(
-            {
-                "requests": len(latencies),
-                "queries_per_s": load.queries / wall,
-                "requests_per_s": len(latencies) / wall,
-                "p50_ms": 1e3 * percentile(latencies, 0.5),
-                "p99_ms": 1e3 * percentile(latencies, 0.99),
-                "p99_ms_halves": [1e3 * percentile(half, 0.99) for half in halves],
-                "statuses": {str(status): count for status, count in sorted(load.statuses.items())},
-                "broken": load.broken,
-                "cpu_s": time.process_time(),
-            }
-        )
-    )
+    latencies = [1e3 * seconds for seconds in load.latencies]
+    figures = {
+        "requests": len(latencies),
+        "queries_per_s": load.queries / wall,
+        "requests_per_s": len(latencies) / wall,
+        "p50_ms": percentile(latencies, 0.5),
+        "p99_ms": percentile(latencies, 0.99),
+        "p99_ms_halves": [percentile(half, 0.99) for half in (latencies[:middle], latencies[middle:])],
+        "statuses": {str(status): count for status, count in sorted(load.statuses.items())},
+        "broken": load.broken,
+        "cpu_s": time.process_time(),
+    }
+    print(json.dumps(figures))
     return 0
 
 
