@@ -24,7 +24,9 @@ WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_question
 # A run of seconds: a few short trajectories, a tiny policy with a few supervised steps.
 SHORT: dict[str, Any] = {
     "task_args": WORLD,
-    "tiny": {"hidden_size": 48, "num_layers": 2, "num_heads": 4},
+    "tiny.hidden_size": 48,
+    "tiny.num_layers": 2,
+    "tiny.num_heads": 4,
     "hardware.threads": 1,
     "sft.num_demos": 48,
     "sft.steps": 100,

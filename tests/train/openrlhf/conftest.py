@@ -17,13 +17,15 @@ from sorl_train.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE
 
 WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
 
+TINY = {"hidden_size": 64, "num_layers": 2, "num_heads": 2}
+
 # Two steps of a few short trajectories. vLLM on a CPU has no heads narrower than 32.
 SHORT: dict[str, Any] = {
     "engine": "openrlhf",
     "task_args": WORLD,
     "hardware.device": "cpu",
     "hardware.threads": 1,
-    "tiny": {"hidden_size": 64, "num_layers": 2, "num_heads": 2},
+    **{f"tiny.{name}": value for name, value in TINY.items()},
     "cluster.gpus_per_node": 1,
     "cluster.vllm_engines": 1,
     "cluster.vllm_tensor_parallel": 1,

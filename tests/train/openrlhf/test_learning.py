@@ -16,7 +16,9 @@ STEPS = {"algo": "so_ppo", "update.steps": 8, "eval.search_off": False, "log.ten
 # The same policy and evaluation on the local engine.
 LOCAL = {
     "hardware.device": "cpu",
-    "tiny": {"hidden_size": 96, "num_layers": 3, "num_heads": 3},
+    "tiny.hidden_size": 96,
+    "tiny.num_layers": 3,
+    "tiny.num_heads": 3,
     "eval.every": 4,
     "eval.num_examples": 256,
     "eval.num_examples_final": 256,

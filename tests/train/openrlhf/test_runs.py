@@ -22,7 +22,7 @@ from sorl_env.trajectory_io import read_jsonl
 from sorl_train.models.critic import load_critic
 from sorl_train.models.tiny import build_tiny_policy
 
-from .conftest import SHORT, WORLD, command, metrics, train
+from .conftest import TINY, WORLD, command, metrics, train
 
 pytestmark = pytest.mark.openrlhf
 TASKS = Path(__file__).with_name("tasks")
@@ -194,7 +194,7 @@ def test_a_kill_in_the_middle_of_a_save_and_a_damaged_checkpoint(tmp_path: Path)
 
 def trained_critic(folder: Path) -> str:
     """A critic as the local engine saves it."""
-    build_tiny_policy(load_task("minihop", **WORLD), folder / "start", **SHORT["tiny"])
+    build_tiny_policy(load_task("minihop", **WORLD), folder / "start", **TINY)
     critic = load_critic(str(folder / "start"), "cpu")
     torch.nn.init.constant_(critic.head.bias, 0.5)
     critic.save(folder / "critic")
