@@ -236,7 +236,7 @@ def test_no_options_run_the_quickstart(trainer: list[Any], capsys: pytest.Captur
     assert config.run_dir == str(run_dir.path) == "runs/quickstart-so_ppo-s0"
     assert run_dir.report.read_text() == "report of quickstart-so_ppo-s0"
     out = capsys.readouterr().out
-    for part in ("final success", "0.97", "1m01s", str(run_dir.report), str(run_dir.checkpoints)):
+    for part in ("final success", "0.97", "1 min 01 s", str(run_dir.report), str(run_dir.checkpoints)):
         assert part in out
 
 

@@ -123,7 +123,7 @@ def test_unknown_modes_and_tasks_without_search_are_named(minihop: ToolUseEnv) -
     toolless = minihop.spawn()
     toolless.toolbox = Toolbox([])
     check_search({"minihop": toolless}, ["direct", "agent"])
-    with pytest.raises(UserError, match="task minihop has not"):
+    with pytest.raises(UserError, match="task minihop does not have"):
         check_search({"minihop": toolless}, ["rag"])
 
 
