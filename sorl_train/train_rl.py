@@ -68,9 +68,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     model = resolve_model(config, display)
     engine = LocalEngine(config, run_dir, display, model)
     run_dir.record("data", {"train": env_facts(engine.env), "eval": env_facts(engine.eval_env)})
-    if (
-        config.model != TINY
-    ):  # a resume loads the reference, LoRA's frozen weights and the tokenizer from it again
+    # a resume loads the reference, LoRA's frozen weights and the tokenizer from it again
+    if config.model != TINY:
         run_dir.record("model", fingerprint(model))
     if point:
         rewind(run_dir, point.path)

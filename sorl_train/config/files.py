@@ -193,9 +193,8 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._sizes: dict[
-            int, int
-        ] = {}  # id of a node: how many values it has, those behind aliases included
+        # id of a node: how many values it has, those behind aliases included
+        self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         is_alias = self.check_event(yaml.AliasEvent)

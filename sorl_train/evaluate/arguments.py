@@ -87,9 +87,8 @@ def _add_settings(group: argparse._ArgumentGroup, names: Sequence[str]) -> None:
     for field in fields():
         if field.name in names:
             about = f"{field.help} ({', '.join(field.choices)})" if field.choices else field.help
-            switch: Any = (
-                {"nargs": "?", "const": "true"} if field.type is bool else {}
-            )  # a bare --flag is true
+            # a bare --flag is true
+            switch: Any = {"nargs": "?", "const": "true"} if field.type is bool else {}
             metavar, about = describe_type(field), about.replace("%", "%%")
             group.add_argument(f"--{field.name}", metavar=metavar, help=about, **switch)
 

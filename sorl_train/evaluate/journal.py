@@ -119,9 +119,8 @@ class Journal:
 def read_results(path: Path) -> list[Row]:
     """The rows of ``results.jsonl``. Raises ``UserError`` for a line that is not a row."""
     rows = []
-    for number, line in enumerate(
-        path.read_bytes().split(b"\n")[:-1], start=1
-    ):  # an incomplete last line is left out
+    # an incomplete last line is left out
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             record = read_json(line)
         except ValueError as error:

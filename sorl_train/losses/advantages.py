@@ -36,9 +36,8 @@ def gae(
     dtype = torch.promote_types(values.dtype, torch.float32)
     rank = action_mask.cumsum(dim=1)  # (B, T): 1 for the row's first action token
     count = int(rank.max()) if rank.numel() else 0
-    slots = torch.where(
-        action_mask, rank - 1, count
-    )  # column of each action token; the spare one takes the rest
+    # column of each action token; the spare one takes the rest
+    slots = torch.where(action_mask, rank - 1, count)
 
     def compact(x: Tensor) -> Tensor:  # (B, T) -> (B, count): action tokens to the left, then zeros
         return x.new_zeros((len(x), count + 1), dtype=dtype).scatter_(1, slots, x.detach().to(dtype))[

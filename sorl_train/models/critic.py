@@ -30,9 +30,8 @@ class Critic(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids (B, L) -> float32 values (B, T), T = L - 1."""
         hidden = self.backbone(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state
-        with torch.autocast(
-            hidden.device.type, enabled=False
-        ):  # the 8 bits of bfloat16 are too coarse for values
+        # the 8 bits of bfloat16 are too coarse for values
+        with torch.autocast(hidden.device.type, enabled=False):
             return self.head(hidden.float()).squeeze(-1)
 
     def save(self, folder: Path) -> None:

@@ -36,9 +36,8 @@ class ValueHead:
     def __init__(self, engine: Any, optim: OptimConfig) -> None:
         device = next(engine.module.parameters()).device
         self.linear = nn.Linear(engine.module.config.hidden_size, 1, dtype=torch.float32, device=device)
-        nn.init.zeros_(
-            self.linear.weight
-        )  # as in the local engine: the first advantages are the rewards themselves
+        # as in the local engine: the first advantages are the rewards themselves
+        nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
         self.optimizer = torch.optim.AdamW(
             self.linear.parameters(),

@@ -20,9 +20,8 @@ _OF_ONE_RUN = ("run_dir", "seed")
 _LABEL_SETTINGS = 4
 _MOST_VALUES = 8  # a setting with more values is not offered for choosing groups
 _RUN_ID = re.compile(r"-s\d+-[0-9a-f]+$")  # the end of a run folder's name in a study, after the arm
-_MOVED_ASIDE = re.compile(
-    r"-s\d+-[0-9a-f]{10}-\d+$"
-)  # an earlier start of such a run, which is not another seed
+# an earlier start of such a run, which is not another seed
+_MOVED_ASIDE = re.compile(r"-s\d+-[0-9a-f]{10}-\d+$")
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,8 @@ class Packed:
 def pack(value: Any) -> str:
     """JSON, gzip, base64: no text in it can end a script element or be read as HTML."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    data = text.encode(
-        "utf-8", errors="replace"
-    )  # a tokenizer can make half a surrogate pair, which is not text
+    # a tokenizer can make half a surrogate pair, which is not text
+    data = text.encode("utf-8", errors="replace")
     return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
 
 

@@ -77,9 +77,8 @@ def run_jobs(
     )
     trajectories: list[Trajectory] = []
 
-    async def main() -> (
-        None
-    ):  # returns nothing: asyncio.run would format a result only to throw the text away
+    # returns nothing: asyncio.run would format a result only to throw the text away
+    async def main() -> None:
         trajectories.extend(await collect(env, tokenizer, sampler, jobs, settings, on_finish))
 
     with sampler.session():

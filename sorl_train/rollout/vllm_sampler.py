@@ -122,9 +122,8 @@ class VllmSampler:
         try:
             return await reply
         finally:
-            self._abort(
-                request
-            )  # does nothing for a finished one; else the caller was cancelled or vLLM failed
+            # does nothing for a finished one; else the caller was cancelled or vLLM failed
+            self._abort(request)
 
     def release(self, session: str) -> None:
         """Forget the session; a turn that is still being sampled is cancelled."""

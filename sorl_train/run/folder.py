@@ -42,9 +42,8 @@ RESUMABLE = (
     "checkpoint.every checkpoint.keep log.tensorboard log.wandb"
 ).split()
 
-_TEMPORARY = re.compile(
-    r"\..+\.[a-z0-9_]{8}(\.unfinished)?"
-)  # names that ``atomic_write`` and writers of trajectory files use
+# names that ``atomic_write`` and writers of trajectory files use
+_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}(\.unfinished)?")
 
 
 def read_own_file(path: Path) -> bytes:
@@ -145,9 +144,8 @@ class RunDir:
         text = to_yaml(config)
         manifest["resumes"].append({"time": _now(), "changes": changes, "environment": environment_facts()})
         manifest["config_files"] = sorted({*manifest["config_files"], _sha256(text)})
-        run._write_manifest(
-            manifest
-        )  # first: after a kill in between, it knows the old config and the new one
+        # first: after a kill in between, it knows the old config and the new one
+        run._write_manifest(manifest)
         atomic_write(run.config, text)
         run.summary.unlink(missing_ok=True)  # it marks a finished run
         return run, changes

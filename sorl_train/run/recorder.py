@@ -42,9 +42,8 @@ from sorl_train.run.summary import Summary
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
 
 Writer = Callable[[Path], None]  # writes weights into a folder
-Evaluate = Callable[
-    [int, bool], dict[str, float]
-]  # number of questions, whether searches find nothing -> metrics
+# number of questions, whether searches find nothing -> metrics
+Evaluate = Callable[[int, bool], dict[str, float]]
 
 
 class Recorder:

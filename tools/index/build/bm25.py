@@ -86,10 +86,11 @@ class _Counts:
         self.terms, self.counts, self.docs, self.tfs, lengths = (read(name) for name in SCRATCH)
         self.passage_lengths = lengths
         marks = [record["scratch"] for record in journal.records if record.get("stage") == "passages"]
+        # chunk c is between marks c and c + 1
         self._terms_marks = [
             0,
             *(mark["terms"] // 4 for mark in marks),
-        ]  # chunk c is between marks c and c + 1
+        ]
         self._docs_marks = [0, *(mark["docs"] // 2 for mark in marks)]
 
     def frequencies(self, words: int) -> npt.NDArray[np.int64]:
