@@ -60,7 +60,7 @@ class LimitsConfig:
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """The search tool of the question-answering tasks."""
+    """The search tool of the question-answering tasks; timeout_s and retries hold for the calls of every tool."""
 
     corpus: str | None = opt(
         None,

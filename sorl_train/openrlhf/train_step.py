@@ -162,6 +162,7 @@ class TrainStep:
         metrics = self.metrics | recorder.evaluate_if_due(step, self.evaluate_policy)
         if recorder.record(step, metrics | tool_timings(self.trajectories), self.trajectories):
             recorder.save_best(step, self.save_policy)
+        # its alarm asks for a roll-back, which this engine refuses at the start (``checks``)
         recorder.watch(step, metrics, self.trajectories)
         stop = self.run_dir.stop_file.exists()
         if stop or recorder.checkpoint_due(step):
