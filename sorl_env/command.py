@@ -72,6 +72,12 @@ class Parser(argparse.ArgumentParser):
         if " " not in self.prog:  # not for the subcommands
             self.add_argument("--version", action=_ShowVersion, help="print the installed version and leave")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """As argparse's, which takes ``--name=--`` for no value at all."""
+        if action.option_strings and arg_strings == ["--"]:
+            self.error(f"{action.option_strings[0]} cannot have the value '--'")
+        return super()._get_values(action, arg_strings)
+
     def error(self, message: str) -> NoReturn:
         said = re.sub(r"^argument (.+?): (must|cannot|expected)", r"\1 \2", message)
         raise UserError(f"{said}; {self.prog} --help explains all options")

@@ -58,8 +58,8 @@ def import_module(name: str, wanted_by: str) -> ModuleType:
 
 def remember(module: ModuleType) -> None:
     """Count errors in this module as the user's own (see `their_lines`)."""
-    if module.__file__ is not None:
-        _files.add(module.__file__)
+    if file := getattr(module, "__file__", None):
+        _files.add(file)
 
 
 def their_lines(error: BaseException) -> str | None:

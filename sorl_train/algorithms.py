@@ -47,7 +47,7 @@ class Algorithm:
             PPO's clipped surrogate.
 
     Raises:
-        ValueError: for an unknown ratio level or kind of advantage.
+        ValueError: for an unknown ratio level or kind of advantage, or a value of another type.
     """
 
     ratio: RatioLevel
@@ -60,6 +60,10 @@ class Algorithm:
     def __post_init__(self) -> None:
         check_choice("ratio level", self.ratio, get_args(RatioLevel))
         check_choice("kind of advantage", self.advantage, get_args(AdvantageKind))
+        if not isinstance(self.normalize, bool):
+            raise ValueError(f"normalize is True or False, not {self.normalize!r}")
+        if self.surrogate is not None and not callable(self.surrogate):
+            raise ValueError(f"the surrogate is a function, not {self.surrogate!r}")
 
     @property
     def needs_critic(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.engine import LocalEngine, stop_on_non_finite
 from sorl_train.evaluate.find_policy import fingerprint
@@ -68,6 +69,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     model = resolve_model(config, display)
     engine = LocalEngine(config, run_dir, display, model)
     run_dir.record("data", {"train": env_facts(engine.env), "eval": env_facts(engine.eval_env)})
+    if outside := algorithm_facts(config.algo):
+        run_dir.record("algorithm", outside)
     # a resume loads the reference, LoRA's frozen weights and the tokenizer from it again
     if config.model != TINY:
         run_dir.record("model", fingerprint(model))

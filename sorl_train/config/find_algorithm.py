@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import inspect
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -40,14 +42,36 @@ def installed_algorithms() -> list[str]:
 
 def short_name(reference: str) -> str:
     """A name without folders, suffix and attribute: ``my_algo`` of ``path/to/my_algo.py``."""
-    location, _, attribute = reference.partition(":")
+    location, attribute = _split(reference)
     return attribute or (Path(location).stem if location.endswith(".py") else location)
 
 
+def algorithm_facts(reference: str) -> dict[str, str]:
+    """What identifies an algorithm from outside for a run's manifest: its row, and a hash of the file that it is in."""
+    if reference in ALGORITHMS:
+        return {}
+    algorithm = find_algorithm(reference)
+    facts = {field.name: str(getattr(algorithm, field.name)) for field in dataclasses.fields(algorithm)}
+    file = inspect.getsourcefile(algorithm.surrogate) if algorithm.surrogate is not None else None
+    facts["surrogate"] = getattr(algorithm.surrogate, "__qualname__", "clipped")
+    location, _ = _split(reference)
+    file = location if location.endswith(".py") else file
+    digest = hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest() if file else ""
+    return facts | {"file_sha256": digest}
+
+
+def _split(reference: str) -> tuple[str, str]:
+    """Location and attribute; a colon in the path of a file belongs to the path."""
+    if reference.endswith(".py"):
+        return reference, ""
+    location, _, attribute = reference.rpartition(":")
+    return (location, attribute) if location else (reference, "")
+
+
 def _from_outside(reference: str) -> Algorithm:
-    location, _, attribute = reference.partition(":")
+    location, attribute = _split(reference)
     if not (attribute or location.endswith(".py")):
-        location, _, attribute = _entry_point(reference).partition(":")
+        location, attribute = _split(_entry_point(reference))
     if location.endswith(".py"):
         module = _module_in(Path(location).expanduser().resolve())
     else:
@@ -58,7 +82,7 @@ def _from_outside(reference: str) -> Algorithm:
     if not isinstance(found, Algorithm):
         names = [key for key, value in vars(module).items() if isinstance(value, Algorithm)]
         hint = did_you_mean(name, names) if names else f"Declare one there: {name} = Algorithm(...)"
-        raise UserError(f"algorithm {reference!r}: {module.__file__} has no Algorithm called {name}. {hint}")
+        raise UserError(f"algorithm {reference!r}: {location} has no Algorithm called {name}. {hint}")
     return found
 
 

@@ -85,7 +85,7 @@ def _of_checkpoint(checkpoint: Path, run: Path) -> PolicySource:
         return PolicySource(checkpoint.resolve().name, str(checkpoint / "policy"))
     name = run.resolve().name
     label = name if checkpoint.name == "best" else f"{name}-{checkpoint.name}"
-    return PolicySource(label, str(checkpoint / "policy"), run, saved_config(run))
+    return PolicySource(label, str(checkpoint / "policy"), run, saved_config(run, check=False))
 
 
 def _check_whole(checkpoint: Path) -> None:

@@ -128,7 +128,7 @@ def _examples(run: Path) -> dict[str, Example]:
         raise UserError(
             f"{run} is no run folder (no config.yaml): the gold answers of its trajectories are not known"
         )
-    config = saved_config(run)
+    config = saved_config(run, check=False)
     task = load_task(config.task, **config.task_args)
     evaluation = load_examples(task, config.eval_data or config.data, config.eval.split)
     training = load_examples(task, config.data, config.split)

@@ -119,16 +119,17 @@ def _stability(arguments: argparse.Namespace) -> int:
         _progress(f"{study.name}: {len(chosen)} runs, {done} done, {arguments.jobs} at a time")
         failed = run_all(open_runs, folder, arguments.jobs)
     results = write_results(study, folder)
+    page = write_report([folder], folder / "report.html") if results else None
     if arguments.json:
         print_json(results)
     else:
-        _print_results(study, folder, results)
+        _print_results(study, folder, results, page)
     _report_unfinished(study, folder, failed)
     return 1 if failed else 0
 
 
-def _print_results(study: Study, folder: Path, results: Sequence[dict[str, Any]]) -> None:
-    """Print the table, and write the page of all runs."""
+def _print_results(study: Study, folder: Path, results: Sequence[dict[str, Any]], page: Path | None) -> None:
+    """Print the table, and where the page of all runs is."""
     if not results:
         print("no run has finished yet")
         return
@@ -139,7 +140,7 @@ def _print_results(study: Study, folder: Path, results: Sequence[dict[str, Any]]
             f"\n{len(others)} run folders belong to an older version of this study: shown on the page, left out of "
             "the table"
         )
-    print(f"\nall runs on one page: {write_report([folder], folder / 'report.html')}")
+    print(f"\nall runs on one page: {page}")
 
 
 def _report_unfinished(study: Study, folder: Path, failed: Sequence[Run]) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from sorl_env.errors import UserError
 from sorl_train.algorithms import ClipBiasNorm, KLKind, Scope, Target
 from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.policy import LossSettings
-from sorl_train.losses.surrogates import ClipRange, clipped
+from sorl_train.losses.surrogates import ClipRange, Surrogate, clipped
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,15 @@ class UpdateSettings:
 def update_settings(config: TrainConfig) -> UpdateSettings:
     """The part of a run's settings that its optimizer steps need, for both engines."""
     algorithm, loss, update, optim = config.algorithm, config.loss, config.update, config.optim
+    clip = ClipRange(loss.clip_eps, loss.clip_eps_high, loss.dual_clip)
+    if algorithm.surrogate is not None:
+        _try_surrogate(config.algo, algorithm.surrogate, clip)
     per_trajectory = algorithm.normalize and loss.clip_bias_scope == "trajectory"
     return UpdateSettings(
         loss=LossSettings(
             ratio_level=algorithm.ratio,
             surrogate=algorithm.surrogate or clipped,
-            clip=ClipRange(loss.clip_eps, loss.clip_eps_high, loss.dual_clip),
+            clip=clip,
             aggregation=loss.aggregation,
             trajectory_norm=loss.clip_bias_norm if per_trajectory else None,
             delta=loss.clip_bias_delta,
@@ -92,3 +99,32 @@ def update_settings(config: TrainConfig) -> UpdateSettings:
         dtype=config.hardware.dtype,
         keep_dropout=config.stage == "sft",
     )
+
+
+def _try_surrogate(algo: str, surrogate: Surrogate, clip: ClipRange) -> None:
+    """Try a surrogate from outside on four tokens, so that a mistake in it shows before the first rollout.
+
+    Raises:
+        UserError: it fails, or what it returns cannot be maximized.
+    """
+    log_ratio = torch.tensor([-0.5, -0.01, 0.02, 0.6], requires_grad=True)
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    what = f"algo {algo}: its surrogate {getattr(surrogate, '__qualname__', surrogate)}"
+    try:
+        values: object = surrogate(log_ratio.exp(), advantage, clip)
+        if (
+            not isinstance(values, Tensor)
+            or values.shape != log_ratio.shape
+            or not values.is_floating_point()
+        ):
+            got = f"{tuple(values.shape)} {values.dtype}" if isinstance(values, Tensor) else repr(values)
+            raise UserError(f"{what} returned {got} for 4 tokens; it has to return a tensor of 4 floats")
+        if not values.requires_grad:
+            raise UserError(f"{what} has no gradient with respect to the ratio: is all of it detached?")
+        (gradient,) = torch.autograd.grad(values.sum(), log_ratio)
+    except UserError:
+        raise
+    except Exception as error:  # it is the user's code, which may raise anything
+        raise UserError(f"{what} failed on 4 tokens: {type(error).__name__}: {error}") from error
+    if not (torch.isfinite(values).all() and torch.isfinite(gradient).all()):
+        raise UserError(f"{what} is not finite for ratios of 0.6 to 1.8: {values.tolist()}")

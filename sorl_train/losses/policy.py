@@ -135,7 +135,7 @@ def policy_loss(
     docstring lists the deviations from the paper.
 
     Args:
-        log_probs: (B, T), the only input that a gradient flows to.
+        log_probs: (B, T), the only input that a gradient flows to; it can be taken once, not twice.
         old_log_probs, advantages: (B, T).
         loss_mask: (B, T) bool. A trajectory without loss tokens contributes 0.
         turn_ids: (B, T) int, >= 0 on loss tokens, not decreasing along a trajectory; read at level ``turn`` only.
@@ -156,13 +156,13 @@ def policy_loss(
     log_ratio_square_sum = torch.dot(log_ratio.detach(), log_ratio.detach())
     log_ratio = segments.spread_mean(log_ratio)  # each token now has that of its segment
     ratio = importance_ratio(log_ratio)
-    surrogate = settings.surrogate(ratio, advantage, settings.clip)
-    check_shapes(ratio, surrogate=surrogate)
     with torch.no_grad():
         bias = (ratio * advantage).masked_fill_(~settings.clip.clips(ratio, advantage), 0.0)  # c_t
         factors, clip_bias = measure(segments, bias, logit_scale, settings.trajectory_norm, settings.delta)
         weights = factors * row_weights(segments.row_lengths, settings.aggregation, denominator, dtype)
         stats = _statistics(clip_bias, ratio, advantage, log_ratio_square_sum)
+    surrogate = settings.surrogate(ratio, advantage, settings.clip)
+    check_shapes(ratio, surrogate=surrogate)
     loss = -(segments.row_sums(surrogate) * weights).sum()
     if not (settings.clip_bias_objective and bool(clip_bias.clipped)):
         return LossOutput(loss, clip_bias, stats, None)

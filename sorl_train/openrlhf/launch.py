@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TrainConfig
 from sorl_train.openrlhf.checks import check, check_versions, critic_start, unread
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
@@ -72,6 +73,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         os.environ.update(CPU_ENVIRONMENT)
     env = make_env(config)
     run_dir.record("data", {"train": env_facts(env), "eval": env_facts(make_env(config, evaluation=True))})
+    if outside := algorithm_facts(config.algo):
+        run_dir.record("algorithm", outside)
     model = resolve_model(config, display)
     flags = openrlhf_flags(config, run_dir, model, env.limits, resume=point.path if point else None)
     if point:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,10 @@ class TrainStep:
         with watched(self.workers()):
             self.init_checkpoint_states()
             self.begin()
-            with suppress(Ended):
-                super().fit(global_step)  # type: ignore[misc]
-            self.end()
+            with closing(self.recorder):
+                with suppress(Ended):
+                    super().fit(global_step)  # type: ignore[misc]
+                self.end()
 
     def begin(self) -> None:
         """Open the run's folder at the step of the loaded checkpoint; a new run evaluates the policy first."""
@@ -111,7 +112,6 @@ class TrainStep:
         parameters = model_shape(self.args.actor.model_name_or_path).parameters
         is_sample = make_env(self.config).examples.is_sample or self.eval_env.examples.is_sample
         self.recorder.finish({"steps": self.version, "parameters": parameters, "is_sample": is_sample})
-        self.recorder.close()
 
     def train_step(
         self, trajectories: Sequence[Trajectory], global_step: int

@@ -92,7 +92,7 @@ class ReportRun:
     @property
     def normalizes(self) -> bool:
         """Whether its algorithm scales steps by the clipping bias; of one from outside, whether it ever did."""
-        known = ALGORITHMS.get(self.algo)
+        known = ALGORITHMS.get(str(self.config.get("algo")))
         return known.normalize if known else any(row.get("loss/normalized_frac") for row in self.metrics)
 
     @property

@@ -103,7 +103,7 @@ def last_whole_before(run_dir: RunDir, step: int) -> Whole:
         UserError: no checkpoint is whole.
     """
     found = list_checkpoints(run_dir.checkpoints)
-    earlier = [path for path in found if path.name < checkpoint_name(step)]
+    earlier = [path for path in found if step_of(path) < step]
     candidates = [*reversed(earlier), *found[len(earlier) :]]
     return _first_whole(run_dir.checkpoints, candidates, run_dir.run_id)
 

@@ -162,7 +162,7 @@ class RunDir:
         if changed:
             lines = "\n".join(f"  {line}" for line in changed)
             raise UserError(
-                f"{self.path} was started with other data or another model:\n{lines}\n"
+                f"{self.path} was started with other data, another model or another algorithm:\n{lines}\n"
                 "Restore what it was started with, or start a new run with another --run_dir."
             )
         if manifest.get(section) != fresh:
@@ -260,12 +260,17 @@ class RunDir:
         )
 
 
-def saved_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The settings of the run in a folder, with overrides on top. Raises ``UserError`` if there is no run, or if its
-    ``config.yaml`` is not the one that the run wrote (``RunDir.check_config``)."""
+def saved_config(
+    path: str | Path, overrides: Mapping[str, Any] | None = None, *, check: bool = True
+) -> TrainConfig:
+    """The settings of the run in a folder, with overrides on top; ``check`` is that of ``read_resolved``.
+
+    Raises ``UserError`` if there is no run, or if its ``config.yaml`` is not the one that the run wrote
+    (``RunDir.check_config``).
+    """
     run = RunDir(Path(path))
     run.check_config()
-    return read_resolved(run.config, overrides)
+    return read_resolved(run.config, overrides, check=check)
 
 
 def _differences(old: Any, new: Any, name: str) -> Iterator[str]:

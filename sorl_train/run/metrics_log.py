@@ -87,7 +87,7 @@ def _start_wandb(project: str, run_dir: RunDir) -> Any:
     import wandb
 
     started = re.sub(r"\D", "", run_dir.read_manifest()["started"])
-    settings = dataclasses.asdict(read_resolved(run_dir.config))
+    settings = dataclasses.asdict(read_resolved(run_dir.config, check=False))
     name = run_dir.path.name
     return wandb.init(
         project=project,
