@@ -156,7 +156,7 @@ def test_training_on_hostile_text(task_file: str, tmp_path: Path) -> None:
                 "--mode",
                 "agent",
                 "--quiet",
-                "--threads",
+                "--hardware.threads",
                 "1",
                 "--out",
                 str(out),
