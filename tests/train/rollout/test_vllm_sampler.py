@@ -102,7 +102,11 @@ def test_turns_that_are_given_up_leave_nothing_in_the_engine(vllm_on_cpu: None, 
 @pytest.mark.openrlhf
 def test_two_steps_of_training(vllm_on_cpu: None, tmp_path: Path) -> None:
     run_dir, summary = train_short(
-        tmp_path / "run", sampler__backend="vllm", tiny=SIZES, optim__lr=1e-3, eval__search_off=True
+        tmp_path / "run",
+        sampler__backend="vllm",
+        **{f"tiny__{name}": size for name, size in SIZES.items()},
+        optim__lr=1e-3,
+        eval__search_off=True,
     )
     lines = read_metrics(run_dir.metrics)
     assert [line["step"] for line in lines] == [0, 1, 2]
@@ -128,7 +132,13 @@ def test_a_run_that_is_rolled_back_keeps_its_engine(
     monkeypatch.setattr(VllmSampler, "__init__", counted)
     limits = {"alarm__action": "roll_back", "alarm__ratio_tail": 0.005, "alarm__roll_back_lr": 1e-3}
     rates = {"optim__lr": 1e-2, "optim__warmup_ratio": 0.0, "update__epochs": 2, "checkpoint__every": 1}
-    run_dir, _ = train_short(tmp_path / "run", sampler__backend="vllm", tiny=SIZES, **limits, **rates)
+    run_dir, _ = train_short(
+        tmp_path / "run",
+        sampler__backend="vllm",
+        **{f"tiny__{name}": size for name, size in SIZES.items()},
+        **limits,
+        **rates,
+    )
     assert "roll_back" in [event["kind"] for event in read_metrics(run_dir.events)]
     assert len(built) == 1
     assert max(line["rollout/mismatch_max"] for line in read_metrics(run_dir.metrics)[1:]) < 1e-3
