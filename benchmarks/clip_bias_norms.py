@@ -27,9 +27,10 @@ from sorl_train.config.files import load_config
 from sorl_train.config.seeds import generator
 from sorl_train.engine import LocalEngine
 from sorl_train.learner.batch import Batch
+from sorl_train.learner.means import Means
 from sorl_train.learner.scored_batch import estimate_advantages
 from sorl_train.learner.settings import update_settings
-from sorl_train.learner.update import Means, PolicyUpdate
+from sorl_train.learner.update import PolicyUpdate
 from sorl_train.losses.aggregate import loss_denominator
 from sorl_train.losses.policy import LossSettings, policy_loss
 from sorl_train.run.display import PlainDisplay

@@ -31,9 +31,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sorl_train.config.files import load_config
 from sorl_train.learner import update
 from sorl_train.learner.batch import Batch
+from sorl_train.learner.means import Means
 from sorl_train.learner.scored_batch import estimate_advantages
 from sorl_train.learner.settings import update_settings
-from sorl_train.learner.update import Means, PolicyUpdate
+from sorl_train.learner.update import PolicyUpdate
 from sorl_train.losses.log_probs import token_log_probs
 from sorl_train.losses.policy import LossSettings, policy_loss
 

@@ -18,14 +18,17 @@ from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.means import Means, past_target_kl
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit
+from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.schedule import learning_rate, mini_batches, steps_of_batch
 from sorl_train.learner.scored_batch import batch_metrics
 from sorl_train.learner.scoring import score
 from sorl_train.learner.settings import update_settings
 from sorl_train.learner.state import Collected, load_optimizers, load_waiting, save_optimizers, save_waiting
 from sorl_train.learner.token_records import token_records
-from sorl_train.learner.update import CriticUpdate, Means, NonFiniteError, PolicyUpdate, past_target_kl
+from sorl_train.learner.trust_region import LOOK
+from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.models.critic import load_critic
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_adapters, load_policy, load_tokenizer, save_policy
@@ -97,6 +100,8 @@ class LocalEngine:
             self.waiting.extend(load_waiting(folder, self.collate))
             state = self.recorder.restore(folder)
             self.step, self.lr_scale = state["step"], state["lr_scale"]
+            if self.policy_update.trust is not None:
+                self.policy_update.trust.scale = state["trust_scale"]
 
     def _make_sampler(self) -> LocalSampler:
         config = self.config
@@ -205,11 +210,13 @@ class LocalEngine:
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimizer steps on one rollout batch; returns ``loss/`` metrics."""
         config, means = self.config, Means()
+        trains_policy = train_policy = step > config.update.critic_warmup_steps
+        if trains_policy:
+            batch = self._begin_batch(batch)
         batches = list(mini_batches(batch, config, step))
         per_step = steps_of_batch(config)
         total = per_step * config.update.steps
         optim = config.optim
-        train_policy = step > config.update.critic_warmup_steps
         seen: dict[str, tuple[Tensor, Tensor]] = {}  # by trajectory: its last log-probabilities and entropies
         self.policy.train()  # without it gradient checkpointing is off
         if self.critic_update is not None:
@@ -230,8 +237,18 @@ class LocalEngine:
                         self.check_mismatch(batch, step)
                     train_policy = not past_target_kl(config.update.target_kl, means)
                 advance(1)
+            if trains_policy:
+                self.policy_update.end_batch(batch.rows(range(0, len(batch), LOOK)), means)
         self.visited = (batch, seen) if seen else None
         return means.result() | batch_metrics(batch)
+
+    def _begin_batch(self, batch: Batch) -> Batch:
+        """Begin the policy's trust region, and add what it needs if older weights sampled the batch."""
+        self.policy_update.begin_batch()
+        if self.policy_update.trust is None or not self.config.rollout.max_staleness:
+            return batch
+        self.policy.eval()
+        return score(batch, {"start_log_probs": self.policy}, None, self.config, self.device)
 
     def evaluate(self, limit: int, search_off: bool = False) -> dict[str, float]:
         """``eval/`` metrics of the policy on at most ``limit`` questions of the evaluation split."""
@@ -257,7 +274,8 @@ class LocalEngine:
 
     def save(self) -> None:
         """Write a checkpoint of the current step."""
-        state = {"lr_scale": self.lr_scale}
+        trust = self.policy_update.trust
+        state = {"lr_scale": self.lr_scale} | ({} if trust is None else {"trust_scale": trust.scale})
         self.recorder.save_checkpoint(self.step, self._save_policy, self._save_rest, state)
 
     def save_best(self) -> None:

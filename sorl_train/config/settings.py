@@ -230,6 +230,17 @@ class UpdateConfig:
         "take no more actor steps on a rollout batch once loss/approx_kl exceeds this; None: off",
         above=0,
     )
+    trust_kl: float | None = opt(
+        None,
+        "trust region: weights whose mean token KL to those that began the batch exceeds this are moved back, and "
+        "later steps are smaller (0.01 is a good limit); None: off",
+        above=0,
+    )
+    trust_max_scale: float = opt(
+        1.0,
+        "the trust region scales the learning rate by at most this; with 1000 the rate need not be known",
+        low=1,
+    )
     critic_warmup_steps: int = opt(0, "train only the critic in this many first training steps", low=0)
 
 

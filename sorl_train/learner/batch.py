@@ -34,6 +34,8 @@ class Batch:
         token_classes: int8 (B, T), index into ``token_classes.CLASSES``, -1 off the policy's tokens. Only for metrics.
         old_log_probs, ref_log_probs, values, advantages, returns: float32 (B, T), filled in by ``score``,
             ``estimate_advantages`` and the update; None before that.
+        start_log_probs: float32 (B, T), those of the weights that begin the update of a batch which older weights
+            sampled; None where they are the old log-probabilities, or where no trust region needs them.
     """
 
     token_ids: Tensor
@@ -53,6 +55,7 @@ class Batch:
     values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    start_log_probs: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)

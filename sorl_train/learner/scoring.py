@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
-from sorl_train.learner.update import NonFiniteError
+from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.models.forward import action_stats, autocast
 
 

@@ -30,6 +30,7 @@ class UpdateSettings:
         clip_before_normalization: clip the gradient before it is scaled by the clipping bias.
         skip_without_signal: no step for a mini-batch whose advantages are all 0.
         target_kl: see ``past_target_kl``.
+        trust_kl, trust_max_scale: limit and largest scale of ``TrustRegion``; a limit of None: there is none.
         temperature: the sampler's, which the log-probabilities are computed at.
         dtype: precision of the forward passes, as ``hardware.dtype`` names it.
         keep_dropout: only supervised fine-tuning trains with dropout.
@@ -50,6 +51,8 @@ class UpdateSettings:
     clip_before_normalization: bool
     skip_without_signal: bool
     target_kl: float | None
+    trust_kl: float | None
+    trust_max_scale: float
     temperature: float
     dtype: str
     keep_dropout: bool
@@ -95,6 +98,8 @@ def update_settings(config: TrainConfig) -> UpdateSettings:
         clip_before_normalization=optim.clip_before_normalization,
         skip_without_signal=update.skip_without_signal,
         target_kl=update.target_kl,
+        trust_kl=update.trust_kl if config.stage == "rl" else None,
+        trust_max_scale=update.trust_max_scale,
         temperature=config.sampler.temperature,
         dtype=config.hardware.dtype,
         keep_dropout=config.stage == "sft",

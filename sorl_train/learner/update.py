@@ -3,16 +3,16 @@
 The batch's advantages come from ``scored_batch``, its mini-batches and their learning rates from ``schedule``.
 
 The classes here are the algorithm; as they are they train a plain torch module on one device. An engine that holds
-gradients in another way overrides the three methods that touch them: ``_forward``, ``_backward`` and ``_apply``. Sums
-over a mini-batch run over its micro-batches and, where torch.distributed runs, over its ranks.
+weights and gradients in another way overrides the methods that touch them: ``_forward``, ``_backward``, ``_apply``, and
+for the trust region ``_weights``, ``_weights_moved`` and ``_discard_gradient``. Sums over a mini-batch run over its
+micro-batches and, where torch.distributed runs, over its ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,11 @@ from torch import Tensor, nn
 
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.diagnostics import RatioDiagnostics, diagnose_ratios
+from sorl_train.learner.means import Means
+from sorl_train.learner.optimizer_step import NonFiniteError, mean_over, on_device, take_step
 from sorl_train.learner.settings import UpdateSettings
-from sorl_train.losses.aggregate import aggregate, loss_denominator
+from sorl_train.learner.trust_region import MOST_MOVES, TrustRegion, token_kl
+from sorl_train.losses.aggregate import aggregate
 from sorl_train.losses.clip_bias import ClipBias, Normalization, normalization
 from sorl_train.losses.kl import kl_penalty
 from sorl_train.losses.log_probs import TokenStats
@@ -29,49 +32,6 @@ from sorl_train.losses.policy import LossOutput, LossStats, policy_loss
 from sorl_train.losses.sums import sum_over_ranks
 from sorl_train.losses.value import value_loss
 from sorl_train.models.forward import action_stats, autocast, disable_dropout
-
-
-class NonFiniteError(RuntimeError):
-    """NaN or infinity in a loss, a gradient or a log-probability of the trajectories ``trajectory_ids``."""
-
-    def __init__(self, what: str, trajectory_ids: tuple[str, ...]) -> None:
-        shown = ", ".join(trajectory_ids[:8]) + (", .." if len(trajectory_ids) > 8 else "")
-        super().__init__(f"{what} is not finite; trajectories: {shown}")
-        self.what = what
-        self.trajectory_ids = trajectory_ids
-
-    def __reduce__(self) -> Any:  # so that it can be pickled by the process that raises it
-        return type(self), (self.what, self.trajectory_ids)
-
-
-PEAKS = ("grad_norm", "clip_bias_norm")  # metrics whose largest value is reported beside their mean
-
-
-class Means:
-    """Running means of metrics by name."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[float]] = defaultdict(list)
-
-    def add(self, **values: float) -> None:
-        for name, value in values.items():
-            self._values[name].append(value)
-
-    def latest(self, name: str) -> float:
-        """The value added last."""
-        return self._values[name][-1]
-
-    def result(self, prefix: str = "loss/") -> dict[str, float]:
-        """The means, the largest values of ``PEAKS`` and the number of optimizer steps."""
-        means = {prefix + name: math.fsum(values) / len(values) for name, values in self._values.items()}
-        peaks = {f"{prefix}{name}_max": max(self._values[name]) for name in PEAKS if name in self._values}
-        steps = {prefix + "policy_updates": float(len(self._values["lr"]))} if "lr" in self._values else {}
-        return means | peaks | steps
-
-
-def past_target_kl(target_kl: float | None, means: Means) -> bool:
-    """Whether the latest mini-batch was further than ``update.target_kl`` from the policy that sampled it."""
-    return target_kl is not None and means.latest("approx_kl") > target_kl
 
 
 class _Totals:
@@ -83,6 +43,7 @@ class _Totals:
         self.bias: ClipBias | None = None
         self.stats: LossStats | None = None
         self.bias_gradient: list[Tensor] | None = None
+        self.not_finite: tuple[str, ...] = ()  # trajectories of micro-batches whose loss is not
 
     def add(self, rows: Tensor, found: TokenStats, output: LossOutput, losses: Mapping[str, Tensor]) -> None:
         """Add a micro-batch, which is the ``rows`` of the mini-batch."""
@@ -111,6 +72,13 @@ class PolicyUpdate:
         self.optimizer = optimizer
         self.settings = settings
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        limit = settings.trust_kl
+        self.trust = None if limit is None else TrustRegion(limit, settings.trust_max_scale)
+
+    def begin_batch(self) -> None:
+        """Called before the first step on a rollout batch."""
+        if self.trust is not None:
+            self.trust.begin(self._weights())
 
     def step(self, mini: Batch, lr: float, means: Means) -> tuple[Tensor, Tensor]:
         """One optimizer step on the mini-batch ``mini``, the same however it is cut into micro-batches.
@@ -118,8 +86,11 @@ class PolicyUpdate:
         Returns log-probabilities and entropies (B, T) before the step. A mini-batch without old log-probabilities was
         sampled by these very weights: then they are these.
         """
-        totals = self._accumulate(mini)
+        totals = self._accumulate(mini) if self.trust is None else self._accumulate_inside(mini, self.trust)
+        if totals.not_finite:
+            raise NonFiniteError("the policy loss", totals.not_finite)
         assert totals.bias is not None and totals.stats is not None
+        scheduled, lr = lr, lr if self.trust is None else lr * self.trust.scale
         names, values = totals.losses.keys(), sum_over_ranks(*totals.losses.values())
         bias, stats = totals.bias.all_reduce(), totals.stats.all_reduce()
         scales = self._normalization(bias, totals.bias_gradient)
@@ -133,7 +104,7 @@ class PolicyUpdate:
             normalizer=scales.factor,
             normalized_frac=float(scales.factor < 1.0),
             clip_bias_norm=scales.norm,
-            lr=lr,
+            lr=scheduled,
             effective_lr=lr * scales.update_scale,
             **{f"clip_bias_{name}": value for name, value in bias.norms().items()},
             **stats.metrics(),
@@ -141,12 +112,54 @@ class PolicyUpdate:
         )
         return totals.log_probs, totals.entropies
 
+    def end_batch(self, look: Batch, means: Means) -> None:
+        """Called after the last step on a rollout batch, with one of ``LOOK`` of its trajectories."""
+        if self.trust is None:
+            return
+        self.model.eval()
+        kl = self._kl(look)
+        inside = not self.trust.left(kl)
+        for move in range(MOST_MOVES + 1):
+            if not self.trust.left(kl):
+                break
+            self.trust.go_back(self._weights(), kl, move)
+            self._weights_moved()
+            kl = self._kl(look)
+        self.trust.end(kl, may_grow=inside and means.any("signal_frac"))
+        means.add(
+            trust_kl=kl,
+            trust_kl_max=self.trust.largest,
+            trust_moves_back=self.trust.moves,
+            trust_scale=self.trust.scale,
+        )
+
+    @torch.no_grad()
+    def _kl(self, batch: Batch) -> float:
+        """Mean token KL of the current policy to the one that the batch's update began with."""
+        log_probs = torch.zeros(batch.loss_mask.shape)
+        for rows, micro, _ in on_device(batch, self.settings.micro_batch_size, self.parameters):
+            found = self._forward(micro).log_probs.float().cpu()
+            log_probs[rows, : found.shape[1]] = found
+        return token_kl(log_probs, batch)
+
+    def _accumulate_inside(self, mini: Batch, trust: TrustRegion) -> _Totals:
+        """``_accumulate``, and again at weights that are moved back until they are inside the trust region."""
+        for move in range(MOST_MOVES + 1):
+            totals = self._accumulate(mini)
+            kl = token_kl(totals.log_probs, mini)
+            if not trust.left(kl):
+                return totals
+            self._discard_gradient()
+            trust.go_back(self._weights(), kl, move)
+            self._weights_moved()
+        return self._accumulate(mini)  # at the weights that began the batch
+
     def _accumulate(self, mini: Batch) -> _Totals:
         """Gradients of all micro-batches, with the denominator of the whole mini-batch."""
         settings = self.settings
-        how: dict[str, Any] = _mean_over(mini, settings)
+        how: dict[str, Any] = mean_over(mini, settings)
         totals = _Totals(mini.loss_mask.shape)
-        for rows, micro, last in _on_device(mini, settings.micro_batch_size, self.parameters):
+        for rows, micro, last in on_device(mini, settings.micro_batch_size, self.parameters):
             assert micro.advantages is not None
             found = self._forward(micro)
             assert found.entropy is not None
@@ -169,7 +182,7 @@ class PolicyUpdate:
                 if settings.kl_coef:
                     losses["policy"] = losses["policy"] + settings.kl_coef * losses["ref_kl"]
             if not torch.isfinite(losses["policy"]):
-                raise NonFiniteError("the policy loss", micro.ids)
+                totals.not_finite += micro.ids
             if output.clip_bias_objective is not None:
                 gradient = torch.autograd.grad(
                     output.clip_bias_objective, self.parameters, retain_graph=True, materialize_grads=True
@@ -207,12 +220,23 @@ class PolicyUpdate:
         """Add the gradient of one micro-batch; ``last`` is True for the last one of the mini-batch."""
         loss.backward()
 
+    def _weights(self) -> Sequence[Tensor]:
+        """The weights that the optimizer steps on, as this rank holds them, each time in the same order."""
+        return self.parameters
+
+    def _weights_moved(self) -> None:
+        """Bring copies of ``_weights`` up to date after they were moved back."""
+
+    def _discard_gradient(self) -> None:
+        """Forget the gradient of a mini-batch whose last micro-batch has gone through ``_backward``."""
+        self.optimizer.zero_grad(set_to_none=True)
+
     def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
         """Scale and clip the gradient and take the step; returns the norm of the gradient before both."""
         limit = self.settings.clip_limit(scales.grad_scale)
         rate = lr * scales.update_scale
         what = "the policy gradient"
-        return _take_step(self.parameters, self.optimizer, rate, limit, what, mini.ids, scales.grad_scale)
+        return take_step(self.parameters, self.optimizer, rate, limit, what, mini.ids, scales.grad_scale)
 
     def _normalization(self, bias: ClipBias, bias_gradient: list[Tensor] | None) -> Normalization:
         settings = self.settings
@@ -242,9 +266,9 @@ class CriticUpdate:
 
     def step(self, mini: Batch, lr: float, means: Means) -> None:
         """One optimizer step towards the returns."""
-        how: dict[str, Any] = _mean_over(mini, self.settings)
+        how: dict[str, Any] = mean_over(mini, self.settings)
         total, clip = 0.0, self.settings.value_clip
-        for _, micro, last in _on_device(mini, self.settings.critic_micro_batch_size, self.parameters):
+        for _, micro, last in on_device(mini, self.settings.critic_micro_batch_size, self.parameters):
             assert micro.returns is not None
             values = self._forward(micro)
             loss = value_loss(
@@ -270,57 +294,9 @@ class CriticUpdate:
     def _apply(self, lr: float, mini: Batch) -> float:
         """Clip the gradient and take the step; returns the norm of the gradient."""
         limit, what = self.settings.max_grad_norm, "the critic's gradient"
-        return _take_step(self.parameters, self.optimizer, lr, limit, what, mini.ids)
+        return take_step(self.parameters, self.optimizer, lr, limit, what, mini.ids)
 
 
 def _old_log_probs(batch: Batch, current: Tensor) -> Tensor:
     """A batch comes without old log-probabilities if the current weights sampled it: then they are the current ones."""
     return current if batch.old_log_probs is None else batch.old_log_probs
-
-
-def _mean_over(mini: Batch, settings: UpdateSettings) -> dict[str, Any]:
-    """Arguments that make every loss of a micro-batch its part of the mean over the whole mini-batch."""
-    aggregation = settings.loss.aggregation
-    (denominator,) = sum_over_ranks(loss_denominator(mini.loss_mask, aggregation))
-    return {"aggregation": aggregation, "denominator": denominator}
-
-
-def _on_device(mini: Batch, size: int, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, Batch, bool]]:
-    """The micro-batches of ``mini``: their rows in it, themselves on the parameters' device, whether it is the last."""
-    micros = list(mini.micro_batches(size))
-    for number, (rows, micro) in enumerate(micros, start=1):
-        yield rows, micro.to(parameters[0].device), number == len(micros)
-
-
-def _take_step(
-    parameters: Sequence[Tensor],
-    optimizer: torch.optim.Optimizer,
-    lr: float,
-    limit: float | None,
-    what: str,
-    ids: tuple[str, ...],
-    grad_scale: float = 1.0,
-) -> float:
-    """Multiply the gradient by ``grad_scale``, clip it to ``limit``, step; returns the gradient's norm before both.
-
-    Raises:
-        NonFiniteError: that norm is not finite; ``what`` and ``ids`` go into it, and no step is taken.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    grad_norm = float(nn.utils.get_total_norm(gradients))
-    if not math.isfinite(grad_norm):
-        raise NonFiniteError(what, ids)
-    if grad_scale != 1.0:
-        torch._foreach_mul_(gradients, grad_scale)
-    if limit is not None:
-        nn.utils.clip_grad_norm_(parameters, limit)
-    set_lr(optimizer, lr)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return grad_norm
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give all groups of parameters the same learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr

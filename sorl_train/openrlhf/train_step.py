@@ -26,9 +26,10 @@ from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.files import read_resolved
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit, sampled_by
+from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.schedule import mini_batches, steps_of_batch
 from sorl_train.learner.scored_batch import batch_metrics, estimate_advantages, mismatch_metrics
-from sorl_train.learner.update import NonFiniteError
+from sorl_train.learner.trust_region import LOOK
 from sorl_train.models.shape import model_shape
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.prompts import evaluation_loader, exclude_older
@@ -94,6 +95,7 @@ class TrainStep:
         self.config, self.run_dir = run_config(), run_folder()
         self.place = Placement.of(self.config)
         self.metrics: dict[str, float] = {}
+        self.trust_scale = 1.0  # see ``learner.trust_region``; the workers' is that of this process
         self.classify = TokenClassifier(self.tokenizer)
         self.eval_env = make_env(self.config, evaluation=True)
         self.answers = answers_of(training_examples(self.config))
@@ -103,7 +105,7 @@ class TrainStep:
         self.recorder = Recorder(saved_config, self.run_dir, self.eval_env.task, log, HASHED_BYTES)
         log.start(f"training steps of {self.run_dir.path}", self.config.update.steps, self.version)
         if self.version:
-            self.recorder.restore(Path(self.args.ckpt.path))
+            self.trust_scale = self.recorder.restore(Path(self.args.ckpt.path))["trust_scale"]
         elif self.recorder.record(0, self.evaluate_policy(self.config.eval.num_examples_final)):
             self.recorder.save_best(0, self.save_policy)
 
@@ -182,7 +184,8 @@ class TrainStep:
                 if group is not None:
                     ray.get(group.async_run_method("save_state", folder=str(folder / name), states=states))
 
-        self.recorder.save_checkpoint(step, self.save_policy, save_shards)
+        state = {"trust_scale": self.trust_scale}
+        self.recorder.save_checkpoint(step, self.save_policy, save_shards, state)
 
     def save_policy(self, folder: Path) -> None:
         """Have the workers write the policy as a transformers folder."""
@@ -217,6 +220,8 @@ class TrainStep:
             broken = (~torch.isfinite(figures)).any(dim=1).nonzero()[:, 0].tolist()
             if broken:
                 raise NonFiniteError(f"one of the {name}", tuple(batch.ids[i] for i in broken))
+        if behind:  # a trust region is around the newest weights, not around those that sampled the batch
+            fields["start_log_probs"] = recomputed
         return batch.with_fields(**fields), recomputed
 
     def check_mismatch(
@@ -259,15 +264,18 @@ class TrainStep:
             order = torch.argsort(mini.lengths, descending=True, stable=True)
             for rank in range(ranks):
                 shares[rank].append(mini.rows(order[rank::ranks]))
+        order = torch.argsort(batch.lengths, descending=True, stable=True)
+        looks = [batch.rows(order[rank::ranks][::LOOK]) for rank in range(ranks)]
+        trust: dict[str, list[Any]] = {"look": looks, "trust_scale": [self.trust_scale] * ranks}
         per_step = steps_of_batch(config)
         counts = {"done": [(step - 1) * per_step] * ranks, "total": [config.update.steps * per_step] * ranks}
         metrics: dict[str, float] = {}
-        groups = [self.critic_model_group]
+        if self.critic_model_group is not None:
+            metrics |= self.run_group_awake(self.critic_model_group, "train_on", minis=shares, **counts)[0]
         if step > config.update.critic_warmup_steps:
-            groups.append(self.actor_model_group)
-        for group in groups:
-            if group is not None:
-                metrics |= self.run_group_awake(group, "train_on", minis=shares, **counts)[0]
+            actor = self.actor_model_group
+            metrics |= self.run_group_awake(actor, "train_on", minis=shares, **counts, **trust)[0]
+        self.trust_scale = metrics.get("loss/trust_scale", self.trust_scale)
         return metrics
 
     def run_group_awake(self, group: Any, method: str, **arguments: list[Any]) -> list[Any]:

@@ -18,26 +18,20 @@ from torch import Tensor
 from sorl_train.config.files import read_resolved
 from sorl_train.config.settings import OptimConfig, TrainConfig
 from sorl_train.learner.batch import Batch
+from sorl_train.learner.means import Means, past_target_kl
+from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.schedule import learning_rate
 from sorl_train.learner.settings import update_settings
-from sorl_train.learner.update import (
-    CriticUpdate,
-    Means,
-    NonFiniteError,
-    PolicyUpdate,
-    past_target_kl,
-    set_lr,
-)
+from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.losses.clip_bias import Normalization
 from sorl_train.losses.log_probs import TokenStats
-from sorl_train.losses.sums import sum_over_ranks
 from sorl_train.models.critic import VALUE_HEAD_FILE
 from sorl_train.models.forward import logit_stats
+from sorl_train.openrlhf.deepspeed_step import DeepSpeedStep
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.value_head import ValueHead
 from sorl_train.run.folder import RunDir
 
-PIECE = 1 << 24  # elements of a gradient that are looked at together
 ACTOR, CRITIC = "_actor", "_critic"  # where OpenRLHF looks for shards in a checkpoint
 SHARDS = "shards"  # the folder in there that DeepSpeed makes
 
@@ -54,53 +48,6 @@ def run_config() -> TrainConfig:
     micro = place.micro_batch(update.micro_batch_size, update.mini_batch_size)
     sizes = dataclasses.replace(update, micro_batch_size=micro, critic_micro_batch_size=micro)
     return dataclasses.replace(config, update=sizes)
-
-
-class DeepSpeedStep:
-    """Backward passes and steps of a DeepSpeed engine, which accumulates, averages over ranks, clips and steps."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        # DeepSpeed divides by both, but our losses are already divided by what belongs to the whole mini-batch
-        self._undo = engine.gradient_accumulation_steps() * dist.get_world_size()
-
-    def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of one micro-batch; after the last one, call ``apply``."""
-        self.engine.backward(loss * self._undo)
-        if not last:
-            self.engine.step()  # DeepSpeed counts micro-batches with it
-
-    def apply(self, lr: float, grad_scale: float = 1.0, limit: float | None = None) -> float:
-        """Scale the gradient, clip it to ``limit`` (None: DeepSpeed's own), step with rate ``lr``.
-
-        Returns the gradient's norm before scaling and clipping. If the gradient is not finite on some rank: NaN on all
-        ranks, and no step. DeepSpeed's own step does not report that in bfloat16: ZeRO-3 takes the norm to be 1 and
-        steps, ZeRO-2 takes no step and keeps the last norm.
-
-        The gradient is scaled through the loss scale, by which DeepSpeed divides before it clips: that works with every
-        ZeRO stage and never gathers a gradient.
-        """
-        optimizer = self.engine.optimizer
-        is_zero_3 = self.engine.zero_optimization_stage() == 3
-        if is_zero_3 and not _is_finite(optimizer.grad_partitions_flat_buffer):
-            return math.nan
-        set_lr(optimizer, lr)
-        usual_limit = optimizer.clip_grad
-        optimizer.override_loss_scale(1.0 / grad_scale)
-        optimizer.clip_grad = usual_limit if limit is None else limit
-        try:
-            self.engine.step()
-        finally:
-            optimizer.override_loss_scale(1.0)
-            optimizer.clip_grad = usual_limit
-        return math.nan if optimizer.overflow else float(self.engine.get_global_grad_norm()) / grad_scale
-
-
-def _is_finite(gradients: Tensor) -> bool:
-    """Whether the gradients of all ranks are finite; in pieces, as a check of a whole shard doubles its memory."""
-    finite = torch.stack([piece.isfinite().all() for piece in gradients.split(PIECE)]).all()
-    (broken,) = sum_over_ranks(float(not finite))
-    return not broken
 
 
 class DeepSpeedPolicyUpdate(PolicyUpdate):
@@ -126,6 +73,15 @@ class DeepSpeedPolicyUpdate(PolicyUpdate):
         limit = self.settings.clip_limit(scales.grad_scale)
         grad_norm = self._deepspeed.apply(lr * scales.update_scale, scales.grad_scale, limit)
         return _finite(grad_norm, "the policy gradient", mini)
+
+    def _weights(self) -> list[Tensor]:
+        return self._deepspeed.weights()
+
+    def _weights_moved(self) -> None:
+        self._deepspeed.copy_weights()
+
+    def _discard_gradient(self) -> None:
+        self._deepspeed.discard_gradient()
 
 
 class DeepSpeedCriticUpdate(CriticUpdate):
@@ -168,20 +124,23 @@ def _finite(grad_norm: float, what: str, mini: Batch) -> float:
 
 
 def _train(
-    update: Any, optim: OptimConfig, base: float, warmup: float, minis: Iterable[Batch], **steps: int
-) -> dict[str, float]:
+    update: Any,
+    means: Means,
+    optim: OptimConfig,
+    base: float,
+    warmup: float,
+    minis: Iterable[Batch],
+    **steps: int,
+) -> None:
     """One optimizer step on each of ``minis``: steps ``done``, ``done`` + 1, .. of ``total`` in the rate's schedule.
 
     The actor stops early at ``update.target_kl``. That KL is summed over all ranks, so all of them stop together.
     """
-    means = Means()
     for number, mini in enumerate(minis):
         lr = learning_rate(optim, base, warmup, steps["done"] + number, steps["total"])
         update.step(mini, lr, means)
         if isinstance(update, PolicyUpdate) and past_target_kl(update.settings.target_kl, means):
             break
-    torch.cuda.empty_cache()  # several processes share the GPU, and torch would keep the memory of this one's peak
-    return means.result()
 
 
 @torch.no_grad()
@@ -211,11 +170,25 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
         size = self.config.update.micro_batch_size
         return _score(batch, size, lambda micro: self.update.stats(micro, micro.action_mask).log_probs)
 
-    def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
-        """Train on this rank's share of a training step's mini-batches; returns metrics over all ranks."""
+    def train_on(
+        self, minis: list[Batch], done: int, total: int, look: Batch, trust_scale: float
+    ) -> dict[str, float]:
+        """Train on this rank's share of a training step's mini-batches; returns metrics over all ranks.
+
+        Args:
+            done, total: optimizer steps before this training step, and in the whole run.
+            look: what the trust region looks at after the last step, likewise this rank's share.
+            trust_scale: its scale after the training step before; the metrics hold the new one.
+        """
         self.actor.train()
-        optim = self.config.optim
-        return _train(self.update, optim, optim.lr, optim.warmup_ratio, minis, done=done, total=total)
+        update, optim, means = self.update, self.config.optim, Means()
+        if update.trust is not None:
+            update.trust.scale = trust_scale
+        update.begin_batch()
+        _train(update, means, optim, optim.lr, optim.warmup_ratio, minis, done=done, total=total)
+        update.end_batch(look, means)
+        torch.cuda.empty_cache()  # several processes share the GPU, and torch would keep this one's peak
+        return means.result()
 
     def save_state(self, folder: str, states: dict[str, Any]) -> None:
         """Write this rank's shards, with the trainer's ``states``, for a resume."""
@@ -258,9 +231,11 @@ class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
     def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
         """See ``PolicyWorker.train_on``."""
         self.critic.train()
-        optim = self.config.optim
+        optim, means = self.config.optim, Means()
         rates = optim.critic_lr, optim.critic_warmup_ratio
-        return _train(self.update, optim, *rates, minis, done=done, total=total)
+        _train(self.update, means, optim, *rates, minis, done=done, total=total)
+        torch.cuda.empty_cache()  # as in ``PolicyWorker.train_on``
+        return means.result()
 
 
 class RolloutWorker(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class):

@@ -85,7 +85,8 @@ class CollapseAlarm:
         kept = math.exp(-1.0 / MEMORY)  # the weight of a step falls by a factor of e in MEMORY steps
         self._strain = kept * self._strain + min(sudden["ratio_tail"], SPIKE)
         self._steps_seen = kept * self._steps_seen + 1.0
-        signals = {"strain": self.strain}
+        # a trust region bounds the strain by design, and keeps it high at high rates, where it does no harm
+        signals = {} if "loss/trust_kl" in metrics else {"strain": self.strain}
         signals |= {name: math.fsum(one[name] for _, one in self._recent) / WINDOW for name in sudden}
         beyond = {name: value for name, value in signals.items() if value > getattr(self._config, name)}
         if self._raised or not beyond:

@@ -170,6 +170,8 @@ class Recorder:
         Returns the collapse alarm if the run is to be rolled back because of it.
         """
         self._count_lost(step, trajectories)
+        if metrics.get("loss/trust_moves_back"):
+            append_event(self.run_dir, _moved_back(step, metrics))
         alarm, action = self._alarm.observe(step, metrics), self.config.alarm.action
         if alarm is not None:
             append_event(self.run_dir, alarm.event(action))
@@ -271,6 +273,16 @@ class Recorder:
 def _is_due(step: int, every: int) -> bool:
     """Whether ``step`` is a multiple of ``every``; never if that is 0."""
     return every > 0 and step % every == 0
+
+
+def _moved_back(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """The event of a step in which the trust region took optimizer steps back."""
+    reason = (
+        f"the KL reached {metrics['loss/trust_kl_max']:.2g}: weights were moved back "
+        f"{metrics['loss/trust_moves_back']:g} times, and the step ends at {metrics['loss/trust_kl']:.2g}; learning "
+        f"rates are times {metrics['loss/trust_scale']:.2g} from here"
+    )
+    return {"step": step, "kind": "moved_back", "reason": reason}
 
 
 def append_event(run_dir: RunDir, event: Mapping[str, Any]) -> None:

@@ -40,6 +40,7 @@ def measure(run_dir: Path) -> dict[str, float]:
         max_grad_norm, grad_norm: the highest and the mean gradient norm.
         normalized: share of optimizer steps that the clipping bias scaled.
         mean_rate: mean effective learning rate.
+        moves_back: how often the trust region moved weights back; NaN without one.
         clip_frac: mean share of clipped tokens.
         tokens_CLASS, clipped_CLASS: the share of a token class in all tokens, and in the clipped ones.
 
@@ -70,6 +71,7 @@ def measure(run_dir: Path) -> dict[str, float]:
         "max_grad_norm": max(infinite_if_none(line["loss/grad_norm_max"]) for line in trained),
         "normalized": mean("loss/normalized_frac"),
         "mean_rate": mean("loss/effective_lr"),
+        "moves_back": math.fsum(line.get("loss/trust_moves_back", math.nan) for line in trained),
         "clip_frac": mean("loss/clip_frac"),
         "grad_norm": mean("loss/grad_norm"),
         **_clipped_classes(trained),

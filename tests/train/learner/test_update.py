@@ -12,9 +12,11 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.means import Means, past_target_kl
+from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.schedule import learning_rate
 from sorl_train.learner.settings import update_settings
-from sorl_train.learner.update import Means, NonFiniteError, PolicyUpdate, past_target_kl
+from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.policy import load_policy, load_tokenizer
 
 from ..conftest import short_config

@@ -23,7 +23,8 @@ from openrlhf.models import get_llm_for_sequence_regression
 
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
-from sorl_train.learner.update import Means, NonFiniteError
+from sorl_train.learner.means import Means
+from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.openrlhf.value_head import ValueHead
 from sorl_train.openrlhf.workers import DeepSpeedCriticUpdate
 

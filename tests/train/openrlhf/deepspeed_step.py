@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from sorl_train.learner.update import Means, NonFiniteError
+from sorl_train.learner.means import Means
+from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.openrlhf.workers import DeepSpeedPolicyUpdate
 
 LR = 1e3  # so large that the step shows the gradient to more digits than the weights have

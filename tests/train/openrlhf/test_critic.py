@@ -14,8 +14,9 @@ from sorl_env.registry import load_task
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.means import Means
 from sorl_train.learner.settings import update_settings
-from sorl_train.learner.update import CriticUpdate, Means
+from sorl_train.learner.update import CriticUpdate
 from sorl_train.models.critic import Critic, load_critic
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.models.tiny import build_tiny_policy

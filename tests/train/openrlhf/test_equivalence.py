@@ -17,8 +17,9 @@ from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.means import Means
 from sorl_train.learner.settings import update_settings
-from sorl_train.learner.update import Means, PolicyUpdate
+from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.models.tiny import build_tiny_policy
 

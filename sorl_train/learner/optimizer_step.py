@@ -1,0 +1,76 @@
+"""What the policy's and the critic's optimizer steps share: micro-batches, denominators, clipping, the step itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sorl_train.learner.batch import Batch
+from sorl_train.learner.settings import UpdateSettings
+from sorl_train.losses.aggregate import loss_denominator
+from sorl_train.losses.sums import sum_over_ranks
+
+
+class NonFiniteError(RuntimeError):
+    """NaN or infinity in a loss, a gradient or a log-probability of the trajectories ``trajectory_ids``."""
+
+    def __init__(self, what: str, trajectory_ids: tuple[str, ...]) -> None:
+        shown = ", ".join(trajectory_ids[:8]) + (", .." if len(trajectory_ids) > 8 else "")
+        super().__init__(f"{what} is not finite; trajectories: {shown}")
+        self.what = what
+        self.trajectory_ids = trajectory_ids
+
+    def __reduce__(self) -> Any:  # so that it can be pickled by the process that raises it
+        return type(self), (self.what, self.trajectory_ids)
+
+
+def mean_over(mini: Batch, settings: UpdateSettings) -> dict[str, Any]:
+    """Arguments that make every loss of a micro-batch its part of the mean over the whole mini-batch."""
+    aggregation = settings.loss.aggregation
+    (denominator,) = sum_over_ranks(loss_denominator(mini.loss_mask, aggregation))
+    return {"aggregation": aggregation, "denominator": denominator}
+
+
+def on_device(mini: Batch, size: int, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, Batch, bool]]:
+    """The micro-batches of ``mini``: their rows in it, themselves on the parameters' device, whether it is the last."""
+    micros = list(mini.micro_batches(size))
+    for number, (rows, micro) in enumerate(micros, start=1):
+        yield rows, micro.to(parameters[0].device), number == len(micros)
+
+
+def take_step(
+    parameters: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    limit: float | None,
+    what: str,
+    ids: tuple[str, ...],
+    grad_scale: float = 1.0,
+) -> float:
+    """Multiply the gradient by ``grad_scale``, clip it to ``limit``, step; returns the gradient's norm before both.
+
+    Raises:
+        NonFiniteError: that norm is not finite; ``what`` and ``ids`` go into it, and no step is taken.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    grad_norm = float(nn.utils.get_total_norm(gradients))
+    if not math.isfinite(grad_norm):
+        raise NonFiniteError(what, ids)
+    if grad_scale != 1.0:
+        torch._foreach_mul_(gradients, grad_scale)
+    if limit is not None:
+        nn.utils.clip_grad_norm_(parameters, limit)
+    set_lr(optimizer, lr)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give all groups of parameters the same learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,107 @@
+"""A trust region that takes bad steps back, for any algorithm.
+
+A copy of the weights that begin a rollout batch is kept. Each mini-batch's forward pass, which is computed anyway,
+tells how far the policy is from the one of that copy: D, the mean token KL. Where D is above the limit, the weights w
+go back along the line to the copy w0, w <- w0 + t (w - w0), the learning rate's scale shrinks by t, and the mini-batch
+is computed anew. Near w0 the KL grows with the square of the distance, so t = sqrt(limit / (2 D)) leads to half of the
+limit. After the batch's last step a part of the batch is looked at once more. Where a batch ends far inside the region
+the scale grows again.
+
+Everything here is elementwise in the weights: with sharded weights each rank moves its own shard, by a factor that all
+ranks know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sorl_train.learner.batch import Batch
+from sorl_train.losses.sums import sum_over_ranks
+
+MOST_MOVES = 4  # moves back towards the copy before one that goes all the way
+LOOK = 4  # after the last step one trajectory in so many is looked at
+SHRINK = (0.1, 0.7)  # bounds of the factor by which the scale shrinks when steps are taken back
+GROWTH = 1.5  # most that the scale grows by after a batch
+FAST_GROWTH = 4.0  # the same after a batch that moved the policy less than 1/16 of the KL that is aimed at
+
+
+def token_kl(log_probs: Tensor, batch: Batch) -> float:
+    """The mean token KL to the policy that the update of the batch began with, over the loss tokens of all ranks.
+
+    The estimate is mean(log_ratio^2) / 2, as in ``loss/approx_kl``. Infinite where a log-probability is not finite, and
+    0 without tokens.
+
+    Args:
+        log_probs: (B, T) of the current weights.
+    """
+    began = batch.old_log_probs if batch.start_log_probs is None else batch.start_log_probs
+    if began is None:  # these very weights began the batch
+        return 0.0
+    mask = batch.loss_mask.cpu()
+    log_ratio = (log_probs.cpu() - began.cpu())[mask].double()
+    squares, tokens = sum_over_ranks(float(log_ratio.square().sum()), float(len(log_ratio)))
+    return 0.5 * squares / max(tokens, 1.0) if math.isfinite(squares) else math.inf
+
+
+class TrustRegion:
+    """Where the weights of one rollout batch began, how far they may go, and the scale of their learning rate.
+
+    Args:
+        limit: the largest mean token KL.
+        max_scale: the largest scale; above 1 the learning rate is only where the search for a good one begins.
+
+    Attributes:
+        scale: what learning rates are multiplied by. It is part of a checkpoint.
+        moves: how often weights were moved back in this batch.
+        largest: the largest KL seen in this batch.
+    """
+
+    def __init__(self, limit: float, max_scale: float) -> None:
+        self.limit = limit
+        self.target = limit / 2
+        self.max_scale = max_scale
+        self.scale = 1.0
+        self.moves, self.largest = 0, 0.0
+        self._start: list[Tensor] = []
+
+    def begin(self, weights: Sequence[Tensor]) -> None:
+        """Copy the weights that begin a batch, to host memory: it is only read when steps are taken back."""
+        self.moves, self.largest = 0, 0.0
+        self._start = [
+            torch.empty_like(w, device="cpu", pin_memory=w.is_cuda, requires_grad=False).copy_(w.detach())
+            for w in weights
+        ]
+
+    def left(self, kl: float) -> bool:
+        """Whether weights at this KL are outside the region."""
+        self.largest = max(self.largest, kl)
+        return not kl <= self.limit
+
+    @torch.no_grad()
+    def go_back(self, weights: Sequence[Tensor], kl: float, move: int) -> None:
+        """Move weights at this KL along the line to where the batch began; the last ``move`` goes all the way.
+
+        The scale shrinks with the first move only: more of them say that earlier steps had left the region too.
+        """
+        share = math.sqrt(self.target / kl) if move < MOST_MOVES else 0.0
+        if move == 0:
+            self.scale *= min(max(share, SHRINK[0]), SHRINK[1])
+        self.moves += 1
+        for now, start in zip(weights, self._start, strict=True):
+            start = start.to(now.device)
+            # not start + share * (now - start), which is not finite where ``now`` is not
+            now.copy_(torch.lerp(start, now, share) if share else start)
+
+    def end(self, kl: float, *, may_grow: bool) -> None:
+        """Let go of the copy. The scale may grow after a batch that ends at this KL, if it is low.
+
+        It may not where the last step had to be taken back, nor where no advantage said where to go.
+        """
+        self._start = []
+        if may_grow and 0.0 < kl < self.target:
+            most = FAST_GROWTH if kl < self.target / 16 else GROWTH
+            self.scale = min(self.max_scale, self.scale * min(most, math.sqrt(self.target / kl)))

@@ -1,0 +1,262 @@
+"""Steps that leave the trust region are taken back: by how much, from where, and what they leave."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sorl_env.env import ToolUseEnv
+from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.means import Means
+from sorl_train.learner.optimizer_step import NonFiniteError
+from sorl_train.learner.settings import update_settings
+from sorl_train.learner.trust_region import GROWTH, LOOK, MOST_MOVES, SHRINK, TrustRegion, token_kl
+from sorl_train.learner.update import PolicyUpdate
+from sorl_train.models.forward import action_stats
+from sorl_train.models.policy import load_policy, load_tokenizer
+
+from ..conftest import short_config
+from ..rollout.test_sampler import roll
+
+ROOT = Path(__file__).resolve().parents[3]
+LIMIT = 0.01
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_folder: str, minihop_env: ToolUseEnv) -> Batch:
+    """Nine trajectories of the policy itself, whose advantages are large and random."""
+    rolled = collate(roll(minihop_env, load_policy(tiny_folder), load_tokenizer(tiny_folder), 9)[0])
+    old = current(load_policy(tiny_folder), rolled)
+    noise = torch.Generator().manual_seed(0)
+    advantages = torch.randn(old.shape, generator=noise) * rolled.action_mask
+    return rolled.with_fields(old_log_probs=old, advantages=advantages)
+
+
+@torch.no_grad()
+def current(model: Any, batch: Batch) -> Tensor:
+    return action_stats(model, batch.token_ids, batch.action_mask, temperature=1.0).log_probs.float()
+
+
+def config(**more: Any) -> TrainConfig:
+    return short_config(**{"update.trust_kl": LIMIT, "optim.max_grad_norm": None, **more})
+
+
+def update_of(model: Any, settings: TrainConfig, *, sgd: bool = False) -> PolicyUpdate:
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.SGD(model.parameters(), lr=1.0)
+        if sgd
+        else torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0)
+    )
+    return PolicyUpdate(model, optimizer, update_settings(settings))
+
+
+def train_on(update: PolicyUpdate, minis: list[Batch], look: Batch, lr: float) -> dict[str, float]:
+    means = Means()
+    update.begin_batch()
+    for mini in minis:
+        update.step(mini, lr, means)
+    update.end_batch(look, means)
+    return means.result()
+
+
+def flat(model: Any) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+def trust_of(update: PolicyUpdate) -> TrustRegion:
+    assert update.trust is not None
+    return update.trust
+
+
+# -- the numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_token_kl_is_half_the_mean_square_over_the_loss_tokens(batch: Batch) -> None:
+    assert batch.old_log_probs is not None
+    shifted = batch.old_log_probs + 0.2
+    assert token_kl(shifted, batch) == pytest.approx(0.02, rel=1e-5)
+    off = shifted.masked_fill(~batch.loss_mask, math.nan)
+    assert token_kl(off, batch) == pytest.approx(0.02, rel=1e-5)
+    began = batch.with_fields(start_log_probs=batch.old_log_probs + 0.1)
+    assert token_kl(shifted, began) == pytest.approx(0.005, rel=1e-4)  # to the weights that began the batch
+    assert token_kl(shifted.fill_(math.nan), batch) == math.inf
+    assert token_kl(shifted, batch.with_fields(loss_mask=torch.zeros_like(batch.loss_mask))) == 0.0
+
+
+@pytest.mark.parametrize("kl", [0.011, 0.04, 3.0, math.inf])
+def test_going_back_interpolates_and_shrinks_the_scale_once(kl: float) -> None:
+    trust = TrustRegion(LIMIT, 1.0)
+    weights = [torch.zeros(3), torch.ones(2, 2)]
+    trust.begin(weights)
+    moved = [w + 8.0 for w in weights]
+    share = math.sqrt(LIMIT / 2 / kl)
+    trust.go_back(moved, kl, 0)
+    for start, now in zip(weights, moved, strict=True):
+        torch.testing.assert_close(now, start + share * 8.0)
+    assert trust.scale == min(max(share, SHRINK[0]), SHRINK[1])
+    trust.go_back(moved, kl, 1)
+    assert trust.scale == min(max(share, SHRINK[0]), SHRINK[1]) and trust.moves == 2
+    moved[0].fill_(math.nan)
+    trust.go_back(moved, math.inf, MOST_MOVES)
+    assert all(torch.equal(now, start) for start, now in zip(weights, moved, strict=True))
+
+
+def test_the_scale_grows_after_short_steps_and_only_then() -> None:
+    def after(kl: float, scale: float = 0.1, most: float = 1.0, may_grow: bool = True) -> float:
+        trust = TrustRegion(LIMIT, most)
+        trust.scale = scale
+        trust.end(kl, may_grow=may_grow)
+        return trust.scale
+
+    assert after(LIMIT * 0.6) == 0.1
+    assert after(LIMIT / 2 / 1.21) == pytest.approx(0.11)
+    assert after(LIMIT / 8) == pytest.approx(0.1 * GROWTH)
+    assert after(LIMIT / 1000) == pytest.approx(0.4)
+    assert after(LIMIT / 1000, scale=0.9) == 1.0
+    assert after(LIMIT / 1000, scale=0.9, most=100) == pytest.approx(3.6)
+    assert after(LIMIT / 1000, may_grow=False) == after(0.0) == 0.1
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+
+
+def test_small_steps_are_those_without_a_trust_region(tiny_folder: str, batch: Batch) -> None:
+    free, held = load_policy(tiny_folder), load_policy(tiny_folder)
+    minis = [batch.rows(range(4)), batch.rows(range(4, 9))]
+    without = train_on(update_of(free, config(**{"update.trust_kl": None})), minis, batch, 1e-4)
+    found = train_on(update_of(held, config()), minis, batch, 1e-4)
+    assert torch.equal(flat(free), flat(held))
+    assert {name: value for name, value in found.items() if "trust" not in name} == without
+    assert found["loss/trust_moves_back"] == 0.0 and 0 < found["loss/trust_kl"] < LIMIT
+
+
+def test_the_last_step_is_taken_back_along_its_line(tiny_folder: str, batch: Batch) -> None:
+    """One step of plain SGD that goes too far: what stays is a part of it, and its KL is what is reported."""
+    model = load_policy(tiny_folder)
+    before = flat(model)
+    update = update_of(model, config(), sgd=True)
+    means = Means()
+    update.begin_batch()
+    update.step(batch, 30.0, means)
+    there = flat(model)
+    kls = [token_kl(current(model, batch), batch)]
+    assert kls[0] > LIMIT
+    update.end_batch(batch, means)
+    share = 1.0
+    for kept in torch.linspace(0, 1, 4001):  # the one number that explains all weights
+        if torch.allclose(
+            flat(model), torch.lerp(before, there, kept), atol=1e-4 * float((there - before).abs().max())
+        ):
+            share = float(kept)
+            break
+    assert 0.0 < share < 1.0
+    assert share <= math.sqrt(LIMIT / 2 / kls[0]) + 1e-3
+    result = means.result()
+    assert token_kl(current(model, batch), batch) == pytest.approx(result["loss/trust_kl"], rel=1e-3)
+    assert result["loss/trust_kl"] <= LIMIT < result["loss/trust_kl_max"]
+    assert result["loss/trust_scale"] < 1.0 and result["loss/trust_moves_back"] >= 1
+
+
+@pytest.mark.parametrize("lr", [1e-2, 1.0, 1e4])
+def test_no_rate_leaves_the_region(lr: float, tiny_folder: str, batch: Batch) -> None:
+    """Batch after batch at absurd rates: each ends inside the region, and the weights stay finite."""
+    model = load_policy(tiny_folder)
+    update = update_of(model, config())
+    scales = []
+    for _ in range(4):
+        start = batch.with_fields(old_log_probs=current(model, batch))
+        found = train_on(update, [start.rows(range(k, 9, 3)) for k in range(3)], start, lr)
+        assert torch.isfinite(flat(model)).all()
+        assert token_kl(current(model, start), start) <= LIMIT * 1.001
+        scales.append(found["loss/trust_scale"])
+    assert scales[0] < 1.0 and scales[-1] < min(1.0, 0.1 / lr), scales
+
+
+def test_weights_that_are_not_finite_go_back_to_where_the_batch_began(tiny_folder: str, batch: Batch) -> None:
+    model = load_policy(tiny_folder)
+    update = update_of(model, config())
+    before, means = flat(model), Means()
+    update.begin_batch()
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.nan)
+    update.step(batch, 0.0, means)
+    assert torch.equal(flat(model), before)
+    broken = batch.with_fields(advantages=torch.full_like(batch.rollout_log_probs, math.nan))
+    with pytest.raises(NonFiniteError, match="the policy loss"):  # no weights help against that
+        update.step(broken, 0.0, means)
+
+
+def test_without_advantages_the_scale_stays(tiny_folder: str, batch: Batch) -> None:
+    """A batch that says nothing must not make the next steps larger."""
+    update = update_of(load_policy(tiny_folder), config(**{"update.trust_max_scale": 100.0}))
+    silent = batch.with_fields(advantages=torch.zeros_like(batch.rollout_log_probs))
+    assert train_on(update, [silent], silent, 1e-6)["loss/trust_scale"] == 1.0
+    assert train_on(update, [batch], batch, 1e-6)["loss/trust_scale"] > 1.0
+
+
+def test_micro_batches_do_not_matter_where_steps_are_taken_back(tiny_folder: str, batch: Batch) -> None:
+    results = []
+    for size in (9, 4, 1):
+        model = load_policy(tiny_folder)
+        update = update_of(model, config(**{"update.micro_batch_size": size}))
+        minis = [batch.rows(range(k, 9, 3)) for k in range(3)] * 2
+        found = train_on(update, minis, batch.rows(range(0, 9, LOOK)), 3e-3)
+        assert found["loss/trust_moves_back"] >= 2
+        results.append((flat(model), found["loss/trust_moves_back"], found["loss/trust_scale"]))
+    for weights, moves, scale in results[1:]:
+        torch.testing.assert_close(weights, results[0][0], atol=2e-5, rtol=1e-4)
+        assert moves == results[0][1] and scale == pytest.approx(results[0][2], rel=1e-4)
+
+
+def one_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    case = torch.load(f"{folder}/case.pt", weights_only=False)
+    model = load_policy(case["model"])
+    update = _SummedOverRanks(
+        model, torch.optim.AdamW(model.parameters(), weight_decay=0.0), case["settings"]
+    )
+    found = train_on(update, case["minis"][rank], case["look"][rank], case["lr"])
+    torch.save((flat(model), found), f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+class _SummedOverRanks(PolicyUpdate):
+    """What an engine with several ranks does with gradients: each holds all weights, and adds up the gradients."""
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        super()._backward(loss, last)
+        if last:
+            for p in self.parameters:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                dist.all_reduce(p.grad)
+
+
+def test_two_ranks_take_the_same_steps_back(
+    tiny_folder: str, batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uneven shares: a rank's own tokens would decide differently."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    minis = [batch.rows(range(k, 9, 3)) for k in range(3)] * 2
+    look = batch.rows(range(0, 9, LOOK))
+    model = load_policy(tiny_folder)
+    expected = train_on(update_of(model, config()), minis, look, 3e-3)
+    assert expected["loss/trust_moves_back"] >= 2
+    shares = [[mini.rows([0]) for mini in minis], [mini.rows([1, 2]) for mini in minis]]
+    case = {"model": tiny_folder, "settings": update_settings(config()), "lr": 3e-3}
+    looks = [look.rows([0, 1]), look.rows([2])]
+    torch.save(case | {"minis": shares, "look": looks}, tmp_path / "case.pt")
+    torch.multiprocessing.spawn(one_rank, args=(str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        weights, found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+        torch.testing.assert_close(weights, flat(model), atol=2e-5, rtol=1e-4)
+        for name in ("trust_moves_back", "trust_scale", "trust_kl", "trust_kl_max"):
+            assert found[f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], rel=1e-3), name
