@@ -101,7 +101,7 @@ class LocalEngine:
             state = self.recorder.restore(folder)
             self.step, self.lr_scale = state["step"], state["lr_scale"]
             if self.policy_update.trust is not None:
-                self.policy_update.trust.scale = state["trust_scale"]
+                self.policy_update.trust.scale = state.get("trust_scale", 1.0)  # none in older versions
 
     def _make_sampler(self) -> LocalSampler:
         config = self.config

@@ -105,7 +105,8 @@ class TrainStep:
         self.recorder = Recorder(saved_config, self.run_dir, self.eval_env.task, log, HASHED_BYTES)
         log.start(f"training steps of {self.run_dir.path}", self.config.update.steps, self.version)
         if self.version:
-            self.trust_scale = self.recorder.restore(Path(self.args.ckpt.path))["trust_scale"]
+            state = self.recorder.restore(Path(self.args.ckpt.path))
+            self.trust_scale = state.get("trust_scale", 1.0)  # none in checkpoints of older versions
         elif self.recorder.record(0, self.evaluate_policy(self.config.eval.num_examples_final)):
             self.recorder.save_best(0, self.save_policy)
 

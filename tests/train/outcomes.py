@@ -13,7 +13,8 @@ from sorl_train.run.hashed_folder import hash_file
 
 from .conftest import SHORT
 
-# Everything that a checkpoint can hold: a critic, trajectories that wait, a best policy. Else as little as possible.
+# Everything that a checkpoint can hold: a critic, trajectories that wait, a best policy, a trust region that has taken
+# steps back. Else as little as possible.
 SMALL: dict[str, Any] = SHORT | {
     "update.steps": 4,
     "checkpoint.every": 1,
@@ -25,6 +26,7 @@ SMALL: dict[str, Any] = SHORT | {
     "rollout.batch_size": 4,
     "rollout.save_every": 2,
     "update.mini_batch_size": 4,
+    "update.trust_kl": 1e-6,
 }
 UNDERSCORED = {name.replace(".", "__"): value for name, value in SMALL.items()}
 

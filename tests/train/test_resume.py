@@ -26,7 +26,11 @@ from .outcomes import UNDERSCORED, Killed, outcome
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the uninterrupted run leaves."""
-    return outcome(train_short(tmp_path_factory.mktemp("whole") / "run", **UNDERSCORED)[0])
+    run_dir, _ = train_short(tmp_path_factory.mktemp("whole") / "run", **UNDERSCORED)
+    assert all(
+        line["loss/trust_scale"] < 1 for line in read_jsonl(run_dir.metrics)[1:]
+    )  # or it would show nothing
+    return outcome(run_dir)
 
 
 def stop_in_step(folder: Path, step: int, **settings: Any) -> RunDir:

@@ -51,6 +51,15 @@ def far(*ratio_tails: float) -> list[dict[str, Any]]:
     return [{"loss/approx_kl": value**2 / 2.0} for value in ratio_tails]
 
 
+def test_a_trust_region_is_not_strain_but_other_signs_alarm() -> None:
+    """It keeps the ratios of a high rate near its limit for good, where they do no harm."""
+    inside = [{**line, "loss/trust_kl": 0.005} for line in far(*[0.12] * 60)]
+    assert observe(CollapseAlarm(AlarmConfig(strain=0.07)), inside) == []
+    assert observe(CollapseAlarm(AlarmConfig(strain=0.07)), far(*[0.12] * 60)) == [1]
+    forgotten = [{**line, "rollout/valid_turn_rate": 0.5} for line in inside[:6]]
+    assert observe(CollapseAlarm(LIMITS), [*inside[:3], *forgotten]) != []
+
+
 def test_strain_is_a_mean_in_which_older_steps_count_for_less() -> None:
     older = math.exp(-1.0 / MEMORY)
     mean = (older * 0.1 + 0.2) / (older + 1.0)

@@ -236,6 +236,18 @@ def test_a_resumed_run_goes_on_with_the_strain_so_far(tmp_path: Path) -> None:
     assert alarm_so_far(limits, run_dir).observe(5, steps[4]) is None  # it was raised before
 
 
+def test_steps_that_were_taken_back_are_an_event(tmp_path: Path) -> None:
+    record = recorder(tmp_path / "run")
+    figures = {"trust_kl": 0.0049, "trust_kl_max": 0.731, "trust_scale": 0.25}
+    for step, moves in ((1, 0.0), (2, 3.0)):
+        line = {f"loss/{name}": value for name, value in (figures | {"trust_moves_back": moves}).items()}
+        assert record.watch(step, CALM | line, [trajectory("a")]) is None
+    (event,) = read_jsonl(record.run_dir.events)
+    assert (event["step"], event["kind"]) == (2, "moved_back")
+    for number in ("0.73", "3 times", "0.0049", "times 0.25"):
+        assert number in event["reason"]
+
+
 def test_events_are_lines_of_json(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     append_event(run_dir, {"step": 1, "kind": "collapse_alarm"})
