@@ -100,8 +100,8 @@ class LocalEngine:
             self.waiting.extend(load_waiting(folder, self.collate))
             state = self.recorder.restore(folder)
             self.step, self.lr_scale = state["step"], state["lr_scale"]
-            if self.policy_update.trust is not None:
-                self.policy_update.trust.scale = state.get("trust_scale", 1.0)  # none in older versions
+            if self.policy_update.trust is not None and "trust" in state:  # older versions have none
+                self.policy_update.trust.load(state["trust"])
 
     def _make_sampler(self) -> LocalSampler:
         config = self.config
@@ -275,7 +275,7 @@ class LocalEngine:
     def save(self) -> None:
         """Write a checkpoint of the current step."""
         trust = self.policy_update.trust
-        state = {"lr_scale": self.lr_scale} | ({} if trust is None else {"trust_scale": trust.scale})
+        state = {"lr_scale": self.lr_scale} | ({} if trust is None else {"trust": trust.state()})
         self.recorder.save_checkpoint(self.step, self._save_policy, self._save_rest, state)
 
     def save_best(self) -> None:

@@ -4,8 +4,8 @@ A copy of the weights that begin a rollout batch is kept. Each mini-batch's forw
 tells how far the policy is from the one of that copy: D, the mean token KL. Where D is above the limit, the weights w
 go back along the line to the copy w0, w <- w0 + t (w - w0), the learning rate's scale shrinks by t, and the mini-batch
 is computed anew. Near w0 the KL grows with the square of the distance, so t = sqrt(limit / (2 D)) leads to half of the
-limit. After the batch's last step a part of the batch is looked at once more. Where a batch ends far inside the region
-the scale grows again.
+limit. After the batch's last step a part of the batch is looked at once more. The scale grows again after batches that
+stay far inside the region; slowly, because a batch of easy questions hardly moves at a rate that ruins the next one.
 
 Everything here is elementwise in the weights: with sharded weights each rank moves its own shard, by a factor that all
 ranks know.
@@ -14,7 +14,7 @@ ranks know.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ MOST_MOVES = 4  # moves back towards the copy before one that goes all the way
 LOOK = 4  # after the last step one trajectory in so many is looked at
 SHRINK = (0.1, 0.7)  # bounds of the factor by which the scale shrinks when steps are taken back
 GROWTH = 1.5  # most that the scale grows by after a batch
-FAST_GROWTH = 4.0  # the same after a batch that moved the policy less than 1/16 of the KL that is aimed at
+MEMORY = 0.7  # of the largest KL so far, after each batch: what the scale grows by follows from the batches of late
 
 
 def token_kl(log_probs: Tensor, batch: Batch) -> float:
@@ -55,7 +55,8 @@ class TrustRegion:
         max_scale: the largest scale; above 1 the learning rate is only where the search for a good one begins.
 
     Attributes:
-        scale: what learning rates are multiplied by. It is part of a checkpoint.
+        scale: what learning rates are multiplied by.
+        recent: the largest KL of the batches of late, at most the limit. Both are part of a checkpoint.
         moves: how often weights were moved back in this batch.
         largest: the largest KL seen in this batch.
     """
@@ -64,7 +65,7 @@ class TrustRegion:
         self.limit = limit
         self.target = limit / 2
         self.max_scale = max_scale
-        self.scale = 1.0
+        self.scale, self.recent = 1.0, 0.0
         self.moves, self.largest = 0, 0.0
         self._start: list[Tensor] = []
 
@@ -96,12 +97,16 @@ class TrustRegion:
             # not start + share * (now - start), which is not finite where ``now`` is not
             now.copy_(torch.lerp(start, now, share) if share else start)
 
-    def end(self, kl: float, *, may_grow: bool) -> None:
-        """Let go of the copy. The scale may grow after a batch that ends at this KL, if it is low.
+    def end(self) -> None:
+        """Let the scale grow after a batch that learned something, by what the largest KL of late leaves room for."""
+        self.recent = min(self.limit, max(self.largest, MEMORY * self.recent))
+        if 0.0 < self.recent < self.target:
+            self.scale = min(self.max_scale, self.scale * min(GROWTH, math.sqrt(self.target / self.recent)))
 
-        It may not where the last step had to be taken back, nor where no advantage said where to go.
-        """
-        self._start = []
-        if may_grow and 0.0 < kl < self.target:
-            most = FAST_GROWTH if kl < self.target / 16 else GROWTH
-            self.scale = min(self.max_scale, self.scale * min(most, math.sqrt(self.target / kl)))
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"scale": self.scale, "recent": self.recent}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Go on from a ``state``."""
+        self.scale, self.recent = state["scale"], state["recent"]

@@ -94,7 +94,9 @@ class PolicyUpdate:
         names, values = totals.losses.keys(), sum_over_ranks(*totals.losses.values())
         bias, stats = totals.bias.all_reduce(), totals.stats.all_reduce()
         scales = self._normalization(bias, totals.bias_gradient)
-        if self.settings.skip_without_signal and not float(stats.signal):
+        # nothing asks for such a step, and a trust region could not see what it does to other questions
+        skips = self.settings.skip_without_signal or self.trust is not None
+        if skips and not float(stats.signal):
             scales = dataclasses.replace(scales, update_scale=0.0)
         grad_norm = self._apply(scales, lr, mini)
         means.add(
@@ -118,14 +120,14 @@ class PolicyUpdate:
             return
         self.model.eval()
         kl = self._kl(look)
-        inside = not self.trust.left(kl)
         for move in range(MOST_MOVES + 1):
             if not self.trust.left(kl):
                 break
             self.trust.go_back(self._weights(), kl, move)
             self._weights_moved()
             kl = self._kl(look)
-        self.trust.end(kl, may_grow=inside and means.any("signal_frac"))
+        if means.any("signal_frac"):
+            self.trust.end()
         means.add(
             trust_kl=kl,
             trust_kl_max=self.trust.largest,

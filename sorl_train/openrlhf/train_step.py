@@ -95,7 +95,9 @@ class TrainStep:
         self.config, self.run_dir = run_config(), run_folder()
         self.place = Placement.of(self.config)
         self.metrics: dict[str, float] = {}
-        self.trust_scale = 1.0  # see ``learner.trust_region``; the workers' is that of this process
+        self.trust: dict[str, float] | None = (
+            None  # the state of the workers' trust region after the last step
+        )
         self.classify = TokenClassifier(self.tokenizer)
         self.eval_env = make_env(self.config, evaluation=True)
         self.answers = answers_of(training_examples(self.config))
@@ -105,8 +107,7 @@ class TrainStep:
         self.recorder = Recorder(saved_config, self.run_dir, self.eval_env.task, log, HASHED_BYTES)
         log.start(f"training steps of {self.run_dir.path}", self.config.update.steps, self.version)
         if self.version:
-            state = self.recorder.restore(Path(self.args.ckpt.path))
-            self.trust_scale = state.get("trust_scale", 1.0)  # none in checkpoints of older versions
+            self.trust = self.recorder.restore(Path(self.args.ckpt.path)).get("trust")
         elif self.recorder.record(0, self.evaluate_policy(self.config.eval.num_examples_final)):
             self.recorder.save_best(0, self.save_policy)
 
@@ -185,7 +186,7 @@ class TrainStep:
                 if group is not None:
                     ray.get(group.async_run_method("save_state", folder=str(folder / name), states=states))
 
-        state = {"trust_scale": self.trust_scale}
+        state = {} if self.trust is None else {"trust": self.trust}
         self.recorder.save_checkpoint(step, self.save_policy, save_shards, state)
 
     def save_policy(self, folder: Path) -> None:
@@ -267,7 +268,7 @@ class TrainStep:
                 shares[rank].append(mini.rows(order[rank::ranks]))
         order = torch.argsort(batch.lengths, descending=True, stable=True)
         looks = [batch.rows(order[rank::ranks][::LOOK]) for rank in range(ranks)]
-        trust: dict[str, list[Any]] = {"look": looks, "trust_scale": [self.trust_scale] * ranks}
+        trust: dict[str, list[Any]] = {"look": looks, "trust": [self.trust] * ranks}
         per_step = steps_of_batch(config)
         counts = {"done": [(step - 1) * per_step] * ranks, "total": [config.update.steps * per_step] * ranks}
         metrics: dict[str, float] = {}
@@ -275,8 +276,8 @@ class TrainStep:
             metrics |= self.run_group_awake(self.critic_model_group, "train_on", minis=shares, **counts)[0]
         if step > config.update.critic_warmup_steps:
             actor = self.actor_model_group
-            metrics |= self.run_group_awake(actor, "train_on", minis=shares, **counts, **trust)[0]
-        self.trust_scale = metrics.get("loss/trust_scale", self.trust_scale)
+            found, self.trust = self.run_group_awake(actor, "train_on", minis=shares, **counts, **trust)[0]
+            metrics |= found
         return metrics
 
     def run_group_awake(self, group: Any, method: str, **arguments: list[Any]) -> list[Any]:

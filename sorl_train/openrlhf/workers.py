@@ -171,24 +171,25 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
         return _score(batch, size, lambda micro: self.update.stats(micro, micro.action_mask).log_probs)
 
     def train_on(
-        self, minis: list[Batch], done: int, total: int, look: Batch, trust_scale: float
-    ) -> dict[str, float]:
-        """Train on this rank's share of a training step's mini-batches; returns metrics over all ranks.
+        self, minis: list[Batch], done: int, total: int, look: Batch, trust: dict[str, float] | None
+    ) -> tuple[dict[str, float], dict[str, float] | None]:
+        """Train on this rank's share of a training step's mini-batches; returns metrics over all ranks, and the trust
+        region's new state.
 
         Args:
             done, total: optimizer steps before this training step, and in the whole run.
             look: what the trust region looks at after the last step, likewise this rank's share.
-            trust_scale: its scale after the training step before; the metrics hold the new one.
+            trust: its state after the training step before; None in the first.
         """
         self.actor.train()
         update, optim, means = self.update, self.config.optim, Means()
-        if update.trust is not None:
-            update.trust.scale = trust_scale
+        if update.trust is not None and trust is not None:
+            update.trust.load(trust)
         update.begin_batch()
         _train(update, means, optim, optim.lr, optim.warmup_ratio, minis, done=done, total=total)
         update.end_batch(look, means)
         torch.cuda.empty_cache()  # several processes share the GPU, and torch would keep this one's peak
-        return means.result()
+        return means.result(), None if update.trust is None else update.trust.state()
 
     def save_state(self, folder: str, states: dict[str, Any]) -> None:
         """Write this rank's shards, with the trainer's ``states``, for a resume."""

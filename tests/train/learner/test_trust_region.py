@@ -108,20 +108,32 @@ def test_going_back_interpolates_and_shrinks_the_scale_once(kl: float) -> None:
     assert all(torch.equal(now, start) for start, now in zip(weights, moved, strict=True))
 
 
-def test_the_scale_grows_after_short_steps_and_only_then() -> None:
-    def after(kl: float, scale: float = 0.1, most: float = 1.0, may_grow: bool = True) -> float:
-        trust = TrustRegion(LIMIT, most)
-        trust.scale = scale
-        trust.end(kl, may_grow=may_grow)
-        return trust.scale
+def test_the_scale_grows_by_what_the_batches_of_late_leave_room_for() -> None:
+    trust = TrustRegion(LIMIT, 1.0)
+    trust.begin([])
 
-    assert after(LIMIT * 0.6) == 0.1
-    assert after(LIMIT / 2 / 1.21) == pytest.approx(0.11)
-    assert after(LIMIT / 8) == pytest.approx(0.1 * GROWTH)
-    assert after(LIMIT / 1000) == pytest.approx(0.4)
-    assert after(LIMIT / 1000, scale=0.9) == 1.0
-    assert after(LIMIT / 1000, scale=0.9, most=100) == pytest.approx(3.6)
-    assert after(LIMIT / 1000, may_grow=False) == after(0.0) == 0.1
+    def after(kl: float) -> float:
+        """What the scale is multiplied by after a batch with this largest KL."""
+        before, trust.largest = trust.scale, kl
+        trust.end()
+        return trust.scale / before
+
+    trust.scale = 0.01
+    assert after(LIMIT / 2 / 1.21) == pytest.approx(1.1)
+    assert after(LIMIT / 2 / 1.21) == pytest.approx(1.1)
+    assert after(LIMIT * 0.6) == after(LIMIT * 7) == 1.0
+    # a batch that hardly moves does not say that the next one will not: .7, .49, .343 of the limit
+    assert [after(1e-9) for _ in range(3)] == pytest.approx(
+        [1.0, math.sqrt(0.5 / 0.49), math.sqrt(0.5 / 0.343)]
+    )
+    for _ in range(20):
+        after(1e-9)
+    assert after(1e-9) == 1.0 == trust.scale  # at its largest
+    trust.scale, trust.max_scale = 0.9, 100.0
+    assert after(1e-9) == pytest.approx(GROWTH)
+    other = TrustRegion(LIMIT, 100.0)
+    other.load(trust.state())
+    assert (other.scale, other.recent) == (trust.scale, trust.recent)
 
 
 # -- updates ----------------------------------------------------------------------------------------------------------
@@ -193,12 +205,16 @@ def test_weights_that_are_not_finite_go_back_to_where_the_batch_began(tiny_folde
         update.step(broken, 0.0, means)
 
 
-def test_without_advantages_the_scale_stays(tiny_folder: str, batch: Batch) -> None:
-    """A batch that says nothing must not make the next steps larger."""
-    update = update_of(load_policy(tiny_folder), config(**{"update.trust_max_scale": 100.0}))
+def test_without_advantages_nothing_moves_and_the_scale_stays(tiny_folder: str, batch: Batch) -> None:
+    """Adam would go on from its momentum, and a batch that says nothing must not make the next steps larger."""
+    model = load_policy(tiny_folder)
+    update = update_of(model, config(**{"update.trust_max_scale": 100.0}))
     silent = batch.with_fields(advantages=torch.zeros_like(batch.rollout_log_probs))
     assert train_on(update, [silent], silent, 1e-6)["loss/trust_scale"] == 1.0
-    assert train_on(update, [batch], batch, 1e-6)["loss/trust_scale"] > 1.0
+    grown = train_on(update, [batch], batch, 1e-6)["loss/trust_scale"]
+    before = flat(model)
+    assert grown > 1.0 and train_on(update, [silent], silent, 1e-3)["loss/trust_scale"] == grown
+    assert torch.equal(flat(model), before)
 
 
 def test_micro_batches_do_not_matter_where_steps_are_taken_back(tiny_folder: str, batch: Batch) -> None:

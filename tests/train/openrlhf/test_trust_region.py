@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,9 @@ def test_a_run_at_an_absurd_rate_trains_on(cluster: dict[str, Any], tmp_path: Pa
     assert all(line["rollout/mismatch_kl"] < 1e-2 for line in lines)
     events = read_jsonl(run_dir / "events.jsonl")
     assert [event["step"] for event in events if event["kind"] == "moved_back"][:2] == [1, 2]
-    state = (run_dir / "checkpoints" / "step_000003" / "state.json").read_text()
-    assert f'"trust_scale": {lines[-1]["loss/trust_scale"]}'[:24] in state
+    state = json.loads((run_dir / "checkpoints" / "step_000003" / "state.json").read_text())
+    assert state["trust"]["scale"] == pytest.approx(lines[-1]["loss/trust_scale"])
     resumed = train(run_dir, "--resume", **settings, **(more | {"update__steps": 4}), **cluster)
     assert resumed.returncode == 0, resumed.stderr
     scales = [line["loss/trust_scale"] for line in metrics(run_dir)[1:]]
-    assert len(scales) == 4 and scales[3] < 4.01 * scales[2] < 0.5  # not from 1 again
+    assert len(scales) == 4 and scales[3] < 1.51 * scales[2] < 0.5  # not from 1 again
