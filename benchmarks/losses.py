@@ -100,8 +100,10 @@ def quickstart_update(folder: Path) -> Step:
     return lambda: engine.update(scored, 2)
 
 
-def language_model_update(rows: int, columns: int, layers: int) -> Step:
-    """One optimizer step of a model with the sizes and the vocabulary of SmolLM2-135M and random weights."""
+def language_model(
+    rows: int, columns: int, layers: int, overrides: Mapping[str, Any]
+) -> tuple[PolicyUpdate, Batch]:
+    """A model with the sizes and the vocabulary of SmolLM2-135M and random weights, and trajectories for it."""
     sizes = {
         "hidden_size": 576,
         "intermediate_size": 1536,
@@ -110,7 +112,7 @@ def language_model_update(rows: int, columns: int, layers: int) -> Step:
     }
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=49152, num_hidden_layers=layers, **sizes))
-    config = load_config("quickstart", {"update.micro_batch_size": rows})
+    config = load_config("quickstart", dict(overrides))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     policy_update = PolicyUpdate(model, optimizer, update_settings(config))
     (log_probs, old_log_probs, advantages, mask, turn_ids), _ = loss_inputs(rows, columns, turns=3)
@@ -130,7 +132,7 @@ def language_model_update(rows: int, columns: int, layers: int) -> Step:
         old_log_probs=old_log_probs - 10.0,  # about where random weights are
         advantages=advantages,
     )
-    return lambda: policy_update.step(batch, 1e-6, Means())
+    return policy_update, batch
 
 
 def log_prob_steps(positions: int, vocabulary: int, dtype: torch.dtype) -> dict[str, Step]:
@@ -243,7 +245,8 @@ def main() -> None:
             sides = with_each_loss(quickstart_update(Path(folder) / "run"))
             figures["quickstart_update"] = results = measure(sides, max(args.rounds // 5, 3), memory=False)
             show("update stage of the quickstart (plain autograd: at most 1.05)", results)
-        sides = with_each_loss(language_model_update(8, 250, args.layers))
+        policy_update, batch = language_model(8, 250, args.layers, {"update.micro_batch_size": 8})
+        sides = with_each_loss(lambda: policy_update.step(batch, 1e-6, Means()))
         figures["language_model_update"] = results = measure(sides, max(args.rounds // 10, 3), memory=False)
         show("update of a language model, 2,000 tokens (plain autograd: at most 1.01)", results)
     for dtype in (torch.bfloat16, torch.float32):

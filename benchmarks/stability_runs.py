@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MAIN = ("ppo", "so_ppo", "grpo", "so_grpo")
 REUSE = ("4, of 8", "4, 2 steps stale", "3, of 32", "6, of 16", "12, of 8")  # optimizer steps on a batch
+TRUST = " + trust region"  # behind an algorithm's name, in the runs that have one
 RATES = (5e-5, 1.6e-4, 5e-4, 1.6e-3, 5e-3)  # those that all rows of the grid have
 
 Run = Mapping[str, Any]
@@ -34,6 +35,15 @@ def read(name: str) -> list[Run]:
     return runs
 
 
+def whole_grid() -> list[Run]:
+    """The runs of the grid of rates and reuse, those with a trust region among them."""
+    runs = [run for name in ("region", "mini_batch", "staleness") for run in read(name)]
+    for run in read("trust_region"):
+        algo, _, reuse = run["arm"].partition(", ")
+        runs.append({**run, "arm": algo + TRUST, "reuse": reuse})
+    return [run for run in runs if run["optim.lr"] in RATES]
+
+
 def larger_mini_batch() -> list[Run]:
     """The second severe setting: a whole batch in a mini-batch, three epochs, at three times the rate."""
     return [
@@ -43,6 +53,8 @@ def larger_mini_batch() -> list[Run]:
 
 def reuse_of(run: Run) -> str:
     """The row of a run: which study it is from says what it varied."""
+    if "reuse" in run:
+        return {"4 of 8 stale": REUSE[1]}.get(run["reuse"], str(run["reuse"]).replace(" of ", ", of "))
     if "rollout.max_staleness" in run:
         return f"4, {run['rollout.max_staleness']} steps stale"
     if "update.mini_batch_size" in run:

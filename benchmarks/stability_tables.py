@@ -1,9 +1,9 @@
-"""The tables of docs/stability.md, from the results files that are committed beside it.
+"""The tables of docs/stability.md and docs/normalization.md, from the committed results.
 
-python benchmarks/stability_tables.py           # says which tables of the page differ; exit status 1 if one does
-python benchmarks/stability_tables.py --write   # puts them into the page
+python benchmarks/stability_tables.py           # says which tables of the pages differ; exit status 1 if one does
+python benchmarks/stability_tables.py --write   # puts them into the pages
 
-A table stands in the page below a line ``<!-- table NAME -->``.
+A table stands in a page below a line ``<!-- table NAME -->``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
-from stability_runs import DOCS, MAIN, RATES, REUSE, Run, average, cells_of, larger_mini_batch, read, reuse_of
+from stability_runs import (
+    DOCS,
+    MAIN,
+    RATES,
+    REUSE,
+    TRUST,
+    Run,
+    average,
+    cells_of,
+    larger_mini_batch,
+    read,
+    reuse_of,
+    whole_grid,
+)
 
 from sorl_env.figures import markdown_table
 from sorl_train.config.run_settings import AlarmConfig
@@ -23,7 +36,7 @@ from sorl_train.lab.alarm import Recorded, count, judge, read_runs
 from sorl_train.lab.study import interval, load_study
 from sorl_train.run.alarm import CollapseAlarm
 
-PAGE = DOCS / "stability.md"
+PAGES = (DOCS / "stability.md", DOCS / "normalization.md")
 EARLY = 3  # steps after which strain says something
 STRAINS = (0.0, 0.07, 0.15, 0.2, 0.25, 1.0)
 CLASSES = ("tag", "reasoning", "query", "answer")
@@ -124,6 +137,34 @@ def shares(runs: Sequence[Run]) -> str:
         rows.append([*row, f"{len(cells)} cells, {sum(map(len, cells.values()))} runs"])
     header = "share above .95 | more | share above .80 | more | mean of final / peak | more | of"
     return markdown(["", *header.split(" | ")], rows)
+
+
+def trust_grid(runs: Sequence[Run], algo: str) -> str:
+    """An algorithm by reuse and rate, as it is, with SO and with a trust region: final success, and seeds."""
+    rows = []
+    for reuse in REUSE:
+        here = [run for run in runs if reuse_of(run) == reuse]
+        for arm in (algo, f"so_{algo}", algo + TRUST):
+            cells = [[run for run in here if (run["arm"], run["optim.lr"]) == (arm, rate)] for rate in RATES]
+            rows.append([reuse, arm, *(f"{_median(cell, 'final'):.2f} ({len(cell)})" for cell in cells)])
+    return markdown(
+        ["optimizer steps a batch", "", *(f"{rate:.1e}".replace("e-0", "e-") for rate in RATES)], rows
+    )
+
+
+def trust_shares(runs: Sequence[Run]) -> str:
+    """Over the grid: how much of what it had an algorithm keeps, and how high it ends, with and without a region."""
+    rows = []
+    for algo in ("ppo", "grpo"):
+        for arm in (algo, f"so_{algo}", algo + TRUST):
+            kept, final = cells_of(runs, arm, "kept_mean"), cells_of(runs, arm, "final")
+            figures = [
+                "{:.0%} ({:.0%} to {:.0%})".format(*average(kept, bar=0.95)),
+                "{:.2f} ({:.2f} to {:.2f})".format(*average(final)),
+                f"{min(float(np.median(values)) for values in final.values()):.2f}",
+            ]
+            rows.append([arm, *figures, f"{len(kept)} cells, {sum(map(len, kept.values()))} runs"])
+    return markdown(["", "final / peak above .95", "mean final success", "lowest", "of"], rows)
 
 
 # the two settings of the grid that were given five seeds because PPO and GRPO break there (docs: the severe settings)
@@ -289,6 +330,9 @@ def tables() -> dict[str, Callable[[], str]]:
     )
     orders = [f"so_ppo gradient target, clipped {order}" for order in ("last", "first")]
     return {
+        "trust_shares": lambda: trust_shares(whole_grid()),
+        "trust_ppo": lambda: trust_grid(whole_grid(), "ppo"),
+        "trust_grpo": lambda: trust_grid(whole_grid(), "grpo"),
         "severe": lambda: arms(severe, MAIN),
         "larger": lambda: arms(larger_mini_batch(), [*MAIN, "so_ppo rms .003", "so_grpo rms .003"]),
         "region_12": lambda: grid([run for run in region_runs if run["update.epochs"] == 3]),
@@ -320,8 +364,8 @@ def one_epoch(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if (run["update.epochs"], run["optim.lr"]) == (1, 5e-4)]
 
 
-def rewritten(page: str) -> str:
-    """The page with each table as the results have it.
+def rewritten(pages: Sequence[str]) -> list[str]:
+    """The pages with each table as the results have it.
 
     Raises:
         KeyError: a marker with a name that no table has, or a table without a marker.
@@ -332,30 +376,37 @@ def rewritten(page: str) -> str:
         seen.add(match["name"])
         return f"{match['marker']}{made[match['name']]()}"
 
-    page = re.sub(r"(?P<marker><!-- table (?P<name>\w+) -->\n)(\|.*\n)*", replace, page)
+    marked = r"(?P<marker><!-- table (?P<name>\w+) -->\n)(\|.*\n)*"
+    new = [re.sub(marked, replace, page) for page in pages]
     if set(made) - seen:
-        raise KeyError(f"{PAGE} has no marker for {', '.join(sorted(set(made) - seen))}")
-    return page
+        raise KeyError(f"no page has a marker for {', '.join(sorted(set(made) - seen))}")
+    return new
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="put the tables into the page")
-    page = PAGE.read_text(encoding="utf-8")
-    new = rewritten(page)
-    if parser.parse_args(argv).write:
-        PAGE.write_text(new, encoding="utf-8")
+    parser.add_argument("--write", action="store_true", help="put the tables into the pages")
+    writes = parser.parse_args(argv).write
+    old = [page.read_text(encoding="utf-8") for page in PAGES]
+    new = rewritten(old)
+    if writes:
+        for page, text in zip(PAGES, new, strict=True):
+            page.write_text(text, encoding="utf-8")
         return 0
-    old_lines, new_lines = page.splitlines(), new.splitlines()
-    differing = [line for line in new_lines if line not in old_lines]
+    differing = [
+        line
+        for before, after in zip(old, new, strict=True)
+        for line in after.splitlines()
+        if line not in before
+    ]
     print(
-        "\n".join(["these lines are not in the page:", *differing])
-        if new != page
-        else "the page's tables are these"
+        "\n".join(["these lines are not in the pages:", *differing])
+        if new != old
+        else "the pages' tables are these"
     )
-    return int(new != page)
+    return int(new != old)
 
 
 if __name__ == "__main__":
