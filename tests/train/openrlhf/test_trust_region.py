@@ -104,7 +104,7 @@ def test_bfloat16_weights_follow_those_of_the_optimizer(
     ids=["zero 2", "zero 3 on two ranks"],
 )
 def test_a_run_at_an_absurd_rate_trains_on(cluster: dict[str, Any], tmp_path: Path) -> None:
-    """At a rate of .1 each batch is moved back; vLLM gets these weights, or its log-probabilities would differ."""
+    """At a rate of .1 the first batch goes far too far; vLLM gets the weights that stay, or it would disagree later."""
     settings = {"algo": "ppo", "optim__lr": 0.1, "optim__warmup_ratio": 0.0, "optim__schedule": "constant"}
     run_dir = tmp_path / "run"
     more = {
@@ -116,11 +116,12 @@ def test_a_run_at_an_absurd_rate_trains_on(cluster: dict[str, Any], tmp_path: Pa
     done = train(run_dir, **settings, **more, **cluster)
     assert done.returncode == 0, done.stderr
     lines = metrics(run_dir)[1:]
-    assert [line["loss/trust_moves_back"] >= 1 for line in lines[:2]] == [True, True]
+    assert lines[0]["loss/trust_moves_back"] >= 1 and lines[0]["loss/trust_kl_max"] > 1.0
     assert all(line["loss/trust_kl"] <= 0.01 for line in lines)
     assert all(line["rollout/mismatch_kl"] < 1e-2 for line in lines)
     events = read_jsonl(run_dir / "events.jsonl")
-    assert [event["step"] for event in events if event["kind"] == "moved_back"][:2] == [1, 2]
+    moved = [line["step"] for line in lines if line["loss/trust_moves_back"]]
+    assert [event["step"] for event in events if event["kind"] == "moved_back"] == moved
     state = json.loads((run_dir / "checkpoints" / "step_000003" / "state.json").read_text())
     assert state["trust"]["scale"] == pytest.approx(lines[-1]["loss/trust_scale"])
     resumed = train(run_dir, "--resume", **settings, **(more | {"update__steps": 4}), **cluster)
