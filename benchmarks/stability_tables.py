@@ -146,10 +146,14 @@ def trust_grid(runs: Sequence[Run], algo: str) -> str:
         here = [run for run in runs if reuse_of(run) == reuse]
         for arm in (algo, f"so_{algo}", algo + TRUST):
             cells = [[run for run in here if (run["arm"], run["optim.lr"]) == (arm, rate)] for rate in RATES]
-            rows.append([reuse, arm, *(f"{_median(cell, 'final'):.2f} ({len(cell)})" for cell in cells)])
+            rows.append([reuse, arm, *map(_final, cells)])
     return markdown(
         ["optimizer steps a batch", "", *(f"{rate:.1e}".replace("e-0", "e-") for rate in RATES)], rows
     )
+
+
+def _final(runs: Sequence[Run]) -> str:
+    return f"{_median(runs, 'final'):.2f} ({len(runs)})" if runs else "-"
 
 
 def trust_shares(runs: Sequence[Run]) -> str:

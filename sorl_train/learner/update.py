@@ -4,8 +4,8 @@ The batch's advantages come from ``scored_batch``, its mini-batches and their le
 
 The classes here are the algorithm; as they are they train a plain torch module on one device. An engine that holds
 weights and gradients in another way overrides the methods that touch them: ``_forward``, ``_backward``, ``_apply``, and
-for the trust region ``_weights``, ``_weights_moved`` and ``_discard_gradient``. Sums over a mini-batch run over its
-micro-batches and, where torch.distributed runs, over its ranks.
+for the trust region ``_log_probs``, ``_weights``, ``_weights_moved`` and ``_discard_gradient``. Sums over a mini-batch
+run over its micro-batches and, where torch.distributed runs, over its ranks.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class PolicyUpdate:
         """Mean token KL of the current policy to the one that the batch's update began with."""
         log_probs = torch.zeros(batch.loss_mask.shape)
         for rows, micro, _ in on_device(batch, self.settings.micro_batch_size, self.parameters):
-            found = self._forward(micro).log_probs.float().cpu()
+            found = self._log_probs(micro).float().cpu()
             log_probs[rows, : found.shape[1]] = found
         return token_kl(log_probs, batch)
 
@@ -217,6 +217,14 @@ class PolicyUpdate:
                 entropy=True,
                 logit_scale=True,
             )
+
+    def _log_probs(self, micro: Batch) -> Tensor:
+        """Log-probabilities (B, T) of the loss tokens, where nothing else is needed."""
+        with autocast(self.settings.dtype, micro.token_ids.device):
+            temperature = self.settings.temperature
+            return action_stats(
+                self.model, micro.token_ids, micro.loss_mask, temperature=temperature
+            ).log_probs
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of one micro-batch; ``last`` is True for the last one of the mini-batch."""

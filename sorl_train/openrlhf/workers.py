@@ -66,6 +66,9 @@ class DeepSpeedPolicyUpdate(PolicyUpdate):
         temperature = self.settings.temperature
         return logit_stats(logits, micro.token_ids, mask, temperature=temperature, **wanted)
 
+    def _log_probs(self, micro: Batch) -> Tensor:
+        return self.stats(micro, micro.loss_mask).log_probs
+
     def _backward(self, loss: Tensor, last: bool) -> None:
         self._deepspeed.backward(loss, last)
 
