@@ -1,4 +1,4 @@
-"""The figures of docs/stability.md, from the results files that are committed beside it.
+"""The figures of docs/stability.md and docs/normalization.md, from the results files that are committed beside it.
 
 python benchmarks/stability_figures.py          # writes docs/images/stability_*.png
 """
@@ -13,7 +13,19 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from stability_runs import DOCS, MAIN, RATES, REUSE, Run, average, cells_of, larger_mini_batch, read
+from stability_runs import (
+    DOCS,
+    MAIN,
+    RATES,
+    REUSE,
+    TRUST,
+    Run,
+    average,
+    cells_of,
+    larger_mini_batch,
+    read,
+    whole_grid,
+)
 
 from sorl_train.lab.study import interval
 
@@ -93,6 +105,28 @@ def remedies(runs: Sequence[Run], out: Path) -> None:
     plt.close(figure)
 
 
+def by_rate(runs: Sequence[Run], out: Path) -> None:
+    """Final success by learning rate, with and without a trust region: mean and range over the kinds of reuse."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.4), sharey=True, layout="constrained")
+    for axis, algo in zip(axes, ("ppo", "grpo"), strict=True):
+        arms = {algo: "#c0392b", f"so_{algo}": "#1f6f8b", algo + TRUST: "#3a7d44"}
+        for arm, colour in arms.items():
+            final = cells_of(runs, arm, "final")
+            medians = np.array([[np.median(final[reuse, rate]) for rate in RATES] for reuse in REUSE])
+            axis.plot(RATES, medians.mean(axis=0), "o-", color=colour, label=arm)
+            axis.fill_between(
+                RATES, medians.min(axis=0), medians.max(axis=0), color=colour, alpha=0.15, linewidth=0
+            )
+        axis.set(xscale="log", xlabel="learning rate", ylim=(-0.02, 1.02))
+        axis.set_xticks(RATES, [f"{rate:.1e}".replace("e-0", "e-") for rate in RATES], fontsize=8)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=9, loc="lower left")
+    axes[0].set_ylabel("success after training")
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=DOCS / "images")
@@ -102,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         [run for study in ("region", "mini_batch", "staleness") for run in read(study)],
         out / "stability_region.png",
     )
+    by_rate(whole_grid(), out / "stability_trust_region.png")
     settings = {
         "12 optimizer steps of 8 trajectories on each batch, rate 5e-4": severe,
         "3 of 32, rate 1.6e-3": larger_mini_batch(),
