@@ -65,6 +65,9 @@ def _conflicts(config: TrainConfig) -> list[str]:
         f"loss.clip_eps must be below 1 (the lower bound is 1 - clip_eps), it is {loss.clip_eps}": (
             loss.clip_eps >= 1
         ),
+        f"update.trust_max_scale {config.update.trust_max_scale} needs update.trust_kl: 0.01 is a good limit": (
+            config.update.trust_max_scale != 1.0 and config.update.trust_kl is None
+        ),
         "optim.beta1 and optim.beta2 must be below 1": max(config.optim.beta1, config.optim.beta2) == 1,
         "sampler.backend=vllm takes whole weights: use lora.rank=0, or sampler.backend=transformers": (
             on_vllm and config.lora.rank

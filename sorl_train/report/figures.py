@@ -33,6 +33,7 @@ class Figure:
         alarms: mark the steps with a collapse alarm.
         holds: in a group, keep the last value of a run that ended early. Otherwise the median would rise when a
             collapsed run is stopped.
+        optional: of something that most runs do not use, so the page does not say that it is missing.
     """
 
     id: str
@@ -44,6 +45,7 @@ class Figure:
     delta: bool = False
     alarms: bool = False
     holds: bool = False
+    optional: bool = False
 
 
 FIGURES = (
@@ -170,6 +172,7 @@ FIGURES = (
         {"loss/trust_kl": "KL at the end of the batch", "loss/trust_kl_max": "largest in the batch"},
         "log",
         "off-policy",
+        optional=True,
     ),
     Figure(
         "trust-scale",
@@ -178,6 +181,7 @@ FIGURES = (
         {"loss/trust_scale": "scale"},
         "log",
         "off-policy",
+        optional=True,
     ),
     Figure(
         "trust-moves",
@@ -185,6 +189,7 @@ FIGURES = (
         "How often weights were moved back towards those that began the batch.",
         {"loss/trust_moves_back": "moves"},
         section="off-policy",
+        optional=True,
     ),
     Figure(
         "advantage",

@@ -277,10 +277,12 @@ def _is_due(step: int, every: int) -> bool:
 
 def _moved_back(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
     """The event of a step in which the trust region took optimizer steps back."""
+    moves = metrics["loss/trust_moves_back"]
+    times = "once" if moves == 1 else f"{moves:g} times"
+    most, kl, scale = (metrics[f"loss/trust_{name}"] for name in ("kl_max", "kl", "scale"))
     reason = (
-        f"the KL reached {metrics['loss/trust_kl_max']:.2g}: weights were moved back "
-        f"{metrics['loss/trust_moves_back']:g} times, and the step ends at {metrics['loss/trust_kl']:.2g}; learning "
-        f"rates are times {metrics['loss/trust_scale']:.2g} from here"
+        f"the KL reached {most:.2g}: weights were moved back {times}, and the step ends at {kl:.2g}; learning rates "
+        f"are times {scale:.2g} from here"
     )
     return {"step": step, "kind": "moved_back", "reason": reason}
 

@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = SHORT | {
     "rollout.batch_size": 4,
     "rollout.save_every": 2,
     "update.mini_batch_size": 4,
-    "update.trust_kl": 1e-6,
+    "update.trust_kl": 1e-9,
 }
 UNDERSCORED = {name.replace(".", "__"): value for name, value in SMALL.items()}
 

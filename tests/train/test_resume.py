@@ -27,9 +27,8 @@ from .outcomes import UNDERSCORED, Killed, outcome
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the uninterrupted run leaves."""
     run_dir, _ = train_short(tmp_path_factory.mktemp("whole") / "run", **UNDERSCORED)
-    assert all(
-        line["loss/trust_scale"] < 1 for line in read_jsonl(run_dir.metrics)[1:]
-    )  # or it would show nothing
+    moves = [line["loss/trust_moves_back"] for line in read_jsonl(run_dir.metrics)[1:]]
+    assert sum(moves) >= 2, moves  # or resumes would not have to know the trust region's scale
     return outcome(run_dir)
 
 
@@ -180,7 +179,7 @@ def test_what_was_passed_over_is_still_told_after_another_kill(stopped: Path, tm
         patch.setattr(LocalEngine, "collect", lambda *_: (_ for _ in ()).throw(Killed))
         train_short(path, resume=True, **UNDERSCORED)
     run, _ = train_short(path, resume=True, **UNDERSCORED)
-    (event,) = read_jsonl(run.events)
+    (event,) = (event for event in read_jsonl(run.events) if event["kind"] != "moved_back")
     assert event["step"] == 2 and "optimizer.safetensors" in event["reason"]
     assert (run.checkpoints / "damaged_step_000003").is_dir()
 

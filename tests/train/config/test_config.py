@@ -242,6 +242,7 @@ def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
             {"loss.clip_bias_norm": "gradient", "loss.clip_bias_scope": "trajectory"},
             "clip_bias_scope=mini_batch",
         ),
+        ({"update.trust_max_scale": 10.0}, "update.trust_max_scale 10.0 needs update.trust_kl: 0.01"),
         ({"limits.max_prompt_tokens": 9, "limits.max_trajectory_tokens": 9}, "leaves no room"),
         ({"search.corpus": "a", "search.cache": "b"}, r"search.cache \(b\) keeps .* give search.url"),
     ],
