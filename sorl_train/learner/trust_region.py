@@ -72,10 +72,12 @@ class TrustRegion:
     def begin(self, weights: Sequence[Tensor]) -> None:
         """Copy the weights that begin a batch, to host memory: it is only read when steps are taken back."""
         self.moves, self.largest = 0, 0.0
-        self._start = [
-            torch.empty_like(w, device="cpu", pin_memory=w.is_cuda, requires_grad=False).copy_(w.detach())
-            for w in weights
-        ]
+        if not self._start:  # kept over batches, because pinned memory is slow to get
+            self._start = [
+                torch.empty_like(w, device="cpu", pin_memory=w.is_cuda, requires_grad=False) for w in weights
+            ]
+        for start, now in zip(self._start, weights, strict=True):
+            start.copy_(now.detach())
 
     def left(self, kl: float) -> bool:
         """Whether weights at this KL are outside the region."""
@@ -94,7 +96,7 @@ class TrustRegion:
         self.moves += 1
         for now, start in zip(weights, self._start, strict=True):
             start = start.to(now.device)
-            # not start + share * (now - start), which is not finite where ``now`` is not
+            # a share of 0 also where ``now`` is not finite, of which nothing must stay
             now.copy_(torch.lerp(start, now, share) if share else start)
 
     def end(self) -> None:
