@@ -33,6 +33,7 @@ from sorl_train.learner.trust_region import LOOK
 from sorl_train.models.shape import model_shape
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.prompts import evaluation_loader, exclude_older
+from sorl_train.openrlhf.shares import by_rank, put_together, rows_by_rank
 from sorl_train.openrlhf.watch import watched
 from sorl_train.openrlhf.workers import ACTOR, CRITIC, run_config, run_folder
 from sorl_train.rollout.environments import answers_of, make_env, training_examples
@@ -255,28 +256,25 @@ class TrainStep:
         )
         found = [part for parts in ray.get(refs) for part in parts]
         ray.get(self.reference_model_group.async_run_method("empty_cache"))
-        return _spread(batch, [index for index, _ in micros], found)
+        return put_together(batch, [index for index, _ in micros], found)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimizer steps of one rollout batch, critic and actor; each rank takes its share of a mini-batch."""
         config, ranks = self.config, self.place.ranks
-        minis = list(mini_batches(batch, config, step))
-        shares: list[list[Batch]] = [[] for _ in range(ranks)]
-        for mini in minis:
-            order = torch.argsort(mini.lengths, descending=True, stable=True)
-            for rank in range(ranks):
-                shares[rank].append(mini.rows(order[rank::ranks]))
-        order = torch.argsort(batch.lengths, descending=True, stable=True)
-        looks = [batch.rows(order[rank::ranks][::LOOK]) for rank in range(ranks)]
-        trust: dict[str, list[Any]] = {"look": looks, "trust": [self.trust] * ranks}
+        by_mini = [by_rank(mini, ranks) for mini in mini_batches(batch, config, step)]
+        shares = [list(share) for share in zip(*by_mini, strict=True)]
         per_step = steps_of_batch(config)
-        counts = {"done": [(step - 1) * per_step] * ranks, "total": [config.update.steps * per_step] * ranks}
+        counts: dict[str, list[Any]] = {"done": [(step - 1) * per_step] * ranks}
+        counts["total"] = [config.update.steps * per_step] * ranks
         metrics: dict[str, float] = {}
         if self.critic_model_group is not None:
             metrics |= self.run_group_awake(self.critic_model_group, "train_on", minis=shares, **counts)[0]
         if step > config.update.critic_warmup_steps:
+            looked_at = batch if config.update.trust_kl is not None else batch.rows([])
+            looks = [share.rows(range(0, len(share), LOOK)) for share in by_rank(looked_at, ranks)]
+            counts |= {"look": looks, "trust": [self.trust] * ranks}
             actor = self.actor_model_group
-            found, self.trust = self.run_group_awake(actor, "train_on", minis=shares, **counts, **trust)[0]
+            found, self.trust = self.run_group_awake(actor, "train_on", minis=shares, **counts)[0]
             metrics |= found
         return metrics
 
@@ -296,10 +294,8 @@ class TrainStep:
 
     def score_with(self, group: Any, batch: Batch) -> Tensor:
         """The (B, T) values that the ranks of a group compute, each for its share of the rows."""
-        order = torch.argsort(batch.lengths, descending=True, stable=True)
-        indices = [order[rank :: self.place.ranks] for rank in range(self.place.ranks)]
-        parts = self.run_group(group, "score", batch=[batch.rows(index) for index in indices])
-        return _spread(batch, indices, parts)
+        parts = self.run_group(group, "score", batch=by_rank(batch, self.place.ranks))
+        return put_together(batch, rows_by_rank(batch, self.place.ranks), parts)
 
     def evaluate_policy(self, limit: int, search_off: bool = False) -> dict[str, float]:
         """``eval/`` metrics of the policy on at most ``limit`` questions, sampled as in the local engine."""
@@ -340,11 +336,3 @@ class TrainStep:
         It is called while no engine samples (``trainers.Announcing``), or when the weights did not change.
         """
         batch_vllm_engine_call(self.vllm_engines, "set_policy_version", self.version)
-
-
-def _spread(batch: Batch, indices: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-    """Put rows that were computed in pieces back into the batch's order: float32 (B, T), 0 in the padding."""
-    whole = torch.zeros(batch.action_mask.shape)
-    for index, part in zip(indices, parts, strict=True):
-        whole[index, : part.shape[1]] = part.float()
-    return whole

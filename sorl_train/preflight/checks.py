@@ -182,7 +182,8 @@ def _memory(run: Run) -> Iterator[Finding]:
             yield Finding("memory", "ok", f"{detail} here; sorl-train --dry_run tells what each GPU needs")
         return  # without a model or a task, which other checks report, nothing can be compared
     bytes_each = compute_dtype(config.hardware.dtype, device).itemsize
-    need = estimate_memory(config, run.shape, run.limits, bytes_each).peak
+    estimate = estimate_memory(config, run.shape, run.limits, bytes_each)
+    need = estimate.peak
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         if config.sampler.backend == "vllm":
@@ -190,7 +191,7 @@ def _memory(run: Run) -> Iterator[Finding]:
         yield _fits("GPU memory", need, free)
         # float32 weights are loaded here before they go to the GPU, and gathered here for a checkpoint
         need = 2 * 4 * run.shape.parameters
-    yield _fits("memory", need + LIBRARIES, _free_memory())
+    yield _fits("memory", need + estimate.trust_region + LIBRARIES, _free_memory())
 
 
 def _fits(name: str, need: int, free: int | None) -> Finding:

@@ -10,6 +10,7 @@ float32. Each rank needs, in bytes:
     gradients                      2 P / N, updating   2 P / N
     gradient bucket                2 B                 2 B
     offloaded, in host memory      20 P / N + 2 E      18 P / N   (instead of the 12 and of the gradients)
+    trust region, in host memory   4 P / N             4 P / N    (the policy)
 
 With ``offload_optimizer`` master weights, Adam and gradients take nothing on the GPU, and ZeRO-2 has a buffer of 2 E
 instead. Without it, on GPUs that train and sample in turns, an idle model moves all but its weights to the host. The
@@ -49,7 +50,7 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.log_probs import CPU_CHUNK, GPU_CHUNK
 from sorl_train.models.shape import ModelShape
 from sorl_train.openrlhf.flags import Placement
-from sorl_train.preflight.memory import action_tokens
+from sorl_train.preflight.memory import FLOAT32, action_tokens
 
 H100 = 80_000_000_000  # bytes of its memory
 # DeepSpeed's defaults, in elements
@@ -206,10 +207,12 @@ class _Estimate:
         """Host memory of one node. On the first node a whole policy is gathered to be saved."""
         ranks = self.place.train_gpus_per_node
         samplers = min(self.place.sample_gpus, self.cluster.gpus_per_node)
+        trusts = self.config.update.trust_kl is not None
         return {
             "policy": policy.host * ranks,
             "critic": critic.host * ranks,
             "reference": self.reference_host() * ranks,
+            "trust region": FLOAT32 * (self.policy // self.ranks) * ranks if trusts else 0,
             "vLLM asleep": vllm.weights * samplers if self.sleeps else 0,
             "a policy being saved": 2 * self.policy,
         }

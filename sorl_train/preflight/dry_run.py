@@ -142,7 +142,16 @@ def _memory(config: TrainConfig, shape: ModelShape, env: ToolUseEnv) -> list[str
         ),
         ("scoring", need.scoring, "update.log_prob_micro_batch_size"),
         ("updating", need.updating, "activations and logits of a micro-batch"),
-        ("peak", need.peak, "the first four, the largest of the next three, and a small cache that is kept"),
+        (
+            "copy",
+            need.trust_region,
+            "of the trained weights, in host memory, not in the peak (update.trust_kl)",
+        ),
+        (
+            "peak",
+            need.peak,
+            "the first four, the largest of the next three, and a small cache that is kept",
+        ),
     )
     lines = [f"{name:<10}{gigabytes(size):>9}  {note}".rstrip() for name, size, note in rows]
     if config.sampler.backend == "vllm":

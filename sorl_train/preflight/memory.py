@@ -5,6 +5,7 @@ Sizes: P parameters of the policy, T of them trained, C of the critic; b bytes f
 vocabulary of V. Each part of the estimate, in bytes:
 
 - weights 4 (P + C), gradients 4 (T + C), Adam 8 (T + C), reference 4 P: master weights are always float32;
+- the trust region's copy of the policy, 4 T, in host memory;
 - key-value cache 2 n b L (kv_heads x head_dim) for each row in flight, while sampling. It doubles as it grows, and the
   old half stays until it is copied, so it takes up to 3 times what L tokens need. vLLM takes its own share of the GPU
   (sampler.gpu_memory), in addition to this estimate;
@@ -32,7 +33,8 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes by purpose. Only one of ``sampling``, ``scoring`` and ``updating`` is needed at a time."""
+    """Bytes by purpose. Only one of ``sampling``, ``scoring`` and ``updating`` is needed at a time; ``trust_region`` is
+    in host memory."""
 
     weights: int
     gradients: int
@@ -41,6 +43,7 @@ class MemoryEstimate:
     sampling: int
     scoring: int
     updating: int
+    trust_region: int
 
     @property
     def lasting(self) -> int:
@@ -49,7 +52,7 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        """The most that is needed at once, without the interpreter and its libraries."""
+        """The most that the device needs at once, without the interpreter and its libraries, or ``trust_region``."""
         kept_cache = min(self.sampling, KEPT_CACHE)
         return self.lasting + max(self.sampling, kept_cache + max(self.scoring, self.updating))
 
@@ -78,6 +81,7 @@ def estimate_memory(
         scoring=compute_bytes * scored * (tokens * shape.scoring_width + actions * shape.vocabulary),
         updating=compute_bytes
         * max(micro * (tokens * kept + 2 * actions * shape.vocabulary), critic_micro * tokens * kept),
+        trust_region=FLOAT32 * shape.trained if update.trust_kl is not None else 0,
     )
 
 

@@ -107,6 +107,7 @@ def test_zero_3_with_offloading_by_hand() -> None:
         "policy": 18 * 8000,
         "critic": 18 * (critic // 8) * 8,
         "reference": 2 * 8000,
+        "trust region": 0,
         "vLLM asleep": 2 * 8000 // 4 * 8,
         "a policy being saved": 2 * 8000,
     }
@@ -114,6 +115,13 @@ def test_zero_3_with_offloading_by_hand() -> None:
         memory.phases["policy update"].values()
     )
     assert memory.peak == "sampling"
+
+
+def test_the_copy_of_a_trust_region_is_in_host_memory() -> None:
+    region = dataclasses.replace(CONFIG, update=dataclasses.replace(CONFIG.update, trust_kl=0.01))
+    without, memory = estimate(), estimate(region)
+    assert memory.host == without.host | {"trust region": 4 * 8000}
+    assert (memory.lasting, memory.phases) == (without.lasting, without.phases)
 
 
 def test_vllm_by_hand() -> None:

@@ -67,6 +67,14 @@ def test_what_makes_it_smaller() -> None:
     assert estimate_memory(CONFIG, lora, LIMITS, 4).optimizer == 8 * (10 + 911)
 
 
+def test_a_trust_region_copies_what_is_trained() -> None:
+    region = dataclasses.replace(CONFIG, update=dataclasses.replace(CONFIG.update, trust_kl=0.01))
+    full, need = (estimate_memory(config, SHAPE, LIMITS, 4) for config in (CONFIG, region))
+    assert (full.trust_region, need.trust_region) == (0, 4 * 1000)
+    assert need.peak == full.peak  # it is in host memory, whatever the device
+    assert estimate_memory(region, dataclasses.replace(SHAPE, trained=10), LIMITS, 4).trust_region == 4 * 10
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_shape_of_a_real_model(tmp_path: Path, tied: bool) -> None:
     config = LlamaConfig(
