@@ -18,13 +18,17 @@ smollm2 := models/SmolLM2-135M-Instruct
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-all lint bench model openrlhf test-openrlhf clean
+.PHONY: help quickstart collapse test test-all lint bench model openrlhf test-openrlhf clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 quickstart: $(VENV)/.train ## train an agent that learns to search (minutes on a laptop); ARGS goes to sorl-train
 	$(bin)/sorl-train --algo so_ppo --run_dir runs/quickstart $(ARGS)
+
+collapse: $(VENV)/.train ## three runs at too high a learning rate: PPO, SO-PPO, and PPO with a trust region (minutes)
+	$(bin)/sorl-lab stability --config collapse --out runs/collapse $(ARGS)
+	@echo "open runs/collapse/report.html: success after each training step"
 
 test: $(VENV)/.dev ## the tests that take minutes
 	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -9,32 +9,33 @@ A table stands in a page below a line ``<!-- table NAME -->``.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+import trust_tables
 from stability_runs import (
     DOCS,
     MAIN,
     RATES,
     REUSE,
-    TRUST,
     Run,
     average,
     cells_of,
     larger_mini_batch,
     read,
     reuse_of,
-    whole_grid,
 )
 
 from sorl_env.figures import markdown_table
 from sorl_train.config.run_settings import AlarmConfig
-from sorl_train.lab.alarm import Recorded, count, judge, read_runs
+from sorl_train.lab.alarm import AHEAD, Recorded, count, judge, read_runs
 from sorl_train.lab.study import interval, load_study
-from sorl_train.run.alarm import CollapseAlarm
+from sorl_train.run.alarm import Alarm, CollapseAlarm
 
 PAGES = (DOCS / "stability.md", DOCS / "normalization.md")
 EARLY = 3  # steps after which strain says something
@@ -137,38 +138,6 @@ def shares(runs: Sequence[Run]) -> str:
         rows.append([*row, f"{len(cells)} cells, {sum(map(len, cells.values()))} runs"])
     header = "share above .95 | more | share above .80 | more | mean of final / peak | more | of"
     return markdown(["", *header.split(" | ")], rows)
-
-
-def trust_grid(runs: Sequence[Run], algo: str) -> str:
-    """An algorithm by reuse and rate, as it is, with SO and with a trust region: final success, and seeds."""
-    rows = []
-    for reuse in REUSE:
-        here = [run for run in runs if reuse_of(run) == reuse]
-        for arm in (algo, f"so_{algo}", algo + TRUST):
-            cells = [[run for run in here if (run["arm"], run["optim.lr"]) == (arm, rate)] for rate in RATES]
-            rows.append([reuse, arm, *map(_final, cells)])
-    return markdown(
-        ["optimizer steps a batch", "", *(f"{rate:.1e}".replace("e-0", "e-") for rate in RATES)], rows
-    )
-
-
-def _final(runs: Sequence[Run]) -> str:
-    return f"{_median(runs, 'final'):.2f} ({len(runs)})" if runs else "-"
-
-
-def trust_shares(runs: Sequence[Run]) -> str:
-    """Over the grid: how much of what it had an algorithm keeps, and how high it ends, with and without a region."""
-    rows = []
-    for algo in ("ppo", "grpo"):
-        for arm in (algo, f"so_{algo}", algo + TRUST):
-            kept, final = cells_of(runs, arm, "kept_mean"), cells_of(runs, arm, "final")
-            figures = [
-                "{:.0%} ({:.0%} to {:.0%})".format(*average(kept, bar=0.95)),
-                "{:.2f} ({:.2f} to {:.2f})".format(*average(final)),
-                f"{min(float(np.median(values)) for values in final.values()):.2f}",
-            ]
-            rows.append([arm, *figures, f"{len(kept)} cells, {sum(map(len, kept.values()))} runs"])
-    return markdown(["", "final / peak above .95", "mean final success", "lowest", "of"], rows)
 
 
 # the two settings of the grid that were given five seeds because PPO and GRPO break there (docs: the severe settings)
@@ -299,6 +268,60 @@ def strain() -> str:
     return markdown([f"strain of steps 1 to {EARLY}", "runs", "collapsed later"], rows)
 
 
+# simpler alarms, which read nothing but the KL of each step: from those of the steps so far to whether to alarm
+SIMPLER: Mapping[str, Callable[[Sequence[float]], bool]] = {
+    "the KL of one step above .01": lambda kl: kl[-1] > 0.01,
+    "its mean over three steps above .005": lambda kl: float(np.mean(kl[-3:])) > 0.005,
+    "its mean over all steps, each at most .045, above .003": lambda kl: (
+        float(np.mean(np.minimum(kl, 0.045))) > 0.003
+    ),
+    "its median over all steps above .001": lambda kl: len(kl) > 2 and float(np.median(kl)) > 0.001,
+}
+ONLY_STRAIN = AlarmConfig(ratio_tail=1e9, invalid_turns=1e9, grad_norm=1e9, entropy=1e9)
+
+
+def simpler_alarms() -> str:
+    """Alarms from the KL alone beside the one that there is: collapses seen ahead, and healthy runs alarmed."""
+    held_out = records("held_out")
+    sets = {
+        "rising rates: set on these": records("runs"),
+        "rising, held out": [run for run in held_out if run.study == "alarm"],
+        "constant, held out": [run for run in held_out if run.study != "alarm"],
+    }
+    judges = {
+        "all five signals": lambda run: _step_of(judge(run, AlarmConfig()).alarm),
+        "strain alone": lambda run: _step_of(judge(run, ONLY_STRAIN).alarm),
+    } | {name: functools.partial(_first, rule) for name, rule in SIMPLER.items()}
+    rows = []
+    for name, step_of in judges.items():
+        row = [name]
+        for runs in sets.values():
+            found = [(judge(run, AlarmConfig()).lost, step_of(run)) for run in runs]
+            lost = [(at, alarm) for at, alarm in found if at is not None]
+            healthy = [alarm for at, alarm in found if at is None]
+            ahead = sum(alarm is not None and at - alarm >= AHEAD for at, alarm in lost)
+            alarmed = sum(alarm is not None for alarm in healthy)
+            row.append(f"{ahead} of {len(lost)}; {alarmed} of {len(healthy)}")
+        rows.append(row)
+    return markdown(["collapses seen 5 steps ahead; healthy runs alarmed", *sets], rows)
+
+
+def _step_of(alarm: Alarm | None) -> int | None:
+    return None if alarm is None else alarm.step
+
+
+def _first(rule: Callable[[Sequence[float]], bool], run: Recorded) -> int | None:
+    """The step in which a rule first alarms."""
+    seen: list[float] = []
+    for line in run.lines:
+        if "loss/grad_norm" in line:
+            kl = line.get("loss/approx_kl", 0.0)
+            seen.append(math.inf if kl is None else kl)
+            if rule(seen):
+                return int(line["step"])
+    return None
+
+
 def strain_of(run: Recorded, steps: int) -> float | None:
     """After so many training steps; None where there were fewer."""
     watch, trained = CollapseAlarm(AlarmConfig()), [line for line in run.lines if "loss/grad_norm" in line]
@@ -334,9 +357,7 @@ def tables() -> dict[str, Callable[[], str]]:
     )
     orders = [f"so_ppo gradient target, clipped {order}" for order in ("last", "first")]
     return {
-        "trust_shares": lambda: trust_shares(whole_grid()),
-        "trust_ppo": lambda: trust_grid(whole_grid(), "ppo"),
-        "trust_grpo": lambda: trust_grid(whole_grid(), "grpo"),
+        **trust_tables.tables(),
         "severe": lambda: arms(severe, MAIN),
         "larger": lambda: arms(larger_mini_batch(), [*MAIN, "so_ppo rms .003", "so_grpo rms .003"]),
         "region_12": lambda: grid([run for run in region_runs if run["update.epochs"] == 3]),
@@ -360,6 +381,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "alarm": alarm,
         "peak_rate": peak_rate,
         "strain": strain,
+        "simpler_alarms": simpler_alarms,
     }
 
 
@@ -378,7 +400,7 @@ def rewritten(pages: Sequence[str]) -> list[str]:
 
     def replace(match: re.Match[str]) -> str:
         seen.add(match["name"])
-        return f"{match['marker']}{made[match['name']]()}"
+        return f"{match['marker']}{made[match['name']]().rstrip()}\n"
 
     marked = r"(?P<marker><!-- table (?P<name>\w+) -->\n)(\|.*\n)*"
     new = [re.sub(marked, replace, page) for page in pages]

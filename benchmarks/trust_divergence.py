@@ -116,7 +116,7 @@ def moved(reasoning: int, layers: int, folder: Path) -> tuple[Batch, Tensor]:
     from diagnostics import make_engine
 
     changes = {"rollout.batch_size": 256, "task_args.reasoning": reasoning, "tiny.num_layers": layers}
-    engine = make_engine("ppo", folder, {**changes, "optim.lr": 1e-4, "optim.max_grad_norm": None})
+    engine = make_engine("ppo", folder, {**changes, "optim.lr": 4e-4, "optim.max_grad_norm": None})
     batch = engine.collect(1).batch
     assert batch is not None
     batch = estimate_advantages(batch, engine.config.algorithm.advantage, engine.config.loss)

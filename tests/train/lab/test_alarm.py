@@ -66,6 +66,20 @@ def test_records_are_read_back(tmp_path: Path) -> None:
     assert read_runs([tmp_path / "records.jsonl"]) == [odd, bare]
 
 
+def test_a_replay_says_of_a_trust_region_what_the_run_said(tmp_path: Path) -> None:
+    """Strain is not judged where there is one, live, replayed, or replayed from records."""
+    strained = run((0.8,) * 6, strain=0.2)
+    inside = Recorded("a study", "an arm", 3, [{**line, "loss/trust_kl": 0.004} for line in strained.lines])
+    write_records([strained, inside], tmp_path / "records.jsonl")
+    read = read_runs([tmp_path / "records.jsonl"])
+    assert [judge(one, AlarmConfig()).alarm is None for one in read] == [False, True]
+    run_dir = RunDir(tmp_path / "mine")
+    run_dir.path.mkdir()
+    run_dir.config.write_text("algo: ppo\nseed: 3\n")
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in inside.lines))
+    assert judge(read_runs([run_dir.path])[0], AlarmConfig()).alarm is None
+
+
 def test_the_command_on_a_run_and_on_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = RunDir(tmp_path / "mine")
     run_dir.path.mkdir()

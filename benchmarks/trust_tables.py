@@ -1,0 +1,99 @@
+"""The tables of docs/stability.md on the trust region, from the committed results, for ``stability_tables.py``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from stability_runs import DOCS, RATES, REUSE, TRUST, Run, average, cells_of, read, reuse_of, whole_grid
+from trust_divergence import measured_table, trained_table
+
+from sorl_env.figures import markdown_table
+
+GOOD = 0.9  # success that ``steps_to`` waits for
+
+
+def grid(runs: Sequence[Run], algo: str) -> str:
+    """An algorithm by reuse and rate, as it is, with SO and with a trust region: final success, and seeds."""
+    rows = []
+    for reuse in REUSE:
+        here = [run for run in runs if reuse_of(run) == reuse]
+        for arm in (algo, f"so_{algo}", algo + TRUST, f"so_{algo}{TRUST}"):
+            cells = [[run for run in here if (run["arm"], run["optim.lr"]) == (arm, rate)] for rate in RATES]
+            if any(cells):
+                rows.append([reuse, arm, *map(_final, cells)])
+    return markdown_table(["optimizer steps a batch", "", *map(_rate, RATES)], rows)
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.1e}".replace("e-0", "e-")
+
+
+def _final(runs: Sequence[Run]) -> str:
+    return f"{np.median([run['final'] for run in runs]):.2f} ({len(runs)})" if runs else "-"
+
+
+def shares(runs: Sequence[Run]) -> str:
+    """Over the grid: how much of what it had an algorithm keeps, and how high it ends, with and without a region."""
+    rows = []
+    for algo in ("ppo", "grpo"):
+        for arm in (algo, f"so_{algo}", algo + TRUST, f"so_{algo}{TRUST}"):
+            kept, final = cells_of(runs, arm, "kept_mean"), cells_of(runs, arm, "final")
+            if not kept:
+                continue
+            figures = [
+                "{:.0%} ({:.0%} to {:.0%})".format(*average(kept, bar=0.95)),
+                "{:.2f} ({:.2f} to {:.2f})".format(*average(final)),
+                f"{min(float(np.median(values)) for values in final.values()):.2f}",
+            ]
+            rows.append([arm, *figures, f"{len(kept)} cells, {sum(map(len, kept.values()))} runs"])
+    return markdown_table(["", "final / peak above .95", "mean final success", "lowest", "of"], rows)
+
+
+def by_seed(runs: Sequence[Run]) -> str:
+    """A line an arm and rate: final success and the steps to ``GOOD``, one figure a seed."""
+    cells: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: int(run["seed"])):
+        name = run["arm"] + "".join(
+            f", {label} {run[axis]:g}" for axis, label in (("optim.lr", "rate"), ("update.trust_kl", "limit")) if axis in run
+        )
+        cells.setdefault(name, []).append(run)
+    rows = []
+    for name, own in sorted(cells.items()):
+        moves = [run["moves_back"] for run in own if run["moves_back"] is not None]
+        rows.append(
+            [
+                name,
+                " ".join(f"{run['final']:.2f}" for run in own),
+                f"{np.mean([run['final'] for run in own]):.3f}",
+                " ".join(map(_steps_to, own)),
+                f"{np.median(moves):g}" if moves else "",
+            ]
+        )
+    return markdown_table(["", "final success, by seed", "mean", f"steps to {GOOD:g}", "moves back"], rows)
+
+
+def _steps_to(run: Run) -> str:
+    """The first evaluation with success of at least ``GOOD``, or a dash."""
+    return next((str(step) for step, success in run["curve"] if success >= GOOD), "-")
+
+
+def tables() -> Mapping[str, Callable[[], str]]:
+    """Name in the page to what makes the table."""
+
+    def figures(name: str) -> object:
+        return json.loads((DOCS / "stability" / f"{name}.json").read_text(encoding="utf-8"))
+
+    return {
+        "trust_shares": lambda: shares(whole_grid()),
+        "trust_ppo": lambda: grid(whole_grid(), "ppo"),
+        "trust_grpo": lambda: grid(whole_grid(), "grpo"),
+        "trust_rates": lambda: by_seed(read("trust_rates")),
+        "trust_openrlhf": lambda: by_seed(read("trust_openrlhf")),
+        "trust_limit": lambda: by_seed(read("trust_limit")),
+        "trust_free": lambda: by_seed(read("trust_free")),
+        "trust_far": lambda: by_seed(read("trust_far")),
+        "trust_measured": lambda: measured_table(figures("trust_divergence_measured")),
+        "trust_trained": lambda: trained_table(figures("trust_divergence")),
+    }
