@@ -35,7 +35,7 @@ from sorl_train.models.policy import load_adapters, load_policy, load_tokenizer,
 from sorl_train.rollout.environments import answers_of, make_env, without_tools
 from sorl_train.rollout.jobs import LocalSampler, evaluation_jobs, run_jobs, training_jobs
 from sorl_train.rollout.metrics import eval_metrics, search_off_metrics
-from sorl_train.rollout.model_check import check_critic, check_policy
+from sorl_train.rollout.model_check import check_critic, check_policy, try_packing
 from sorl_train.rollout.sampler import TransformersSampler
 from sorl_train.run.display import Display
 from sorl_train.run.folder import RunDir
@@ -122,8 +122,13 @@ class LocalEngine:
         """Refuse models that compute something else in sampling or training than in their own forward pass."""
         sampled = self.config.sampler.backend == "transformers"
         check_policy(self.policy, self.longest, sampled=sampled, trained=self.config.stage == "rl")
+        if why := try_packing(self.policy, self.longest):
+            self.recorder.display.message(
+                f"padding is computed, too, because this model's rows cannot be packed: {why}"
+            )
         if self.reference is not None:
             check_policy(self.reference, self.longest, sampled=False, trained=False)
+            try_packing(self.reference, self.longest)
         if self.critic_update is not None:
             check_critic(self.critic_update.critic, self.longest)
 

@@ -78,12 +78,20 @@ class Batch:
                 changed[f.name] = part
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
-    def micro_batches(self, size: int) -> Iterator[tuple[Tensor, Batch]]:
+    def micro_batches(self, size: int, *, by_group: bool = False) -> Iterator[tuple[Tensor, Batch]]:
         """Pieces of at most ``size`` trajectories, each with its rows in the batch.
 
-        Trajectories of similar length go together, so that there is little padding.
+        Trajectories of similar length go together, so that there is little padding; with ``by_group`` those of a group,
+        whose prompt is then computed once.
         """
-        for index in torch.argsort(self.lengths, descending=True, stable=True).split(size):
+        order = torch.argsort(self.lengths, descending=True, stable=True)
+        if by_group:
+            groups, member = torch.unique(self.group_ids[order], return_inverse=True)
+            first = torch.full((len(groups),), len(order)).scatter_reduce(
+                0, member, torch.arange(len(order)), "amin"
+            )
+            order = order[torch.argsort(first[member], stable=True)]
+        for index in order.split(size):
             yield index, self.rows(index)
 
     def to(self, device: torch.device) -> Batch:

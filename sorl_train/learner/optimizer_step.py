@@ -35,9 +35,11 @@ def mean_over(mini: Batch, settings: UpdateSettings) -> dict[str, Any]:
     return {"aggregation": aggregation, "denominator": denominator}
 
 
-def on_device(mini: Batch, size: int, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, Batch, bool]]:
+def on_device(
+    mini: Batch, size: int, parameters: Sequence[Tensor], *, by_group: bool = False
+) -> Iterator[tuple[Tensor, Batch, bool]]:
     """The micro-batches of ``mini``: their rows in it, themselves on the parameters' device, whether it is the last."""
-    micros = list(mini.micro_batches(size))
+    micros = list(mini.micro_batches(size, by_group=by_group))
     for number, (rows, micro) in enumerate(micros, start=1):
         yield rows, micro.to(parameters[0].device), number == len(micros)
 

@@ -12,6 +12,7 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.models.forward import action_stats, autocast
+from sorl_train.models.packing import packs
 
 
 @torch.no_grad()
@@ -26,7 +27,8 @@ def score(
     fields = {name: torch.zeros(batch.action_mask.shape) for name in policies}
     if critic is not None:
         fields["values"] = torch.zeros(batch.action_mask.shape)
-    for index, micro in batch.micro_batches(config.update.log_prob_micro_batch_size):
+    by_group = all(map(packs, policies.values()))
+    for index, micro in batch.micro_batches(config.update.log_prob_micro_batch_size, by_group=by_group):
         micro = micro.to(device)
         columns = slice(0, micro.action_mask.shape[1])
         with autocast(config.hardware.dtype, device):

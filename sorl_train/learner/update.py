@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from sorl_train.losses.policy import LossOutput, LossStats, policy_loss
 from sorl_train.losses.sums import sum_over_ranks
 from sorl_train.losses.value import value_loss
 from sorl_train.models.forward import action_stats, autocast, disable_dropout
+from sorl_train.models.packing import packs
 
 
 class _Totals:
@@ -139,7 +140,7 @@ class PolicyUpdate:
     def _kl(self, batch: Batch) -> float:
         """Mean token KL of the current policy to the one that the batch's update began with."""
         log_probs = torch.zeros(batch.loss_mask.shape)
-        for rows, micro, _ in on_device(batch, self.settings.micro_batch_size, self.parameters):
+        for rows, micro, _ in self._micro_batches(batch):
             found = self._log_probs(micro).float().cpu()
             log_probs[rows, : found.shape[1]] = found
         return token_kl(log_probs, batch)
@@ -161,7 +162,7 @@ class PolicyUpdate:
         settings = self.settings
         how: dict[str, Any] = mean_over(mini, settings)
         totals = _Totals(mini.loss_mask.shape)
-        for rows, micro, last in on_device(mini, settings.micro_batch_size, self.parameters):
+        for rows, micro, last in self._micro_batches(mini):
             assert micro.advantages is not None
             found = self._forward(micro)
             assert found.entropy is not None
@@ -193,6 +194,9 @@ class PolicyUpdate:
             self._backward(losses["policy"], last)
             totals.add(rows, found, output, losses)
         return totals
+
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, Batch, bool]]:
+        return on_device(batch, self.settings.micro_batch_size, self.parameters, by_group=packs(self.model))
 
     def _diagnose(self, mini: Batch, log_probs: Tensor) -> RatioDiagnostics:
         assert mini.advantages is not None

@@ -51,7 +51,7 @@ class Packed:
 
 def packs(model: Any) -> bool:
     """Whether ``enable_packing`` was called on the model."""
-    return bool(model.config._attn_implementation == PACKED)
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) == PACKED
 
 
 def enable_packing(model: Any) -> None:
@@ -108,7 +108,9 @@ def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
     queries = torch.zeros(len(own), width, dtype=torch.long)
     keys = torch.zeros(len(own), before + width, dtype=torch.long)
     seen = torch.zeros(len(own), 1, width, before + width, dtype=torch.bool)
-    seen[..., before:] = torch.ones(width, width, dtype=torch.bool).tril()  # padding sees itself: no row is empty
+    seen[..., before:] = torch.ones(
+        width, width, dtype=torch.bool
+    ).tril()  # padding sees itself: no row is empty
     restore = torch.zeros_like(tokens)
     for number, (places, prefix) in enumerate(zip(own, behind, strict=True)):
         queries[number, : len(places)] = places

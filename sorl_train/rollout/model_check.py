@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sorl_env.errors import UserError
+from sorl_train.models import packing
 from sorl_train.models.attention import (
     OTHER_SAMPLER,
     check_length,
@@ -65,6 +66,36 @@ def check_policy(model: Any, max_tokens: int, *, sampled: bool, trained: bool) -
         model.eval()
         if sampled:
             _compare(_sampler_gap, model, rows, own, "sampler.backend=transformers", OTHER_SAMPLER)
+
+
+def try_packing(model: Any, max_tokens: int) -> str | None:
+    """Let the trainer pack rows of a model that ``check_policy`` passed, if it then computes the same.
+
+    Returns why it does not, in words, and leaves the model as it was; None: it does from now on.
+    """
+    before = model.config._attn_implementation
+    if before == packing.PACKED:
+        return None
+    if before != "sdpa":
+        return f"it has {before!r} attention"
+    with _undisturbed(model), short_spans(model, SPAN):
+        rows = _random_rows(model, max_tokens)
+        rows.append(
+            torch.cat([rows[0][: len(rows[0]) // 2], rows[1].repeat(2)])[: len(rows[0])]
+        )  # a shared prompt
+        own = [_own_log_probs(model, row) for row in rows]
+        packing.enable_packing(model)
+        try:
+            gap = _trainer_gap(model, rows, own)
+        except torch.OutOfMemoryError:
+            raise
+        except _NOT_FITTING as error:
+            model.set_attn_implementation(before)
+            return f"{type(error).__name__}: {error}"
+    if not gap <= TOLERANCE:
+        model.set_attn_implementation(before)
+        return f"log-probabilities would differ by up to {gap:.2g}"
+    return None
 
 
 def check_critic(critic: Any, max_tokens: int) -> None:

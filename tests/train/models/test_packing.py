@@ -1,0 +1,138 @@
+"""Packed rows: the log-probabilities and gradients of padded ones, for each architecture that can be packed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sorl_train.models import packing
+from sorl_train.models.forward import action_stats
+from sorl_train.rollout.model_check import try_packing
+
+from ..rollout.architectures import EXACT, MORE_EXACT, NEW, WINDOW, build
+
+PADDED_ONLY = {
+    "gpt_oss": "it has 'eager' attention",  # attention sinks
+    "gemma2": "it has 'eager' attention",  # capped scores
+    "llama4, chunks": "would differ",  # chunks are in the mask alone
+}
+
+
+def rows(vocabulary: int = 97) -> tuple[Tensor, Tensor]:
+    """Two groups of shared prompts, lone rows, observations between turns, a row without loss tokens, padding."""
+    draws = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(3, vocabulary, (8, 41), generator=draws)
+    token_ids[1:3, :13] = token_ids[0, :13]
+    token_ids[4, :6] = token_ids[3, :6]
+    mask = torch.zeros(8, 40, dtype=torch.bool)
+    for row, (start, stop) in enumerate([(12, 20), (12, 38), (12, 25), (5, 30), (5, 9), (0, 11), (30, 40)]):
+        mask[row, start:stop] = True
+        mask[row, start + 2 : start + 4] = False  # an observation
+        token_ids[row, stop + 1 :] = 0
+    return token_ids, mask
+
+
+def both(model: Any, token_ids: Tensor, mask: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probabilities and entropies, and the gradients of a sum of them with unequal weights."""
+    model.zero_grad()
+    found = action_stats(model, token_ids, mask, entropy=True, temperature=0.7)
+    assert found.entropy is not None
+    weights = torch.linspace(-1.0, 2.0, mask.numel()).view(mask.shape)
+    ((found.log_probs + 0.3 * found.entropy) * weights).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [found.log_probs.detach(), found.entropy.detach()], gradients
+
+
+def assert_same(model: Any) -> None:
+    token_ids, mask = rows()
+    model.set_attn_implementation("sdpa")
+    values, gradients = both(model, token_ids, mask)
+    packing.enable_packing(model)
+    packed, packed_gradients = both(model, token_ids, mask)
+    torch.testing.assert_close(packed, values, atol=1e-5, rtol=1e-5)
+    scale = max(float(g.abs().max()) for g in gradients)
+    torch.testing.assert_close(packed_gradients, gradients, atol=1e-5 * scale, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_packed_rows_compute_what_padded_ones_do(name: str) -> None:
+    model = build(*EXACT[name])
+    before = model.config._attn_implementation
+    why = try_packing(model, 256)
+    if name in PADDED_ONLY:
+        assert why is not None and PADDED_ONLY[name] in why
+        assert model.config._attn_implementation == before and not packing.packs(model)
+    else:
+        assert why is None
+        assert_same(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_EXACT)
+def test_more_models_are_packed_exactly_or_not_at_all(name: str) -> None:
+    model = build(*MORE_EXACT[name])
+    if try_packing(model, 256) is None:
+        assert_same(model)
+
+
+def test_the_layout_by_hand() -> None:
+    """Two rows share a prompt of two tokens. What follows the last scored token is left out, as is a row without one."""
+    token_ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 3, 0, 0], [4, 4, 4, 4, 4]])
+    mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    packed = packing.pack(token_ids, mask)
+    assert packed is not None and packed.mask is not None
+    assert packed.token_ids.tolist() == [
+        [5, 6, 7]
+    ]  # the state of 6 scores both first tokens, that of 7 the 8
+    assert packed.positions.tolist() == [[0, 1, 2]]
+    assert packed.where.tolist() == [[0, 1, 2, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+
+
+def test_rows_that_would_gain_nothing_stay_padded() -> None:
+    token_ids = torch.arange(30).view(3, 10)
+    mask = torch.zeros(3, 9, dtype=torch.bool)
+    assert packing.pack(token_ids, mask) is None  # nothing to score
+    mask[:, 4:] = True
+    assert packing.pack(token_ids, mask) is None
+    assert packing.pack(token_ids[:, :10].repeat(2, 1), mask.repeat(2, 1)) is not None  # shared prompts
+
+
+def test_hidden_tokens_do_not_reach_a_row() -> None:
+    """A row's log-probabilities do not move when another row's tokens, or its own later ones, do."""
+    model = build("mistral", NEW | WINDOW)
+    assert try_packing(model, 256) is None
+    token_ids, mask = rows()
+    with torch.no_grad():
+        before = action_stats(model, token_ids, mask).log_probs
+        changed = token_ids.clone()
+        changed[1, 25:] = 50  # after the observation of row 1, which shares its prompt with rows 0 and 2
+        after = action_stats(model, changed, mask).log_probs
+    others = [0, 2, 3, 4, 5, 6, 7]
+    torch.testing.assert_close(after[others], before[others], atol=1e-6, rtol=0)
+    torch.testing.assert_close(after[1, :24], before[1, :24], atol=1e-6, rtol=0)
+    assert (after[1, 24:38] - before[1, 24:38]).abs().max() > 1e-3
+
+
+def test_gradient_checkpointing_sees_the_same_rows() -> None:
+    model = build("llama", NEW)
+    assert try_packing(model, 256) is None
+    token_ids, mask = rows()
+    model.train()
+    _, gradients = both(model, token_ids, mask)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    _, again = both(model, token_ids, mask)
+    torch.testing.assert_close(again, gradients, atol=1e-6, rtol=1e-5)
+
+
+def test_the_saved_model_does_not_know_of_it(tmp_path: Path) -> None:
+    model = build("llama", NEW)
+    assert try_packing(model, 256) is None
+    model.save_pretrained(tmp_path)
+    assert packing.PACKED not in (tmp_path / "config.json").read_text()
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
