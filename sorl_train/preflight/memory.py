@@ -7,8 +7,8 @@ vocabulary of V. Each part of the estimate, in bytes:
 - weights 4 (P + C), gradients 4 (T + C), Adam 8 (T + C), reference 4 P: master weights are always float32;
 - the trust region's copy of the policy, 4 T, in host memory;
 - key-value cache 2 n b L (kv_heads x head_dim) for each row in flight, while sampling. It doubles as it grows, and the
-  old half stays until it is copied, so it takes up to 3 times what L tokens need. vLLM takes its own share of the GPU
-  (sampler.gpu_memory), in addition to this estimate;
+  old half stays until it is copied, so it takes up to 3 times what L tokens need. In bfloat16, a copy of the weights
+  beside it, 2 P. vLLM takes its own share of the GPU (sampler.gpu_memory), in addition to this estimate;
 - activations b m L n (12 h + 4 i): a block of a gated-MLP transformer keeps three tensors for each of its two norms,
   five in attention (flash kernels keep no L x L matrix), the residual, and four in its MLP. With gradient
   checkpointing b m L (n h + 12 h + 4 i): the input of each block, and one block that is computed again;
@@ -70,7 +70,8 @@ def estimate_memory(
     micro = min(update.micro_batch_size, update.mini_batch_size)
     critic_micro = min(update.critic_micro_batch_size, update.mini_batch_size) if critic else 0
     scored = min(update.log_prob_micro_batch_size, config.rollout.batch_size)
-    sampling = 0 if config.sampler.backend == "vllm" else 3 * rows * tokens * cache_token
+    weights_copy = compute_bytes * shape.parameters if compute_bytes < FLOAT32 else 0
+    sampling = 0 if config.sampler.backend == "vllm" else 3 * rows * tokens * cache_token + weights_copy
     kept = kept_width(shape, config.hardware.gradient_checkpointing)
     return MemoryEstimate(
         weights=FLOAT32 * (shape.parameters + critic),

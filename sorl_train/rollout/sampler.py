@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_env.tokens import Tokenizer
-from sorl_train.models.forward import autocast, compute_dtype
+from sorl_train.models.forward import autocast, compute_copy, compute_dtype
 from sorl_train.rollout.kv_cache import COLUMNS, RowCache, feed
 from sorl_train.rollout.slots import Row, Slots
 
@@ -62,6 +62,7 @@ class TransformersSampler:
         self._slots = Slots(self._cache)
         self._waiting: list[Row] = []
         self._is_open = False
+        self._decoder: Any = None  # the model as a session decodes with it
         self._driver: asyncio.Task[None] | None = None
         self._eos = _eos_ids(model, tokenizer)
         self._vocab_size = len(model.get_input_embeddings().weight)
@@ -80,6 +81,7 @@ class TransformersSampler:
             raise RuntimeError("the sampler's session is open already: one batch at a time")
         was_training = self.model.training
         self.model.eval()
+        self._decoder = compute_copy(self.model, compute_dtype(self._dtype, self._device))
         if len(self._cache.lengths) == 0:
             self._cache = self._new_cache(self._max_rows)
         self._slots = Slots(self._cache)
@@ -88,6 +90,7 @@ class TransformersSampler:
             yield self
         finally:
             self._is_open = False
+            self._decoder = None
             self.model.train(was_training)
             self._end_driver()
             self._give_up_all(None)
@@ -225,7 +228,7 @@ class TransformersSampler:
         for row in rows:
             row.cached.extend(row.pending)
         with autocast(self._dtype, self._device):
-            return feed(self.model, self._cache, slots, [row.pending for row in rows])
+            return feed(self._decoder, self._cache, slots, [row.pending for row in rows])
 
     def _accept(self, rows: Sequence[Row], logits: Tensor) -> None:
         """Sample the next token of each of ``rows``, and reply where it ends a turn."""

@@ -81,7 +81,7 @@ def test_more_models_are_packed_exactly_or_not_at_all(name: str) -> None:
 
 
 def test_the_layout_by_hand() -> None:
-    """Two rows share a prompt of two tokens. What follows the last scored token is left out, as is a row without one."""
+    """Two rows share a prompt of two tokens. What follows a last scored token is left out, as is a row without one."""
     token_ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 3, 0, 0], [4, 4, 4, 4, 4]])
     mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
     packed = packing.pack(token_ids, mask)

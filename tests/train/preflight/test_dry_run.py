@@ -60,7 +60,8 @@ def test_what_makes_it_smaller() -> None:
     assert group.weights == 4 * 1000 and group.optimizer == 8 * 1000
     checkpointed = dataclasses.replace(CONFIG, hardware=HardwareConfig(gradient_checkpointing=True))
     assert estimate_memory(checkpointed, SHAPE, LIMITS, 4).updating < full.updating
-    assert estimate_memory(CONFIG, SHAPE, LIMITS, 2).sampling == full.sampling // 2
+    # in bfloat16 the sampler decodes with a copy of the weights
+    assert estimate_memory(CONFIG, SHAPE, LIMITS, 2).sampling == full.sampling // 2 + 2 * 1000
     no_kl = dataclasses.replace(CONFIG, loss=dataclasses.replace(CONFIG.loss, kl_coef=0.0))
     assert estimate_memory(no_kl, SHAPE, LIMITS, 4).reference == 0
     lora = dataclasses.replace(SHAPE, trained=10)

@@ -164,6 +164,33 @@ def test_what_a_sampler_did_before_leaves_no_trace(tiny_folder: str, minihop_env
         np.testing.assert_array_equal(one.rollout_log_probs, other.rollout_log_probs)
 
 
+def test_weights_cast_once_compute_the_same_bits(
+    byte_level: tuple[Any, Any], minihop_env: ToolUseEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 the session decodes with a copy; the model keeps its float32 weights, and later changes count."""
+    model, tokenizer = byte_level
+    env = minihop_env.spawn()
+    env.limits = type(env.limits)(max_turns=2, max_new_tokens=24, max_trajectory_tokens=600)
+
+    def sampled() -> list[tuple[list[int], list[float]]]:
+        sampler = TransformersSampler(model, tokenizer, 8, "bfloat16")
+        with sampler.session():
+            found = asyncio.run(collect(env, tokenizer, sampler, jobs(4), RolloutSettings(max_concurrency=8)))
+        return [(t.token_ids.tolist(), t.rollout_log_probs.tolist()) for t in found]
+
+    with_copy = sampled()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    with monkeypatch.context() as patched:
+        patched.setattr("sorl_train.rollout.sampler.compute_copy", lambda model, dtype: model)
+        assert sampled() == with_copy
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+        try:
+            assert sampled() != with_copy
+        finally:
+            model.lm_head.weight.div_(2.0)
+
+
 def test_history_that_was_rewritten_is_refused(tiny_folder: str) -> None:
     sampler = TransformersSampler(load_policy(tiny_folder), load_tokenizer(tiny_folder), 2)
 
