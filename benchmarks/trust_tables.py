@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from stability_runs import DOCS, RATES, REUSE, TRUST, Run, average, cells_of, read, reuse_of, whole_grid
-from trust_divergence import measured_table, trained_table
+from stability_runs import RATES, REUSE, TRUST, Run, average, cells_of, read, reuse_of, whole_grid
 
 from sorl_env.figures import markdown_table
 
@@ -56,7 +54,9 @@ def by_seed(runs: Sequence[Run]) -> str:
     cells: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: int(run["seed"])):
         name = run["arm"] + "".join(
-            f", {label} {run[axis]:g}" for axis, label in (("optim.lr", "rate"), ("update.trust_kl", "limit")) if axis in run
+            f", {label} {run[axis]:g}"
+            for axis, label in (("optim.lr", "rate"), ("update.trust_kl", "limit"))
+            if axis in run
         )
         cells.setdefault(name, []).append(run)
     rows = []
@@ -81,10 +81,6 @@ def _steps_to(run: Run) -> str:
 
 def tables() -> Mapping[str, Callable[[], str]]:
     """Name in the page to what makes the table."""
-
-    def figures(name: str) -> object:
-        return json.loads((DOCS / "stability" / f"{name}.json").read_text(encoding="utf-8"))
-
     return {
         "trust_shares": lambda: shares(whole_grid()),
         "trust_ppo": lambda: grid(whole_grid(), "ppo"),
@@ -92,8 +88,4 @@ def tables() -> Mapping[str, Callable[[], str]]:
         "trust_rates": lambda: by_seed(read("trust_rates")),
         "trust_openrlhf": lambda: by_seed(read("trust_openrlhf")),
         "trust_limit": lambda: by_seed(read("trust_limit")),
-        "trust_free": lambda: by_seed(read("trust_free")),
-        "trust_far": lambda: by_seed(read("trust_far")),
-        "trust_measured": lambda: measured_table(figures("trust_divergence_measured")),
-        "trust_trained": lambda: trained_table(figures("trust_divergence")),
     }

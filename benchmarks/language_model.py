@@ -1,0 +1,129 @@
+"""What saves time with a language model of SmolLM2's sizes: packed rows, and matrices that are cast once.
+
+    python benchmarks/language_model.py --json docs/benchmarks_language_model.json
+
+- A group of 8 trajectories that share a prompt, forward and backward (an update) and forward alone (scoring), in padded
+  rows and packed. The prompt is as long as that of ``smollm2_hotpotqa`` (about 230 tokens), the rest 220 to 420 tokens,
+  of which the policy wrote 90: a thought with a query, an observation, an answer.
+- Decoding steps of 8 and 32 dialogues of 250 tokens in float32, in bfloat16 under autocast, and in bfloat16 with
+  matrices that were cast once.
+
+The sides take turns in one process; ratios are medians over rounds. Weights are random: time does not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from losses import Step, measure, show
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sorl_train.models import packing
+from sorl_train.models.forward import action_stats, autocast, compute_copy
+from sorl_train.rollout.kv_cache import RowCache, feed
+
+GROUP, PROMPT, SHORTEST, LONGEST = 8, 230, 220, 420
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def smollm2(layers: int) -> Any:
+    """Random weights in the sizes of SmolLM2-135M."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    }
+    config = LlamaConfig(
+        vocab_size=49152,
+        num_hidden_layers=layers,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+        **sizes,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def group() -> tuple[Tensor, Tensor]:
+    """Token ids (B, L) of a group's trajectories, and the mask (B, T) of what the policy wrote."""
+    lengths = [PROMPT + int(rest) for rest in torch.linspace(SHORTEST, LONGEST, GROUP)]
+    token_ids = torch.randint(3, 49152, (GROUP, max(lengths)))
+    token_ids[:, :PROMPT] = token_ids[0, :PROMPT]
+    mask = torch.zeros(GROUP, max(lengths) - 1, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        mask[row, PROMPT - 1 : PROMPT + 49] = True
+        mask[row, length - 40 : length - 1] = True
+    return token_ids, mask
+
+
+def rows(model: Any, dtype: str, train: bool) -> dict[str, Step]:
+    """A pass over the group in padded and in packed rows."""
+    token_ids, mask = group()
+
+    def step(attention: str) -> None:
+        model.set_attn_implementation(attention)
+        with torch.set_grad_enabled(train), autocast(dtype, torch.device("cpu")):
+            stats = action_stats(model, token_ids, mask, entropy=train)
+            if train:
+                stats.log_probs.sum().backward()
+        model.zero_grad()
+
+    return {"padded": lambda: step("sdpa"), "packed": lambda: step(packing.PACKED)}
+
+
+def decoding(model: Any, dialogues: int, steps: int = 8) -> dict[str, Step]:
+    """Decoding steps of dialogues that have 250 tokens."""
+    cast = compute_copy(model, torch.bfloat16)
+    sides: dict[str, Step] = {}
+    for name, (decoder, dtype) in {
+        "float32": (model, "float32"),
+        "bfloat16": (model, "bfloat16"),
+        "bfloat16, cast once": (cast, "bfloat16"),
+    }.items():
+        cache = RowCache(model, dialogues, DTYPES[dtype], 320)
+        with torch.inference_mode(), autocast(dtype, torch.device("cpu")):
+            feed(decoder, cache, slice(0, dialogues), [list(range(3, 253))] * dialogues)
+
+        def step(decoder: Any = decoder, dtype: str = dtype, cache: RowCache = cache) -> None:
+            cache.lengths[:] = 250
+            for _ in range(steps):
+                with torch.inference_mode(), autocast(dtype, torch.device("cpu")):
+                    feed(decoder, cache, slice(0, dialogues), [[7]] * dialogues)
+
+        sides[name] = step
+    return sides
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=30, help="of the model (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="of torch (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model = smollm2(args.layers)
+    figures: dict[str, Any] = {"settings": {**vars(args), "json": None, "torch": torch.__version__}}
+    for dtype in DTYPES:
+        for what, train in (("update", True), ("scoring", False)):
+            figures[f"{what}_{dtype}"] = found = measure(rows(model, dtype, train), args.rounds, memory=False)
+            show(f"{what} of a group of {GROUP}, {dtype}", found)
+    model.set_attn_implementation("sdpa")
+    for dialogues in (8, 32):
+        found = measure(decoding(model, dialogues), args.rounds, memory=False)
+        figures[f"decoding_{dialogues}"] = found
+        show(f"8 decoding steps of {dialogues} dialogues", found)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
