@@ -178,18 +178,28 @@ def _episode(env: ToolUseEnv, seed: int, turns: Sequence[str]) -> list[tuple[str
     return seen
 
 
-def _check_expert(env: ToolUseEnv, expert: Callable[[Example, Sequence[str]], str], count: int) -> Check:
-    solved = 0
+def _check_expert(
+    env: ToolUseEnv, expert: Callable[[Example, Sequence[str]], str | None], count: int
+) -> Check:
+    """An expert that plays must solve something; it may give up where the tools do not return what it needs."""
+    solved = given_up = 0
     for index in range(count):
         env.reset(options={"index": index})
         observations: list[str] = []
         while True:
-            result = env.step(expert(env.example, observations))
+            turn = expert(env.example, observations)
+            if turn is None:
+                given_up += 1
+                break
+            result = env.step(turn)
             observations.append(result.observation)
             if result.terminated or result.truncated:
+                solved += abs(result.reward - 1.0) <= 1e-6
                 break
-        solved += abs(result.reward - 1.0) <= 1e-6
-    return Check("expert", solved > 0, f"solves {solved} of {count}")
+    left_out = f", gives up on {given_up}" if given_up else ""
+    # without gold answers nothing else shows that a reward of 1 can be reached
+    may_give_up = given_up == count and any(one.golden_answers for one in env.examples.examples[:count])
+    return Check("expert", solved > 0 or may_give_up, f"solves {solved} of {count}{left_out}")
 
 
 def load_tokenizer(folder: str) -> Tokenizer:

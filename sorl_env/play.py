@@ -118,9 +118,11 @@ def _expert(env: ToolUseEnv) -> Player:
     if expert is None:
         raise UserError(f"task {env.task.name} has no scripted expert: leave --auto out and play yourself")
 
-    def next_turn(observations: Sequence[str]) -> str:
+    def next_turn(observations: Sequence[str]) -> str | None:
         turn = expert(env.example, observations)
-        print(f"> {turn}")
+        print(
+            "The expert gives up: it has no demonstration of this example." if turn is None else f"> {turn}"
+        )
         return turn
 
     return next_turn

@@ -141,7 +141,8 @@ class Task:
         require_think: a turn must begin with a think block.
         turn_reward: named rewards of one turn, given at once; it reads all turns so far.
         wrong_answer: an answer that must score 0, for ``sorl-check-task``.
-        expert: a scripted policy for demonstrations: maps the example and the observations so far to the next turn.
+        expert: a scripted policy for demonstrations: maps the example and the observations so far to the next turn, or
+            to None where it gives up; such an example has no demonstration.
         vocabulary: texts with every word that can occur in the task, for a word-level tokenizer.
     """
 
@@ -158,7 +159,7 @@ class Task:
     require_think: bool = True
     turn_reward: Callable[[Example, Sequence[ParsedTurn]], Mapping[str, float]] | None = None
     wrong_answer: Callable[[Example], str] | None = None
-    expert: Callable[[Example, Sequence[str]], str] | None = None
+    expert: Callable[[Example, Sequence[str]], str | None] | None = None
     vocabulary: Callable[[], Iterable[str]] | None = None
     system_prompt: str | None = None
     description: str = ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from sorl_env.task import HubSource, Task
 from sorl_tasks._qa import parse_qa_row, qa_prompt, qa_reward, sample, search_tools
+from sorl_tasks._qa_expert import qa_expert
 
 TASK = Task(
     name="hotpotqa",
@@ -18,6 +19,7 @@ TASK = Task(
     tools=search_tools("hotpotqa"),
     embedded=sample("hotpotqa", parse_qa_row),
     embedded_is_sample=True,
+    expert=qa_expert,
     # Search-R1's source. The answers of the test split were never published, so everyone evaluates on dev.
     hub=HubSource("RUC-NLPIR/FlashRAG_datasets", "hotpotqa", {"test": "dev"}),
 )

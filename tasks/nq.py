@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from sorl_env.task import HubSource, Task
 from sorl_tasks._qa import parse_qa_row, qa_prompt, qa_reward, sample, search_tools
+from sorl_tasks._qa_expert import qa_expert
 
 TASK = Task(
     name="nq",
@@ -18,5 +19,6 @@ TASK = Task(
     tools=search_tools("nq"),
     embedded=sample("nq", parse_qa_row),
     embedded_is_sample=True,
+    expert=qa_expert,
     hub=HubSource("RUC-NLPIR/FlashRAG_datasets", "nq"),  # Search-R1's source
 )

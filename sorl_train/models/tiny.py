@@ -154,6 +154,8 @@ def task_texts(task: Task, num_dialogues: int) -> Iterator[str]:
         while not ended:
             yield observation
             turn = task.expert(env.example, observations)
+            if turn is None:
+                break
             yield turn
             observation, _, terminated, truncated, _ = env.step(turn)
             observations.append(observation)

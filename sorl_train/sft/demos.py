@@ -28,8 +28,11 @@ class Demo:
 
 def expert_trajectory(
     env: ToolUseEnv, tokenizer: Tokenizer, job: RolloutJob, *, use_chat_template: bool
-) -> Trajectory:
-    """A trajectory that the task's scripted expert plays. Raises ``UserError`` if the task has none."""
+) -> Trajectory | None:
+    """A trajectory that the task's scripted expert plays, or None where it gives up.
+
+    Raises ``UserError`` if the task has no expert.
+    """
     expert = env.task.expert
     if expert is None:
         raise UserError(f"task {env.task.name!r} has no scripted expert: give demonstrations with sft.demos")
@@ -37,6 +40,8 @@ def expert_trajectory(
     observations: list[str] = []
     while True:
         text = expert(env.example, observations)
+        if text is None:
+            return None
         ids = tokenizer.encode(text, add_special_tokens=False)
         result = growing.append(SampledTurn(ids, [0.0] * len(ids), "stop"), text, env.step(text))
         if result.terminated or result.truncated:
@@ -45,16 +50,21 @@ def expert_trajectory(
 
 
 def expert_demos(env: ToolUseEnv, tokenizer: Tokenizer, count: int, *, use_chat_template: bool) -> list[Demo]:
-    """The expert's trajectories on the first ``count`` examples. Raises ``UserError`` if it fails on all of them."""
-    demos, solved = [], 0
-    for index in range(min(count, len(env.examples.examples))):
+    """The expert's trajectories on the first ``count`` examples, without those on which it gives up.
+
+    Raises ``UserError`` if it fails on all of them.
+    """
+    demos, solved, tried = [], 0, min(count, len(env.examples.examples))
+    for index in range(tried):
         job = RolloutJob(id=f"demo-{index}", group_id=f"demo-{index}", example_index=index, seed=0)
         trajectory = expert_trajectory(env.spawn(), tokenizer, job, use_chat_template=use_chat_template)
+        if trajectory is None:
+            continue
         solved += trajectory.reward > 0
         demos.append(Demo(trajectory.token_ids, trajectory.action_mask))
     if not solved:
         raise UserError(
-            f"the expert of task {env.task.name!r} failed on all of {len(demos)} examples: "
+            f"the expert of task {env.task.name!r} failed on all of {tried} examples: "
             f"look at it with sorl-play {env.task.name} --auto expert"
         )
     return demos

@@ -87,6 +87,10 @@ def test_a_task_without_gold_answers_needs_an_expert() -> None:
     assert failures(**changes, expert=good) == {}
     bad = lambda example, observations: "<think>x</think><answer>3</answer>"  # noqa: E731
     assert failures(**changes, expert=bad) == {"expert": "solves 0 of 1"}
+    assert failures(**changes, expert=lambda *_: None) == {"expert": "solves 0 of 1, gives up on 1"}
+    assert (
+        failures(expert=lambda *_: None) == {}
+    )  # the gold answers have shown that the reward can be reached
 
 
 def test_prompts_that_are_too_long() -> None:
@@ -147,7 +151,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "task nq: 7 examples, split test, embedded, a sample and not the benchmark"
     assert lines[1].startswith("  ok    rows")
-    assert lines[-1] == "all 8 checks passed"
+    assert lines[-1] == "all 9 checks passed"
 
 
 def test_command_line_with_data_and_corpus(
@@ -161,7 +165,7 @@ def test_command_line_with_data_and_corpus(
     out = capsys.readouterr().out
     assert "FAIL  gold answer" in out
     assert "1 hits: 'Doc 1 (Who): The band.'" in out
-    assert out.endswith("1 of 8 checks failed\n")
+    assert out.endswith("1 of 9 checks failed\n")
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_ctrl_c_is_calm(
     ("arguments", "message"),
     [
         (["minihopp"], "Did you mean 'minihop'"),
-        (["nq", "--auto", "expert"], "task nq has no scripted expert"),
+        (["medqa", "--auto", "expert"], "task medqa has no scripted expert"),
         (["nq", "--index", "99"], "index 99 is outside the 21 examples"),
         (["nq", "--split", "dev"], "no split 'dev'"),
     ],

@@ -1,0 +1,74 @@
+"""A scripted expert for question answering with a search tool: demonstrations from questions and passages alone.
+
+It searches for the question itself, and for each gold title that the passages do not have yet, quotes the sentence that
+holds an answer, and answers. Where the passages never hold one, there is nothing to imitate, and it gives up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sorl_env.rewards import normalize_answer
+from sorl_env.task import Example
+
+LONGEST_QUOTE = 240  # characters
+CHOICES = ("yes", "no")  # answers that follow from passages without being in them
+
+
+def qa_expert(example: Example, observations: Sequence[str]) -> str | None:
+    """The next turn, or None where the passages that came back do not hold an answer."""
+    if not observations:
+        return _search("I need to look this up.", example.question)
+    missing = _missing(example, observations)
+    if missing:
+        if len(observations) > 1 and _missing(example, observations[:-1])[:1] == missing[:1]:
+            return None  # it was searched for by name, and did not come
+        return _search(f"I still need to know about {missing[0]}.", missing[0])
+    for answer in example.golden_answers:
+        if normalize_answer(answer) in CHOICES and gold_titles(example):
+            names = " and ".join(gold_titles(example))
+            return f"<think> The passages about {names} tell. </think>\n<answer> {answer} </answer>"
+        quote = _sentence_with(answer, example.question, observations)
+        if quote is not None:
+            return f"<think> A passage says: {quote} </think>\n<answer> {answer} </answer>"
+    return None
+
+
+def gold_titles(example: Example) -> list[str]:
+    """The titles of the passages that hold the answer, if the row names them (HotpotQA)."""
+    named = example.metadata.get("gold_titles")
+    if not isinstance(named, list | tuple):
+        facts = example.metadata.get("supporting_facts")
+        named = [fact[0] for fact in facts if fact] if isinstance(facts, list | tuple) else []
+    return list(dict.fromkeys(title for title in named if isinstance(title, str) and title.strip()))
+
+
+def _search(thought: str, query: str) -> str:
+    return f"<think> {thought} </think>\n<search> {query} </search>"
+
+
+def _missing(example: Example, observations: Sequence[str]) -> list[str]:
+    """Gold titles that are not the title of any passage so far."""
+    seen = "\n".join(observations).lower()
+    return [title for title in gold_titles(example) if f"({title.lower()}):" not in seen]
+
+
+def _sentence_with(answer: str, question: str, observations: Sequence[str]) -> str | None:
+    """Of the sentences that hold the answer as whole words, the first with the most words of the question; or None."""
+    wanted, asked = normalize_answer(answer).split(), set(normalize_answer(question).split())
+    best: tuple[int, str | None] = (-1, None)
+    for sentence in (part for text in observations for part in _sentences(text)):
+        words = normalize_answer(sentence).split()
+        holds = any(words[at : at + len(wanted)] == wanted for at in range(len(words))) if wanted else False
+        if holds and len(asked.intersection(words)) > best[0]:
+            best = (len(asked.intersection(words)), sentence)
+    return best[1]
+
+
+def _sentences(text: str) -> list[str]:
+    """The sentences of an observation, whose lines are ``Doc 1 (Title): text``; too long ones are left out."""
+    found = []
+    for line in text.splitlines():
+        passage = line.split("): ", 1)[-1]
+        found += [part.strip(" .") + "." for part in passage.split(". ") if part.strip(" .")]
+    return [sentence for sentence in found if len(sentence) <= LONGEST_QUOTE and "<" not in sentence]
