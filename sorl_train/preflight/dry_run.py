@@ -130,7 +130,7 @@ def _memory(config: TrainConfig, shape: ModelShape, env: ToolUseEnv) -> list[str
     device = pick_device(config.hardware.device)
     dtype = compute_dtype(config.hardware.dtype, device)
     need = estimate_memory(config, shape, env.limits, dtype.itemsize)
-    rows = (
+    rows = [
         ("weights", need.weights, "policy and critic, float32"),
         ("gradients", need.gradients, ""),
         ("optimizer", need.optimizer, "Adam's two moments"),
@@ -143,16 +143,14 @@ def _memory(config: TrainConfig, shape: ModelShape, env: ToolUseEnv) -> list[str
         ("scoring", need.scoring, "update.log_prob_micro_batch_size"),
         ("updating", need.updating, "activations and logits of a micro-batch"),
         (
-            "copy",
-            need.trust_region,
-            "of the trained weights, in host memory, not in the peak (update.trust_kl)",
-        ),
-        (
             "peak",
             need.peak,
             "the first four, the largest of the next three, and a small cache that is kept",
         ),
-    )
+    ]
+    if need.trust_region:
+        note = "of the trained weights, in host memory, not in the peak (update.trust_kl)"
+        rows.append(("copy", need.trust_region, note))
     lines = [f"{name:<10}{gigabytes(size):>9}  {note}".rstrip() for name, size, note in rows]
     if config.sampler.backend == "vllm":
         lines.append(f"in addition {config.sampler.gpu_memory:.0%} of the GPU for vLLM (sampler.gpu_memory)")
