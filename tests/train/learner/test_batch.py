@@ -61,3 +61,18 @@ def test_rows_trim_padding_and_micro_batches_cover_all() -> None:
     assert [p.ids for p in pieces] == [("9", "7"), ("5", "4"), ("3",)]
     assert sum(int(p.action_mask.sum()) for p in pieces) == int(batch.action_mask.sum())
     assert torch.equal(batch.lengths, torch.tensor([3, 9, 5, 7, 4]))
+
+
+def test_groups_stay_together_where_prompts_are_shared() -> None:
+    """Groups by their longest trajectory, each from the longest on; without groups it is the order by length."""
+    rows = [
+        trajectory(name, list(range(n)), [-1] + [0] * (n - 1), [1.0], group_id=name[0])
+        for name, n in (("a1", 3), ("b1", 9), ("a2", 8), ("b2", 4), ("c1", 8))
+    ]
+    pieces = [piece.ids for _, piece in collate(rows).micro_batches(2, by_group=True)]
+    assert pieces == [("b1", "b2"), ("a2", "a1"), ("c1",)]
+    lone = [
+        trajectory(str(n), list(range(n)), [-1] + [0] * (n - 1), [1.0], group_id=str(n)) for n in (3, 9, 5)
+    ]
+    orders = [[i.tolist() for i, _ in collate(lone).micro_batches(2, by_group=by)] for by in (True, False)]
+    assert orders[0] == orders[1] == [[1, 2], [0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from sorl_env.env import ToolUseEnv
+from sorl_env.rollout import RolloutJob, RolloutSettings, collect
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
@@ -17,7 +19,10 @@ from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.schedule import learning_rate
 from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import PolicyUpdate
+from sorl_train.models import packing
+from sorl_train.models.packing import enable_packing
 from sorl_train.models.policy import load_policy, load_tokenizer
+from sorl_train.rollout.sampler import TransformersSampler
 
 from ..conftest import short_config
 from ..rollout.test_sampler import roll
@@ -39,10 +44,12 @@ def off_policy(batch: Batch, seed: int = 0, spread: float = 0.4) -> Batch:
 
 
 def step(
-    folder: str, batch: Batch, config: TrainConfig, optimizer: str = "sgd"
+    folder: str, batch: Batch, config: TrainConfig, optimizer: str = "sgd", packed: bool = False
 ) -> tuple[Any, dict[str, float]]:
     """Parameters after one optimizer step, and its metrics."""
     model = load_policy(folder, config.hardware.device)
+    if packed:
+        enable_packing(model)
     kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
     update = PolicyUpdate(model, kind(model.parameters(), lr=0.1), update_settings(config))
     means = Means()
@@ -63,6 +70,42 @@ def test_micro_batches_do_not_matter(
     assert one["loss/normalizer"] == pytest.approx(many["loss/normalizer"], rel=1e-5)
     assert one["loss/normalizer"] != 1.0
     assert one["loss/clip_frac"] > 0.1
+
+
+@pytest.mark.parametrize("size", [8, 3, 1])
+@pytest.mark.parametrize("norm", ["rms", "logit", "gradient"])
+def test_packed_rows_take_the_same_step(
+    norm: str, size: int, tiny_folder: str, minihop_env: ToolUseEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of four rollouts, whose prompts are shared: in padded rows whole, and packed in micro-batches."""
+    packs: list[bool] = []
+    packing_pack = packing.pack
+    monkeypatch.setattr(packing, "pack", lambda *args: packs.append(True) or packing_pack(*args))
+    found = rollouts_of(tiny_folder, minihop_env, prompts=2, group=4)
+    batch = off_policy(collate(found))
+    options = {"loss.clip_bias_norm": norm, "loss.clip_bias_delta": 1e-3}
+    padded, one = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 8}))
+    assert not packs
+    packed, other = step(
+        tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": size}), packed=True
+    )
+    assert len(packs) == 8 // size + bool(8 % size)
+    torch.testing.assert_close(packed, padded, atol=1e-6, rtol=1e-5)
+    for name in ("loss/normalizer", "loss/policy", "loss/entropy", "loss/grad_norm", "loss/clip_frac"):
+        assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7)
+
+
+def rollouts_of(folder: str, env: ToolUseEnv, prompts: int, group: int) -> list[Trajectory]:
+    """Several rollouts of each prompt, which differ in their seeds."""
+    model, tokenizer = load_policy(folder), load_tokenizer(folder)
+    sampler = TransformersSampler(model, tokenizer, 16)
+    jobs = [
+        RolloutJob(f"g{i}/{j}", f"g{i}", example_index=i, seed=100 * i + j)
+        for i in range(prompts)
+        for j in range(group)
+    ]
+    with sampler.session():
+        return asyncio.run(collect(env, tokenizer, sampler, jobs, RolloutSettings(max_concurrency=16)))
 
 
 @pytest.mark.parametrize("scope", ["mini_batch", "trajectory"])
