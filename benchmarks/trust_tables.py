@@ -51,16 +51,14 @@ def shares(runs: Sequence[Run]) -> str:
 
 def by_seed(runs: Sequence[Run]) -> str:
     """A line an arm and rate: final success and the steps to ``GOOD``, one figure a seed."""
-    cells: dict[str, list[Run]] = {}
+    cells: dict[tuple[str, float, float], list[Run]] = {}
     for run in sorted(runs, key=lambda run: int(run["seed"])):
-        name = run["arm"] + "".join(
-            f", {label} {run[axis]:g}"
-            for axis, label in (("optim.lr", "rate"), ("update.trust_kl", "limit"))
-            if axis in run
+        cells.setdefault((run["arm"], run.get("optim.lr", 0.0), run.get("update.trust_kl", 0.0)), []).append(
+            run
         )
-        cells.setdefault(name, []).append(run)
     rows = []
-    for name, own in sorted(cells.items()):
+    for (arm, rate, limit), own in sorted(cells.items()):
+        name = arm + (f", rate {_rate(rate)}" if rate else "") + (f", limit {limit:g}" if limit else "")
         moves = [run["moves_back"] for run in own if run["moves_back"] is not None]
         rows.append(
             [
@@ -87,5 +85,6 @@ def tables() -> Mapping[str, Callable[[], str]]:
         "trust_grpo": lambda: grid(whole_grid(), "grpo"),
         "trust_rates": lambda: by_seed(read("trust_rates")),
         "trust_openrlhf": lambda: by_seed(read("trust_openrlhf")),
+        "trust_free": lambda: by_seed(read("trust_free")),
         "trust_limit": lambda: by_seed(read("trust_limit")),
     }
