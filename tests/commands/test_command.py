@@ -191,7 +191,8 @@ def test_ctrl_c_at_a_question() -> None:
     assert playing.stdout is not None
     while b"q               quit" not in playing.stdout.readline():
         pass
-    while playing.stdout.read(1) != b">":  # the prompt; before it a signal may only be seen at the end of the input
+    # the prompt is next; before it a signal may be seen at the end of the input only
+    while playing.stdout.read(1) != b">":
         pass
     time.sleep(0.2)
     playing.send_signal(signal.SIGINT)
