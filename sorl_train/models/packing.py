@@ -77,8 +77,7 @@ def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
         scored = columns[row].nonzero()[:, 0]
         ends[row] = int(scored[-1]) + 1  # the state of a token scores the next one, so the last is not read
         prompts.setdefault(tuple(rows[row, : int(scored[0]) + 1].tolist()), []).append(row)
-    shared = {prompt: members for prompt, members in prompts.items() if len(members) > 1}
-    saved = sum(len(prompt) * (len(members) - 1) for prompt, members in shared.items())
+    saved = sum(len(prompt) * (len(members) - 1) for prompt, members in prompts.items())
     count = sum(ends.values()) - saved
     if count > SAVES * len(rows) * (rows.shape[1] - 1):
         return None
@@ -104,28 +103,42 @@ def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
         for row in members:
             places = add(row, len(prefix), ends[row], prefix)
             where[row, : ends[row]] = torch.cat([prefix, places])
-    width, before = max(map(len, own)), max(map(len, behind))
-    queries = torch.zeros(len(own), width, dtype=torch.long)
-    keys = torch.zeros(len(own), before + width, dtype=torch.long)
-    seen = torch.zeros(len(own), 1, width, before + width, dtype=torch.bool)
-    seen[..., before:] = torch.ones(
-        width, width, dtype=torch.bool
-    ).tril()  # padding sees itself: no row is empty
-    restore = torch.zeros_like(tokens)
-    for number, (places, prefix) in enumerate(zip(own, behind, strict=True)):
-        queries[number, : len(places)] = places
-        keys[number, : len(prefix)], keys[number, before : before + len(places)] = prefix, places
-        seen[number, ..., : len(prefix)] = True
-        restore[places] = number * width + torch.arange(len(places))
+    queries, keys, seen, restore = _attention_rows(own, behind, count)
     return Packed(
         tokens[None].to(device),
         positions[None].to(device),
         where.to(device),
         queries.to(device),
         keys.to(device),
-        seen.to(device) if before else None,
+        None if seen is None else seen.to(device),
         restore.to(device),
     )
+
+
+def _attention_rows(
+    own: list[Tensor], behind: list[Tensor], count: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """``queries``, ``keys``, ``mask`` and ``restore`` of ``Packed``.
+
+    Args:
+        own: the packed tokens of each row.
+        behind: those of the prompt that it shares, if any.
+        count: packed tokens in all.
+    """
+    width, before = max(map(len, own)), max(map(len, behind))
+    queries = torch.zeros(len(own), width, dtype=torch.long)
+    keys = torch.zeros(len(own), before + width, dtype=torch.long)
+    restore = torch.zeros(count, dtype=torch.long)
+    seen = torch.zeros(len(own), 1, width, before + width, dtype=torch.bool)
+    seen[..., before:] = torch.ones(
+        width, width, dtype=torch.bool
+    ).tril()  # padding sees itself, so none is empty
+    for number, (places, prefix) in enumerate(zip(own, behind, strict=True)):
+        queries[number, : len(places)] = places
+        keys[number, : len(prefix)], keys[number, before : before + len(places)] = prefix, places
+        seen[number, ..., : len(prefix)] = True
+        restore[places] = number * width + torch.arange(len(places))
+    return queries, keys, seen if before else None, restore
 
 
 def inputs(packed: Packed) -> dict[str, Any]:
