@@ -137,6 +137,7 @@ class Tool(Protocol):
     - ``call_batch(arguments)``: takes a list of texts (or of mappings) and returns as many results. An exception
       instance among them fails only its own request.
     - ``is_sample = True``: it replaces the real thing, such as a search in a task's embedded sample.
+    - ``url = ".."``: the address of the server behind it, which the error of a call without a reply names.
     - ``close()``: frees what the tool holds.
     - ``new_episode(seed)``, ``get_state()`` and ``set_state(state)``, all three: the tool keeps state. The environment
       calls ``new_episode`` at each reset and uses the returned tool for that episode alone; see docs/add_a_tool.md. A

@@ -241,7 +241,8 @@ class Toolbox:
                 return wait_s
             reason = _say(result)
             if latency_s >= self.timeout_s:
-                reason = f"no reply within {self.timeout_s:g} s ({reason})"
+                url = getattr(self._bound[request.tool].tool, "url", "")
+                reason = f"no reply{url and f' from {url}'} within {self.timeout_s:g} s ({reason})"
         else:
             reason = f"bug in the tool: {_say(result)}"
             self._log_bug(request, result)

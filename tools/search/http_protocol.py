@@ -22,6 +22,7 @@ MAX_REQUEST_BYTES = 1 << 19
 MAX_REPLY_BYTES = 64 << 20
 MAX_PASSAGE_BYTES = 1 << 18
 MAX_HEALTH_BYTES = 1 << 16
+MAX_PORT = 65535
 
 
 class Answer(NamedTuple):
@@ -52,6 +53,9 @@ def addresses(url: str | Sequence[str]) -> tuple[str, ...]:
             raise UserError(f"search_url={one!r}: {error}") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise UserError(f"search_url={one!r}: give an address such as http://127.0.0.1:8000/retrieve")
+        # the system would take the remainder of a division by 65536 for the port
+        if parsed.port is not None and not 0 < parsed.port <= MAX_PORT:
+            raise UserError(f"search_url={one!r}: a port lies between 1 and {MAX_PORT}, it is {parsed.port}")
         found.append(str(parsed.copy_with(path="/retrieve") if parsed.path in ("", "/") else parsed))
     if len(set(found)) < len(found):
         raise UserError(f"search_url={url!r}: an address is given twice")
