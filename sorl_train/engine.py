@@ -35,7 +35,7 @@ from sorl_train.models.policy import load_adapters, load_policy, load_tokenizer,
 from sorl_train.rollout.environments import answers_of, make_env, without_tools
 from sorl_train.rollout.jobs import LocalSampler, evaluation_jobs, run_jobs, training_jobs
 from sorl_train.rollout.metrics import eval_metrics, search_off_metrics
-from sorl_train.rollout.model_check import check_critic, check_policy, try_packing
+from sorl_train.rollout.model_check import check_critic, check_policy, try_packing, try_packing_critic
 from sorl_train.rollout.sampler import TransformersSampler
 from sorl_train.run.display import Display
 from sorl_train.run.folder import RunDir
@@ -131,6 +131,7 @@ class LocalEngine:
             try_packing(self.reference, self.longest)
         if self.critic_update is not None:
             check_critic(self.critic_update.critic, self.longest)
+            try_packing_critic(self.critic_update.critic, self.longest)
 
     def _adamw(self, parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
         optim = self.config.optim

@@ -27,7 +27,8 @@ def score(
     fields = {name: torch.zeros(batch.action_mask.shape) for name in policies}
     if critic is not None:
         fields["values"] = torch.zeros(batch.action_mask.shape)
-    by_group = all(map(packs, policies.values()))
+    models = [*policies.values(), *([] if critic is None else [critic.backbone])]
+    by_group = all(map(packs, models))
     for index, micro in batch.micro_batches(config.update.log_prob_micro_batch_size, by_group=by_group):
         micro = micro.to(device)
         columns = slice(0, micro.action_mask.shape[1])
@@ -35,7 +36,7 @@ def score(
             for name, model in policies.items():
                 fields[name][index, columns] = _log_probs(model, micro, config)
             if critic is not None:
-                fields["values"][index, columns] = critic(micro.token_ids).float().cpu()
+                fields["values"][index, columns] = _values(critic, micro)
     checked = {"a sampled": batch.rollout_log_probs, "a recomputed": fields.get("old_log_probs")}
     for name, figures in checked.items():
         if figures is None:
@@ -44,8 +45,6 @@ def score(
         if broken.any():
             ids = tuple(batch.ids[i] for i in broken.nonzero()[:, 0].tolist())
             raise NonFiniteError(f"{name} log-probability", ids)
-    if "values" in fields:  # of the weights that are about to be updated
-        fields["values"].masked_fill_(~batch.action_mask, 0.0)
     return batch.with_fields(**fields)
 
 
@@ -53,3 +52,8 @@ def _log_probs(model: Any, micro: Batch, config: TrainConfig) -> Tensor:
     temperature = config.sampler.temperature
     stats = action_stats(model, micro.token_ids, micro.action_mask, temperature=temperature)
     return stats.log_probs.float().cpu()
+
+
+def _values(critic: Any, micro: Batch) -> Tensor:
+    values: Tensor = critic(micro.token_ids, micro.action_mask)
+    return values.float().cpu()

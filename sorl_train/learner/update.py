@@ -282,7 +282,9 @@ class CriticUpdate:
         """One optimizer step towards the returns."""
         how: dict[str, Any] = mean_over(mini, self.settings)
         total, clip = 0.0, self.settings.value_clip
-        for _, micro, last in on_device(mini, self.settings.critic_micro_batch_size, self.parameters):
+        by_group = packs(getattr(self.critic, "backbone", None))  # OpenRLHF's critic has none
+        size = self.settings.critic_micro_batch_size
+        for _, micro, last in on_device(mini, size, self.parameters, by_group=by_group):
             assert micro.returns is not None
             values = self._forward(micro)
             loss = value_loss(
@@ -298,7 +300,7 @@ class CriticUpdate:
     def _forward(self, micro: Batch) -> Tensor:
         """Values (B, T)."""
         with autocast(self.settings.dtype, micro.token_ids.device):
-            values: Tensor = self.critic(micro.token_ids)
+            values: Tensor = self.critic(micro.token_ids, micro.loss_mask)
         return values
 
     def _backward(self, loss: Tensor, last: bool) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel
 
+from sorl_train.models import packing
 from sorl_train.models.attention import text_config
 from sorl_train.models.forward import pick_device
 from sorl_train.models.policy import load_weights
@@ -27,12 +28,26 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)  # V = 0 at first: advantages are the rewards themselves
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """token_ids (B, L) -> float32 values (B, T), T = L - 1."""
-        hidden = self.backbone(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state
+    def forward(self, token_ids: Tensor, mask: Tensor) -> Tensor:
+        """Values of some states, in packed rows where that saves enough (``packing``).
+
+        Args:
+            token_ids: (B, L).
+            mask: bool (B, T), T = L - 1: the tokens whose states are asked for.
+
+        Returns:
+            (B, T) float32, 0 off the mask.
+        """
+        packed = packing.pack(token_ids, mask) if packing.packs(self.backbone) else None
+        if packed is None:
+            inputs = {"input_ids": token_ids[:, :-1], "use_cache": False}
+        else:
+            inputs = packing.inputs(packed)
+        hidden = self.backbone(**inputs).last_hidden_state
         # the 8 bits of bfloat16 are too coarse for values
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.head(hidden.float()).squeeze(-1)
+            values = self.head(hidden.float()).squeeze(-1)
+        return torch.where(mask, values if packed is None else values[0][packed.where], 0.0)
 
     def save(self, folder: Path) -> None:
         """Write a plain transformers folder with the head beside it."""

@@ -73,6 +73,24 @@ def try_packing(model: Any, max_tokens: int) -> str | None:
 
     Returns why it does not, in words, and leaves the model as it was; None: it does from now on.
     """
+    return _try_packing(model, max_tokens, _own_log_probs, _trainer_gap, TOLERANCE, "log-probabilities")
+
+
+def try_packing_critic(critic: Any, max_tokens: int) -> str | None:
+    """The same for a critic that ``check_critic`` passed, by its hidden states."""
+    return _try_packing(
+        critic.backbone, max_tokens, _own_states, _states_gap, CRITIC_TOLERANCE, "hidden states"
+    )
+
+
+def _try_packing(
+    model: Any,
+    max_tokens: int,
+    alone: Callable[[Any, Tensor], Tensor],
+    gap: Callable[[Any, list[Tensor], list[Tensor]], float],
+    tolerance: float,
+    what: str,
+) -> str | None:
     before = model.config._attn_implementation
     if before == packing.PACKED:
         return None
@@ -80,21 +98,20 @@ def try_packing(model: Any, max_tokens: int) -> str | None:
         return f"it has {before!r} attention"
     with _undisturbed(model), short_spans(model, SPAN):
         rows = _random_rows(model, max_tokens)
-        rows.append(
-            torch.cat([rows[0][: len(rows[0]) // 2], rows[1].repeat(2)])[: len(rows[0])]
-        )  # a shared prompt
-        own = [_own_log_probs(model, row) for row in rows]
+        shared = [rows[0][: len(rows[0]) // 2], rows[1].repeat(2)]  # a third row with the prompt of the first
+        rows.append(torch.cat(shared)[: len(rows[0])])
+        own = [alone(model, row) for row in rows]
         packing.enable_packing(model)
         try:
-            gap = _trainer_gap(model, rows, own)
+            found = gap(model, rows, own)
         except torch.OutOfMemoryError:
             raise
         except _NOT_FITTING as error:
             model.set_attn_implementation(before)
             return f"{type(error).__name__}: {error}"
-    if not gap <= TOLERANCE:
+    if not found <= tolerance:
         model.set_attn_implementation(before)
-        return f"log-probabilities would differ by up to {gap:.2g}"
+        return f"{what} would differ by up to {found:.2g}"
     return None
 
 
@@ -104,7 +121,7 @@ def check_critic(critic: Any, max_tokens: int) -> None:
     check_length(model, max_tokens)
     with _undisturbed(model), short_spans(model, SPAN), torch.no_grad():
         rows = _random_rows(model, max_tokens)
-        own = [model(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows]
+        own = [_own_states(model, row) for row in rows]
         padded = model(input_ids=_padded(rows), use_cache=False).last_hidden_state
         gap = max(float((padded[i, : len(row)] - own[i]).abs().max()) for i, row in enumerate(rows))
         scale = max(float(states.abs().max()) for states in own)
@@ -141,6 +158,15 @@ def _padded(rows: list[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
+def _scored(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """A padded batch (B, L) of rows, and a mask (B, T) of some of their tokens."""
+    token_ids = _padded(rows)
+    mask = torch.zeros(token_ids[:, 1:].shape, dtype=torch.bool, device=token_ids.device)
+    for i, row in enumerate(rows):
+        mask[i, len(row) // 4 : len(row) - 1] = True
+    return token_ids, mask
+
+
 @torch.no_grad()
 def _own_log_probs(model: Any, row: Tensor) -> Tensor:
     """The model's log-probabilities (L, V) for one sequence, without padding, cache or masks from outside.
@@ -154,6 +180,13 @@ def _own_log_probs(model: Any, row: Tensor) -> Tensor:
     finally:
         model.set_attn_implementation(faster)
     return torch.log_softmax(logits.float(), dim=-1)
+
+
+@torch.no_grad()
+def _own_states(backbone: Any, row: Tensor) -> Tensor:
+    """The last hidden states (L, H) of a critic's model for one sequence."""
+    states: Tensor = backbone(input_ids=row[None], use_cache=False).last_hidden_state[0]
+    return states
 
 
 def _compare(
@@ -183,16 +216,27 @@ def _compare(
 @torch.no_grad()
 def _trainer_gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:
     """The largest difference of the trainer's log-probabilities on some tokens of a padded batch."""
-    token_ids = _padded(rows)
-    mask = torch.zeros(token_ids[:, 1:].shape, dtype=torch.bool, device=token_ids.device)
-    for i, row in enumerate(rows):
-        mask[i, len(row) // 4 : len(row) - 1] = True
+    token_ids, mask = _scored(rows)
     found = action_stats(model, token_ids, mask).log_probs
     gaps = []
     for i, row in enumerate(rows):
         expected = own[i][:-1].gather(1, row[1:, None])[:, 0]
         gaps.append((found[i, : len(row) - 1] - expected)[mask[i, : len(row) - 1]].abs().max())
     return float(torch.stack(gaps).max())
+
+
+@torch.no_grad()
+def _states_gap(backbone: Any, rows: list[Tensor], own: list[Tensor]) -> float:
+    """The largest difference of packed rows' hidden states on some tokens, as a share of the largest state."""
+    token_ids, mask = _scored(rows)
+    packed = packing.pack(token_ids, mask)
+    assert packed is not None
+    states = backbone(**packing.inputs(packed)).last_hidden_state[0]
+    gaps = [
+        (states[packed.where[i][mask[i]]] - own[i][:-1][mask[i, : len(row) - 1]]).abs().max()
+        for i, row in enumerate(rows)
+    ]
+    return float(torch.stack(gaps).max() / max(float(alone.abs().max()) for alone in own))
 
 
 def _sampler_gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:

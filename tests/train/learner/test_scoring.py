@@ -50,7 +50,7 @@ def test_values_of_a_critic_in_bfloat16_are_not_rounded(tiny_folder: str) -> Non
     torch.nn.init.constant_(critic.head.bias, 0.7)
     ids = torch.arange(24).view(2, 12)
     with torch.no_grad(), autocast("bfloat16", torch.device("cpu")):
-        values = critic(ids)
+        values = critic(ids, torch.ones(2, 11, dtype=torch.bool))
         hidden = critic.backbone(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     assert values.dtype == torch.float32
     assert torch.equal(values, critic.head(hidden.float()).squeeze(-1))

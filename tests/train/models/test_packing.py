@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModel
 
 from sorl_train.models import packing
+from sorl_train.models.critic import Critic
 from sorl_train.models.forward import action_stats
-from sorl_train.rollout.model_check import try_packing
+from sorl_train.rollout.model_check import try_packing, try_packing_critic
 
 from ..rollout.architectures import EXACT, MORE_EXACT, NEW, WINDOW, build
 
@@ -78,6 +80,32 @@ def test_more_models_are_packed_exactly_or_not_at_all(name: str) -> None:
     model = build(*MORE_EXACT[name])
     if try_packing(model, 256) is None:
         assert_same(model)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_critic_on_packed_rows_gives_the_same_values(name: str) -> None:
+    model_type, settings = EXACT[name]
+    critic = Critic(AutoModel.from_config(build(model_type, settings).config, dtype=torch.float32)).eval()
+    torch.nn.init.normal_(critic.head.weight, std=0.5, generator=torch.Generator().manual_seed(0))
+    before = critic.backbone.config._attn_implementation
+    why = try_packing_critic(critic, 256)
+    assert (why is None) == (name not in PADDED_ONLY) == packing.packs(critic.backbone)
+    token_ids, mask = rows()
+
+    def values_and_gradients() -> tuple[Tensor, list[Tensor]]:
+        critic.zero_grad()
+        values = critic(token_ids, mask)
+        (values * torch.linspace(-1.0, 2.0, mask.numel()).view(mask.shape)).sum().backward()
+        return values.detach(), [p.grad.clone() for p in critic.parameters() if p.grad is not None]
+
+    packed, packed_gradients = values_and_gradients()
+    critic.backbone.set_attn_implementation(before)
+    values, gradients = values_and_gradients()
+    assert not values[~mask].any() and values[mask].all()
+    torch.testing.assert_close(packed, values, atol=1e-5, rtol=1e-5)
+    scale = max(float(g.abs().max()) for g in gradients)
+    for one, other in zip(packed_gradients, gradients, strict=True):
+        assert float((one - other).abs().max()) <= 1e-5 * scale
 
 
 def test_the_layout_by_hand() -> None:

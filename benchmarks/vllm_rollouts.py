@@ -1,0 +1,143 @@
+"""Multi-turn rollouts on a CPU: our sampler next to vLLM, with the same model, prompts and lengths.
+
+    .venv-openrlhf/bin/python benchmarks/vllm_rollouts.py --model models/SmolLM2-135M-Instruct
+
+Needs the second environment (``make openrlhf``). Each dialogue has a prompt, and turns with an observation between two
+of them, in tokens drawn at random; the policy's turns end at ``--turn`` tokens, or at an end-of-text token before that.
+Groups of 8 share a prompt, as in training. Both sides get all dialogues at once and take turns in one process, with
+weights that do not change: on a CPU vLLM packs the weights for its matrix products and cannot load new ones after that.
+vLLM keeps earlier turns in its prefix cache, ours in the rows of its own; both begin a round with nothing in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from sorl_env.rollout import SamplingParams
+from sorl_train.config.files import load_config
+from sorl_train.models.policy import load_policy
+from sorl_train.rollout.sampler import TransformersSampler
+from sorl_train.rollout.vllm_sampler import VllmSampler
+
+GROUP = 8
+
+
+class FixedVllm(VllmSampler):
+    """vLLM at its best: it keeps the weights that it packed when it started."""
+
+    @contextmanager
+    def session(self) -> Iterator[VllmSampler]:
+        """Around one batch: drops what was cached in earlier ones."""
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("a request of an earlier round still runs")
+        yield self
+        self._driver = None
+
+
+async def dialogue(sampler: Any, name: str, prompt: list[int], args: argparse.Namespace, seed: int) -> int:
+    """Play one dialogue; returns the tokens that the policy wrote."""
+    draws = random.Random(seed)
+    tokens, written = list(prompt), 0
+    for turn in range(args.turns):
+        if turn:
+            tokens += [draws.randrange(1000, 40000) for _ in range(args.observation)]
+        params = SamplingParams(max_new_tokens=args.turn, seed=seed * args.turns + turn)
+        sampled = await sampler.generate(name, tokens, params)
+        tokens += sampled.token_ids
+        written += len(sampled.token_ids)
+    sampler.release(name)
+    return written
+
+
+def play(sampler: Any, args: argparse.Namespace, number: int) -> tuple[int, float]:
+    """All dialogues of a round; returns the policy's tokens and the seconds."""
+    draws = random.Random(number)
+    prompts = [
+        [draws.randrange(1000, 40000) for _ in range(args.prompt)] for _ in range(args.dialogues // GROUP)
+    ]
+
+    async def all_of_them() -> int:
+        jobs = (
+            dialogue(sampler, f"{number}-{i}", prompts[i // GROUP], args, number * args.dialogues + i)
+            for i in range(args.dialogues)
+        )
+        return sum(await asyncio.gather(*jobs))
+
+    started = time.perf_counter()
+    with sampler.session():
+        written = asyncio.run(all_of_them())
+    return written, time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True, help="folder of the policy")
+    parser.add_argument("--dialogues", type=int, default=32, help="a multiple of 8 (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=2, help="of a dialogue (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, default=160, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument(
+        "--observation", type=int, default=370, help="tokens of an observation (default: %(default)s)"
+    )
+    parser.add_argument("--turn", type=int, default=45, help="tokens of a turn (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="after one to warm up (default: %(default)s)")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(default: both)")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    args = parser.parse_args()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if args.dialogues % GROUP:
+        parser.error(f"--dialogues is a multiple of {GROUP}, not {args.dialogues}")
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    figures: dict[str, Any] = {name: version(name) for name in ("torch", "transformers", "vllm")}
+    for dtype in args.dtypes:
+        figures[dtype] = compare(args, dtype)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def compare(args: argparse.Namespace, dtype: str) -> dict[str, float]:
+    """Tokens a second of both sides, medians over rounds, and the median of the rounds' ratios."""
+    longest = args.prompt + args.turns * (args.turn + args.observation)
+    settings = {
+        "model": str(args.model),
+        "hardware.dtype": dtype,
+        "sampler.max_concurrency": args.dialogues,
+        "limits.max_trajectory_tokens": longest,
+    }
+    config = load_config("quickstart", settings)
+    policy = load_policy(str(args.model), "cpu").eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    sides: dict[str, Any] = {
+        "sorl": TransformersSampler(policy, tokenizer, args.dialogues, dtype),
+        "vllm": FixedVllm(policy, str(args.model), longest, config),
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(args.rounds + 1):
+        for name in sides if number % 2 else reversed(sides):
+            written, seconds = play(sides[name], args, number)
+            if number:
+                speeds[name].append(written / seconds)
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    ratio = statistics.median(a / b for a, b in zip(speeds["sorl"], speeds["vllm"], strict=True))
+    print(f"{dtype}: sorl {medians['sorl']:.0f} tokens/s, vLLM {medians['vllm']:.0f}, ratio {ratio:.2f}")
+    return {**medians, "ratio": ratio}
+
+
+if __name__ == "__main__":
+    main()
