@@ -87,4 +87,5 @@ def tables() -> Mapping[str, Callable[[], str]]:
         "trust_openrlhf": lambda: by_seed(read("trust_openrlhf")),
         "trust_free": lambda: by_seed(read("trust_free")),
         "trust_limit": lambda: by_seed(read("trust_limit")),
+        "trust_weak": lambda: by_seed(read("trust_weak")),
     }
