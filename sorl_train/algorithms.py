@@ -197,7 +197,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
             about="TOPR: off-policy REINFORCE, tapered where the advantage is negative",
             surrogate="topr",
             source="arXiv:2503.14286",
-            when="old or foreign trajectories, good ones to be imitated wherever they come from",
+            when="trajectories are old or from elsewhere, and good ones are to be imitated",
         ),
     }
 )

@@ -146,7 +146,7 @@ SURROGATES: Mapping[SurrogateName, SurrogateEntry] = MappingProxyType(
         ),
         "topr": SurrogateEntry(
             topr,
-            "sg(A > 0 ? 1 : min(w, 1)) A log w",
+            "sg(1 if A > 0 else min(w, 1)) A log w",
             "weights are truncated and no token is cut; it is what PPO would lose with the same clip range",
         ),
     }
