@@ -108,6 +108,6 @@ def _without_effect(config: TrainConfig) -> list[str]:
         ]
         problems.append(
             f"{name} {values[name]} has no effect on algo {config.algo}, whose surrogate does not read it: leave it "
-            f"out, or use one of {', '.join(readers)}"
+            f"out, or use --algo {' or '.join(readers)}"
         )
     return problems
