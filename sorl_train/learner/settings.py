@@ -70,9 +70,7 @@ class UpdateSettings:
 def update_settings(config: TrainConfig) -> UpdateSettings:
     """The part of a run's settings that its optimizer steps need, for both engines."""
     algorithm, loss, update, optim = config.algorithm, config.loss, config.update, config.optim
-    clip = ClipRange(
-        loss.clip_eps, loss.clip_eps_high, loss.dual_clip, loss.sapo_tau_pos, loss.sapo_tau_neg
-    )
+    clip = ClipRange(loss.clip_eps, loss.clip_eps_high, loss.dual_clip, loss.sapo_tau_pos, loss.sapo_tau_neg)
     if callable(algorithm.surrogate):
         surrogate = algorithm.surrogate
         _try_surrogate(config.algo, surrogate, clip)

@@ -33,7 +33,9 @@ def my_algo(tmp_path: Path) -> Path:
     """The file that docs/algorithms.md shows, which counts the calls of its surrogate."""
     code = re.search(r"```python\n(# my_algo\.py\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert code is not None
-    counted = code[1].replace('    """The ratio inside', '    CALLS.append(len(ratio))\n    """The ratio inside')
+    counted = code[1].replace(
+        '    """The ratio inside', '    CALLS.append(len(ratio))\n    """The ratio inside'
+    )
     file = tmp_path / "my_algo.py"
     file.write_text(f"CALLS = []\n{counted}", encoding="utf-8")
     return file

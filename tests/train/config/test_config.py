@@ -303,7 +303,10 @@ def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
             {"algo": "topr", "loss.dual_clip": 3.0},
             "loss.dual_clip 3.0 has no effect on algo topr, .* leave it out, or use --algo ppo",
         ),
-        ({"loss.sapo_tau_pos": 2.0}, "loss.sapo_tau_pos 2.0 has no effect on algo so_ppo, .* use --algo sapo"),
+        (
+            {"loss.sapo_tau_pos": 2.0},
+            "loss.sapo_tau_pos 2.0 has no effect on algo so_ppo, .* use --algo sapo",
+        ),
         ({"limits.max_prompt_tokens": 9, "limits.max_trajectory_tokens": 9}, "leaves no room"),
         ({"search.corpus": "a", "search.cache": "b"}, r"search.cache \(b\) keeps .* give search.url"),
     ],

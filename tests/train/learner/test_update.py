@@ -93,7 +93,10 @@ def test_every_surrogate_can_be_normalized(
     pieces, many = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 3}))
     torch.testing.assert_close(whole, pieces, atol=1e-6, rtol=1e-5)
     assert one["loss/normalizer"] == pytest.approx(many["loss/normalizer"], rel=1e-5)
-    assert one["loss/normalizer"] == pytest.approx(ppo["loss/normalizer"], rel=1e-6) and ppo["loss/normalizer"] < 1.0
+    assert (
+        one["loss/normalizer"] == pytest.approx(ppo["loss/normalizer"], rel=1e-6)
+        and ppo["loss/normalizer"] < 1.0
+    )
     assert one["loss/grad_norm"] != pytest.approx(ppo["loss/grad_norm"], rel=1e-3)
 
 

@@ -231,7 +231,9 @@ def test_temperatures_are_above_zero() -> None:
 @pytest.mark.parametrize("name", ["clipped", "cispo", "sapo"])
 def test_values_and_gradients_are_those_of_trl(name: SurrogateName, level: Any) -> None:
     """TRL's own loss, called on tensors in place of a model. It reads CISPO's bound as the weight, not as a distance."""
-    trl = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed (pip install trl==1.16.0)")
+    trl = pytest.importorskip(
+        "trl.trainer.grpo_trainer", reason="TRL is not installed (pip install trl==1.16.0)"
+    )
     g = torch.Generator().manual_seed(5)
     old = -2 * torch.rand(6, 11, dtype=F64, generator=g)
     log_probs = (old + 0.5 * torch.randn(6, 11, dtype=F64, generator=g)).requires_grad_()
@@ -277,7 +279,9 @@ def test_values_and_gradients_are_those_of_trl(name: SurrogateName, level: Any) 
     spread = advantages[:, None].expand(6, 11)
     found = policy_loss(log_probs, old, spread, mask, torch.zeros(6, 11, dtype=torch.long), settings).loss
     torch.testing.assert_close(torch.autograd.grad(found, log_probs)[0], gradient, atol=1e-6, rtol=0)
-    if name == "cispo":  # TRL has A log p where this project has A log w, which is less by the constant A log p_old
+    if (
+        name == "cispo"
+    ):  # TRL has A log p where this project has A log w, which is less by the constant A log p_old
         log_ratio = log_probs.detach() - old
         if level == "sequence":
             log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
