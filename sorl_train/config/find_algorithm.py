@@ -56,7 +56,7 @@ def algorithm_facts(reference: str) -> dict[str, str]:
     facts = {name: str(getattr(algorithm, name)) for name in _FACTS}
     surrogate = algorithm.surrogate
     file = inspect.getsourcefile(surrogate) if callable(surrogate) else None
-    facts["surrogate"] = algorithm.surrogate_name or getattr(surrogate, "__qualname__", "clipped")
+    facts["surrogate"] = str(algorithm.surrogate_name or getattr(surrogate, "__qualname__", "clipped"))
     location, _ = _split(reference)
     file = location if location.endswith(".py") else file
     digest = hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest() if file else ""
