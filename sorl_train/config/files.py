@@ -1,6 +1,6 @@
 """From YAML files and the command line to a checked ``TrainConfig``, and back to YAML.
 
-The layers of a config, each over the one before: the defaults of the dataclasses, those that the chosen algorithm brings
+The layers of a config, each over the one before: the defaults of the dataclasses, what the chosen algorithm brings
 (``Algorithm.defaults``), the files that ``base:`` names, the file itself, the ``algos:`` sections of the algorithm in
 these files, and overrides. Files hold the differences alone::
 

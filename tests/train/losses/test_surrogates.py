@@ -79,7 +79,8 @@ def test_on_policy_all_have_the_policy_gradient(name: SurrogateName) -> None:
     torch.testing.assert_close(gradient, advantage, atol=1e-12, rtol=0)
 
 
-# One trajectory of two turns with two tokens each. Token ratios 4, 1 and 1, 0.25: turn ratios 2 and 0.5, sequence ratio 1.
+# One trajectory of two turns with two tokens each. Token ratios 4, 1 and 1, 0.25: turn ratios 2 and 0.5, that of the
+# sequence 1.
 TOKENS = torch.tensor([[4.0, 1.0, 1.0, 0.25]], dtype=F64)
 TURNS = torch.tensor([[0, 0, 1, 1]])
 MIXED = torch.tensor([[1.0, -3.0, -1.0, -3.0]], dtype=F64)
@@ -230,7 +231,7 @@ def test_temperatures_are_above_zero() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("name", ["clipped", "cispo", "sapo"])
 def test_values_and_gradients_are_those_of_trl(name: SurrogateName, level: Any) -> None:
-    """TRL's own loss, called on tensors in place of a model. It reads CISPO's bound as the weight, not as a distance."""
+    """TRL's own loss, called on tensors without a model. It reads CISPO's bound as the weight, not as a distance."""
     trl = pytest.importorskip(
         "trl.trainer.grpo_trainer", reason="TRL is not installed (pip install trl==1.16.0)"
     )
