@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -20,6 +20,18 @@ KLKind = Literal["k1", "k2", "k3"]
 ClipBiasNorm = Literal["scalar", "trajectory", "token", "token_mean", "rms", "logit", "gradient"]
 Scope = Literal["mini_batch", "trajectory"]
 Target = Literal["gradient", "update"]
+SurrogateName = Literal["clipped", "cispo", "sapo", "topr"]
+
+# The settings that the objective of each surrogate reads; ``sorl_train.losses.surrogates`` holds the functions. The
+# clipping metrics and the clipping bias read loss.clip_eps and loss.clip_eps_high whatever the surrogate.
+SURROGATE_SETTINGS: Mapping[SurrogateName, tuple[str, ...]] = MappingProxyType(
+    {
+        "clipped": ("loss.clip_eps", "loss.clip_eps_high", "loss.dual_clip"),
+        "cispo": ("loss.clip_eps_high",),
+        "sapo": ("loss.sapo_tau_pos", "loss.sapo_tau_neg"),
+        "topr": (),
+    }
+)
 
 
 def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
@@ -42,12 +54,17 @@ class Algorithm:
         normalize: scale steps down when the clipping bias is large (eq:ST_PPO_mc, eq:GRPO_MC).
         about: one line for ``--help`` and docs/algorithms.md.
         equation: label of the objective in the paper, or where else it comes from.
-        surrogate: the objective of each token, a function of importance ratios (N,), advantages (N,) and a
-            ``ClipRange`` that returns (N,) values to maximize (``sorl_train.losses.surrogates``). None stands for
-            PPO's clipped surrogate.
+        surrogate: the objective of each token: a name of ``sorl_train.losses.surrogates.SURROGATES``, or a function of
+            importance ratios (N,), advantages (N,) and a ``ClipRange`` that returns (N,) values to maximize. None
+            stands for PPO's clipped surrogate.
+        defaults: settings by dotted name that come with the algorithm, such as the clip range that its paper
+            publishes. A config file and the command line win over them.
+        published: settings that its paper publishes and that are not applied. The documentation shows them.
+        source: where the objective was published, as ``arXiv:2506.13585``.
+        when: when to use it, for docs/algorithms.md.
 
     Raises:
-        ValueError: for an unknown ratio level or kind of advantage, or a value of another type.
+        ValueError: for an unknown ratio level, kind of advantage or surrogate, or a value of another type.
     """
 
     ratio: RatioLevel
@@ -55,32 +72,132 @@ class Algorithm:
     normalize: bool = False
     about: str = ""
     equation: str = ""
-    surrogate: Callable[..., Any] | None = None
+    surrogate: Callable[..., Any] | SurrogateName | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    published: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    source: str = ""
+    when: str = ""
 
     def __post_init__(self) -> None:
         check_choice("ratio level", self.ratio, get_args(RatioLevel))
         check_choice("kind of advantage", self.advantage, get_args(AdvantageKind))
         if not isinstance(self.normalize, bool):
             raise ValueError(f"normalize is True or False, not {self.normalize!r}")
-        if self.surrogate is not None and not callable(self.surrogate):
-            raise ValueError(f"the surrogate is a function, not {self.surrogate!r}")
+        if isinstance(self.surrogate, str):
+            check_choice("surrogate", self.surrogate, get_args(SurrogateName))
+        elif self.surrogate is not None and not callable(self.surrogate):
+            raise ValueError(f"the surrogate is a function or its name, not {self.surrogate!r}")
 
     @property
     def needs_critic(self) -> bool:
         """Whether a critic is trained beside the policy."""
         return self.advantage == "gae"
 
+    @property
+    def surrogate_name(self) -> SurrogateName | None:
+        """The name of its surrogate; None for a function from outside."""
+        if callable(self.surrogate):
+            return None
+        return self.surrogate or "clipped"
+
+
+# What the paper of SO-PPO and SO-GRPO uses for all algorithms that it compares. It is the default of the setting.
+_PAPER: Mapping[str, Any] = MappingProxyType({"loss.clip_eps": 0.2})
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
-        "ppo": Algorithm("token", "gae", about="PPO", equation="eq:ppo_obj"),
-        "turn_ppo": Algorithm("turn", "gae", about="PPO with one ratio a turn", equation="eq:turn_level_PPO"),
-        "s_ppo": Algorithm("token", "gae", True, "PPO, normalized", "the paper's ablation"),
-        "so_ppo": Algorithm("turn", "gae", True, "SO-PPO: turn-level PPO, normalized", "eq:ST_PPO_mc"),
-        "grpo": Algorithm("token", "group", about="GRPO", equation="eq:GRPO_objective"),
-        "gspo": Algorithm(
-            "sequence", "group", about="GSPO, one ratio a sequence", equation="the paper's baseline"
+        "ppo": Algorithm(
+            "token",
+            "gae",
+            about="PPO",
+            equation="eq:ppo_obj",
+            published=_PAPER,
+            source="arXiv:1707.06347",
+            when="the baseline with a critic",
         ),
-        "so_grpo": Algorithm("token", "group", True, "SO-GRPO: GRPO, normalized", "eq:GRPO_MC"),
+        "turn_ppo": Algorithm(
+            "turn",
+            "gae",
+            about="PPO with one ratio a turn",
+            equation="eq:turn_level_PPO",
+            published=_PAPER,
+            source="arXiv:2511.20718",
+            when="to see what the turn ratio does without normalization",
+        ),
+        "s_ppo": Algorithm(
+            "token",
+            "gae",
+            True,
+            "PPO, normalized",
+            "the paper's ablation",
+            published=_PAPER,
+            source="arXiv:2511.20718",
+            when="to see what normalization does without the turn ratio",
+        ),
+        "so_ppo": Algorithm(
+            "turn",
+            "gae",
+            True,
+            "SO-PPO: turn-level PPO, normalized",
+            "eq:ST_PPO_mc",
+            published=_PAPER,
+            source="arXiv:2511.20718",
+            when="many optimizer steps on each batch, with a critic",
+        ),
+        "grpo": Algorithm(
+            "token",
+            "group",
+            about="GRPO",
+            equation="eq:GRPO_objective",
+            published=_PAPER,
+            source="arXiv:2402.03300",
+            when="the baseline without a critic",
+        ),
+        "gspo": Algorithm(
+            "sequence",
+            "group",
+            about="GSPO, one ratio a sequence",
+            equation="the paper's baseline",
+            # not applied: the paper of SO-GRPO compares with GSPO at 0.2, and so do the recorded studies
+            published={"loss.clip_eps": 3e-4, "loss.clip_eps_high": 4e-4},
+            source="arXiv:2507.18071",
+            when="token ratios are noisy, as in mixtures of experts",
+        ),
+        "so_grpo": Algorithm(
+            "token",
+            "group",
+            True,
+            "SO-GRPO: GRPO, normalized",
+            "eq:GRPO_MC",
+            published=_PAPER,
+            source="arXiv:2511.20718",
+            when="many optimizer steps on each batch, without a critic",
+        ),
+        "cispo": Algorithm(
+            "token",
+            "group",
+            about="CISPO: bounded weights, no token is cut",
+            surrogate="cispo",
+            defaults={"loss.clip_eps_high": 4.0, "loss.aggregation": "token_mean"},
+            source="arXiv:2506.13585, the bound arXiv:2510.13786",
+            when="rare but decisive tokens lose their gradient in PPO's clip",
+        ),
+        "sapo": Algorithm(
+            "token",
+            "group",
+            about="SAPO: a soft gate in place of the clip",
+            surrogate="sapo",
+            defaults={"loss.sapo_tau_pos": 1.0, "loss.sapo_tau_neg": 1.05},
+            source="arXiv:2511.20347",
+            when="ratios vary much, and a hard cut would drop many tokens",
+        ),
+        "topr": Algorithm(
+            "sequence",
+            "group",
+            about="TOPR: off-policy REINFORCE, tapered where the advantage is negative",
+            surrogate="topr",
+            source="arXiv:2503.14286",
+            when="trajectories are old or from elsewhere, and good ones are to be imitated",
+        ),
     }
 )

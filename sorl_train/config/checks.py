@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sorl_env.errors import UserError
+from sorl_train.algorithms import ALGORITHMS, SURROGATE_SETTINGS
 from sorl_train.config.run_settings import device_problem
 from sorl_train.config.schema import fields, flatten
 from sorl_train.config.settings import TrainConfig
@@ -10,7 +11,12 @@ from sorl_train.config.settings import TrainConfig
 
 def validate(config: TrainConfig) -> None:
     """Raise one ``UserError`` that lists everything wrong with the config, if anything is."""
-    problems = [*_out_of_bounds(config), *_batch_problems(config), *_conflicts(config)]
+    problems = [
+        *_out_of_bounds(config),
+        *_batch_problems(config),
+        *_conflicts(config),
+        *_without_effect(config),
+    ]
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
@@ -79,3 +85,29 @@ def _conflicts(config: TrainConfig) -> list[str]:
         ),
     }
     return [problem for problem, holds in applies.items() if holds]
+
+
+def _without_effect(config: TrainConfig) -> list[str]:
+    """A line for each setting of a surrogate that is changed while the algorithm has a surrogate that ignores it.
+
+    The clip range is never among them: the clipping metrics read it, whatever the surrogate. What a surrogate from
+    outside reads is not known.
+    """
+    own = config.algorithm.surrogate_name
+    if own is None or config.stage != "rl":
+        return []
+    values, defaults = flatten(config), flatten(TrainConfig())
+    problems = []
+    for name in ("loss.dual_clip", "loss.sapo_tau_pos", "loss.sapo_tau_neg"):
+        if values[name] == defaults[name] or name in SURROGATE_SETTINGS[own]:
+            continue
+        readers = [
+            algo
+            for algo, row in ALGORITHMS.items()
+            if row.surrogate_name and name in SURROGATE_SETTINGS[row.surrogate_name]
+        ]
+        problems.append(
+            f"{name} {values[name]} has no effect on algo {config.algo}, whose surrogate does not read it: leave it "
+            f"out, or use --algo {' or '.join(readers)}"
+        )
+    return problems

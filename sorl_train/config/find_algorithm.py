@@ -16,6 +16,8 @@ from sorl_env.task_file import import_file, import_module, remember
 from sorl_train.algorithms import ALGORITHMS, Algorithm, RatioLevel, check_choice
 
 ENTRY_POINT_GROUP = "sorl.algorithms"
+# Fields of an algorithm that identify it in a run's manifest. The others describe it, or are settings, which are saved.
+_FACTS = ("ratio", "advantage", "normalize", "about", "equation")
 
 
 def find_algorithm(reference: str, ratio: str = "auto") -> Algorithm:
@@ -51,9 +53,10 @@ def algorithm_facts(reference: str) -> dict[str, str]:
     if reference in ALGORITHMS:
         return {}
     algorithm = find_algorithm(reference)
-    facts = {field.name: str(getattr(algorithm, field.name)) for field in dataclasses.fields(algorithm)}
-    file = inspect.getsourcefile(algorithm.surrogate) if algorithm.surrogate is not None else None
-    facts["surrogate"] = getattr(algorithm.surrogate, "__qualname__", "clipped")
+    facts = {name: str(getattr(algorithm, name)) for name in _FACTS}
+    surrogate = algorithm.surrogate
+    file = inspect.getsourcefile(surrogate) if callable(surrogate) else None
+    facts["surrogate"] = str(algorithm.surrogate_name or getattr(surrogate, "__qualname__", "clipped"))
     location, _ = _split(reference)
     file = location if location.endswith(".py") else file
     digest = hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest() if file else ""

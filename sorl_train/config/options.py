@@ -40,8 +40,9 @@ examples:
   sorl-train --resume --run_dir runs/quickstart-so_ppo-s0
 """
 EPILOG = """\
-Values are written as in YAML (1e-4, true, null, "[1, 2]"). The command line wins over the config, the config over the
-defaults. Exit status: 0 done, 1 the run failed, 2 wrong usage or settings, 130 interrupted (state saved).
+Values are written as in YAML (1e-4, true, null, "[1, 2]"). The command line wins over the config, the config over what
+the algorithm brings (docs/algorithms.md), and that over the defaults. Exit status: 0 done, 1 the run failed, 2 wrong
+usage or settings, 130 interrupted (state saved).
 """
 _FLAGS = ("config", "list_configs", "dry_run", "resume", "overwrite", "help")
 _MAPPINGS = tuple(field.name for field in fields() if field.is_mapping)

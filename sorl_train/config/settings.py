@@ -136,6 +136,8 @@ class LossConfig:
         "upper bound of the ratio for tokens with a negative advantage (Dual-Clip PPO), above 1; None: off",
         above=1,
     )
+    sapo_tau_pos: float = opt(1.0, "temperature of sapo's gate for tokens with a positive advantage", above=0)
+    sapo_tau_neg: float = opt(1.05, "the same for the others; a higher one closes the gate sooner", above=0)
     aggregation: Aggregation = opt(
         "trajectory_mean",
         "mean over each trajectory's tokens and then over trajectories, or mean over all tokens",

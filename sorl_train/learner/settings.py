@@ -11,7 +11,7 @@ from sorl_env.errors import UserError
 from sorl_train.algorithms import ClipBiasNorm, KLKind, Scope, Target
 from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.policy import LossSettings
-from sorl_train.losses.surrogates import ClipRange, Surrogate, clipped
+from sorl_train.losses.surrogates import SURROGATES, ClipRange, Surrogate
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,17 @@ class UpdateSettings:
 def update_settings(config: TrainConfig) -> UpdateSettings:
     """The part of a run's settings that its optimizer steps need, for both engines."""
     algorithm, loss, update, optim = config.algorithm, config.loss, config.update, config.optim
-    clip = ClipRange(loss.clip_eps, loss.clip_eps_high, loss.dual_clip)
-    if algorithm.surrogate is not None:
-        _try_surrogate(config.algo, algorithm.surrogate, clip)
+    clip = ClipRange(loss.clip_eps, loss.clip_eps_high, loss.dual_clip, loss.sapo_tau_pos, loss.sapo_tau_neg)
+    if callable(algorithm.surrogate):
+        surrogate = algorithm.surrogate
+        _try_surrogate(config.algo, surrogate, clip)
+    else:
+        surrogate = SURROGATES[algorithm.surrogate or "clipped"].function
     per_trajectory = algorithm.normalize and loss.clip_bias_scope == "trajectory"
     return UpdateSettings(
         loss=LossSettings(
             ratio_level=algorithm.ratio,
-            surrogate=algorithm.surrogate or clipped,
+            surrogate=surrogate,
             clip=clip,
             aggregation=loss.aggregation,
             trajectory_norm=loss.clip_bias_norm if per_trajectory else None,

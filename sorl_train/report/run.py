@@ -12,7 +12,7 @@ import yaml
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.text import read_json
-from sorl_train.algorithms import ALGORITHMS
+from sorl_train.algorithms import ALGORITHMS, SURROGATE_SETTINGS
 from sorl_train.config.find_algorithm import short_name
 from sorl_train.report.dialogues import COUNT, Dialogue, choose_dialogues, step_files
 from sorl_train.run.folder import RunDir
@@ -42,8 +42,8 @@ STABILITY = (
 # the settings to show first
 _KEY_SETTINGS = (
     "algo task model seed update.steps optim.lr optim.critic_lr rollout.batch_size rollout.group_size "
-    "update.mini_batch_size update.epochs rollout.max_staleness loss.clip_eps loss.clip_bias_norm "
-    "loss.clip_bias_scope loss.clip_bias_target loss.clip_bias_delta loss.kl_coef update.trust_kl"
+    "update.mini_batch_size update.epochs rollout.max_staleness loss.clip_eps loss.clip_eps_high "
+    "loss.clip_bias_norm loss.clip_bias_scope loss.clip_bias_target loss.clip_bias_delta loss.kl_coef update.trust_kl"
 ).split()
 EVENTS = "events.jsonl"
 ALARM = "collapse_alarm"  # the kind of event that the success figure marks
@@ -124,8 +124,11 @@ class ReportRun:
 
     @property
     def key_settings(self) -> Mapping[str, Any]:
-        """The settings to show first."""
-        return {name: self.config[name] for name in _KEY_SETTINGS if self.config.get(name) is not None}
+        """The settings to show first, and those that the surrogate of its algorithm reads."""
+        known = ALGORITHMS.get(str(self.config.get("algo")))
+        surrogate = known.surrogate_name if known else None
+        names = dict.fromkeys([*_KEY_SETTINGS, *(SURROGATE_SETTINGS[surrogate] if surrogate else ())])
+        return {name: self.config[name] for name in names if self.config.get(name) is not None}
 
 
 def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = None) -> ReportRun:

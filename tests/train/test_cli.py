@@ -222,6 +222,16 @@ def test_help_shows_the_values_of_the_chosen_config(capsys: pytest.CaptureFixtur
     assert "divides batch_size [4]" in text
 
 
+def test_help_shows_what_the_algorithm_brings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--algo", "cispo", "--help"]) == 0
+    assert "upper clip range, if it differs from clip_eps [4.0]" in " ".join(capsys.readouterr().out.split())
+    assert main(["--algo", "cispo", "--loss.clip_eps_high", "0.3", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "upper clip range, if it differs from clip_eps [0.3]" in text
+    assert "temperature of sapo's gate for tokens with a positive advantage [1.0]" in text
+    assert "cispo, sapo, topr need rollout.group_size >= 2" in text
+
+
 def test_list_configs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list_configs"]) == 0
     lines = capsys.readouterr().out.splitlines()

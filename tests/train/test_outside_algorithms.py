@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_train.algorithms import ALGORITHMS
+from sorl_train.algorithms import ALGORITHMS, SURROGATE_SETTINGS, Algorithm
 from sorl_train.cli import main
 from sorl_train.config.files import load_config, read_resolved
 from sorl_train.config.find_algorithm import algorithm_facts, find_algorithm, short_name
+from sorl_train.config.schema import flatten
+from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.settings import update_settings
+from sorl_train.losses.surrogates import SURROGATES
 from sorl_train.report.report import main as report
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import saved_config
@@ -29,7 +33,9 @@ def my_algo(tmp_path: Path) -> Path:
     """The file that docs/algorithms.md shows, which counts the calls of its surrogate."""
     code = re.search(r"```python\n(# my_algo\.py\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert code is not None
-    counted = code[1].replace('    """The clipped', '    CALLS.append(len(ratio))\n    """The clipped')
+    counted = code[1].replace(
+        '    """The ratio inside', '    CALLS.append(len(ratio))\n    """The ratio inside'
+    )
     file = tmp_path / "my_algo.py"
     file.write_text(f"CALLS = []\n{counted}", encoding="utf-8")
     return file
@@ -70,18 +76,18 @@ def test_an_entry_point_is_listed_trained_and_suggested(
     (package / "mine-1.0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n"
     )
-    entry = "[sorl.algorithms]\ncispo = cispo_of_mine:ALGORITHM\n"
+    entry = "[sorl.algorithms]\nmasked = masked_of_mine:ALGORITHM\n"
     (package / "mine-1.0.dist-info" / "entry_points.txt").write_text(entry)
-    my_algo.rename(package / "cispo_of_mine.py")
+    my_algo.rename(package / "masked_of_mine.py")
     monkeypatch.syspath_prepend(package)
     assert main(["--help"]) == 0
-    assert re.search(r"installed:\s+cispo", capsys.readouterr().out)
-    assert "cispo_of_mine" not in sys.modules  # listing imports nothing
-    with pytest.raises(UserError, match=r"unknown algorithm 'cisp'\. Did you mean 'cispo'"):
-        load_config("quickstart", {"algo": "cisp"})
-    train_short(tmp_path / "run", algo="cispo", update__steps=1)
-    assert len(calls("cispo")) == 2
-    del sys.modules["cispo_of_mine"]
+    assert re.search(r"installed:\s+masked", capsys.readouterr().out)
+    assert "masked_of_mine" not in sys.modules  # listing imports nothing
+    with pytest.raises(UserError, match=r"unknown algorithm 'maskd'\. Did you mean 'masked'"):
+        load_config("quickstart", {"algo": "maskd"})
+    train_short(tmp_path / "run", algo="masked", update__steps=1)
+    assert len(calls("masked")) == 2
+    del sys.modules["masked_of_mine"]
 
 
 def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
@@ -145,10 +151,48 @@ def test_a_run_goes_on_with_the_same_algorithm_only(my_algo: Path, tmp_path: Pat
     assert saved_config(run_dir.path, check=False).algo == str(my_algo)  # who only reads needs no file
 
 
-def test_the_table_of_the_page_is_that_of_the_code() -> None:
-    found = PAGE.read_text(encoding="utf-8").partition("<!-- algorithms:")[2].partition("<!-- end -->")[0]
-    rows = [
-        f"| `{name}` | {a.about} | {a.ratio} | {a.advantage} | {'yes' if a.normalize else 'no'} | {a.equation} |"
-        for name, a in ALGORITHMS.items()
-    ]
-    assert found.splitlines()[3:] == rows
+def settings_text(algorithm: Algorithm) -> str:
+    """The settings that its paper publishes, and whether they are applied."""
+    values, defaults = {**algorithm.published, **algorithm.defaults}, flatten(TrainConfig())
+    shown = ", ".join(
+        f"`{name}` {value:g}" if isinstance(value, float) else f"`{name}` {value}"
+        for name, value in values.items()
+    )
+    applied = all(value == defaults[name] for name, value in algorithm.published.items())
+    return (shown or "none") + ("" if applied else "; not applied")
+
+
+def table_of_algorithms() -> list[str]:
+    heads = "switch, what it is, formula, ratio of a, advantages, normalized, source, published default, when to use it"
+    rows = ["| " + " | ".join(heads.split(", ")) + " |", "|---" * 9 + "|"]
+    for name, a in ALGORITHMS.items():
+        assert a.surrogate_name is not None and a.about and a.source and a.when
+        cells = (
+            f"`--algo {name}`",
+            a.about,
+            f"`{SURROGATES[a.surrogate_name].formula}`",
+            a.ratio,
+            a.advantage,
+            "yes" if a.normalize else "no",
+            ", ".join(filter(None, (a.source, a.equation))),
+            settings_text(a),
+            a.when,
+        )
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def table_of_surrogates() -> list[str]:
+    rows = ["| surrogate | formula | settings that it reads | the clipping bias |", "|---" * 4 + "|"]
+    for name, entry in SURROGATES.items():
+        settings = ", ".join(f"`{setting}`" for setting in SURROGATE_SETTINGS[name]) or "none"
+        rows.append(f"| `{name}` | `{entry.formula}` | {settings} | {entry.clip_bias} |")
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("marker", "table"), [("algorithms", table_of_algorithms), ("surrogates", table_of_surrogates)]
+)
+def test_the_tables_of_the_page_are_those_of_the_code(marker: str, table: Callable[[], list[str]]) -> None:
+    found = PAGE.read_text(encoding="utf-8").partition(f"<!-- {marker}:")[2].partition("<!-- end -->")[0]
+    assert found.splitlines()[1:] == table()

@@ -48,16 +48,18 @@ def command(run_dir: Path, *more: str, **settings: Any) -> list[str]:
 @pytest.mark.parametrize("algo", list(ALGORITHMS))
 def test_every_algorithm_leaves_a_complete_run_folder(algo: str, tmp_path: Path) -> None:
     group_size = 4 if ALGORITHMS[algo].advantage == "group" else 1
-    run_dir, summary = train_short(tmp_path / "run", algo=algo, rollout__group_size=group_size)
+    run_dir, summary = train_short(
+        tmp_path / "run", algo=algo, rollout__group_size=group_size, update__steps=5
+    )
     lines = read_metrics(run_dir.metrics)
-    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
     assert lines[2]["loss/grad_norm"] > 0
     assert ("loss/value" in lines[2]) == (ALGORITHMS[algo].advantage == "gae")
     for norm in ("scalar", "trajectory", "token", "token_mean", "rms", "logit"):
         assert f"loss/clip_bias_{norm}" in lines[2]
-    assert {p.name for p in run_dir.checkpoints.iterdir()} >= {"step_000002", "best"}
-    assert {p.name for p in run_dir.trajectories.iterdir()} >= {"step_000001.jsonl", "step_000002.jsonl"}
-    assert summary["steps"] == 2 and summary["peak_rss_mb"] > 0
+    assert {p.name for p in run_dir.checkpoints.iterdir()} >= {"step_000005", "best"}
+    assert {p.name for p in run_dir.trajectories.iterdir()} >= {"step_000001.jsonl", "step_000005.jsonl"}
+    assert summary["steps"] == 5 and summary["peak_rss_mb"] > 0
     assert json.loads(run_dir.summary.read_text()) == json.loads(json.dumps(summary))
     manifest = run_dir.read_manifest()
     assert manifest["data"]["train"]["examples"] == 48 and manifest["versions"]["torch"]

@@ -144,9 +144,19 @@ def _reinforced(config: TrainConfig, step: int) -> dict[str, str]:
         "steps": f"{step} of {update.steps}, of {rollout.batch_size} trajectories{groups}",
         "updates": f"mini-batches of {update.mini_batch_size}, epochs over a rollout batch: {update.epochs}, lag of "
         f"{rollout.max_staleness} steps",
-        "rates and weights": f"learning rate {optim.lr:g}{critic}; clip range {loss.clip_eps:g}; KL {loss.kl_coef:g}",
+        "rates and weights": f"learning rate {optim.lr:g}{critic}; {_clip_range(config)}; KL {loss.kl_coef:g}",
         "sampling": f"temperature {config.sampler.temperature:g}, top-p {config.sampler.top_p:g}",
     }
+
+
+def _clip_range(config: TrainConfig) -> str:
+    """The clip range, and the temperatures of an algorithm that has a gate instead."""
+    loss = config.loss
+    above = "" if loss.clip_eps_high is None else f" below and {loss.clip_eps_high:g} above"
+    gate = ""
+    if config.algorithm.surrogate_name == "sapo":
+        gate = f"; temperatures of the gate {loss.sapo_tau_pos:g} and {loss.sapo_tau_neg:g}"
+    return f"clip range {loss.clip_eps:g}{above}{gate}"
 
 
 def _supervised(config: TrainConfig) -> dict[str, str]:

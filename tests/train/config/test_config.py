@@ -113,6 +113,61 @@ def test_another_task_drops_what_belongs_to_the_old_one(tmp_path: Path) -> None:
     assert (config.task_args, config.data, config.eval_data) == ({}, None, "c.jsonl")
 
 
+def test_an_algorithms_own_settings_are_the_lowest_layer(tmp_path: Path) -> None:
+    """Above the defaults of the settings, below every file and the command line, null included."""
+    loss = load_config("quickstart", {"algo": "cispo"}).loss
+    assert (loss.clip_eps, loss.clip_eps_high, loss.aggregation) == (0.2, 4.0, "token_mean")
+    base = write(tmp_path / "base.yaml", "loss: {clip_eps_high: 2.0}\n")
+    top = write(tmp_path / "top.yaml", "base: base.yaml\nalgo: cispo\nrollout: {group_size: 4}\n")
+    loss = load_config(top).loss
+    assert (loss.clip_eps_high, loss.aggregation) == (2.0, "token_mean")
+    write(base, "algos: {cispo: {loss: {clip_eps_high: 3.0}}}\n")
+    assert load_config(top).loss.clip_eps_high == 3.0
+    given = {"loss.clip_eps_high": None, "loss.aggregation": "trajectory_mean"}
+    loss = load_config(top, given).loss
+    assert (loss.clip_eps_high, loss.aggregation) == (None, "trajectory_mean")
+
+
+def test_a_resumed_run_keeps_the_settings_that_its_algorithm_brought(tmp_path: Path) -> None:
+    started = load_config("quickstart", {"algo": "cispo", "loss.clip_eps_high": 0.3})
+    path = write(tmp_path / "config.yaml", to_yaml(started))
+    assert read_resolved(path) == started
+    plain = write(tmp_path / "plain.yaml", to_yaml(load_config("quickstart", {"algo": "cispo"})))
+    assert read_resolved(plain, {"update.steps": 3}).loss.clip_eps_high == 4.0
+
+
+@pytest.mark.parametrize("algo", ["ppo", "turn_ppo", "s_ppo", "so_ppo", "grpo", "gspo", "so_grpo"])
+def test_the_papers_algorithms_bring_no_settings(algo: str) -> None:
+    """What gspo's own paper publishes is documented and not applied, so recorded runs stay comparable."""
+    assert not ALGORITHMS[algo].defaults
+    chosen = load_config("quickstart", {"algo": algo})
+    group = {"rollout.group_size": 8} if ALGORITHMS[algo].advantage == "group" else {}
+    other = load_config("quickstart", {"algo": "ppo", **group})
+    assert dataclasses.replace(chosen, algo="ppo") == other
+    if algo == "gspo":
+        assert ALGORITHMS[algo].published == {"loss.clip_eps": 3e-4, "loss.clip_eps_high": 4e-4}
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_what_an_algorithm_brings_and_publishes_are_settings(algo: str) -> None:
+    known = {field.name for field in fields()}
+    row = ALGORITHMS[algo]
+    assert {*row.defaults, *row.published} <= known
+    load_config("quickstart", {"algo": algo, **row.published})
+    flat = flatten(load_config("quickstart", {"algo": algo}))
+    assert {name: flat[name] for name in row.defaults} == dict(row.defaults)
+
+
+def test_a_wrong_setting_of_an_algorithm_from_outside_is_named(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "mine.py",
+        "from sorl_train.algorithms import Algorithm\n"
+        "ALGORITHM = Algorithm('turn', 'gae', surrogate='cispo', defaults={'loss.clip_epss': 0.1})\n",
+    )
+    with pytest.raises(UserError, match=r"mine\.py, its defaults: unknown key 'loss\.clip_epss'.*clip_eps"):
+        load_config("quickstart", {"algo": str(file)})
+
+
 def test_an_empty_file_and_an_empty_section_change_nothing(tmp_path: Path) -> None:
     assert load_config(write(tmp_path / "empty.yaml", "")) == TrainConfig()
     assert load_config(write(tmp_path / "section.yaml", "optim:\n# lr: 1\nalgos:\n")) == TrainConfig()
@@ -221,6 +276,7 @@ def test_suggestions(name: str, suggestion: str) -> None:
         ({"optim__beta2": 1.0}, "below 1"),
         ({"loss__gamma": 1.5}, "loss.gamma must lie between 0 and 1, it is 1.5"),
         ({"loss__clip_eps": 1.0}, "loss.clip_eps must be below 1"),
+        ({"loss__sapo_tau_neg": 0.0}, "loss.sapo_tau_neg must be above 0, it is 0.0"),
         ({"sampler__top_p": 0.0}, "sampler.top_p must be above 0"),
         ({"sampler__temperature": 0.0}, "sampler.temperature must be above 0"),
         ({"limits__max_turns": 0}, "limits.max_turns must be at least 1"),
@@ -243,6 +299,14 @@ def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
             "clip_bias_scope=mini_batch",
         ),
         ({"update.trust_max_scale": 10.0}, "update.trust_max_scale 10.0 needs update.trust_kl: 0.01"),
+        (
+            {"algo": "topr", "loss.dual_clip": 3.0},
+            "loss.dual_clip 3.0 has no effect on algo topr, .* leave it out, or use --algo ppo",
+        ),
+        (
+            {"loss.sapo_tau_pos": 2.0},
+            "loss.sapo_tau_pos 2.0 has no effect on algo so_ppo, .* use --algo sapo",
+        ),
         ({"limits.max_prompt_tokens": 9, "limits.max_trajectory_tokens": 9}, "leaves no room"),
         ({"search.corpus": "a", "search.cache": "b"}, r"search.cache \(b\) keeps .* give search.url"),
     ],

@@ -59,7 +59,16 @@ def test_runs_are_every_combination_first_seeds_first(tmp_path: Path) -> None:
 
 def test_packaged_studies_are_valid() -> None:
     severe = load_study("severe")
-    assert {run.config.algo for run in severe.runs} == set(ALGORITHMS)
+    papers = {
+        "ppo",
+        "turn_ppo",
+        "s_ppo",
+        "so_ppo",
+        "grpo",
+        "gspo",
+        "so_grpo",
+    }  # later rows are not in the study
+    assert {run.config.algo for run in severe.runs} == papers and papers < set(ALGORITHMS)
     grouped = [
         run.config.rollout.group_size for run in severe.runs if run.config.algorithm.advantage == "group"
     ]

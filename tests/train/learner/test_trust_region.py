@@ -176,11 +176,14 @@ def test_the_last_step_is_taken_back_along_its_line(tiny_folder: str, batch: Bat
     assert result["loss/trust_scale"] < 1.0 and result["loss/trust_moves_back"] >= 1
 
 
-@pytest.mark.parametrize("lr", [1e-2, 1.0, 1e4])
-def test_no_rate_leaves_the_region(lr: float, tiny_folder: str, batch: Batch) -> None:
+@pytest.mark.parametrize(
+    ("lr", "algo"),
+    [(1e-2, "so_ppo"), (1.0, "so_ppo"), (1e4, "so_ppo"), (1.0, "cispo"), (1.0, "sapo"), (1.0, "topr")],
+)
+def test_no_rate_leaves_the_region(lr: float, algo: str, tiny_folder: str, batch: Batch) -> None:
     """Batch after batch at absurd rates: each ends inside the region, and the weights stay finite."""
     model = load_policy(tiny_folder)
-    update = update_of(model, config())
+    update = update_of(model, config(algo=algo))
     scales = []
     for _ in range(4):
         start = batch.with_fields(old_log_probs=current(model, batch))

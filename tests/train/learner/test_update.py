@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.schedule import learning_rate
 from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import PolicyUpdate
+from sorl_train.losses.surrogates import SURROGATES
 from sorl_train.models import packing
 from sorl_train.models.packing import enable_packing
 from sorl_train.models.policy import load_policy, load_tokenizer
@@ -70,6 +72,32 @@ def test_micro_batches_do_not_matter(
     assert one["loss/normalizer"] == pytest.approx(many["loss/normalizer"], rel=1e-5)
     assert one["loss/normalizer"] != 1.0
     assert one["loss/clip_frac"] > 0.1
+
+
+@pytest.mark.parametrize("surrogate", [name for name in SURROGATES if name != "clipped"])
+@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+def test_every_surrogate_can_be_normalized(
+    surrogate: str, level: str, tiny_folder: str, trajectories: list[Trajectory], tmp_path: Path
+) -> None:
+    """By what PPO would cut with the same clip range: the factor is that of SO-PPO, and micro-batches do not matter."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from sorl_train.algorithms import Algorithm\n"
+        f"ALGORITHM = Algorithm('turn', 'gae', True, surrogate={surrogate!r})\n"
+    )
+    batch = off_policy(collate(trajectories))
+    options = {"loss.clip_bias_delta": 1e-3, "loss.ratio": level}
+    _, ppo = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 8}))
+    options["algo"] = str(file)
+    whole, one = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 8}))
+    pieces, many = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 3}))
+    torch.testing.assert_close(whole, pieces, atol=1e-6, rtol=1e-5)
+    assert one["loss/normalizer"] == pytest.approx(many["loss/normalizer"], rel=1e-5)
+    assert (
+        one["loss/normalizer"] == pytest.approx(ppo["loss/normalizer"], rel=1e-6)
+        and ppo["loss/normalizer"] < 1.0
+    )
+    assert one["loss/grad_norm"] != pytest.approx(ppo["loss/grad_norm"], rel=1e-3)
 
 
 @pytest.mark.parametrize("size", [8, 3, 1])

@@ -15,6 +15,7 @@ from sorl_train.learner.diagnostics import RatioDiagnostics, diagnose_ratios
 from sorl_train.losses.aggregate import loss_denominator
 from sorl_train.losses.clip_bias import Normalization, normalization
 from sorl_train.losses.policy import LossOutput, LossSettings
+from sorl_train.losses.surrogates import SURROGATES
 from sorl_train.losses.value import value_loss
 
 from .keywords import policy_loss
@@ -28,6 +29,18 @@ SETTINGS = tuple(
         NORMS,
         ("mini_batch", "trajectory"),
         ("gradient", "update"),
+        ("clipped",),
+    )
+)
+OTHERS = tuple(name for name in SURROGATES if name != "clipped")
+SETTINGS += tuple(
+    itertools.product(
+        ("token", "turn", "sequence"),
+        ("trajectory_mean", "token_mean"),
+        ("rms",),
+        ("mini_batch", "trajectory"),
+        ("update",),
+        OTHERS,
     )
 )
 RANK_SETTINGS = tuple(s for s in SETTINGS if s[:2] in {("turn", "trajectory_mean"), ("token", "token_mean")})
@@ -61,7 +74,7 @@ def inputs() -> dict[str, Tensor]:
 def micro(
     data: dict[str, Tensor], rows: slice, theta: Tensor, denominator: float, setting: tuple, **options
 ) -> LossOutput:
-    level, aggregation, norm, scope, _ = setting
+    level, aggregation, norm, scope, _, surrogate = setting
     part = {name: tensor[rows] for name, tensor in data.items()}
     return policy_loss(
         part["features"] @ theta,
@@ -70,6 +83,7 @@ def micro(
         part["mask"],
         part["turns"],
         ratio_level=level,
+        surrogate=SURROGATES[surrogate].function,
         aggregation=aggregation,
         denominator=denominator,
         logit_scale=part["scale"],
@@ -96,7 +110,7 @@ def run(
         bias, stats = bias.all_reduce(), stats.all_reduce()
         dist.all_reduce(theta.grad)
         dist.all_reduce(loss)
-    _, _, norm, scope, target = setting
+    _, _, norm, scope, target, _ = setting
     scales = normalization(bias, norm=norm, scope=scope, target=target, delta=DELTA)
     return Result(theta.grad * scales.grad_scale, scales, loss.item(), stats.metrics())
 
@@ -132,7 +146,7 @@ def test_uneven_micro_batches(setting: tuple) -> None:
 def test_the_gradient_of_the_clipping_bias_adds_up(level: str) -> None:
     data = inputs()
     theta = torch.full((5,), 0.3, requires_grad=True)
-    setting = (level, "trajectory_mean", "gradient", "mini_batch", "gradient")
+    setting = (level, "trajectory_mean", "gradient", "mini_batch", "gradient", "clipped")
 
     def bias_gradient(rows: slice) -> Tensor:
         objective = micro(data, rows, theta, 6.0, setting, clip_bias_objective=True).clip_bias_objective

@@ -84,7 +84,10 @@ def run_ranks(script: Path, folder: Path, ranks: int) -> None:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     common = os.environ | CPU_ENVIRONMENT
-    common |= {"PYTHONPATH": str(CPU_MODE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    path = os.pathsep.join(
+        [str(CPU_MODE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )  # as launch.py does
+    common |= {"PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), str(folder)],

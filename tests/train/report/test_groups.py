@@ -89,6 +89,14 @@ def test_the_bound_is_that_of_runs_that_normalize(make_run: MakeRun, tmp_path: P
     assert dataclasses.replace(outside, metrics=[{"loss/normalized_frac": 0.5}]).normalizes
 
 
+def test_the_first_settings_are_those_that_the_surrogate_reads(make_run: MakeRun, tmp_path: Path) -> None:
+    ppo, sapo = read([make_run(tmp_path / algo, algo=algo, steps=2, batch=3) for algo in ("ppo", "sapo")])
+    assert ppo.key_settings["loss.clip_eps"] == 0.2 and "loss.sapo_tau_neg" not in ppo.key_settings
+    assert (sapo.key_settings["loss.sapo_tau_pos"], sapo.key_settings["loss.sapo_tau_neg"]) == (1.0, 1.05)
+    cispo = dataclasses.replace(sapo, config=sapo.config | {"algo": "cispo", "loss.clip_eps_high": 4.0})
+    assert cispo.key_settings["loss.clip_eps_high"] == 4.0 and "loss.sapo_tau_pos" not in cispo.key_settings
+
+
 def test_a_study_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs").mkdir()
     assert main([str(tmp_path)]) == 2
