@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 RatioLevel = Literal["token", "turn", "sequence"]
-AdvantageKind = Literal["gae", "group"]
+AdvantageKind = Literal["gae", "group", "turn_group", "state_group"]
+GAELevel = Literal["token", "turn"]
+GroupBaseline = Literal["mean", "leave_one_out"]
+AnchorState = Literal["observation", "history"]
 Aggregation = Literal["trajectory_mean", "token_mean"]
 KLKind = Literal["k1", "k2", "k3"]
 ClipBiasNorm = Literal["scalar", "trajectory", "token", "token_mean", "rms", "logit", "gradient"]
@@ -37,14 +40,18 @@ class Algorithm:
     Attributes:
         ratio: the tokens that share an importance ratio: each token has its own, or a turn or the whole sequence has
             one.
-        advantage: ``gae`` estimates advantages with a learned critic. ``group`` compares the rollouts of one prompt
-            with each other, so it needs ``rollout.group_size`` of at least 2.
+        advantage: ``gae`` estimates advantages with a learned critic. The others compare the rollouts of one prompt
+            with each other, so they need ``rollout.group_size`` of at least 2: ``group`` by their total rewards,
+            ``turn_group`` also by the reward of each turn, and ``state_group`` also by what followed from a state that
+            several of their turns started in (``sorl_train.losses.turn_credit``).
         normalize: scale steps down when the clipping bias is large (eq:ST_PPO_mc, eq:GRPO_MC).
         about: one line for ``--help`` and docs/algorithms.md.
         equation: label of the objective in the paper, or where else it comes from.
         surrogate: the objective of each token, a function of importance ratios (N,), advantages (N,) and a
             ``ClipRange`` that returns (N,) values to maximize (``sorl_train.losses.surrogates``). None stands for
             PPO's clipped surrogate.
+        defaults: settings by dotted name that come with the algorithm, such as the clip range that its paper
+            publishes. A config file and the command line win over them.
 
     Raises:
         ValueError: for an unknown ratio level or kind of advantage, or a value of another type.
@@ -56,6 +63,7 @@ class Algorithm:
     about: str = ""
     equation: str = ""
     surrogate: Callable[..., Any] | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_choice("ratio level", self.ratio, get_args(RatioLevel))
@@ -70,6 +78,11 @@ class Algorithm:
         """Whether a critic is trained beside the policy."""
         return self.advantage == "gae"
 
+    @property
+    def needs_groups(self) -> bool:
+        """Whether it compares the rollouts of one prompt with each other."""
+        return not self.needs_critic
+
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
@@ -82,5 +95,26 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
             "sequence", "group", about="GSPO, one ratio a sequence", equation="the paper's baseline"
         ),
         "so_grpo": Algorithm("token", "group", True, "SO-GRPO: GRPO, normalized", "eq:GRPO_MC"),
+        "rloo": Algorithm(
+            "token",
+            "group",
+            about="RLOO: the baseline is the mean of the other rollouts",
+            equation="arXiv:2402.14740",
+            defaults={"loss.group_baseline": "leave_one_out", "loss.group_std": False},
+        ),
+        "mt_grpo": Algorithm(
+            "token",
+            "turn_group",
+            about="MT-GRPO: also compares the rewards of turns",
+            equation="arXiv:2505.11821",
+            defaults={"loss.turn_weight": 1.0},
+        ),
+        "gigpo": Algorithm(
+            "token",
+            "state_group",
+            about="GiGPO: also compares turns from the same state",
+            equation="arXiv:2505.10978",
+            defaults={"loss.turn_weight": 1.0, "loss.gamma": 0.95},
+        ),
     }
 )

@@ -5,12 +5,17 @@ from __future__ import annotations
 from sorl_env.errors import UserError
 from sorl_train.config.run_settings import device_problem
 from sorl_train.config.schema import fields, flatten
-from sorl_train.config.settings import TrainConfig
+from sorl_train.config.settings import LossConfig, TrainConfig
 
 
 def validate(config: TrainConfig) -> None:
     """Raise one ``UserError`` that lists everything wrong with the config, if anything is."""
-    problems = [*_out_of_bounds(config), *_batch_problems(config), *_conflicts(config)]
+    problems = [
+        *_out_of_bounds(config),
+        *_batch_problems(config),
+        *_without_effect(config),
+        *_conflicts(config),
+    ]
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
@@ -31,7 +36,7 @@ def _out_of_bounds(config: TrainConfig) -> list[str]:
 def _batch_problems(config: TrainConfig) -> list[str]:
     update, batch, group = config.update, config.rollout.batch_size, config.rollout.group_size
     problems = []
-    if config.algorithm.advantage == "group" and group < 2:
+    if config.algorithm.needs_groups and group < 2:
         problems.append(
             f"algo {config.algo} compares rollouts of one prompt: rollout.group_size must be at least 2, it is {group}"
         )
@@ -44,6 +49,24 @@ def _batch_problems(config: TrainConfig) -> list[str]:
             f"update.steps {update.steps}"
         )
     return problems
+
+
+def _without_effect(config: TrainConfig) -> list[str]:
+    """Settings of advantages that the algorithm does not estimate: a run must not look as if they counted."""
+    loss, kind = config.loss, config.algorithm.advantage
+    default = LossConfig()
+    readers = {
+        "gae_level": ("gae",),
+        "group_baseline": ("group", "turn_group", "state_group"),
+        "turn_weight": ("turn_group", "state_group"),
+        "anchor_state": ("state_group",),
+    }
+    return [
+        f"loss.{name}={getattr(loss, name)} is for {' and '.join(kinds)} advantages, but algo {config.algo} has {kind} "
+        "advantages: leave it out or choose another algo"
+        for name, kinds in readers.items()
+        if kind not in kinds and getattr(loss, name) != getattr(default, name)
+    ]
 
 
 def _conflicts(config: TrainConfig) -> list[str]:

@@ -1,13 +1,14 @@
 """From YAML files and the command line to a checked ``TrainConfig``, and back to YAML.
 
-The layers of a config, each over the one before: the defaults of the dataclasses, the files that ``base:`` names, the
-file itself, the ``algos:`` sections of the chosen algorithm in these files, and overrides. Files hold the
-differences alone::
+The layers of a config, each over the one before: the defaults of the dataclasses, those that the chosen algorithm
+brings (``Algorithm.defaults``), the files that ``base:`` names, the file itself, the ``algos:`` sections of the
+algorithm in these files, and overrides. Files hold the differences alone::
 
     base: quickstart              # optional: another packaged config, or a file next to this one
     optim: {lr: 1e-4}
     algos:                        # optional: what some algorithms need changed
-      group: {rollout: {group_size: 8}}   # all whose kind of advantage is group (or gae)
+      group: {rollout: {group_size: 8}}   # all that compare the rollouts of a prompt; gae: all with a critic
+      turn_group: {loss: {turn_weight: 0.5}} # all with this kind of advantage
       gspo: {loss: {clip_eps: 3e-4}}      # one, over the settings of its kind
 
 A task's arguments and data belong to it, so a layer that changes ``task`` drops those of the layers below.
@@ -53,10 +54,14 @@ def load_config(
     settings, algos = _read_layers(path, above=())
     algo = top.get("algo", settings.get("algo", TrainConfig.algo))
     try:
-        kind = find_algorithm(algo).advantage
+        algorithm = find_algorithm(algo)
     except UserError as error:
         raise UserError(f"{'' if 'algo' in top else f'{path}: '}algo: {error}") from error
-    for section in (kind, algo):
+    defaults = _nest(algorithm.defaults)
+    build(defaults, source=f"algo {algo}, its defaults")
+    settings = _merge(defaults, settings)
+    family = "group" if algorithm.needs_groups else "gae"
+    for section in dict.fromkeys((family, algorithm.advantage, algo)):
         settings = _merge(settings, algos.get(section))
     config = build(_merge(settings, top), source=str(path))
     validate(config)

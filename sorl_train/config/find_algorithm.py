@@ -16,6 +16,8 @@ from sorl_env.task_file import import_file, import_module, remember
 from sorl_train.algorithms import ALGORITHMS, Algorithm, RatioLevel, check_choice
 
 ENTRY_POINT_GROUP = "sorl.algorithms"
+# Fields of an algorithm that identify it in a run's manifest. The others describe it, or are settings, which are saved.
+_FACTS = ("ratio", "advantage", "normalize", "about", "equation")
 
 
 def find_algorithm(reference: str, ratio: str = "auto") -> Algorithm:
@@ -51,7 +53,7 @@ def algorithm_facts(reference: str) -> dict[str, str]:
     if reference in ALGORITHMS:
         return {}
     algorithm = find_algorithm(reference)
-    facts = {field.name: str(getattr(algorithm, field.name)) for field in dataclasses.fields(algorithm)}
+    facts = {name: str(getattr(algorithm, name)) for name in _FACTS}
     file = inspect.getsourcefile(algorithm.surrogate) if algorithm.surrogate is not None else None
     facts["surrogate"] = getattr(algorithm.surrogate, "__qualname__", "clipped")
     location, _ = _split(reference)
