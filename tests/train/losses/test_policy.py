@@ -63,6 +63,10 @@ EXPECTED = {
     "grpo": TOKEN_GROUP,
     "gspo": SEQUENCE_GROUP,
     "so_grpo": TOKEN_GROUP,
+    # other advantages in the same objective: test_turn_credit
+    "rloo": TOKEN_GROUP,
+    "mt_grpo": TOKEN_GROUP,
+    "gigpo": TOKEN_GROUP,
 }
 
 
@@ -79,7 +83,7 @@ def hand_loss(
 
 
 def advantages_of(algorithm: str) -> Tensor:
-    if ALGORITHMS[algorithm].advantage == "group":
+    if ALGORITHMS[algorithm].needs_groups:
         per_row = group_advantages(
             torch.tensor([1.0, 0.0], dtype=F64), torch.tensor([4, 4]), torch.tensor([True, True]), eps=0.0
         )
@@ -116,6 +120,9 @@ def test_the_table_of_algorithms() -> None:
         "grpo": ("token", False, "group"),
         "gspo": ("sequence", False, "group"),
         "so_grpo": ("token", True, "group"),
+        "rloo": ("token", False, "group"),
+        "mt_grpo": ("token", False, "turn_group"),
+        "gigpo": ("token", False, "state_group"),
     }
     with pytest.raises(ValueError, match=r"unknown algorithm 'so_pppo'.*Did you mean 'so_ppo'"):
         find_algorithm("so_pppo")
