@@ -109,7 +109,7 @@ def test_no_episode_collects_more_than_a_correct_one(env: ToolUseEnv) -> None:
     ]
     episodes = [list(turns) for n in (1, 2, 3, 4) for turns in itertools.product(moves, repeat=n)]
     draw = random.Random(0)
-    episodes += [draw.choices(moves[:6], k=4) + [draw.choice(moves)] for _ in range(1000)]
+    episodes += [[*draw.choices(moves[:6], k=4), draw.choice(moves)] for _ in range(1000)]
     best = 0.0
     for turns in episodes:
         rewards, total = play(env, turns)
