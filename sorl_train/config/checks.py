@@ -13,8 +13,8 @@ def validate(config: TrainConfig) -> None:
     problems = [
         *_out_of_bounds(config),
         *_batch_problems(config),
-        *_without_effect(config),
         *_conflicts(config),
+        *_other_advantages(config),
     ]
     if len(problems) == 1:
         raise UserError(problems[0])
@@ -51,24 +51,6 @@ def _batch_problems(config: TrainConfig) -> list[str]:
     return problems
 
 
-def _without_effect(config: TrainConfig) -> list[str]:
-    """Settings of advantages that the algorithm does not estimate: a run must not look as if they counted."""
-    loss, kind = config.loss, config.algorithm.advantage
-    default = LossConfig()
-    readers = {
-        "gae_level": ("gae",),
-        "group_baseline": ("group", "turn_group", "state_group"),
-        "turn_weight": ("turn_group", "state_group"),
-        "anchor_state": ("state_group",),
-    }
-    return [
-        f"loss.{name}={getattr(loss, name)} is for {' and '.join(kinds)} advantages, but algo {config.algo} has {kind} "
-        "advantages: leave it out or choose another algo"
-        for name, kinds in readers.items()
-        if kind not in kinds and getattr(loss, name) != getattr(default, name)
-    ]
-
-
 def _conflicts(config: TrainConfig) -> list[str]:
     loss, limits, search, device = config.loss, config.limits, config.search, config.hardware.device
     wrong_device = device_problem(device)
@@ -102,3 +84,23 @@ def _conflicts(config: TrainConfig) -> list[str]:
         ),
     }
     return [problem for problem, holds in applies.items() if holds]
+
+
+def _other_advantages(config: TrainConfig) -> list[str]:
+    """Settings of advantages that the algorithm does not estimate: a run must not look as if they counted."""
+    if config.stage != "rl":
+        return []
+    loss, kind = config.loss, config.algorithm.advantage
+    default = LossConfig()
+    readers = {
+        "gae_level": ("gae",),
+        "group_baseline": ("group", "turn_group", "state_group"),
+        "turn_weight": ("turn_group", "state_group"),
+        "anchor_state": ("state_group",),
+    }
+    return [
+        f"loss.{name}={getattr(loss, name)} is for {' and '.join(kinds)} advantages, but algo {config.algo} has {kind} "
+        "advantages: leave it out or choose another algo"
+        for name, kinds in readers.items()
+        if kind not in kinds and getattr(loss, name) != getattr(default, name)
+    ]
