@@ -14,7 +14,10 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 RatioLevel = Literal["token", "turn", "sequence"]
-AdvantageKind = Literal["gae", "group"]
+AdvantageKind = Literal["gae", "group", "turn_group", "state_group"]
+GAELevel = Literal["token", "turn"]
+GroupBaseline = Literal["mean", "leave_one_out"]
+AnchorState = Literal["observation", "history"]
 Aggregation = Literal["trajectory_mean", "token_mean"]
 KLKind = Literal["k1", "k2", "k3"]
 ClipBiasNorm = Literal["scalar", "trajectory", "token", "token_mean", "rms", "logit", "gradient"]
@@ -49,8 +52,10 @@ class Algorithm:
     Attributes:
         ratio: the tokens that share an importance ratio: each token has its own, or a turn or the whole sequence has
             one.
-        advantage: ``gae`` estimates advantages with a learned critic. ``group`` compares the rollouts of one prompt
-            with each other, so it needs ``rollout.group_size`` of at least 2.
+        advantage: ``gae`` estimates advantages with a learned critic. The others compare the rollouts of one prompt
+            with each other, so they need ``rollout.group_size`` of at least 2: ``group`` by their total rewards,
+            ``turn_group`` also by the reward of each turn, and ``state_group`` also by what followed from a state that
+            several of their turns started in (``sorl_train.losses.turn_credit``).
         normalize: scale steps down when the clipping bias is large (eq:ST_PPO_mc, eq:GRPO_MC).
         about: one line for ``--help`` and docs/algorithms.md.
         equation: label of the objective in the paper, or where else it comes from.
@@ -99,6 +104,11 @@ class Algorithm:
         if callable(self.surrogate):
             return None
         return self.surrogate or "clipped"
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether it compares the rollouts of one prompt with each other."""
+        return not self.needs_critic
 
 
 # What the paper of SO-PPO and SO-GRPO uses for all algorithms that it compares. It is the default of the setting.
@@ -198,6 +208,30 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
             surrogate="topr",
             source="arXiv:2503.14286",
             when="trajectories are old or from elsewhere, and good ones are to be imitated",
+        ),
+        "rloo": Algorithm(
+            "token",
+            "group",
+            about="RLOO: the baseline is the mean of the other rollouts",
+            defaults={"loss.group_baseline": "leave_one_out", "loss.group_std": False},
+            source="arXiv:2402.14740",
+            when="GRPO without its division, which weighs easy and hard questions up",
+        ),
+        "mt_grpo": Algorithm(
+            "token",
+            "turn_group",
+            about="MT-GRPO: also compares the rewards of turns",
+            defaults={"loss.turn_weight": 1.0},
+            source="arXiv:2505.11821",
+            when="the task pays good turns, and right answers are rare",
+        ),
+        "gigpo": Algorithm(
+            "token",
+            "state_group",
+            about="GiGPO: also compares turns from the same state",
+            defaults={"loss.turn_weight": 1.0, "loss.gamma": 0.95},
+            source="arXiv:2505.10978",
+            when="the same state is met again, in one rollout or in several",
         ),
     }
 )

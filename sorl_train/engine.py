@@ -176,7 +176,7 @@ class LocalEngine:
 
     def collate(self, trajectories: list[Trajectory]) -> Batch:
         """The trajectories as tensors, which are not scored yet."""
-        return collate(trajectories, self.tokenizer.pad_token_id, self.classify)
+        return collate(trajectories, self.tokenizer.pad_token_id, self.classify, self.config.anchor_state)
 
     @property
     def on_policy(self) -> bool:

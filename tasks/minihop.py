@@ -6,19 +6,20 @@ hop, and to tell the passage it asked for from those with similar titles. It is 
 
     gym.make("sorl/MiniHop-v0")
     load_task("minihop", hops=(2, 3, 4), distractors=2.0)
+    load_task("minihop", hit_reward=0.5, valid_reward=0.1)  # turns earn rewards, too
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.parser import ParsedTurn
-from sorl_env.rewards import exact_match
+from sorl_env.rewards import exact_match, normalize_answer
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_tasks._qa import row_id, text_column
 from sorl_tasks.minihop_world import (
@@ -35,6 +36,7 @@ from sorl_tools.search.bm25_search import BM25Search
 
 INSTRUCTION = "Search, then answer."
 GIVE_UP = "unknown"
+MOST_BEFORE_ANSWER = 0.99  # what the turns of an episode can earn together; 1 is a success
 
 _PASSAGE = re.compile(r"^Doc \d+ \((?P<title>[^)\n]*)\): (?P<text>.*)$", re.MULTILINE)
 
@@ -54,6 +56,8 @@ def minihop(
     reasoning: int = 1,
     hasty: float = 0.0,
     search_off: bool = False,
+    hit_reward: float = 0.0,
+    valid_reward: float = 0.0,
 ) -> Task:
     """Build the task; the defaults are the quickstart's.
 
@@ -69,6 +73,7 @@ def minihop(
         hasty: on this share of the questions with the most hops, the expert answers one hop too early. A policy that
             imitates the expert learns this habit, and reinforcement learning has to correct it.
         search_off: the search tool finds nothing, which shows how much can be guessed.
+        hit_reward, valid_reward: what the turns of an episode earn at most before the answer, see `turn_reward`.
 
     Raises:
         UserError: a knob is out of range, or the world has too few names or questions.
@@ -85,6 +90,7 @@ def minihop(
         env_id="sorl/MiniHop-v0",
         prompt=lambda example: f"{INSTRUCTION} {example.question}",
         reward=reward,
+        turn_reward=_turn_reward(hit_reward, valid_reward),
         parse_row=parse_row,
         tools=lambda settings: [_search_tool(spec, settings, top_k, search_off)],
         embedded=lambda split: _draw_examples(spec, split, hops, weights, counts),
@@ -101,6 +107,53 @@ def reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]
     """1 if the last turn gives the exact answer, else 0."""
     answered = bool(turns) and turns[-1].kind == "answer"
     return {"exact_match": exact_match(turns[-1].content, example.golden_answers) if answered else 0.0}
+
+
+def turn_reward(
+    example: Example, turns: Sequence[ParsedTurn], hit_reward: float, valid_reward: float
+) -> dict[str, float]:
+    """What the newest turn earns towards the answer. With h hops, an episode earns each item at most h times.
+
+    - ``search_hit``: ``hit_reward`` / h for a search for exactly the entity that the next fact is about. The first one
+      is named in the question and each later one in the reply to the search before, so searches for several names,
+      names off the path and repetitions earn nothing.
+    - ``search_valid``: ``valid_reward`` / h for a well-formed search that was not made before, useful or not.
+
+    A right answer earns 1 on top. Both items together stay below 1, so that no episode without the right answer counts
+    as a success, and they end after h searches, so that none earns more than one that searches h times and answers.
+    """
+    now, before = _progress(example, turns), _progress(example, turns[:-1])
+    hops = example.metadata["hops"]
+    rewards = {"search_hit": hit_reward, "search_valid": valid_reward}
+    return {
+        name: most * (new - old) / hops
+        for (name, most), new, old in zip(rewards.items(), now, before, strict=True)
+        if most > 0
+    }
+
+
+def _progress(example: Example, turns: Sequence[ParsedTurn]) -> tuple[int, int]:
+    """How many entities on the path were searched for, in their order, and how many different searches were made; both
+    count up to the number of hops."""
+    hops: int = example.metadata["hops"]
+    queries = [turn.content for turn in turns if turn.kind == "tool"]
+    hits = 0
+    for query in queries:
+        hits += hits < hops and bool(exact_match(query, [example.metadata["names"][hits]]))
+    return hits, min(hops, len({normalize_answer(query) for query in queries}))
+
+
+def _turn_reward(
+    hit_reward: float, valid_reward: float
+) -> Callable[[Example, Sequence[ParsedTurn]], Mapping[str, float]] | None:
+    if not (hit_reward >= 0 and valid_reward >= 0 and hit_reward + valid_reward <= MOST_BEFORE_ANSWER):
+        raise UserError(
+            f"minihop: hit_reward={hit_reward}, valid_reward={valid_reward}: give none below 0, and at most "
+            f"{MOST_BEFORE_ANSWER} together, because an episode with a total reward of 1 counts as a success"
+        )
+    if hit_reward == valid_reward == 0:
+        return None
+    return lambda example, turns: turn_reward(example, turns, hit_reward, valid_reward)
 
 
 def parse_row(row: Mapping[str, Any]) -> Example:

@@ -6,7 +6,7 @@ from sorl_env.errors import UserError
 from sorl_train.algorithms import ALGORITHMS, SURROGATE_SETTINGS
 from sorl_train.config.run_settings import device_problem
 from sorl_train.config.schema import fields, flatten
-from sorl_train.config.settings import TrainConfig
+from sorl_train.config.settings import LossConfig, TrainConfig
 
 
 def validate(config: TrainConfig) -> None:
@@ -16,6 +16,7 @@ def validate(config: TrainConfig) -> None:
         *_batch_problems(config),
         *_conflicts(config),
         *_without_effect(config),
+        *_other_advantages(config),
     ]
     if len(problems) == 1:
         raise UserError(problems[0])
@@ -37,7 +38,7 @@ def _out_of_bounds(config: TrainConfig) -> list[str]:
 def _batch_problems(config: TrainConfig) -> list[str]:
     update, batch, group = config.update, config.rollout.batch_size, config.rollout.group_size
     problems = []
-    if config.algorithm.advantage == "group" and group < 2:
+    if config.algorithm.needs_groups and group < 2:
         problems.append(
             f"algo {config.algo} compares rollouts of one prompt: rollout.group_size must be at least 2, it is {group}"
         )
@@ -111,3 +112,23 @@ def _without_effect(config: TrainConfig) -> list[str]:
             f"out, or use --algo {' or '.join(readers)}"
         )
     return problems
+
+
+def _other_advantages(config: TrainConfig) -> list[str]:
+    """Settings of advantages that the algorithm does not estimate: a run must not look as if they counted."""
+    if config.stage != "rl":
+        return []
+    loss, kind = config.loss, config.algorithm.advantage
+    default = LossConfig()
+    readers = {
+        "gae_level": ("gae",),
+        "group_baseline": ("group", "turn_group", "state_group"),
+        "turn_weight": ("turn_group", "state_group"),
+        "anchor_state": ("state_group",),
+    }
+    return [
+        f"loss.{name}={getattr(loss, name)} is for {' and '.join(kinds)} advantages, but algo {config.algo} has {kind} "
+        "advantages: leave it out or choose another algo"
+        for name, kinds in readers.items()
+        if kind not in kinds and getattr(loss, name) != getattr(default, name)
+    ]

@@ -7,7 +7,8 @@ these files, and overrides. Files hold the differences alone::
     base: quickstart              # optional: another packaged config, or a file next to this one
     optim: {lr: 1e-4}
     algos:                        # optional: what some algorithms need changed
-      group: {rollout: {group_size: 8}}   # all whose kind of advantage is group (or gae)
+      group: {rollout: {group_size: 8}}   # all that compare the rollouts of a prompt; gae: all with a critic
+      turn_group: {loss: {turn_weight: 0.5}} # all with this kind of advantage
       gspo: {loss: {clip_eps: 3e-4}}      # one, over the settings of its kind
 
 A task's arguments and data belong to it, so a layer that changes ``task`` drops those of the layers below.
@@ -59,7 +60,8 @@ def load_config(
     defaults = _nest(algorithm.defaults)
     build(defaults, source=f"algo {algo}, its defaults")
     settings = _merge(defaults, settings)
-    for section in (algorithm.advantage, algo):
+    family = "group" if algorithm.needs_groups else "gae"
+    for section in dict.fromkeys((family, algorithm.advantage, algo)):
         settings = _merge(settings, algos.get(section))
     config = build(_merge(settings, top), source=str(path))
     validate(config)

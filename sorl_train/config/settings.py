@@ -2,7 +2,7 @@
 
 Defaults are the paper's values (Appendix, "Implementation Details") where it gives them. YAML files under ``configs/``
 hold differences only; the command line sets any field by its dotted name. ``--help`` prints the text of every field.
-The other sections are in ``run_settings.py``.
+The other sections are in ``model_settings.py`` and ``run_settings.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from sorl_train.algorithms import (
     ALGORITHMS,
     Aggregation,
     Algorithm,
+    AnchorState,
     ClipBiasNorm,
+    GAELevel,
+    GroupBaseline,
     KLKind,
     RatioLevel,
     Scope,
@@ -24,6 +27,7 @@ from sorl_train.algorithms import (
 )
 from sorl_train.config.field import opt
 from sorl_train.config.find_algorithm import find_algorithm
+from sorl_train.config.model_settings import LoraConfig, SftConfig, TinyConfig
 from sorl_train.config.run_settings import (
     AlarmConfig,
     CheckpointConfig,
@@ -164,10 +168,32 @@ class LossConfig:
         paper="1 for the token norm, about 0.003 as rms",
         above=0,
     )
-    gamma: float = opt(1.0, "discount", paper="1", low=0, high=1)
+    gamma: float = opt(
+        1.0,
+        "discount, for each token of GAE; for each turn in GAE over turns and in gigpo",
+        paper="1",
+        low=0,
+        high=1,
+    )
     gae_lambda: float = opt(1.0, "GAE lambda", paper="1", low=0, high=1)
+    gae_level: GAELevel = opt(
+        "token", "the step of GAE: each token, or each turn, whose tokens then share one advantage"
+    )
     whiten_advantages: bool = opt(False, "normalize GAE advantages over the batch's action tokens")
     group_std: bool = opt(True, "divide group advantages by the group's standard deviation", paper="yes")
+    group_baseline: GroupBaseline = opt(
+        "mean",
+        "what group advantages subtract: the mean of the group, or that of its other members (RLOO)",
+        paper="mean",
+    )
+    turn_weight: float = opt(
+        1.0, "weight of a turn's own advantage beside that of its trajectory, in mt_grpo and gigpo", low=0
+    )
+    anchor_state: AnchorState = opt(
+        "observation",
+        "when two turns of gigpo started in the same state: after the same reply of the environment, or after the same "
+        "replies in the same order (history)",
+    )
     kl_coef: float = opt(
         0.001,
         "weight of the KL to the reference model; 0 loads no reference",
@@ -246,42 +272,6 @@ class UpdateConfig:
     critic_warmup_steps: int = opt(0, "train only the critic in this many first training steps", low=0)
 
 
-@dataclass(frozen=True)
-class LoraConfig:
-    """LoRA adapters (with the package peft) in place of training all weights."""
-
-    rank: int = opt(0, "rank of the adapters; 0: no adapters, all weights are trained", low=0, high=65536)
-    alpha: int = opt(32, "scale of the adapters: they are multiplied by alpha / rank", low=1)
-
-
-@dataclass(frozen=True)
-class TinyConfig:
-    """Sizes of the policy that ``model: tiny`` builds for the task."""
-
-    hidden_size: int = opt(96, "width of the hidden states", low=1, high=65536)
-    num_layers: int = opt(3, "transformer blocks", low=1, high=65536)
-    num_heads: int = opt(
-        4, "attention heads; they split hidden_size into parts of even width", low=1, high=65536
-    )
-
-
-@dataclass(frozen=True)
-class SftConfig:
-    """Supervised fine-tuning on demonstrations: ``--stage sft``, and the cold start of ``model: tiny``."""
-
-    demos: str | None = opt(
-        None,
-        "JSONL or Parquet file of trajectories or chat messages; None: the task's scripted expert plays them",
-    )
-    num_demos: int = opt(4000, "demonstrations that the expert plays", low=1)
-    steps: int = opt(300, "optimizer steps", low=1)
-    batch_size: int = opt(24, "demonstrations in one optimizer step", low=1)
-    micro_batch_size: int = opt(24, "demonstrations in one forward pass", low=1)
-    lr: float = opt(1e-5, "highest learning rate; it falls as a cosine to a tenth", above=0)
-    warmup_ratio: float = opt(0.05, "share of the steps in which the rate rises", low=0, high=1)
-    max_grad_norm: float = opt(1.0, "largest norm of the gradient", above=0)
-
-
 def _about_algorithms() -> str:
     critic, group = (
         ", ".join(name for name, algorithm in ALGORITHMS.items() if algorithm.needs_critic is wanted)
@@ -342,3 +332,8 @@ class TrainConfig:
     def algorithm(self) -> Algorithm:
         """What ``algo`` names, at the ratio level that ``loss.ratio`` asks for. Raises as ``find_algorithm`` does."""
         return find_algorithm(self.algo, self.loss.ratio)
+
+    @property
+    def anchor_state(self) -> AnchorState | None:
+        """When two turns started in the same state; None unless the algorithm compares states."""
+        return self.loss.anchor_state if self.algorithm.advantage == "state_group" else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sorl_env.trajectory import Trajectory
+from sorl_train.algorithms import AnchorState
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,8 @@ class Batch:
         token_rewards: float32 (B, T), the same rewards, each on the last token of the turn that earned it.
         included: bool (B,), False for excluded trajectories.
         group_ids: int64 (B,).
+        state_ids: int64 (B, T), for each token of a turn the state that the turn started in: equal for turns of one
+            group that started in the same state, -1 off the policy's tokens. Only for algorithms that compare states.
         token_classes: int8 (B, T), index into ``token_classes.CLASSES``, -1 off the policy's tokens. Only for metrics.
         old_log_probs, ref_log_probs, values, advantages, returns: float32 (B, T), filled in by ``score``,
             ``estimate_advantages`` and the update; None before that.
@@ -49,6 +52,7 @@ class Batch:
     included: Tensor
     group_ids: Tensor
     ids: tuple[str, ...]
+    state_ids: Tensor | None = None
     token_classes: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
@@ -108,10 +112,14 @@ def collate(
     trajectories: Sequence[Trajectory],
     pad_id: int = 0,
     classify: Callable[[Trajectory], NDArray[np.int8]] | None = None,
+    anchor_state: AnchorState | None = None,
 ) -> Batch:
-    """Pad trajectories to the longest; ``classify`` fills in ``token_classes``.
+    """Pad trajectories to the longest; ``classify`` fills in ``token_classes``, ``anchor_state`` the ``state_ids``.
 
     A turn's reward items go on the turn's last token, where ``gae`` expects them.
+
+    Args:
+        anchor_state: when two turns started in the same state (``state_keys``); None: no one asks.
 
     Raises:
         ValueError: there is no trajectory.
@@ -124,6 +132,8 @@ def collate(
     log_probs = np.zeros((size, length), dtype=np.float32)
     token_rewards = np.zeros((size, length), dtype=np.float32)
     classes = np.full((size, length), -1, dtype=np.int8)
+    state_ids = np.full((size, length), -1, dtype=np.int64)
+    states: dict[tuple[str, Hashable], int] = {}  # number of each state of each group
     for i, trajectory in enumerate(trajectories):
         n = len(trajectory.token_ids)
         token_ids[i, :n] = trajectory.token_ids
@@ -133,6 +143,10 @@ def collate(
             classes[i, :n] = classify(trajectory)
         for turn in trajectory.turns:
             token_rewards[i, turn.end - 1] += sum(turn.reward_items.values())
+        if anchor_state is not None:
+            for turn, key in zip(trajectory.turns, state_keys(trajectory, anchor_state), strict=True):
+                number = states.setdefault((trajectory.group_id, key), len(states))
+                state_ids[i, turn.start : turn.end] = number
     groups = {name: k for k, name in enumerate(dict.fromkeys(t.group_id for t in trajectories))}
     included = torch.tensor([not t.excluded for t in trajectories])
     action_mask = torch.from_numpy(turn_ids[:, 1:] >= 0)
@@ -148,5 +162,22 @@ def collate(
         included=included,
         group_ids=torch.tensor([groups[t.group_id] for t in trajectories]),
         ids=tuple(t.id for t in trajectories),
+        state_ids=None if anchor_state is None else torch.from_numpy(state_ids[:, 1:].copy()),
         token_classes=None if classify is None else torch.from_numpy(classes[:, 1:].copy()),
     )
+
+
+def state_keys(trajectory: Trajectory, anchor_state: AnchorState) -> list[Hashable]:
+    """For each turn, the state that it started in, as what the environment had said in tokens.
+
+    ``observation``: the environment's last words, which are the prompt or its reply to the turn before. ``history``:
+    all its words so far, in their order. The policy's own words are no part of a state.
+    """
+    said: list[bytes] = []
+    keys: list[Hashable] = []
+    end = 0
+    for turn in trajectory.turns:
+        said.append(trajectory.token_ids[end : turn.start].tobytes())
+        keys.append(said[-1] if anchor_state == "observation" else tuple(said))
+        end = turn.end
+    return keys

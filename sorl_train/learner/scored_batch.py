@@ -12,25 +12,59 @@ from sorl_train.learner.diagnostics import quantiles
 from sorl_train.learner.mismatch import turn_mismatch
 from sorl_train.losses.advantages import gae, group_advantages, whiten
 from sorl_train.losses.kl import kl_in_reward, kl_penalty
+from sorl_train.losses.turn_credit import (
+    first_of_turns,
+    on_tokens,
+    state_group_advantages,
+    turn_gae,
+    turn_group_advantages,
+    turn_sums,
+    turn_table,
+)
 
 
 def estimate_advantages(batch: Batch, kind: AdvantageKind, loss: LossConfig) -> Batch:
-    """Fill in advantages and returns, (B, T): GAE over the critic's values, or group advantages."""
+    """Fill in advantages and returns, (B, T): GAE over the critic's values, or advantages from comparing rollouts.
+
+    It takes the whole rollout batch, because groups and states lie across its pieces.
+    """
     rewards = batch.token_rewards
     if batch.ref_log_probs is not None and loss.kl_in == "reward":
         assert batch.old_log_probs is not None
         kl = kl_penalty(batch.old_log_probs, batch.ref_log_probs, loss.kl_type)
         rewards = kl_in_reward(rewards, kl, batch.action_mask, loss.kl_coef)
-    if kind == "group":
-        totals = rewards.sum(dim=1)
-        per_row = group_advantages(totals, batch.group_ids, batch.included, std=loss.group_std)
-        advantages = per_row[:, None] * batch.action_mask
+    if kind != "gae":
+        advantages = _compared(batch, rewards, kind, loss)
         return batch.with_fields(advantages=advantages, returns=torch.zeros_like(advantages))
     assert batch.values is not None
-    advantages, returns = gae(rewards, batch.values, batch.action_mask, gamma=loss.gamma, lam=loss.gae_lambda)
+    discount = {"gamma": loss.gamma, "lam": loss.gae_lambda}
+    if loss.gae_level == "turn":
+        advantages, returns = turn_gae(rewards, batch.values, batch.turn_ids, **discount)
+    else:
+        advantages, returns = gae(rewards, batch.values, batch.action_mask, **discount)
     if loss.whiten_advantages:
         advantages = whiten(advantages, batch.loss_mask)
     return batch.with_fields(advantages=advantages, returns=returns)
+
+
+def _compared(batch: Batch, rewards: Tensor, kind: AdvantageKind, loss: LossConfig) -> Tensor:
+    """Advantages (B, T) from comparing the rollouts of a group, given each token's reward (B, T)."""
+    who = (batch.group_ids, batch.included)
+    if kind == "group":
+        totals = rewards.sum(dim=1)
+        per_row = group_advantages(totals, *who, std=loss.group_std, baseline=loss.group_baseline)
+        return per_row[:, None] * batch.action_mask
+    turns, turn_rewards = turn_table(batch.turn_ids), turn_sums(rewards, batch.turn_ids)
+    weight, std, baseline = loss.turn_weight, loss.group_std, loss.group_baseline
+    if kind == "turn_group":
+        table = turn_group_advantages(turn_rewards, turns, *who, weight=weight, std=std, baseline=baseline)
+    else:
+        assert batch.state_ids is not None
+        states = first_of_turns(batch.state_ids, batch.turn_ids)
+        table = state_group_advantages(
+            turn_rewards, turns, states, *who, gamma=loss.gamma, weight=weight, std=std, baseline=baseline
+        )
+    return on_tokens(table, batch.turn_ids)
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
@@ -44,12 +78,23 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     }
     if batch.old_log_probs is not None:
         metrics |= mismatch_metrics(batch.old_log_probs, batch)
+    if batch.state_ids is not None:
+        metrics["loss/shared_state_frac"] = shared_states(batch)
     if batch.values is not None:
         returns, error = batch.returns[mask].double(), (batch.returns - batch.values)[mask].double()
         variance = float(returns.var(correction=0))
         explained = 1.0 - float(error.var(correction=0)) / variance if variance > 1e-12 else 0.0
         metrics["loss/explained_variance"] = explained
     return metrics
+
+
+def shared_states(batch: Batch) -> float:
+    """Share of the turns that another turn of the group can be compared with, as it started in the same state."""
+    assert batch.state_ids is not None
+    taking_part = turn_table(batch.turn_ids) & batch.included[:, None]
+    states = first_of_turns(batch.state_ids, batch.turn_ids)[taking_part]
+    _, state, count = torch.unique(states, return_inverse=True, return_counts=True)
+    return float((count[state] > 1).double().mean())
 
 
 def mismatch_metrics(log_probs: Tensor, batch: Batch) -> dict[str, float]:

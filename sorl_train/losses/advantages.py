@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sorl_train.algorithms import GroupBaseline
+
 
 def gae(
     rewards: Tensor, values: Tensor, action_mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
@@ -69,12 +71,23 @@ def whiten(advantages: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 def group_advantages(
-    rewards: Tensor, group_ids: Tensor, included: Tensor, *, std: bool = True, eps: float = 1e-6
+    rewards: Tensor,
+    group_ids: Tensor,
+    included: Tensor,
+    *,
+    std: bool = True,
+    baseline: GroupBaseline = "mean",
+    eps: float = 1e-6,
 ) -> Tensor:
     """Group-relative advantages, (r_i - mean) / (std + eps) over the group's included trajectories.
 
     The paper divides by std({r_j}) and does not say which one. This is the sample standard deviation (n - 1), as in the
     public GRPO trainers. ``std=False`` leaves the division out.
+
+    With ``baseline="leave_one_out"`` the mean is that of the other n - 1 members (RLOO, arXiv:2402.14740), so that no
+    reward is in its own baseline::
+
+        r_i - sum_{j != i} r_j / (n - 1)  =  n / (n - 1) (r_i - mean)
 
     Args:
         rewards: (B,), the total reward of each trajectory.
@@ -98,8 +111,9 @@ def group_advantages(
     centred = reward - reduce(reward, "mean")
     # exactly 0 for equal rewards: their mean may be off by a rounding error, which a division by eps would blow up
     centred = centred.masked_fill(reduce(reward, "amax") == reduce(reward, "amin"), 0.0)
+    count = reduce(torch.ones_like(reward), "sum")
+    others = (count - 1.0).clamp(min=1.0)
+    relative = centred * count / others if baseline == "leave_one_out" else centred
     if std:
-        count = reduce(torch.ones_like(reward), "sum")
-        variance = reduce(centred.square(), "sum") / (count - 1.0).clamp(min=1.0)
-        centred = centred / (variance.sqrt() + eps)
-    return advantages.index_copy(0, kept, centred)
+        relative = relative / ((reduce(centred.square(), "sum") / others).sqrt() + eps)
+    return advantages.index_copy(0, kept, relative)

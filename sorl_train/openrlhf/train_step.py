@@ -130,7 +130,8 @@ class TrainStep:
         if usable:
             try:
                 with self.recorder.stage("log_probs"):
-                    batch = collate(trajectories, self.tokenizer.pad_token_id, self.classify)
+                    pad, states = self.tokenizer.pad_token_id, self.config.anchor_state
+                    batch = collate(trajectories, pad, self.classify, states)
                     batch, recomputed = self.score(batch)
                 self.check_mismatch(recomputed, batch, trajectories, step)
                 batch = estimate_advantages(batch, self.config.algorithm.advantage, self.config.loss)

@@ -32,6 +32,7 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
     )
     if not evaluation:
         refuse_test_questions(config, env.examples)
+        refuse_without_turn_rewards(config, task)
     return env
 
 
@@ -49,6 +50,17 @@ def refuse_test_questions(config: TrainConfig, examples: ExampleSet) -> None:
         raise UserError(
             f"split {config.split!r} of {examples.source} contains test questions (their column 'split' is 'test'); "
             "training on them is refused. Choose another split or file"
+        )
+
+
+def refuse_without_turn_rewards(config: TrainConfig, task: Task) -> None:
+    """Raise ``UserError`` when the algorithm compares the rewards of turns and the task gives none: it would be GRPO by
+    another name."""
+    if config.stage == "rl" and config.algorithm.advantage == "turn_group" and task.turn_reward is None:
+        raise UserError(
+            f"algo {config.algo} compares the rewards of turns, but task {task.name} gives none (Task.turn_reward): "
+            "minihop gives them with --task_args.hit_reward 0.5; for other tasks see docs/add_a_task.md, or use algo "
+            "grpo or gigpo, which need none"
         )
 
 

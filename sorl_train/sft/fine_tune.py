@@ -11,8 +11,9 @@ from torch import nn
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
+from sorl_train.config.model_settings import SftConfig
 from sorl_train.config.seeds import generator
-from sorl_train.config.settings import SftConfig, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.models.forward import action_stats, autocast
 from sorl_train.sft.demos import Demo, expert_demos, file_demos
 

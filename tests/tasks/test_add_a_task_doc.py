@@ -40,6 +40,20 @@ def test_the_expert_can_be_watched(path: str, capsys: pytest.CaptureFixture[str]
     assert "Reward 1 (exact_match 1); ended by answer after 2 turns." in capsys.readouterr().out
 
 
+def test_rewards_of_turns(path: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    Path(path).write_text(
+        "\n".join(
+            [*blocks[:2], "import dataclasses", "TASK = dataclasses.replace(TASK, turn_reward=turn_reward)"]
+        )
+    )
+    env = ToolUseEnv(path)
+    env.reset(options={"index": 0})
+    turns = ("<shelf> elm A 1 </shelf>", "<shelf> elm A 1 </shelf>", "<answer> 37 </answer>")
+    assert [env.step(f"<think> x </think> {turn}").reward for turn in turns] == [0.3, 0.0, 1.0]
+    assert check([path]) == 0
+
+
 def test_an_episode(path: str) -> None:
     env = ToolUseEnv(path)
     prompt, info = env.reset(options={"index": 0})

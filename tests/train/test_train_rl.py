@@ -47,14 +47,15 @@ def command(run_dir: Path, *more: str, **settings: Any) -> list[str]:
 
 @pytest.mark.parametrize("algo", list(ALGORITHMS))
 def test_every_algorithm_leaves_a_complete_run_folder(algo: str, tmp_path: Path) -> None:
-    group_size = 4 if ALGORITHMS[algo].advantage == "group" else 1
+    group_size = 4 if ALGORITHMS[algo].needs_groups else 1
+    more = {"task_args__hit_reward": 0.5} if ALGORITHMS[algo].advantage == "turn_group" else {}
     run_dir, summary = train_short(
-        tmp_path / "run", algo=algo, rollout__group_size=group_size, update__steps=5
+        tmp_path / "run", algo=algo, rollout__group_size=group_size, update__steps=5, **more
     )
     lines = read_metrics(run_dir.metrics)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
     assert lines[2]["loss/grad_norm"] > 0
-    assert ("loss/value" in lines[2]) == (ALGORITHMS[algo].advantage == "gae")
+    assert ("loss/value" in lines[2]) == ALGORITHMS[algo].needs_critic
     for norm in ("scalar", "trajectory", "token", "token_mean", "rms", "logit"):
         assert f"loss/clip_bias_{norm}" in lines[2]
     assert {p.name for p in run_dir.checkpoints.iterdir()} >= {"step_000005", "best"}

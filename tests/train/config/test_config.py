@@ -66,7 +66,7 @@ def test_defaults_are_valid_and_the_papers() -> None:
 def test_every_packaged_config_runs_every_algorithm(name: str, algo: str) -> None:
     config = load_config(name, {"algo": algo})
     assert config.algo == algo
-    assert (config.rollout.group_size >= 2) is (ALGORITHMS[algo].advantage == "group")
+    assert (config.rollout.group_size >= 2) is ALGORITHMS[algo].needs_groups
 
 
 def test_packaged_configs_describe_themselves() -> None:

@@ -256,7 +256,7 @@ def test_two_real_steps(name: str, guessing: Callable[[str], dict[str, Any]], tm
     from sorl_train.train_rl import run
 
     start = load_config(f"paper/{name}")
-    grouped = {"rollout.group_size": 4} if start.algorithm.advantage == "group" else {}
+    grouped = {"rollout.group_size": 4} if start.algorithm.needs_groups else {}
     config = load_config(f"paper/{name}", {**SHRUNK, **guessing(start.task), **grouped})
     run_dir = RunDir.create(tmp_path / "run", config)
     assert run(config, run_dir, Silent(), False)["steps"] == 2

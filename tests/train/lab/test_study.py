@@ -69,9 +69,7 @@ def test_packaged_studies_are_valid() -> None:
         "so_grpo",
     }  # later rows are not in the study
     assert {run.config.algo for run in severe.runs} == papers and papers < set(ALGORITHMS)
-    grouped = [
-        run.config.rollout.group_size for run in severe.runs if run.config.algorithm.advantage == "group"
-    ]
+    grouped = [run.config.rollout.group_size for run in severe.runs if run.config.algorithm.needs_groups]
     assert set(grouped) == {8}
     assert len(load_study("region").runs) == 4 * 14 * 5
     assert load_study("alarm").runs[0].config.optim.warmup_ratio == 1.0

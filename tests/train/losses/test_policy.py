@@ -92,6 +92,10 @@ EXPECTED = {
     "cispo": CISPO,
     "sapo": SAPO,
     "topr": TOPR,
+    # other advantages in the same objective: test_turn_credit
+    "rloo": TOKEN_GROUP,
+    "mt_grpo": TOKEN_GROUP,
+    "gigpo": TOKEN_GROUP,
 }
 
 
@@ -108,7 +112,7 @@ def hand_loss(
 
 
 def advantages_of(algorithm: str) -> Tensor:
-    if ALGORITHMS[algorithm].advantage == "group":
+    if ALGORITHMS[algorithm].needs_groups:
         per_row = group_advantages(
             torch.tensor([1.0, 0.0], dtype=F64), torch.tensor([4, 4]), torch.tensor([True, True]), eps=0.0
         )
@@ -150,6 +154,9 @@ def test_the_table_of_algorithms() -> None:
         "cispo": ("token", False, "group"),
         "sapo": ("token", False, "group"),
         "topr": ("sequence", False, "group"),
+        "rloo": ("token", False, "group"),
+        "mt_grpo": ("token", False, "turn_group"),
+        "gigpo": ("token", False, "state_group"),
     }
     with pytest.raises(ValueError, match=r"unknown algorithm 'so_pppo'.*Did you mean 'so_ppo'"):
         find_algorithm("so_pppo")

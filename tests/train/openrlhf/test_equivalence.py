@@ -121,7 +121,7 @@ def test_the_step_equals_the_local_engines(
 @pytest.mark.parametrize("algo", list(ALGORITHMS))
 def test_every_algorithm_in_bfloat16(algo: str, folder: str, batch: Batch, tmp_path: Path) -> None:
     """bfloat16 has 8 bits: figures within 5%, gradients within 5% of their norm."""
-    overrides = {"algo": algo, "rollout.group_size": 4 if ALGORITHMS[algo].advantage == "group" else 1}
+    overrides = {"algo": algo, "rollout.group_size": 4 if ALGORITHMS[algo].needs_groups else 1}
     *_, expected = local_step(folder, batch, settings(**overrides))
     config = settings(**overrides, **{"update.micro_batch_size": 4})
     found = deepspeed_step(tmp_path, folder, batch, config, 1, 2, torch.bfloat16)

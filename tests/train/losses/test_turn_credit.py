@@ -1,0 +1,222 @@
+"""Advantages of turns by hand: tables of turns, GAE over turns, MT-GRPO, GiGPO, and the leave-one-out baseline."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from sorl_train.losses.advantages import gae, group_advantages
+from sorl_train.losses.turn_credit import (
+    first_of_turns,
+    on_tokens,
+    state_group_advantages,
+    turn_gae,
+    turn_group_advantages,
+    turn_sums,
+    turn_table,
+)
+
+F64 = torch.float64
+NO = math.nan
+#                     A0  A0  O   A1  O   A2  A2       A0  O   A1  A1  pad
+TURNS = torch.tensor([[0, 0, -1, 1, -1, 2, 2], [0, -1, 1, 1, -1, -1, -1]])
+
+
+def all_in(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.bool)
+
+
+def test_tables_of_turns_by_hand() -> None:
+    x = torch.tensor([[1, 2, 9, 4, 9, 5, 6], [7, 9, 8, 1, 9, 9, 9]], dtype=F64)
+    assert turn_table(TURNS).tolist() == [[True, True, True], [True, True, False]]
+    assert turn_sums(x, TURNS).tolist() == [[3, 4, 11], [7, 9, 0]]
+    assert first_of_turns(x, TURNS).tolist() == [[1, 4, 5], [7, 8, 0]]
+    table = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, NO]])
+    assert on_tokens(table, TURNS).tolist() == [[1, 1, 0, 2, 0, 3, 3], [4, 0, 5, 5, 0, 0, 0]]
+    none = torch.full((2, 3), -1)
+    assert turn_table(none).shape == (2, 0) and turn_sums(torch.ones(2, 3), none).shape == (2, 0)
+    assert on_tokens(torch.zeros(2, 0), none).tolist() == [[0.0] * 3] * 2
+
+
+# -- GAE over turns ---
+
+
+def test_gae_over_turns_by_hand() -> None:
+    values = torch.tensor([[0.1, NO, NO, 0.2, NO, 0.4, NO], [0.5, NO, 0.3, NO, NO, NO, NO]], dtype=F64)
+    rewards = torch.zeros(2, 7, dtype=F64)
+    rewards[0, 1], rewards[0, 6], rewards[1, 2], rewards[1, 3] = 0.5, 1.0, 0.25, -0.5
+    advantages, returns = turn_gae(rewards, values, TURNS, gamma=0.9, lam=0.5)
+    third = 1.0 - 0.4
+    second = 0.9 * 0.4 - 0.2 + 0.45 * third
+    first = 0.5 + 0.9 * 0.2 - 0.1 + 0.45 * second
+    assert advantages[0].tolist() == pytest.approx([first, first, 0, second, 0, third, third])
+    assert returns[0].tolist() == pytest.approx(
+        [first + 0.1, first + 0.1, 0, second + 0.2, 0, third + 0.4, third + 0.4]
+    )
+    last = -0.25 - 0.3  # both rewards of the turn's tokens
+    assert advantages[1].tolist() == pytest.approx([0.9 * 0.3 - 0.5 + 0.45 * last, 0, last, last, 0, 0, 0])
+
+
+def test_gae_over_turns_of_one_token_is_gae_over_tokens() -> None:
+    g = torch.Generator().manual_seed(0)
+    turns = torch.tensor([[0, -1, 1, -1, 2], [0, -1, 1, -1, -1]])
+    values, rewards = torch.randn(2, 5, generator=g), torch.randn(2, 5, generator=g) * (turns >= 0)
+    found = turn_gae(rewards, values, turns, gamma=0.9, lam=0.7)
+    expected = gae(rewards, values, turns >= 0, gamma=0.9, lam=0.7)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_gae_over_turns_has_no_gradient_and_loses_no_reward() -> None:
+    values = torch.ones(2, 7, requires_grad=True)
+    advantages, returns = turn_gae(torch.zeros(2, 7), values, TURNS)
+    assert not advantages.requires_grad and not returns.requires_grad
+    with pytest.raises(ValueError, match="a reward lies off the action tokens"):
+        turn_gae(torch.ones(2, 7), values, TURNS)
+
+
+# -- MT-GRPO ---
+
+
+# five rollouts, four of one prompt, of which the last was excluded:
+# hit, hit, right   /  hit, miss, wrong   /  miss, right   /  outage      and another prompt: miss, right
+REWARDS = torch.tensor([[0.2, 0.2, 1], [0.2, 0, 0], [0, 1, 0], [NO, NO, NO], [0, 1, 0]], dtype=F64)
+THERE = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 0]], dtype=torch.bool)
+GROUPS = torch.tensor([5, 5, 5, 5, 2])
+INCLUDED = torch.tensor([1, 1, 1, 0, 1], dtype=torch.bool)
+
+
+def test_turn_group_by_hand() -> None:
+    """Outcomes 1, 0, 1; first turns .2, .2, 0; of the second turns two are early ones, .2 and 0."""
+    found = turn_group_advantages(REWARDS, THERE, GROUPS, INCLUDED, weight=0.5, std=False)
+    good, bad, hit, miss = 1 / 3, -2 / 3, 0.5 * (0.2 - 0.4 / 3), -0.5 * 0.4 / 3
+    expected = [
+        [good + hit, good + 0.05, good],
+        [bad + hit, bad - 0.05, bad],
+        [good + miss, good, 0],  # its second turn is its last one, and compared by the outcome alone
+        [0, 0, 0],
+        [0, 0, 0],  # a group of one
+    ]
+    assert found.tolist() == [pytest.approx(row) for row in expected]
+
+
+def test_turn_group_divides_each_part_by_its_own_deviation() -> None:
+    found = turn_group_advantages(REWARDS, THERE, GROUPS, INCLUDED)
+    good = (1 / 3) / math.sqrt(1 / 3)  # variance (1/9 + 4/9 + 1/9) / 2
+    hit = (0.2 / 3) / math.sqrt(0.04 / 3)  # variance .04 (1/9 + 1/9 + 4/9) / 2
+    second = 0.1 / math.sqrt(0.02)
+    assert found[0].tolist() == pytest.approx([good + hit, good + second, good], abs=1e-4)
+
+
+def test_a_group_in_which_all_turns_earn_the_same_has_only_its_outcomes() -> None:
+    rewards = torch.tensor([[0.1, 1.0], [0.1, 0.0]])
+    found = turn_group_advantages(rewards, all_in(4).reshape(2, 2), torch.zeros(2), all_in(2), std=False)
+    assert found.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
+    same = turn_group_advantages(
+        torch.ones(2, 2), all_in(4).reshape(2, 2), torch.zeros(2), all_in(2), std=False
+    )
+    assert not same.any()
+
+
+# -- GiGPO ---
+
+
+def test_state_group_by_hand() -> None:
+    """Two rollouts: the first meets state 7 twice, the second once; states 8 and 9 are met once."""
+    rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]], dtype=F64)
+    there = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
+    states = torch.tensor([[7, 7, 8], [7, 9, 0]])
+    found = state_group_advantages(
+        rewards, there, states, torch.zeros(2), all_in(2), gamma=0.5, weight=2.0, std=False
+    )
+    mean = (0.25 + 0.5 + 0.0) / 3  # returns of state 7: .25 and .5 in the first rollout, 0 in the second
+    expected = [[0.5 + 2 * (0.25 - mean), 0.5 + 2 * (0.5 - mean), 0.5], [-0.5 + 2 * (0 - mean), -0.5, 0]]
+    assert found.tolist() == [pytest.approx(row) for row in expected]
+
+
+def test_state_group_divides_by_the_deviation_and_leaves_out_the_excluded() -> None:
+    states = torch.tensor([[0, 1, 2], [0, 1, 2], [0, 1, -1], [0, 1, 2], [3, 4, -1]])
+    found = state_group_advantages(REWARDS, THERE, states, GROUPS, INCLUDED)
+    # totals 1.4, .2, 1; the returns of the first turn are the same, those of the second 1.2, 0, 1; third: 1, 0
+    totals, seconds = torch.tensor([1.4, 0.2, 1.0]), torch.tensor([1.2, 0.0, 1.0])
+    first = (totals - totals.mean()) / totals.std()
+    second = (seconds - seconds.mean()) / seconds.std()
+    third = math.sqrt(0.5)
+    assert found[:3, 0].tolist() == pytest.approx((2 * first).tolist(), abs=1e-4)
+    assert found[:3, 1].tolist() == pytest.approx((first + second).tolist(), abs=1e-4)
+    assert found[:2, 2].tolist() == pytest.approx(
+        [float(first[0]) + third, float(first[1]) - third], abs=1e-4
+    )
+    assert found[2, 2] == 0 and not found[3:].any()
+
+
+# -- both ---
+
+
+def both(rewards: Tensor, there: Tensor, states: Tensor, groups: Tensor, included: Tensor, **options):
+    return (
+        turn_group_advantages(rewards, there, groups, included, **options),
+        state_group_advantages(rewards, there, states, groups, included, gamma=0.9, **options),
+    )
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("std", [True, False])
+def test_the_order_of_the_rollouts_does_not_matter(std: bool, baseline: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    rewards = torch.randint(0, 3, (12, 4), generator=g, dtype=F64)
+    there = torch.arange(4) < torch.randint(1, 5, (12, 1), generator=g)
+    groups, included = torch.arange(12) % 3, torch.rand(12, generator=g) < 0.8
+    states = 10 * groups[:, None] + torch.randint(0, 3, (12, 4), generator=g)
+    order = torch.randperm(12, generator=g)
+    options = {"std": std, "baseline": baseline, "weight": 0.7}
+    everything = (rewards, there, states, groups, included)
+    copies = [x.clone() for x in everything]
+    found = both(*everything, **options)
+    assert all(torch.equal(a, b) for a, b in zip(everything, copies, strict=True))
+    for one, other in zip(found, both(*(x[order] for x in everything), **options), strict=True):
+        assert one.any()
+        torch.testing.assert_close(one[order], other, atol=1e-12, rtol=0)
+
+
+def test_trajectories_of_one_turn_are_grpo() -> None:
+    """For GiGPO times 1 + weight, as published: all rollouts of a prompt start in the same state."""
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0]), torch.tensor([0, 0, 0, 1, 1])
+    expected = group_advantages(rewards, groups, all_in(5))
+    args = (rewards[:, None], all_in(5)[:, None], groups[:, None], groups, all_in(5))
+    by_turn, by_state = both(*args, weight=0.5)
+    torch.testing.assert_close(by_turn[:, 0], expected)
+    torch.testing.assert_close(by_state[:, 0], 1.5 * expected)
+
+
+def test_a_weight_of_zero_leaves_the_rollouts_comparison() -> None:
+    by_turn, by_state = both(REWARDS, THERE, THERE.long(), GROUPS, INCLUDED, weight=0.0, std=False)
+    totals = group_advantages(REWARDS.sum(1), GROUPS, INCLUDED, std=False)
+    torch.testing.assert_close(by_state, totals[:, None] * THERE)
+    assert by_turn[0].tolist() == pytest.approx([1 / 3] * 3)
+
+
+# -- leave one out ---
+
+
+def left_out(rewards: list[float], groups: list[int], included: list[int], **options) -> list[float]:
+    kept = torch.tensor(included, dtype=torch.bool)
+    given = (torch.tensor(rewards, dtype=F64), torch.tensor(groups), kept)
+    return group_advantages(*given, baseline="leave_one_out", **options).tolist()
+
+
+def test_leave_one_out_by_hand() -> None:
+    # group 4: 1 - (0 + 2) / 2, 0 - (1 + 2) / 2, 2 - (1 + 0) / 2; group 1 is alone; the last one is excluded
+    found = left_out([1, 5, 0, 2, NO], [4, 1, 4, 4, 4], [1, 1, 1, 1, 0], std=False)
+    assert found == pytest.approx([0.0, 0.0, -1.5, 1.5, 0.0])
+    assert left_out([0.1] * 3, [0] * 3, [1] * 3, std=False) == [0.0] * 3
+    assert left_out([3.0, 1.0], [0, 0], [1, 1], std=False) == [2.0, -2.0]
+
+
+def test_leave_one_out_with_the_deviation_is_the_group_mean_times_a_constant() -> None:
+    found = left_out([1, 0, 0, 1], [0] * 4, [1] * 4)
+    plain = group_advantages(torch.tensor([1.0, 0, 0, 1]), torch.zeros(4), all_in(4))
+    assert found == pytest.approx((plain * 4 / 3).tolist(), abs=1e-5)

@@ -1,0 +1,89 @@
+"""Short whole runs with credit for turns, and the refusal of rewards that a task does not give."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sorl_env.errors import UserError
+from sorl_train.rollout.environments import make_env
+from sorl_train.run.files import read_jsonl
+
+from .conftest import short_config, train_short
+
+REWARDED = {"task_args__hit_reward": 0.5, "task_args__valid_reward": 0.1}
+FIVE = {"update__steps": 5, "update__epochs": 2, "rollout__group_size": 4, "eval__num_examples": 4} | REWARDED
+
+
+@pytest.mark.parametrize(
+    ("algo", "more"),
+    [
+        ("rloo", {}),
+        ("mt_grpo", {"loss__ratio": "turn", "update__trust_kl": 0.01}),
+        ("gigpo", {"rollout__max_staleness": 1}),
+        ("so_ppo", {"loss__gae_level": "turn"}),
+    ],
+)
+def test_five_steps(algo: str, more: dict[str, Any], tmp_path: Path) -> None:
+    run_dir, summary = train_short(tmp_path / "run", algo=algo, **FIVE, **more)
+    lines = read_jsonl(run_dir.metrics)[1:]
+    assert summary["steps"] == len(lines) == 5
+    assert all(math.isfinite(v) for line in lines for v in line.values() if isinstance(v, float))
+    assert all(line["loss/grad_norm"] > 0 and line["reward/search_hit"] > 0 for line in lines)
+    assert ("loss/shared_state_frac" in lines[0]) is (algo == "gigpo")
+    if algo == "gigpo":
+        assert lines[0]["loss/shared_state_frac"] > 0.3  # at least the first turns
+
+
+def test_a_waiting_batch_has_its_states_after_a_resume(tmp_path: Path) -> None:
+    settings = {**FIVE, "algo": "gigpo", "rollout__max_staleness": 1, "checkpoint__every": 1}
+    whole, _ = train_short(tmp_path / "whole", **settings | {"update__steps": 3})
+    stopped, _ = train_short(tmp_path / "stopped", **settings | {"update__steps": 2})
+    train_short(stopped.path, resume=True, **settings | {"update__steps": 3})
+    with_states = [line["loss/shared_state_frac"] for line in read_jsonl(stopped.metrics)[1:]]
+    assert with_states[:2] == [line["loss/shared_state_frac"] for line in read_jsonl(whole.metrics)[1:3]]
+    assert len(with_states) == 3
+
+
+def test_comparing_the_rewards_of_turns_needs_rewards_of_turns() -> None:
+    config = short_config(algo="mt_grpo", rollout__group_size=4)
+    with pytest.raises(UserError, match=r"(?s)task minihop gives none.*--task_args\.hit_reward"):
+        make_env(config)
+    make_env(config, evaluation=True)
+    make_env(short_config(algo="mt_grpo", rollout__group_size=4, stage="sft"))
+
+
+@pytest.mark.parametrize(
+    ("algo", "setting", "says"),
+    [
+        (
+            "grpo",
+            {"loss__gae_level": "turn"},
+            "loss.gae_level=turn is for gae advantages, but algo grpo has group",
+        ),
+        (
+            "ppo",
+            {"loss__group_baseline": "leave_one_out"},
+            "is for group and turn_group and state_group advantages",
+        ),
+        ("rloo", {"loss__turn_weight": 0.5}, "loss.turn_weight=0.5 is for turn_group and state_group"),
+        ("mt_grpo", {"loss__anchor_state": "history"}, "loss.anchor_state=history is for state_group"),
+        ("gigpo", {"rollout__group_size": 1}, "rollout.group_size must be at least 2"),
+    ],
+)
+def test_settings_that_the_algorithm_does_not_read_are_refused(
+    algo: str, setting: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        short_config(algo=algo, **setting)
+
+
+def test_an_algorithm_brings_its_published_settings() -> None:
+    rloo, gigpo = short_config(algo="rloo").loss, short_config(algo="gigpo").loss
+    assert (rloo.group_baseline, rloo.group_std) == ("leave_one_out", False)
+    assert (gigpo.gamma, gigpo.turn_weight, gigpo.anchor_state) == (0.95, 1.0, "observation")
+    assert short_config(algo="gigpo", loss__gamma=0.9).loss.gamma == 0.9
+    assert short_config(algo="grpo").loss.gamma == 1.0
