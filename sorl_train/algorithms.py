@@ -20,6 +20,7 @@ KLKind = Literal["k1", "k2", "k3"]
 ClipBiasNorm = Literal["scalar", "trajectory", "token", "token_mean", "rms", "logit", "gradient"]
 Scope = Literal["mini_batch", "trajectory"]
 Target = Literal["gradient", "update"]
+CorrectionMode = Literal["none", "truncate", "band"]
 
 
 def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:

@@ -21,6 +21,7 @@ from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.means import Means, past_target_kl
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit
 from sorl_train.learner.optimizer_step import NonFiniteError
+from sorl_train.learner.overlong import shape_and_filter
 from sorl_train.learner.schedule import learning_rate, mini_batches, steps_of_batch
 from sorl_train.learner.scored_batch import batch_metrics
 from sorl_train.learner.scoring import score
@@ -174,19 +175,26 @@ class LocalEngine:
             )
 
     def collate(self, trajectories: list[Trajectory]) -> Batch:
-        """The trajectories as tensors, which are not scored yet."""
-        return collate(trajectories, self.tokenizer.pad_token_id, self.classify)
+        """The trajectories as tensors, with the learner's rewards, which are not scored yet."""
+        batch = collate(trajectories, self.tokenizer.pad_token_id, self.classify)
+        return shape_and_filter(batch, trajectories, self.token_limit, self.config.overlong)
+
+    @property
+    def token_limit(self) -> int:
+        """Tokens of the longest trajectory that training allows."""
+        return self.env.limits.max_trajectory_tokens
 
     @property
     def on_policy(self) -> bool:
         """Whether each batch is trained on in a single optimizer step by the weights that sampled it. The old
-        log-probabilities are then those of the step's own forward pass, and need no pass before it."""
+        log-probabilities are then those of the step's own forward pass, and need no pass before it, unless something
+        else asks for them: the KL in the reward, or a correction for the sampler."""
         update, loss = self.config.update, self.config.loss
         if self.step < update.critic_warmup_steps:  # the actor takes no step
             return False
         one_step = update.epochs == 1 and update.mini_batch_size >= self.config.rollout.batch_size
-        in_reward = loss.kl_coef > 0 and loss.kl_in == "reward"  # needs old log-probabilities before the step
-        return one_step and self.config.rollout.max_staleness == 0 and not in_reward
+        asked_for = (loss.kl_coef > 0 and loss.kl_in == "reward") or self.config.correction.is_on
+        return one_step and self.config.rollout.max_staleness == 0 and not asked_for
 
     def score(self, batch: Batch) -> Batch:
         """Fill in old (unless ``on_policy``) and reference log-probabilities and values."""

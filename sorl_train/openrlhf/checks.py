@@ -80,6 +80,9 @@ def _problems(config: TrainConfig) -> list[str]:
         f"sampler.top_p={top_p:g} does not go with cluster.async_rollout, which takes ratios to the log-probabilities "
         "that vLLM sampled with: top_p makes them larger than the policy's own, and so every ratio too small. Use "
         "sampler.top_p=1": is_async and top_p < 1,
+        "correction.mode and correction.sequence_mask do not go with cluster.async_rollout, which takes ratios to the "
+        "log-probabilities that vLLM sampled with: there is no gap left to correct. Use correction.mode=none without "
+        "correction.sequence_mask": is_async and config.correction.is_on,
         "cluster.async_rollout trains on older samples: set rollout.max_staleness to 1 or more": (
             is_async and staleness < 1
         ),

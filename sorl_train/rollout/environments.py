@@ -21,7 +21,11 @@ from sorl_train.config.settings import LimitsConfig, TrainConfig
 
 
 def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
-    """The environment for training or for evaluation. Raises ``UserError`` for training on test questions."""
+    """The environment for training or for evaluation.
+
+    Raises:
+        UserError: training on test questions, or with an ``overlong.buffer`` that leaves no trajectory unpunished.
+    """
     task = load_task(config.task, **config.task_args)
     env = ToolUseEnv(
         task,
@@ -32,6 +36,7 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
     )
     if not evaluation:
         refuse_test_questions(config, env.examples)
+        refuse_long_buffer(config, env.limits)
     return env
 
 
@@ -49,6 +54,16 @@ def refuse_test_questions(config: TrainConfig, examples: ExampleSet) -> None:
         raise UserError(
             f"split {config.split!r} of {examples.source} contains test questions (their column 'split' is 'test'); "
             "training on them is refused. Choose another split or file"
+        )
+
+
+def refuse_long_buffer(config: TrainConfig, limits: Limits) -> None:
+    """Raise ``UserError`` when ``overlong.buffer`` is longer than the trajectories that the task's limits allow."""
+    buffer, limit = config.overlong.buffer, limits.max_trajectory_tokens
+    if buffer is not None and buffer >= limit:
+        raise UserError(
+            f"overlong.buffer {buffer} must be below the {limit} tokens that task {config.task} allows a trajectory: "
+            "choose a shorter one, or set limits.max_trajectory_tokens"
         )
 
 

@@ -172,6 +172,10 @@ class Recorder:
         self._count_lost(step, trajectories)
         if metrics.get("loss/trust_moves_back"):
             append_event(self.run_dir, _moved_back(step, metrics))
+        if metrics.get("rollout/overlong_filtered_frac") == 1.0:
+            self._tell(
+                step, "no_step", "every trajectory was filtered by overlong.exclude, nothing was trained on"
+            )
         alarm, action = self._alarm.observe(step, metrics), self.config.alarm.action
         if alarm is not None:
             append_event(self.run_dir, alarm.event(action))
@@ -183,6 +187,10 @@ class Recorder:
         if not self.ended and 0 < self.config.eval.patience <= self._summary.evaluations_below:
             self.ended = self._summary.out_of_patience()
         return None
+
+    def _tell(self, step: int, kind: str, reason: str) -> None:
+        append_event(self.run_dir, {"step": step, "kind": kind, "reason": reason})
+        self.display.message(f"step {step}: {reason}")
 
     def _count_lost(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         if not all(t.excluded for t in trajectories):
