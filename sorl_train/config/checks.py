@@ -85,8 +85,8 @@ def _overlong_problems(config: TrainConfig) -> list[str]:
             "part of it"
         )
     return problems + [
-        f"overlong.exclude: {name!r} is not among {', '.join(FILTERED_STOPS)} (trajectories that end with 'error' or "
-        f"'aborted' are in no loss anyway). {did_you_mean(name, FILTERED_STOPS)}"
+        f"overlong.exclude: {name!r} is no stop reason to leave out (those that end with 'error' or 'aborted' are in "
+        f"no loss anyway). {did_you_mean(name, FILTERED_STOPS)}"
         for name in sorted(overlong.excluded_stops - set(FILTERED_STOPS))
     ]
 

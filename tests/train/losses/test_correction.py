@@ -77,7 +77,12 @@ def test_a_sampler_that_agrees_is_left_alone() -> None:
     for mode, level in itertools.product(("truncate", "band"), ("token", "turn", "sequence")):
         settings = CorrectionSettings(mode, level, sequence_mask=1e-9)  # type: ignore[arg-type]
         found = correction_weights(SAMPLER, SAMPLER, MASK, TURNS, settings)
-        assert (found.weights == 1.0).all() and (found.mean, found.cut, found.masked, found.zero) == (1, 0, 0, 0)
+        assert (found.weights == 1.0).all() and (found.mean, found.cut, found.masked, found.zero) == (
+            1,
+            0,
+            0,
+            0,
+        )
 
 
 def test_mistakes_are_refused() -> None:
@@ -277,9 +282,7 @@ def expected_gradients(model: Any, turns: int) -> dict[str, Tensor]:
         advantages = (rewards[:, None] * drawn / drawn.sum()).expand(mask.shape)
         old = log_probs.detach()
         return flat(
-            policy_loss(
-                log_probs, old, advantages, mask, turn_ids, denominator=1.0, correction=weights
-            ).loss
+            policy_loss(log_probs, old, advantages, mask, turn_ids, denominator=1.0, correction=weights).loss
         )
 
     # the loss divides by the trajectory's tokens

@@ -121,6 +121,15 @@ def test_the_users_own_flags_come_last_and_win() -> None:
             "sampler.top_p=0.9 does not go with cluster.async_rollout",
         ),
         (
+            {
+                "cluster__async_rollout": True,
+                "cluster__vllm_engines": 1,
+                "rollout__max_staleness": 1,
+                "correction__mode": "truncate",
+            },
+            "correction.mode=truncate, correction.sequence_mask=None: cluster.async_rollout takes ratios to",
+        ),
+        (
             {"cluster__flags": {"ds.ring_attn_size": 2}},
             "cluster.flags: ds.ring_attn_size is not for this engine",
         ),
