@@ -18,6 +18,7 @@ from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.engine import LocalEngine, stop_on_non_finite
 from sorl_train.evaluate.find_policy import fingerprint
 from sorl_train.learner.correction import correct
+from sorl_train.learner.dynamic_sampling import dynamic_metrics
 from sorl_train.learner.overlong import overlong_metrics, with_loss_tokens
 from sorl_train.learner.scored_batch import estimate_advantages
 from sorl_train.rollout.environments import env_facts
@@ -43,6 +44,7 @@ def train(engine: LocalEngine, interrupted: threading.Event) -> None:
         trajectories = collected.trajectories
         metrics = rollout_metrics(trajectories, engine.answers) | staleness(trajectories, engine.step)
         metrics |= overlong_metrics(trajectories, engine.token_limit, config.overlong)
+        metrics |= dynamic_metrics(trajectories, collected.batch, config.rollout)
         if collected.batch is not None and bool(collected.batch.loss_mask.any()):
             with stop_on_non_finite(recorder, step, trajectories):
                 batch = estimate_advantages(collected.batch, config.algorithm.advantage, config.loss)

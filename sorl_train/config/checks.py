@@ -43,6 +43,11 @@ def _batch_problems(config: TrainConfig) -> list[str]:
         problems.append(
             f"algo {config.algo} compares rollouts of one prompt: rollout.group_size must be at least 2, it is {group}"
         )
+    if config.rollout.dynamic_sampling and config.algorithm.advantage != "group":
+        problems.append(
+            f"rollout.dynamic_sampling {config.rollout.dynamic_sampling} compares rollouts of one prompt, which algo "
+            f"{config.algo} does not: use an algorithm with group advantages, such as so_grpo, or 0"
+        )
     for name, size in (("rollout.group_size", group), ("update.mini_batch_size", update.mini_batch_size)):
         if size >= 1 and batch % size:
             problems.append(f"{name} {size} does not divide rollout.batch_size {batch}")

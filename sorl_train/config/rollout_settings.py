@@ -18,6 +18,13 @@ class RolloutConfig:
         "rollouts of each prompt; group advantages need 2 or more. It divides batch_size",
         low=1,
     )
+    dynamic_sampling: int = opt(
+        0,
+        "replace groups whose rewards are all equal with groups of other prompts, in at most this many further rounds "
+        "(DAPO); 0: off",
+        low=0,
+        high=1000,
+    )
     max_staleness: int = opt(
         0, "train on trajectories that were sampled this many training steps ago; 0: on the newest", low=0
     )

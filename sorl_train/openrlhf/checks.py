@@ -67,6 +67,8 @@ def _problems(config: TrainConfig) -> list[str]:
         "stage: sft runs on engine=local": config.stage != "rl",
         "loss.clip_bias_norm=gradient needs a second backward pass, which DeepSpeed would add to the first: use logit, "
         "which is exact in logit space": config.loss.clip_bias_norm == "gradient",
+        f"rollout.dynamic_sampling={config.rollout.dynamic_sampling} is for engine=local, OpenRLHF hands out a fixed "
+        "list of prompts: use 0": config.rollout.dynamic_sampling > 0,
         "lora.rank is for engine=local": config.lora.rank > 0,
         "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto": (
             config.hardware.dtype == "float32"

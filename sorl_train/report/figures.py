@@ -234,6 +234,14 @@ FIGURES = (
         section="policy",
     ),
     Figure(
+        "dynamic",
+        "Dynamic sampling",
+        "Rollouts drawn until the batch was full of groups with a signal, and those that were trained on.",
+        {"rollout/dynamic_drawn": "drawn", "rollout/dynamic_kept": "kept"},
+        section="policy",
+        optional=True,
+    ),
+    Figure(
         "overlong",
         "Overlong trajectories",
         "Shares of the trajectories that were punished for their length, or filtered by their stop reason.",
