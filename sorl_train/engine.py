@@ -162,8 +162,8 @@ class LocalEngine:
     def _draw(self, step: int) -> tuple[list[Trajectory], Batch | None]:
         """The step's trajectories and what ``usable`` makes of them, after as many rounds as dynamic sampling needs.
 
-        Further rounds end when no group is missing, when the examples run out, and when a whole round was excluded:
-        then the tools are out.
+        Further rounds end when no group is missing, when the examples run out, and after a round of which more than
+        half was excluded: then a tool is out.
         """
         rollout, examples = self.config.rollout, len(self.env.examples.examples)
         jobs, visited = training_jobs(self.config, examples, step), set[int]()
@@ -173,7 +173,8 @@ class LocalEngine:
             trajectories += newest
             usable = self.usable(trajectories)
             missing = rollout.batch_size // rollout.group_size - num_groups(usable)
-            if number > rollout.dynamic_sampling or not missing or all(t.excluded for t in newest):
+            is_out = 2 * sum(t.excluded for t in newest) > len(newest)
+            if number > rollout.dynamic_sampling or not missing or is_out:
                 break
             visited |= {job.example_index for job in jobs}
             jobs = further_jobs(self.config, examples, step, number, visited, missing)
