@@ -23,6 +23,7 @@ KLKind = Literal["k1", "k2", "k3"]
 ClipBiasNorm = Literal["scalar", "trajectory", "token", "token_mean", "rms", "logit", "gradient"]
 Scope = Literal["mini_batch", "trajectory"]
 Target = Literal["gradient", "update"]
+CorrectionMode = Literal["none", "truncate", "band"]
 SurrogateName = Literal["clipped", "cispo", "sapo", "topr"]
 
 # The settings that the objective of each surrogate reads; ``sorl_train.losses.surrogates`` holds the functions. The

@@ -18,9 +18,11 @@ from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.dynamic_sampling import num_groups, with_signal
 from sorl_train.learner.means import Means, past_target_kl
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit
 from sorl_train.learner.optimizer_step import NonFiniteError
+from sorl_train.learner.overlong import shape_and_filter
 from sorl_train.learner.schedule import learning_rate, mini_batches, steps_of_batch
 from sorl_train.learner.scored_batch import batch_metrics
 from sorl_train.learner.scoring import score
@@ -33,7 +35,7 @@ from sorl_train.models.critic import load_critic
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_adapters, load_policy, load_tokenizer, save_policy
 from sorl_train.rollout.environments import answers_of, make_env, without_tools
-from sorl_train.rollout.jobs import LocalSampler, evaluation_jobs, run_jobs, training_jobs
+from sorl_train.rollout.jobs import LocalSampler, evaluation_jobs, further_jobs, run_jobs, training_jobs
 from sorl_train.rollout.metrics import eval_metrics, search_off_metrics
 from sorl_train.rollout.model_check import check_critic, check_policy, try_packing, try_packing_critic
 from sorl_train.rollout.sampler import TransformersSampler
@@ -97,7 +99,7 @@ class LocalEngine:
         self.waiting.clear()
         if folder:
             load_optimizers(folder / "optimizer.safetensors", self.optimizers)
-            self.waiting.extend(load_waiting(folder, self.collate))
+            self.waiting.extend(load_waiting(folder, self.usable))
             state = self.recorder.restore(folder)
             self.step, self.lr_scale = state["step"], state["lr_scale"]
             if self.policy_update.trust is not None and "trust" in state:  # older versions have none
@@ -148,17 +150,38 @@ class LocalEngine:
 
     def collect(self, step: int) -> Collected:
         """Sample a rollout batch with the newest weights, and score it with them."""
-        jobs = training_jobs(self.config, len(self.env.examples.examples), step)
         self.sampler.policy_version = self.step
-        trajectories = self._run("rollout", self.env, jobs, self.config.sampler.temperature)
-        usable = [t for t in trajectories if not t.excluded]  # no other reaches a loss or a group's baseline
-        if not usable:
+        trajectories, usable = self._draw(step)
+        if usable is None:
             return Collected(trajectories, None)
         with self.recorder.stage("log_probs"), stop_on_non_finite(self.recorder, step, trajectories):
-            batch = self.score(self.collate(usable))
+            batch = self.score(usable)
         if batch.old_log_probs is not None:  # otherwise ``update`` is the first to compute them
             self.check_mismatch(batch, step)
         return Collected(trajectories, batch)
+
+    def _draw(self, step: int) -> tuple[list[Trajectory], Batch | None]:
+        """The step's trajectories and what ``usable`` makes of them, after as many rounds as dynamic sampling needs.
+
+        Further rounds end when no group is missing, when the examples run out, and after a round of which more than
+        half was excluded: then a tool is out.
+        """
+        rollout, examples = self.config.rollout, len(self.env.examples.examples)
+        jobs, visited = training_jobs(self.config, examples, step), set[int]()
+        trajectories: list[Trajectory] = []
+        for number in range(1, rollout.dynamic_sampling + 2):
+            newest = self._run("rollout", self.env, jobs, self.config.sampler.temperature)
+            trajectories += newest
+            usable = self.usable(trajectories)
+            missing = rollout.batch_size // rollout.group_size - num_groups(usable)
+            is_out = 2 * sum(t.excluded for t in newest) > len(newest)
+            if number > rollout.dynamic_sampling or not missing or is_out:
+                break
+            visited |= {job.example_index for job in jobs}
+            jobs = further_jobs(self.config, examples, step, number, visited, missing)
+            if not jobs:
+                break
+        return trajectories, usable
 
     def _run(
         self, stage: str, env: ToolUseEnv, jobs: Sequence[RolloutJob], temperature: float
@@ -174,20 +197,35 @@ class LocalEngine:
                 on_finish=lambda _: advance(1),
             )
 
+    def usable(self, trajectories: list[Trajectory]) -> Batch | None:
+        """The tensors of those to train on: not of excluded ones, and with dynamic sampling of groups with a signal."""
+        kept = [t for t in trajectories if not t.excluded]  # no other reaches a loss or a group's baseline
+        batch = self.collate(kept) if kept else None
+        if batch is not None and self.config.rollout.dynamic_sampling:
+            batch = with_signal(batch)
+        return batch if batch is not None and len(batch) else None
+
     def collate(self, trajectories: list[Trajectory]) -> Batch:
-        """The trajectories as tensors, which are not scored yet."""
-        return collate(trajectories, self.tokenizer.pad_token_id, self.classify, self.config.anchor_state)
+        """The trajectories as tensors, with the learner's rewards, which are not scored yet."""
+        batch = collate(trajectories, self.tokenizer.pad_token_id, self.classify, self.config.anchor_state)
+        return shape_and_filter(batch, trajectories, self.token_limit, self.config.overlong)
+
+    @property
+    def token_limit(self) -> int:
+        """Tokens of the longest trajectory that training allows."""
+        return self.env.limits.max_trajectory_tokens
 
     @property
     def on_policy(self) -> bool:
         """Whether each batch is trained on in a single optimizer step by the weights that sampled it. The old
-        log-probabilities are then those of the step's own forward pass, and need no pass before it."""
+        log-probabilities are then those of the step's own forward pass, and need no pass before it, unless something
+        else asks for them: the KL in the reward, or a correction for the sampler."""
         update, loss = self.config.update, self.config.loss
         if self.step < update.critic_warmup_steps:  # the actor takes no step
             return False
         one_step = update.epochs == 1 and update.mini_batch_size >= self.config.rollout.batch_size
-        in_reward = loss.kl_coef > 0 and loss.kl_in == "reward"  # needs old log-probabilities before the step
-        return one_step and self.config.rollout.max_staleness == 0 and not in_reward
+        asked_for = (loss.kl_coef > 0 and loss.kl_in == "reward") or self.config.correction.is_on
+        return one_step and self.config.rollout.max_staleness == 0 and not asked_for
 
     def score(self, batch: Batch) -> Batch:
         """Fill in old (unless ``on_policy``) and reference log-probabilities and values."""

@@ -17,6 +17,9 @@ from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.engine import LocalEngine, stop_on_non_finite
 from sorl_train.evaluate.find_policy import fingerprint
+from sorl_train.learner.correction import correct
+from sorl_train.learner.dynamic_sampling import dynamic_metrics
+from sorl_train.learner.overlong import overlong_metrics, with_loss_tokens
 from sorl_train.learner.scored_batch import estimate_advantages
 from sorl_train.rollout.environments import env_facts
 from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
@@ -40,10 +43,13 @@ def train(engine: LocalEngine, interrupted: threading.Event) -> None:
         collected = engine.waiting.popleft()
         trajectories = collected.trajectories
         metrics = rollout_metrics(trajectories, engine.answers) | staleness(trajectories, engine.step)
-        if collected.batch is not None:
+        metrics |= overlong_metrics(trajectories, engine.token_limit, config.overlong)
+        metrics |= dynamic_metrics(trajectories, collected.batch, config.rollout)
+        if collected.batch is not None and bool(collected.batch.loss_mask.any()):
             with stop_on_non_finite(recorder, step, trajectories):
                 batch = estimate_advantages(collected.batch, config.algorithm.advantage, config.loss)
-                metrics |= engine.update(batch, step)
+                batch, corrected = correct(with_loss_tokens(batch), config.correction)
+                metrics |= corrected | engine.update(batch, step)
         engine.step = step
         metrics |= recorder.evaluate_if_due(step, engine.evaluate)
         engine.save_trajectories(step, trajectories)

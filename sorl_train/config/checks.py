@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, did_you_mean
 from sorl_train.algorithms import ALGORITHMS, SURROGATE_SETTINGS
 from sorl_train.config.run_settings import device_problem
 from sorl_train.config.schema import fields, flatten
 from sorl_train.config.settings import LossConfig, TrainConfig
+
+FILTERED_STOPS = ("max_tokens", "max_turns", "max_seconds", "invalid")  # what ``overlong.exclude`` may name
 
 
 def validate(config: TrainConfig) -> None:
@@ -17,6 +19,8 @@ def validate(config: TrainConfig) -> None:
         *_conflicts(config),
         *_without_effect(config),
         *_other_advantages(config),
+        *_correction_problems(config),
+        *_overlong_problems(config),
     ]
     if len(problems) == 1:
         raise UserError(problems[0])
@@ -42,6 +46,11 @@ def _batch_problems(config: TrainConfig) -> list[str]:
         problems.append(
             f"algo {config.algo} compares rollouts of one prompt: rollout.group_size must be at least 2, it is {group}"
         )
+    if config.rollout.dynamic_sampling and config.algorithm.advantage != "group":
+        problems.append(
+            f"rollout.dynamic_sampling {config.rollout.dynamic_sampling} compares rollouts of one prompt, which algo "
+            f"{config.algo} does not: use an algorithm with group advantages, such as so_grpo, or 0"
+        )
     for name, size in (("rollout.group_size", group), ("update.mini_batch_size", update.mini_batch_size)):
         if size >= 1 and batch % size:
             problems.append(f"{name} {size} does not divide rollout.batch_size {batch}")
@@ -51,6 +60,43 @@ def _batch_problems(config: TrainConfig) -> list[str]:
             f"update.steps {update.steps}"
         )
     return problems
+
+
+def _correction_problems(config: TrainConfig) -> list[str]:
+    correction = config.correction
+    mode, low, high, level = correction.mode, correction.low, correction.high, correction.level
+    applies = {
+        f"correction.low {low} has no effect with correction.mode={mode}: it is for correction.mode=band": (
+            low is not None and mode != "band"
+        ),
+        f"correction.high {high} has no effect: choose correction.mode=truncate or band": (
+            high is not None and mode == "none"
+        ),
+        f"correction.level={level} has no effect: choose correction.mode=truncate or band": (
+            level != "token" and mode == "none"
+        ),
+    }
+    return [problem for problem, holds in applies.items() if holds]
+
+
+def _overlong_problems(config: TrainConfig) -> list[str]:
+    overlong, limit = config.overlong, config.limits.max_trajectory_tokens
+    problems = []
+    if overlong.penalty != 1.0 and overlong.buffer is None:
+        problems.append(
+            f"overlong.penalty {overlong.penalty} needs overlong.buffer: the tokens before the limit in which the "
+            "punishment grows"
+        )
+    if overlong.buffer is not None and limit is not None and overlong.buffer >= limit:
+        problems.append(
+            f"overlong.buffer {overlong.buffer} must be below limits.max_trajectory_tokens {limit}: it is the last "
+            "part of it"
+        )
+    return problems + [
+        f"overlong.exclude: {name!r} is no stop reason to leave out (those that end with 'error' or 'aborted' are in "
+        f"no loss anyway). {did_you_mean(name, FILTERED_STOPS)}"
+        for name in sorted(overlong.excluded_stops - set(FILTERED_STOPS))
+    ]
 
 
 def _conflicts(config: TrainConfig) -> list[str]:

@@ -2,7 +2,7 @@
 
 Defaults are the paper's values (Appendix, "Implementation Details") where it gives them. YAML files under ``configs/``
 hold differences only; the command line sets any field by its dotted name. ``--help`` prints the text of every field.
-The other sections are in ``model_settings.py`` and ``run_settings.py``.
+The other sections are in ``rollout_settings.py``, ``model_settings.py`` and ``run_settings.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from sorl_train.algorithms import (
 from sorl_train.config.field import opt
 from sorl_train.config.find_algorithm import find_algorithm
 from sorl_train.config.model_settings import LoraConfig, SftConfig, TinyConfig
+from sorl_train.config.rollout_settings import CorrectionConfig, OverlongConfig, RolloutConfig
 from sorl_train.config.run_settings import (
     AlarmConfig,
     CheckpointConfig,
@@ -105,24 +106,6 @@ class SamplerConfig:
     )
     gpu_memory: float = opt(
         0.4, "share of the GPU's memory for vllm: its weights and cache", paper="0.6", low=0, high=1
-    )
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """What one training step collects."""
-
-    batch_size: int = opt(512, "trajectories in one training step", paper="512", low=1)
-    group_size: int = opt(
-        1,
-        "rollouts of each prompt; group advantages need 2 or more. It divides batch_size",
-        low=1,
-    )
-    max_staleness: int = opt(
-        0, "train on trajectories that were sampled this many training steps ago; 0: on the newest", low=0
-    )
-    save_every: int = opt(
-        10, "write the trajectories of every n-th training step, and of the first and the last", low=1
     )
 
 
@@ -315,7 +298,9 @@ class TrainConfig:
     search: SearchConfig = dataclasses.field(default_factory=SearchConfig)
     sampler: SamplerConfig = dataclasses.field(default_factory=SamplerConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    overlong: OverlongConfig = dataclasses.field(default_factory=OverlongConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     update: UpdateConfig = dataclasses.field(default_factory=UpdateConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)

@@ -25,10 +25,11 @@ class Batch:
         token_ids: int64 (B, L).
         lengths: int64 (B,), tokens of each trajectory before the padding.
         action_mask: bool (B, T), the tokens that the policy sampled.
-        loss_mask: bool (B, T), the tokens that enter the loss: action_mask without excluded trajectories.
+        loss_mask: bool (B, T), the tokens that enter the loss: action_mask without excluded trajectories, and without
+            those that ``overlong.exclude`` filters.
         turn_ids: int64 (B, T), -1 off the policy's tokens.
         rollout_log_probs: float32 (B, T), as the sampler reported them.
-        rewards: float32 (B,), one total for each trajectory.
+        rewards: float32 (B,), one total for each trajectory: the task's, shaped by ``overlong``.
         token_rewards: float32 (B, T), the same rewards, each on the last token of the turn that earned it.
         included: bool (B,), False for excluded trajectories.
         group_ids: int64 (B,).
@@ -37,6 +38,8 @@ class Batch:
         token_classes: int8 (B, T), index into ``token_classes.CLASSES``, -1 off the policy's tokens. Only for metrics.
         old_log_probs, ref_log_probs, values, advantages, returns: float32 (B, T), filled in by ``score``,
             ``estimate_advantages`` and the update; None before that.
+        correction: float32 (B, T), what the surrogate of each loss token is multiplied by, because the sampler's
+            log-probabilities are not the trainer's (``correct``); None where nothing is corrected.
         start_log_probs: float32 (B, T), those of the weights that begin the update of a batch which older weights
             sampled; None where they are the old log-probabilities, or where no trust region needs them.
     """
@@ -59,6 +62,7 @@ class Batch:
     values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    correction: Tensor | None = None
     start_log_probs: Tensor | None = None
 
     def __len__(self) -> int:

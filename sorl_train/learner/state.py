@@ -20,7 +20,7 @@ _SCORES = ("old_log_probs", "ref_log_probs", "values")
 
 @dataclass(frozen=True)
 class Collected:
-    """One step's trajectories, and the tensors of those that are not excluded (None if all are)."""
+    """One step's trajectories, and the tensors of those to train on (None if there are none)."""
 
     trajectories: list[Trajectory]
     batch: Batch | None
@@ -58,12 +58,13 @@ def save_waiting(folder: Path, waiting: Iterable[Collected]) -> None:
             save_file(found, folder / f"stale_{number}.safetensors")
 
 
-def load_waiting(folder: Path, collate: Callable[[list[Trajectory]], Batch]) -> list[Collected]:
-    """Inverse of ``save_waiting``; ``collate`` makes the tensors of trajectories."""
+def load_waiting(folder: Path, usable: Callable[[list[Trajectory]], Batch | None]) -> list[Collected]:
+    """Inverse of ``save_waiting``; ``usable`` makes the tensors of those trajectories that are trained on."""
     waiting: list[Collected] = []
     while (path := folder / f"stale_{len(waiting)}.jsonl").is_file():
         trajectories = list(read_jsonl(path))
-        usable = [t for t in trajectories if not t.excluded]
-        scores = load_file(path.with_suffix(".safetensors")) if usable else {}
-        waiting.append(Collected(trajectories, collate(usable).with_fields(**scores) if usable else None))
+        batch = usable(trajectories)
+        if batch is not None:
+            batch = batch.with_fields(**load_file(path.with_suffix(".safetensors")))
+        waiting.append(Collected(trajectories, batch))
     return waiting

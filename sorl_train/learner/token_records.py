@@ -44,6 +44,9 @@ def token_records(
         "entropy": segments.pick(entropy),
         "clipped": settings.clip.clips(ratio, advantage),
     }
+    if batch.correction is not None:  # a token of weight 0 has no gradient that clipping could take away
+        columns["weight"] = segments.pick(batch.correction)
+        columns["clipped"] &= columns["weight"] > 0
     lengths = segments.row_lengths.tolist()
     pieces = {name: values.split(lengths) for name, values in columns.items()}
     records = []

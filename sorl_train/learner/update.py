@@ -175,6 +175,7 @@ class PolicyUpdate:
                 settings.loss,
                 denominator=how["denominator"],
                 logit_scale=found.logit_scale,
+                correction=micro.correction,
             )
             losses = {"policy": output.loss, "entropy": aggregate(found.entropy, micro.loss_mask, **how)}
             if settings.entropy_coef:  # a weight of 0 would still cost the entropy's backward pass
@@ -203,7 +204,7 @@ class PolicyUpdate:
         return diagnose_ratios(
             log_probs,
             _old_log_probs(mini, log_probs),
-            mini.advantages,
+            mini.advantages if mini.correction is None else mini.advantages * mini.correction,
             mini.loss_mask,
             mini.turn_ids,
             mini.token_classes,

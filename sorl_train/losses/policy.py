@@ -80,7 +80,8 @@ class LossStats(Sums):
     def metrics(self) -> dict[str, float]:
         """Metrics by name.
 
-        ``signal_frac``: share of tokens whose advantage is not 0. ``clip_frac``: share of clipped tokens.
+        ``signal_frac``: share of tokens whose advantage is not 0, nor the weight that corrects for the sampler.
+        ``clip_frac``: share of clipped tokens.
         ``approx_kl``: mean(log_ratio^2) / 2, an estimate of KL(old || current) that is never negative and needs no
         exponential. ``ratio_mean``, ``ratio_std``: of the ratio in the loss.
         """
@@ -123,12 +124,13 @@ def policy_loss(
     *,
     denominator: float | None = None,
     logit_scale: Tensor | None = None,
+    correction: Tensor | None = None,
 ) -> LossOutput:
     """The policy loss of every algorithm, and the statistics of its clipping bias::
 
-        w_t  = exp(mean of log p - log p_old over the segment of t)       eq:turn_level_IS
-        loss = -mean over trajectories of (1/|y|) sum_t surrogate(w_t, A_t)
-        c_t  = 1[t is clipped] w_t A_t, the clipping bias                 eq:Cturn_def, eq:ppo_composition
+        w_t  = exp(mean of log p - log p_old over the segment of t)            eq:turn_level_IS
+        loss = -mean over trajectories of (1/|y|) sum_t f_t surrogate(w_t, A_t)
+        c_t  = 1[t is clipped] f_t w_t A_t, the clipping bias                  eq:Cturn_def, eq:ppo_composition
 
     The tokens of a segment share their ratio. A segment is a token (eq:ppo_obj, eq:GRPO_objective), a turn
     (eq:turn_level_PPO) or the whole sequence (GSPO). Advantages, and with them clipping, stay per token. The module's
@@ -143,6 +145,7 @@ def policy_loss(
         denominator: that of the whole mini-batch (``loss_denominator``), over all its micro-batches and ranks, whose
             gradients are to be summed, not averaged. None: that of this batch.
         logit_scale: (B, T) as ``token_log_probs`` gives it, for the ``logit`` norm.
+        correction: (B, T), f_t >= 0, a constant (``losses.correction``); None, as in the paper: 1 everywhere.
 
     Raises ValueError for shapes that differ, or turn ids that break their contract.
     """
@@ -152,18 +155,20 @@ def policy_loss(
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
     segments = Segments.of(settings.ratio_level, loss_mask, turn_ids)
     advantage = segments.pick(advantages.detach()).to(dtype)  # (N,), as all that follows
+    factor = None if correction is None else segments.pick(correction.detach()).to(dtype)
+    weighted = advantage if factor is None else factor * advantage
     log_ratio = segments.pick(log_probs).to(dtype) - segments.pick(old_log_probs.detach()).to(dtype)
     log_ratio_square_sum = torch.dot(log_ratio.detach(), log_ratio.detach())
     log_ratio = segments.spread_mean(log_ratio)  # each token now has that of its segment
     ratio = importance_ratio(log_ratio)
     with torch.no_grad():
-        bias = (ratio * advantage).masked_fill_(~settings.clip.clips(ratio, advantage), 0.0)  # c_t
+        bias = (ratio * weighted).masked_fill_(~settings.clip.clips(ratio, weighted), 0.0)  # c_t
         factors, clip_bias = measure(segments, bias, logit_scale, settings.trajectory_norm, settings.delta)
         weights = factors * row_weights(segments.row_lengths, settings.aggregation, denominator, dtype)
-        stats = _statistics(clip_bias, ratio, advantage, log_ratio_square_sum)
+        stats = _statistics(clip_bias, ratio, weighted, log_ratio_square_sum)
     surrogate = settings.surrogate(ratio, advantage, settings.clip)
     check_shapes(ratio, surrogate=surrogate)
-    loss = -(segments.row_sums(surrogate) * weights).sum()
+    loss = -(segments.row_sums(surrogate if factor is None else factor * surrogate) * weights).sum()
     if not (settings.clip_bias_objective and bool(clip_bias.clipped)):
         return LossOutput(loss, clip_bias, stats, None)
     # equal to c_t, with the gradient of c_t even beyond the clamp of the log-ratio

@@ -58,11 +58,17 @@ def check(config: TrainConfig) -> None:
 
 def _problems(config: TrainConfig) -> list[str]:
     cluster, alarm, device, top_p = config.cluster, config.alarm, config.hardware.device, config.sampler.top_p
-    is_async, staleness = cluster.async_rollout, config.rollout.max_staleness
+    is_async, staleness, correction = (
+        cluster.async_rollout,
+        config.rollout.max_staleness,
+        config.correction,
+    )
     cases = {
         "stage: sft runs on engine=local": config.stage != "rl",
         "loss.clip_bias_norm=gradient needs a second backward pass, which DeepSpeed would add to the first: use logit, "
         "which is exact in logit space": config.loss.clip_bias_norm == "gradient",
+        f"rollout.dynamic_sampling={config.rollout.dynamic_sampling} is for engine=local, OpenRLHF hands out a fixed "
+        "list of prompts: use 0": config.rollout.dynamic_sampling > 0,
         "lora.rank is for engine=local": config.lora.rank > 0,
         "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto": (
             config.hardware.dtype == "float32"
@@ -80,6 +86,9 @@ def _problems(config: TrainConfig) -> list[str]:
         f"sampler.top_p={top_p:g} does not go with cluster.async_rollout, which takes ratios to the log-probabilities "
         "that vLLM sampled with: top_p makes them larger than the policy's own, and so every ratio too small. Use "
         "sampler.top_p=1": is_async and top_p < 1,
+        f"correction.mode={correction.mode}, correction.sequence_mask={correction.sequence_mask}: "
+        "cluster.async_rollout takes ratios to the log-probabilities that vLLM sampled with, which leaves no gap to "
+        "correct. Use correction.mode=none without a sequence_mask": is_async and correction.is_on,
         "cluster.async_rollout trains on older samples: set rollout.max_staleness to 1 or more": (
             is_async and staleness < 1
         ),

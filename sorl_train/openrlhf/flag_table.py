@@ -135,7 +135,7 @@ REFUSED = {
     **_each(
         "algo.advantage",
         "is_correction_mode is_correction_gating is_correction_threshold",
-        _LOSS.format("algo, or cluster.async_rollout"),
+        _LOSS.format("correction.mode, correction.low and correction.high"),
     ),
     "algo.advantage.gamma": _ADVANTAGE.format("loss.gamma"),
     "algo.advantage.lambd": _ADVANTAGE.format("loss.gae_lambda"),
@@ -164,10 +164,11 @@ REFUSED = {
     "train.ema_beta": _EMA,
     **_each(
         "reward",
-        "model_name_or_path remote_url offload normalize_enable clip_range overlong_buffer_len "
-        "overlong_penalty_factor stop_properly_penalty_coef",
+        "model_name_or_path remote_url offload normalize_enable clip_range stop_properly_penalty_coef",
         _REWARD,
     ),
+    "reward.overlong_buffer_len": "use overlong.buffer",
+    "reward.overlong_penalty_factor": "use overlong.penalty",
     **_each(
         "data",
         "prompt_dataset prompt_probs prompt_split max_samples input_key label_key input_template "

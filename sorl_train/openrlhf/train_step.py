@@ -25,8 +25,10 @@ from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.files import read_resolved
 from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.correction import correct
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit, sampled_by
 from sorl_train.learner.optimizer_step import NonFiniteError
+from sorl_train.learner.overlong import overlong_metrics, shape_and_filter
 from sorl_train.learner.schedule import mini_batches, steps_of_batch
 from sorl_train.learner.scored_batch import batch_metrics, estimate_advantages, mismatch_metrics
 from sorl_train.learner.trust_region import LOOK
@@ -126,17 +128,19 @@ class TrainStep:
         oldest = self.version - self.config.rollout.max_staleness
         trajectories = sorted(exclude_older(trajectories, oldest), key=lambda t: (t.group_id, t.id))
         metrics = rollout_metrics(trajectories, self.answers) | staleness(trajectories, self.version)
-        usable = any(not t.excluded for t in trajectories)
-        if usable:
+        token_limit, overlong = self.eval_env.limits.max_trajectory_tokens, self.config.overlong
+        metrics |= overlong_metrics(trajectories, token_limit, overlong)
+        batch = collate(trajectories, self.tokenizer.pad_token_id, self.classify, self.config.anchor_state)
+        batch = shape_and_filter(batch, trajectories, token_limit, overlong)
+        if usable := bool(batch.loss_mask.any()):
             try:
                 with self.recorder.stage("log_probs"):
-                    pad, states = self.tokenizer.pad_token_id, self.config.anchor_state
-                    batch = collate(trajectories, pad, self.classify, states)
                     batch, recomputed = self.score(batch)
                 self.check_mismatch(recomputed, batch, trajectories, step)
                 batch = estimate_advantages(batch, self.config.algorithm.advantage, self.config.loss)
+                batch, corrected = correct(batch, self.config.correction)
                 with self.recorder.stage("update"):
-                    metrics |= self.update(batch, step) | batch_metrics(batch)
+                    metrics |= corrected | self.update(batch, step) | batch_metrics(batch)
                 metrics |= mismatch_metrics(recomputed, batch)
             except (NonFiniteError, RayTaskError) as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error

@@ -232,7 +232,7 @@ def _fits(t: Trajectory, record: TokenRecord) -> bool:
 def _split(record: TokenRecord) -> dict[int, dict[str, Any]]:
     """The record's columns by turn, with None for NaN."""
     turns: dict[int, dict[str, Any]] = {}
-    names = ("log_ratio", "ratio", "advantage", "entropy", "clipped")
+    names = ["log_ratio", "ratio", "advantage", "entropy", "clipped", *(["weight"] if record.weight else [])]
     for i, turn in enumerate(record.turn):
         columns = turns.setdefault(turn, {"text": [], **{name: [] for name in names}})
         columns["text"].append(record.tokens[i])

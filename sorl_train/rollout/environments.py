@@ -21,7 +21,11 @@ from sorl_train.config.settings import LimitsConfig, TrainConfig
 
 
 def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
-    """The environment for training or for evaluation. Raises ``UserError`` for training on test questions."""
+    """The environment for training or for evaluation.
+
+    Raises:
+        UserError: training on test questions, or with an ``overlong.buffer`` that leaves no trajectory unpunished.
+    """
     task = load_task(config.task, **config.task_args)
     env = ToolUseEnv(
         task,
@@ -33,6 +37,7 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
     if not evaluation:
         refuse_test_questions(config, env.examples)
         refuse_without_turn_rewards(config, task)
+        refuse_long_buffer(config, env.limits)
     return env
 
 
@@ -61,6 +66,16 @@ def refuse_without_turn_rewards(config: TrainConfig, task: Task) -> None:
             f"algo {config.algo} compares the rewards of turns, but task {task.name} gives none (Task.turn_reward): "
             "minihop gives them with --task_args.hit_reward 0.5; for other tasks see docs/add_a_task.md, or use algo "
             "grpo or gigpo, which need none"
+        )
+
+
+def refuse_long_buffer(config: TrainConfig, limits: Limits) -> None:
+    """Raise ``UserError`` when ``overlong.buffer`` is longer than the trajectories that the task's limits allow."""
+    buffer, limit = config.overlong.buffer, limits.max_trajectory_tokens
+    if buffer is not None and buffer >= limit:
+        raise UserError(
+            f"overlong.buffer {buffer} must be below the {limit} tokens that task {config.task} allows a trajectory: "
+            "choose a shorter one, or set limits.max_trajectory_tokens"
         )
 
 

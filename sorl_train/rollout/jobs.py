@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -29,17 +29,47 @@ class LocalSampler(Sampler, Protocol):
 
 def training_jobs(config: TrainConfig, num_examples: int, step: int) -> list[RolloutJob]:
     """The rollouts of a training step, counted from 1. Each example is visited once before any is visited again."""
-    group_size = config.rollout.group_size
-    num_prompts = config.rollout.batch_size // group_size
+    num_prompts = config.rollout.batch_size // config.rollout.group_size
     jobs = []
     for prompt in range(num_prompts):
         epoch, place = divmod((step - 1) * num_prompts + prompt, num_examples)
         index = _order(config.seed, epoch, num_examples)[place]
-        group = f"s{step}-p{prompt}"
-        for member in range(group_size):
-            seed = derive_seed(config.seed, "rollout", step, prompt, member)
-            jobs.append(RolloutJob(id=f"{group}/{member}", group_id=group, example_index=index, seed=seed))
+        jobs += _group(config, f"s{step}-p{prompt}", index, "rollout", step, prompt)
     return jobs
+
+
+def further_jobs(
+    config: TrainConfig, num_examples: int, step: int, number: int, visited: Collection[int], prompts: int
+) -> list[RolloutJob]:
+    """The rollouts of a further round of dynamic sampling: of ``prompts`` examples that the step has not visited yet.
+
+    They are the next ones of an order that seed and step determine, not the examples of later steps: so nothing has to
+    be remembered for a resume, and the run's own order still visits each example once. There are fewer rollouts where
+    the examples run out.
+
+    Args:
+        number: of the round, from 1.
+        visited: indices of the examples that the step has visited.
+    """
+    order = _order(config.seed, step, num_examples, stream="dynamic_sampling")
+    left = [index for index in order if index not in visited][:prompts]
+    jobs = []
+    for prompt, index in enumerate(left):
+        jobs += _group(config, f"s{step}-r{number}-p{prompt}", index, "dynamic", step, number, prompt)
+    return jobs
+
+
+def _group(config: TrainConfig, group: str, index: int, stream: str, *counters: int) -> list[RolloutJob]:
+    """The rollouts of one prompt."""
+    return [
+        RolloutJob(
+            id=f"{group}/{member}",
+            group_id=group,
+            example_index=index,
+            seed=derive_seed(config.seed, stream, *counters, member),
+        )
+        for member in range(config.rollout.group_size)
+    ]
 
 
 def evaluation_jobs(config: TrainConfig, num_examples: int, limit: int) -> list[RolloutJob]:

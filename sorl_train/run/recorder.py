@@ -172,6 +172,11 @@ class Recorder:
         self._count_lost(step, trajectories)
         if metrics.get("loss/trust_moves_back"):
             append_event(self.run_dir, _moved_back(step, metrics))
+        self._watch_dynamic_sampling(step, metrics)
+        if metrics.get("rollout/overlong_filtered_frac") == 1.0:
+            self._tell(
+                step, "no_step", "every trajectory was filtered by overlong.exclude, nothing was trained on"
+            )
         alarm, action = self._alarm.observe(step, metrics), self.config.alarm.action
         if alarm is not None:
             append_event(self.run_dir, alarm.event(action))
@@ -183,6 +188,26 @@ class Recorder:
         if not self.ended and 0 < self.config.eval.patience <= self._summary.evaluations_below:
             self.ended = self._summary.out_of_patience()
         return None
+
+    def _watch_dynamic_sampling(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say that a batch could not be filled: in ``events.jsonl``, and to the user if it made no step."""
+        missing = metrics.get("rollout/dynamic_missing")
+        if not missing:
+            return
+        drawn, kept = (metrics[f"rollout/dynamic_{name}"] for name in ("drawn", "kept"))
+        reason = (
+            f"of the batch's groups {missing:g} are missing after {drawn:g} rollouts (rollout.dynamic_sampling "
+            f"{self.config.rollout.dynamic_sampling}): the others drawn have equal rewards, or were excluded"
+        )
+        if kept:
+            reason += f"; the step was trained on {kept:g} rollouts"
+            append_event(self.run_dir, {"step": step, "kind": "dynamic_sampling", "reason": reason})
+        else:
+            self._tell(step, "no_step", f"{reason}; nothing was trained on")
+
+    def _tell(self, step: int, kind: str, reason: str) -> None:
+        append_event(self.run_dir, {"step": step, "kind": kind, "reason": reason})
+        self.display.message(f"step {step}: {reason}")
 
     def _count_lost(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         if not all(t.excluded for t in trajectories):

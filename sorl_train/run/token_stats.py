@@ -40,6 +40,8 @@ class TokenRecord:
         ratio: the importance ratio that the loss used: the token's, its turn's or its sequence's.
         advantage, entropy: as in the loss; entropy in nats.
         clipped: 1 if the ratio was clipped, so that the token gave no gradient.
+        weight: what the token's objective was multiplied by to correct for the sampler; empty where nothing was
+            corrected, and then it is not in the file.
 
     Raises:
         ValueError: sequences of different lengths.
@@ -53,16 +55,20 @@ class TokenRecord:
     advantage: Sequence[float]
     entropy: Sequence[float]
     clipped: Sequence[int]
+    weight: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        lengths = {name: len(getattr(self, name)) for name in _COLUMNS}
+        lengths = {
+            name: len(getattr(self, name)) for name in (*_COLUMNS, *(_OPTIONAL if self.weight else ()))
+        }
         if len(set(lengths.values())) > 1:
             raise ValueError(f"token record {self.id}: sequences of different lengths: {lengths}")
 
 
 _FLOATS = ("log_ratio", "ratio", "advantage", "entropy")
 _INTEGERS = ("turn", "clipped")
-_FIELDS = tuple(field.name for field in dataclasses.fields(TokenRecord))
+_OPTIONAL = ("weight",)
+_FIELDS = tuple(f.name for f in dataclasses.fields(TokenRecord) if f.name not in _OPTIONAL)
 _COLUMNS = _FIELDS[1:]
 
 
@@ -104,8 +110,11 @@ def iter_token_records(path: Path) -> Iterator[TokenRecord]:
 def _encode(record: TokenRecord) -> dict[str, Any]:
     plain: dict[str, Any] = {"id": record.id, "tokens": list(record.tokens)}
     plain |= {name: [int(value) for value in getattr(record, name)] for name in _INTEGERS}
-    plain |= {name: [_rounded(float(value)) for value in getattr(record, name)] for name in _FLOATS}
-    return {name: plain[name] for name in _FIELDS}
+    given = [name for name in _OPTIONAL if getattr(record, name)]
+    plain |= {
+        name: [_rounded(float(value)) for value in getattr(record, name)] for name in (*_FLOATS, *given)
+    }
+    return {name: plain[name] for name in (*_FIELDS, *given)}
 
 
 def _rounded(value: float) -> float | None:
@@ -121,12 +130,14 @@ def _decode(line: bytes, where: str) -> TokenRecord:
         raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
     if missing := [name for name in _FIELDS if name not in record]:
         raise UserError(f"{where}: the field {missing[0]!r} is missing; there are: {', '.join(record)}")
-    if unknown := [name for name in record if name not in _FIELDS]:
+    if unknown := [name for name in record if name not in (*_FIELDS, *_OPTIONAL)]:
         raise UserError(f"{where}: unknown field {unknown[0]!r}. {did_you_mean(unknown[0], _FIELDS)}")
     try:
         columns: dict[str, Any] = {name: [int(value) for value in record[name]] for name in _INTEGERS}
         columns |= {
-            name: [math.nan if value is None else float(value) for value in record[name]] for name in _FLOATS
+            name: [math.nan if value is None else float(value) for value in record[name]]
+            for name in (*_FLOATS, *_OPTIONAL)
+            if name in record
         }
         return TokenRecord(id=str(record["id"]), tokens=[str(token) for token in record["tokens"]], **columns)
     except (TypeError, ValueError) as error:

@@ -62,6 +62,7 @@ sorl.tokens = (() => {
       ["advantage", number(tokens.advantage[i])],
       ["entropy", `${number(tokens.entropy[i])} nats`],
     ];
+    if (tokens.weight) rows.push(["weight, for the sampler's sake", number(tokens.weight[i])]);
     if (tokens.clipped[i]) {
       rows.push(["clipped", tokens.ratio[i] < 1 ? `below 1 − ${below ?? "ε"}` : `above 1 + ${above ?? "ε"}`]);
     }

@@ -17,6 +17,7 @@ from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.correction import correct
 from sorl_train.learner.means import Means
 from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import PolicyUpdate
@@ -93,6 +94,7 @@ def deepspeed_step(
         (2, 2, 4, {"loss.clip_bias_target": "gradient", "optim.max_grad_norm": 0.01}),
         (2, 3, 1, {"algo": "so_grpo", "rollout.group_size": 4}),
         (2, 3, 4, {"loss.clip_bias_scope": "trajectory", "loss.clip_bias_target": "gradient"}),
+        (2, 2, 4, {"correction.mode": "band", "correction.sequence_mask": 0.6}),
     ],
 )
 def test_the_step_equals_the_local_engines(
@@ -105,6 +107,8 @@ def test_the_step_equals_the_local_engines(
     tmp_path: Path,
 ) -> None:
     micro = len(batch) // ranks // accumulation
+    batch, corrected = correct(batch, settings(**overrides).correction)
+    assert ("correction.mode" in overrides) == (0 < corrected.get("loss/correction_zero_frac", 0) < 1)
     before, after, expected = local_step(folder, batch, settings(**overrides))
     config = settings(**overrides, **{"update.micro_batch_size": micro})
     found = deepspeed_step(tmp_path, folder, batch, config, ranks, stage, torch.float32)

@@ -98,6 +98,10 @@ def test_the_users_own_flags_come_last_and_win() -> None:
     [
         ({"loss__clip_bias_norm": "gradient"}, "needs a second backward pass"),
         ({"lora__rank": 8}, "is for engine=local"),
+        (
+            {"algo": "so_grpo", "rollout__group_size": 4, "rollout__dynamic_sampling": 2},
+            "rollout.dynamic_sampling=2 is for engine=local",
+        ),
         ({"hardware__dtype": "float32"}, "OpenRLHF trains in bfloat16"),
         ({"cluster__zero_stage": 1}, "cluster.zero_stage must lie between 2 and 3, it is 1"),
         ({"cluster__partial_rollout": True}, "needs cluster.async_rollout"),
@@ -119,6 +123,15 @@ def test_the_users_own_flags_come_last_and_win() -> None:
                 "sampler__top_p": 0.9,
             },
             "sampler.top_p=0.9 does not go with cluster.async_rollout",
+        ),
+        (
+            {
+                "cluster__async_rollout": True,
+                "cluster__vllm_engines": 1,
+                "rollout__max_staleness": 1,
+                "correction__mode": "truncate",
+            },
+            "correction.mode=truncate, correction.sequence_mask=None: cluster.async_rollout takes ratios to",
         ),
         (
             {"cluster__flags": {"ds.ring_attn_size": 2}},

@@ -107,10 +107,16 @@ def test_two_ranks_with_zero_3(tmp_path: Path) -> None:
     assert lines[2]["rollout/mismatch_kl"] < 1e-2
 
 
-def test_zero_2_with_accumulation_4(tmp_path: Path) -> None:
-    done = train(tmp_path / "run", algo="so_ppo", update__micro_batch_size=2)
+def test_zero_2_with_accumulation_4_corrected_for_vllm_in_bfloat16(tmp_path: Path) -> None:
+    """vLLM and the trainer round differently: weights beside 1. Long trajectories are punished on the way."""
+    settings = {"correction__mode": "truncate", "correction__level": "turn", "correction__high": 1.001}
+    settings |= {"correction__sequence_mask": 0.5, "overlong__buffer": 448, "overlong__exclude": "max_turns"}
+    done = train(tmp_path / "run", algo="so_ppo", update__micro_batch_size=2, **settings)
     assert done.returncode == 0, done.stderr
-    check_run_folder(tmp_path / "run")
+    for line in check_run_folder(tmp_path / "run")[1:]:
+        assert line["rollout/mismatch_mean"] > 1e-5 and 0.9 < line["loss/correction_mean"] < 1.001
+        assert 0 < line["loss/correction_cut_frac"] < 1 and line["loss/correction_zero_frac"] < 1
+        assert -1 < line["reward/overlong"] < 0 and 0 <= line["rollout/overlong_filtered_frac"] < 1
 
 
 def test_a_task_that_raises_and_a_tool_that_times_out(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""Long trajectories, as DAPO treats them (arXiv:2503.14476): a soft punishment near the limit, and a filter.
+
+The punishment is its eq. 13, added to the reward, with L_max the limit and L_cache the buffer::
+
+    0                                    if |y| <= L_max - L_cache
+    ((L_max - L_cache) - |y|) / L_cache  in between
+    -1                                   at the limit
+
+|y| counts all tokens of the trajectory, those of its observations included, because ``limits.max_trajectory_tokens``
+does: a search that fills the context brings the end as near as a long thought. A trajectory that ended because the next
+observation would not fit (``max_tokens``) was at the limit. Records keep the task's reward; only the learner's changes.
+
+A filtered trajectory has no token in the loss, but its reward stays in the baseline of its group, as in DAPO: that the
+others ended in time is worth something. An excluded one (an outage) is in neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+
+from sorl_env.trajectory import StopReason, Trajectory
+from sorl_train.config.rollout_settings import OverlongConfig
+from sorl_train.learner.batch import Batch
+
+
+def punishment(trajectory: Trajectory, limit: int, config: OverlongConfig) -> float:
+    """What the reward of a trajectory loses, from 0 to ``overlong.penalty``; ``limit`` is in tokens."""
+    if config.buffer is None:
+        return 0.0
+    if trajectory.stop_reason is StopReason.MAX_TOKENS:
+        return config.penalty
+    inside = len(trajectory.token_ids) - (limit - config.buffer)
+    return config.penalty * min(max(inside / config.buffer, 0.0), 1.0)
+
+
+def is_filtered(trajectory: Trajectory, config: OverlongConfig) -> bool:
+    """Whether its stop reason takes it out of the loss."""
+    return trajectory.stop_reason.value in config.excluded_stops
+
+
+def shape_and_filter(
+    batch: Batch, trajectories: Sequence[Trajectory], limit: int, config: OverlongConfig
+) -> Batch:
+    """The batch of ``trajectories`` (in its order) with shaped rewards, and without the loss tokens of filtered ones.
+
+    The punishment lies on a trajectory's last action token, where its turn's reward lies too.
+    """
+    if config.buffer is None and not config.excluded_stops:
+        return batch
+    rewards, token_rewards = batch.rewards.clone(), batch.token_rewards.clone()
+    loss_mask = batch.loss_mask.clone()
+    for row, trajectory in enumerate(trajectories):
+        if is_filtered(trajectory, config):
+            loss_mask[row] = False
+        lost, places = punishment(trajectory, limit, config), batch.action_mask[row].nonzero()
+        if lost and len(places):
+            rewards[row] -= lost
+            token_rewards[row, int(places[-1])] -= lost
+    return batch.with_fields(rewards=rewards, token_rewards=token_rewards, loss_mask=loss_mask)
+
+
+def with_loss_tokens(batch: Batch) -> Batch:
+    """The trajectories that have a token in the loss: the others would only make some mini-batches smaller."""
+    has_tokens = batch.loss_mask.any(dim=1)
+    return batch if bool(has_tokens.all()) else batch.rows(torch.nonzero(has_tokens)[:, 0])
+
+
+def overlong_metrics(
+    trajectories: Sequence[Trajectory], limit: int, config: OverlongConfig
+) -> dict[str, float]:
+    """What was shaped and filtered, over the trajectories that are not excluded; nothing where both are off.
+
+    ``reward/overlong`` is what shaping added to the reward, on average; ``rollout/reward_mean`` is without it.
+    """
+    counted = [t for t in trajectories if not t.excluded]
+    metrics: dict[str, float] = {}
+    if not counted:
+        return metrics
+    if config.buffer is not None:
+        lost = [punishment(t, limit, config) for t in counted]
+        metrics["reward/overlong"] = -fmean(lost)
+        metrics["rollout/overlong_punished_frac"] = fmean(value > 0 for value in lost)
+    if config.excluded_stops:
+        metrics["rollout/overlong_filtered_frac"] = fmean(is_filtered(t, config) for t in counted)
+    return metrics

@@ -1,0 +1,137 @@
+"""Weights that correct the policy loss for the gap between sampler and trainer. Pure torch.
+
+The sampler drew a token with its own probability q; the trainer, with the same weights, computes p_old. A loss that
+takes the sample for one of p_old has a biased gradient. The importance weight takes the bias away, up to its limits::
+
+    w = exp(mean of log p_old - log q over the token's segment)
+
+    truncate   min(w, high)                          TIS: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl
+    band       w if low <= w <= high, otherwise 0    IcePop: arXiv:2510.18855
+
+A segment is a token, a turn or the whole sequence. Turns and sequences take the geometric mean: the product of a few
+hundred ratios, which other trainers take for a sequence, leaves any limits. The sequence mask gives weight 0 to a
+trajectory whose geometric mean lies outside [exp(-bound), exp(bound)]: the geometric sequence masking of "When Speed
+Kills Stability" (Liu, Li et al. 2025, https://richardli.xyz/rl-collapse), ``seq_mean_k1`` in verl.
+
+Both are constants to the gradient, and neither is divided by its mean: what a weight takes away is not handed to other
+tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from sorl_train.algorithms import CorrectionMode, RatioLevel, check_choice
+from sorl_train.losses.aggregate import check_shapes
+from sorl_train.losses.ratios import importance_ratio
+from sorl_train.losses.segments import Segments
+
+
+@dataclass(frozen=True)
+class CorrectionSettings:
+    """Which correction it is.
+
+    Attributes:
+        mode: ``truncate``, ``band``, or ``none`` for weights of 1.
+        level: the tokens that share a weight.
+        low, high: limits of the weight; ``truncate`` has only the upper one.
+        sequence_mask: bound on the absolute mean log-ratio of a trajectory; None: no trajectory is masked.
+
+    Raises:
+        ValueError: for an unknown choice, or limits that a weight of 1 does not fit in.
+    """
+
+    mode: CorrectionMode = "none"
+    level: RatioLevel = "token"
+    low: float = 0.5
+    high: float = 5.0
+    sequence_mask: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("correction", self.mode, get_args(CorrectionMode))
+        check_choice("level of the correction", self.level, get_args(RatioLevel))
+        if not 0.0 <= self.low <= 1.0 <= self.high:
+            raise ValueError(f"the limits {self.low} and {self.high} leave no room for a weight of 1")
+        if self.sequence_mask is not None and not self.sequence_mask > 0.0:
+            raise ValueError(f"sequence_mask must be positive, not {self.sequence_mask}")
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The weights of a batch, and what was cut.
+
+    Attributes:
+        weights: (B, T), 1 off the loss tokens, of the type of the log-probabilities.
+        mean: mean weight of the loss tokens.
+        cut: share of the segments (tokens, turns or sequences) whose weight a limit truncated or set to 0.
+        masked: share of the trajectories with loss tokens whose weight the sequence mask set to 0.
+        zero: share of the loss tokens whose weight is 0 in the end.
+    """
+
+    weights: Tensor
+    mean: float
+    cut: float
+    masked: float
+    zero: float
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name."""
+        return {
+            "loss/correction_mean": self.mean,
+            "loss/correction_cut_frac": self.cut,
+            "loss/correction_mask_frac": self.masked,
+            "loss/correction_zero_frac": self.zero,
+        }
+
+
+@torch.no_grad()
+def correction_weights(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    turn_ids: Tensor,
+    settings: CorrectionSettings,
+) -> Correction:
+    """The weight of each loss token. Means over segments and trajectories run over their loss tokens.
+
+    Args:
+        old_log_probs: (B, T), the trainer's, of the policy that sampled.
+        rollout_log_probs: (B, T), the sampler's.
+        loss_mask, turn_ids: (B, T), as for ``policy_loss``.
+
+    Raises:
+        ValueError: the shapes differ, or there is no loss token.
+    """
+    check_shapes(old_log_probs, rollout_log_probs=rollout_log_probs, loss_mask=loss_mask, turn_ids=turn_ids)
+    segments = Segments.of(settings.level, loss_mask, turn_ids)
+    if not len(segments.positions):
+        raise ValueError("there is no loss token to correct")
+    gap = segments.pick(old_log_probs).double() - segments.pick(rollout_log_probs).double()  # (N,)
+    ratio = importance_ratio(segments.mean(gap if settings.mode != "none" else gap * 0.0))  # (S,)
+    weight = _limited(ratio, settings)
+    sequences = Segments.of("sequence", loss_mask, turn_ids)
+    present = sequences.row_lengths > 0
+    kept = torch.ones_like(present)  # (B,)
+    if settings.sequence_mask is not None:
+        kept = sequences.mean(gap).abs() <= settings.sequence_mask
+    by_token = segments.spread(weight) * sequences.spread(kept)  # (N,)
+    weights = torch.ones_like(old_log_probs)
+    weights.view(-1)[segments.positions] = by_token.to(weights.dtype)
+    filled = torch.ones_like(ratio, dtype=torch.bool) if segments.lengths is None else segments.lengths > 0
+    return Correction(
+        weights=weights,
+        mean=float(by_token.mean()),
+        cut=float((weight != ratio)[filled].double().mean()),
+        masked=float((~kept)[present].double().mean()),
+        zero=float((by_token == 0).double().mean()),
+    )
+
+
+def _limited(ratio: Tensor, settings: CorrectionSettings) -> Tensor:
+    if settings.mode == "band":
+        return ratio.masked_fill((ratio < settings.low) | (ratio > settings.high), 0.0)
+    return ratio.clamp(max=settings.high)

@@ -1,0 +1,68 @@
+"""The correction for the sampler in whole runs of the local engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sorl_train.config.rollout_settings import CorrectionConfig
+from sorl_train.learner.correction import correction_settings
+from sorl_train.report.report import main as report
+from sorl_train.run.files import read_jsonl
+from sorl_train.run.token_stats import iter_token_records
+
+from ..conftest import train_short
+
+NAMES = {f"loss/correction_{name}" for name in ("mean", "cut_frac", "mask_frac", "zero_frac")}
+
+
+def test_limits_that_are_not_given_are_the_published_ones() -> None:
+    found = correction_settings(CorrectionConfig(mode="truncate"))
+    assert (found.level, found.high, found.sequence_mask) == ("token", 2.0, None)
+    found = correction_settings(CorrectionConfig(mode="band", level="turn"))
+    assert (found.level, found.low, found.high) == ("turn", 0.5, 5.0)
+    assert not CorrectionConfig().is_on and CorrectionConfig(sequence_mask=0.1).is_on
+
+
+@pytest.mark.parametrize("algo", ["so_ppo", "so_grpo"])
+def test_a_run_in_bfloat16_on_policy_is_corrected(algo: str, tmp_path: Path) -> None:
+    """The cache of the sampler and the trainer's whole rows round differently. A single step on policy computes no old
+    log-probabilities by itself: the correction asks for them."""
+    settings = {"algo": algo, "rollout__group_size": 4, "update__mini_batch_size": 16}
+    settings |= {"hardware__dtype": "bfloat16", "correction__mode": "band", "correction__level": "turn"}
+    settings |= {"correction__low": 0.999, "correction__high": 1.001, "correction__sequence_mask": 0.05}
+    run_dir, _ = train_short(tmp_path / "run", **settings)
+    for line in read_jsonl(run_dir.metrics)[1:]:
+        assert line["rollout/mismatch_mean"] > 1e-4
+        assert 0 < line["loss/correction_cut_frac"] < 1 and 0 < line["loss/correction_zero_frac"] < 1
+        assert line["loss/correction_mean"] == pytest.approx(1 - line["loss/correction_zero_frac"], abs=2e-3)
+        # the weights of the tokens that lost theirs are no signal
+        assert line["loss/signal_frac"] <= 1 - line["loss/correction_zero_frac"] + 1e-6
+    records = list(iter_token_records(run_dir.trajectories / "step_000001.tokens.jsonl.gz"))
+    weights = [weight for record in records for weight in record.weight]
+    assert len(weights) == sum(len(record.tokens) for record in records)
+    assert {0.0} < set(weights) and all(weight == 0 or 0.998 < weight < 1.002 for weight in weights)
+    page = tmp_path / "report.html"
+    assert report([str(run_dir.path), "--out", str(page)]) in (0, None)
+    assert "Correction for the sampler" in page.read_text()
+
+
+def test_a_run_without_a_correction_has_none_of_its_figures(tmp_path: Path) -> None:
+    run_dir, _ = train_short(tmp_path / "run", update__steps=1)
+    assert not NAMES & set(read_jsonl(run_dir.metrics)[1])
+    (record, *_) = iter_token_records(run_dir.trajectories / "step_000001.tokens.jsonl.gz")
+    assert record.weight == ()
+
+
+def test_stale_batches_are_corrected_to_the_weights_that_sampled_them(tmp_path: Path) -> None:
+    """With max_staleness the old log-probabilities wait with their batch, in a checkpoint too."""
+    settings = {
+        "rollout__max_staleness": 1,
+        "update__steps": 3,
+        "optim__lr": 3e-3,
+        "optim__warmup_ratio": 0.0,
+    }
+    run_dir, _ = train_short(tmp_path / "run", correction__mode="truncate", **settings)
+    for line in read_jsonl(run_dir.metrics)[1:]:
+        assert line["loss/correction_mean"] == pytest.approx(1.0, abs=1e-5)

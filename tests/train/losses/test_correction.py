@@ -1,0 +1,316 @@
+"""Weights that correct for the sampler: by hand, against verl and TRL, in the loss, and against the exact gradient."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sorl_train.losses.aggregate import loss_denominator
+from sorl_train.losses.correction import Correction, CorrectionSettings, correction_weights
+from sorl_train.losses.policy import LossSettings, policy_loss
+from sorl_train.models.forward import action_stats, autocast
+
+ROOT = Path(__file__).resolve().parents[3]
+NAN = math.nan
+MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 1, 0, 0, 0, 0]], dtype=torch.bool)
+TURNS = torch.tensor([[0, 0, -1, 1, 1, -1], [-1, 0, -1, -1, -1, -1]])
+# trainer over sampler: geometric means 6 and .5 of the turns, sqrt(3) of the first sequence; off the mask anything
+RATIOS = torch.tensor([[3.0, 12.0, NAN, 0.25, 1.0, 9.0], [NAN, 0.125, 9.0, 9.0, 9.0, 9.0]])
+SAMPLER = torch.full((2, 6), -2.5)
+
+
+def weights_of(**settings: Any) -> Correction:
+    return correction_weights(SAMPLER + RATIOS.log(), SAMPLER, MASK, TURNS, CorrectionSettings(**settings))
+
+
+ROOT_3 = math.sqrt(3.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "level", "limits", "expected", "cut", "zero"),
+    [
+        ("truncate", "token", (0.5, 4.0), [3, 4, 0.25, 1, 0.125], 1 / 5, 0),
+        ("truncate", "turn", (0.5, 4.0), [4, 4, 0.5, 0.5, 0.125], 1 / 3, 0),
+        ("truncate", "sequence", (0.5, 1.5), [1.5, 1.5, 1.5, 1.5, 0.125], 1 / 2, 0),
+        ("band", "token", (0.5, 5.0), [3, 0, 0, 1, 0], 3 / 5, 3 / 5),
+        ("band", "turn", (0.4, 5.0), [0, 0, 0.5, 0.5, 0], 2 / 3, 3 / 5),
+        ("band", "sequence", (0.5, 5.0), [ROOT_3, ROOT_3, ROOT_3, ROOT_3, 0], 1 / 2, 1 / 5),
+    ],
+)
+def test_weights_by_hand(
+    mode: str, level: str, limits: tuple[float, float], expected: list[float], cut: float, zero: float
+) -> None:
+    found = weights_of(mode=mode, level=level, low=limits[0], high=limits[1])
+    assert found.weights[MASK].tolist() == pytest.approx(expected, rel=1e-6)
+    assert found.weights[~MASK].tolist() == [1.0] * 7
+    assert found.cut == pytest.approx(cut) and found.zero == pytest.approx(zero) and found.masked == 0.0
+    assert found.mean == pytest.approx(sum(expected) / 5, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected", "masked"),
+    [(3.0, [1, 1, 1, 1, 1], 0), (1.0, [1, 1, 1, 1, 0], 1 / 2), (0.5, [0, 0, 0, 0, 0], 1)],
+)
+def test_the_sequence_mask_by_hand(bound: float, expected: list[float], masked: float) -> None:
+    """The mean log-ratios are log(9) / 4 = .549 and log(.125) = -2.08: one too high at .5, one too low at 1."""
+    found = weights_of(sequence_mask=bound)
+    assert found.weights[MASK].tolist() == expected
+    assert found.masked == masked and found.cut == 0.0 and found.zero == pytest.approx(1 - sum(expected) / 5)
+
+
+def test_both_together_and_their_metrics() -> None:
+    found = weights_of(mode="truncate", high=4.0, sequence_mask=1.0)
+    assert found.weights[MASK].tolist() == pytest.approx([3, 4, 0.25, 1, 0], rel=1e-6)
+    figures = {"mean": 8.25 / 5, "cut_frac": 1 / 5, "mask_frac": 1 / 2, "zero_frac": 1 / 5}
+    assert found.metrics() == pytest.approx({f"loss/correction_{name}": v for name, v in figures.items()})
+
+
+def test_a_sampler_that_agrees_is_left_alone() -> None:
+    for mode, level in itertools.product(("truncate", "band"), ("token", "turn", "sequence")):
+        settings = CorrectionSettings(mode, level, sequence_mask=1e-9)  # type: ignore[arg-type]
+        found = correction_weights(SAMPLER, SAMPLER, MASK, TURNS, settings)
+        assert (found.weights == 1.0).all() and (found.mean, found.cut, found.masked, found.zero) == (
+            1,
+            0,
+            0,
+            0,
+        )
+
+
+def test_mistakes_are_refused() -> None:
+    for settings, message in (
+        ({"mode": "trunctate"}, "Did you mean 'truncate'"),
+        ({"level": "row"}, "token, turn, sequence"),
+        ({"low": 1.5}, "1.5 and 5.0 leave no room for a weight of 1"),
+        ({"sequence_mask": 0.0}, "must be positive, not 0.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CorrectionSettings(**settings)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no loss token"):
+        correction_weights(SAMPLER, SAMPLER, MASK & False, TURNS, CorrectionSettings())
+    with pytest.raises(ValueError, match="rollout_log_probs has shape"):
+        correction_weights(SAMPLER, SAMPLER[:1], MASK, TURNS, CorrectionSettings())
+
+
+# --- as other trainers have it --------------------------------------------------------------------------------
+
+
+def random_gaps() -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of trainer and sampler (5, 9), and a mask of six to nine tokens from the left."""
+    noise = torch.Generator().manual_seed(3)
+    old, sampler = (torch.randn(5, 9, generator=noise) - 2.0 for _ in range(2))
+    return old, sampler, torch.arange(9) < torch.tensor([6, 7, 8, 9, 6])[:, None]
+
+
+def corrected(old: Tensor, sampler: Tensor, mask: Tensor, **settings: Any) -> Tensor:
+    turns = torch.zeros_like(mask, dtype=torch.long)
+    return correction_weights(old, sampler, mask, turns, CorrectionSettings(**settings)).weights * mask
+
+
+def test_truncate_and_band_are_those_of_trl() -> None:
+    """``vllm_importance_sampling_mode`` token_truncate and token_mask, the lines of TRL 1.16's ``GRPOTrainer``."""
+    old, sampler, mask = random_gaps()
+    ratio = torch.exp((old - sampler) * mask)
+    truncated = torch.clamp(ratio, min=None, max=2.0)
+    torch.testing.assert_close(corrected(old, sampler, mask, mode="truncate", high=2.0), truncated * mask)
+    masked = ratio.masked_fill((ratio < 0.5) | (ratio > 5.0), value=0.0)
+    torch.testing.assert_close(corrected(old, sampler, mask, mode="band", low=0.5, high=5.0), masked * mask)
+
+
+def test_weights_and_mask_are_those_of_verl() -> None:
+    """TIS and IcePop of a token, and the rejection by the geometric mean."""
+    verl = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
+    old, sampler, mask = random_gaps()
+    for threshold, settings in (
+        (2.0, {"mode": "truncate", "high": 2.0}),
+        ("0.5_5.0", {"mode": "band", "low": 0.5, "high": 5.0}),
+    ):
+        theirs, _ = verl.compute_rollout_correction_weights(old - sampler, mask.float(), "token", threshold)
+        torch.testing.assert_close(corrected(old, sampler, mask, **settings), theirs)
+    bounds = f"{math.exp(-0.3)}_{math.exp(0.3)}"
+    kept, _ = verl.compute_rollout_rejection_mask(old - sampler, mask.float(), "seq_mean_k1", bounds)
+    ours = corrected(old, sampler, mask, sequence_mask=0.3)
+    assert torch.equal(ours, kept * mask) and 0 < ours.sum() < mask.sum()
+
+
+# --- in the loss ----------------------------------------------------------------------------------------------
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Nine trajectories with a gap to the sampler; the third and the last carry no loss."""
+    noise = torch.Generator().manual_seed(7)
+    mask = torch.rand(9, 24, generator=noise) < 0.6
+    mask[[2, 8]] = False
+    old, gap, advantages, *features = (
+        torch.randn(9, 24, generator=noise, dtype=torch.float64).to(dtype) for _ in range(8)
+    )
+    turns = (torch.rand(9, 24, generator=noise) < 0.2).cumsum(1)
+    settings = CorrectionSettings("band", "turn", low=0.7, high=1.6, sequence_mask=0.25)
+    found = correction_weights(old, old - 0.5 * gap, mask, turns, settings)
+    assert 0.1 < found.zero < 0.9 and 0 < found.masked < 1
+    return {
+        "features": torch.stack(features, dim=-1),
+        "old": old,
+        "advantages": advantages,
+        "mask": mask,
+        "turns": turns,
+        "correction": found.weights,
+    }
+
+
+def loss_of(data: dict[str, Tensor], theta: Tensor, rows: slice = slice(None), **options: Any) -> Any:
+    part = {name: tensor[rows] for name, tensor in data.items()}
+    fixed = (part["old"], part["advantages"], part["mask"], part["turns"])
+    log_probs = part["features"] @ theta
+    return policy_loss(log_probs, *fixed, LossSettings("turn"), correction=part["correction"], **options)
+
+
+def test_a_weight_multiplies_surrogate_and_clipping_bias_by_hand() -> None:
+    """Ratios 2, 2 and .5 with advantages 1, 1 and -1, all clipped (at 1.2 and .8); weights 3, 0 and .5."""
+    log_probs = torch.tensor([[2.0, 2.0, 0.5]]).log().requires_grad_()
+    mask, turns = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.long)
+    advantages, weights = torch.tensor([[1.0, 1.0, -1.0]]), torch.tensor([[3.0, 0.0, 0.5]])
+    output = policy_loss(log_probs, torch.zeros(1, 3), advantages, mask, turns, correction=weights)
+    assert output.loss.item() == pytest.approx(-(3 * 1.2 + 0 * 1.2 - 0.5 * 0.8) / 3)
+    assert float(output.clip_bias.square_sum) == pytest.approx((3 * 2) ** 2 + (0.5 * 0.5) ** 2)
+    metrics = output.stats.metrics()
+    # a token of weight 0 has no gradient: clipping takes none away, and it is no signal
+    assert metrics["clip_frac"] == pytest.approx(2 / 3) and metrics["signal_frac"] == pytest.approx(2 / 3)
+    assert metrics["ratio_mean"] == pytest.approx(1.5)
+
+
+def test_the_weight_is_a_constant_in_the_gradient() -> None:
+    """Finite differences in float64, with the weights held fixed; nothing flows to the weights themselves."""
+    data = inputs(torch.float64)
+    data["correction"] = data["correction"].requires_grad_()
+    theta = torch.full((5,), 0.1, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(loss_of(data, theta).loss, theta)
+    step = 1e-6
+    for k in range(5):
+        moved = [theta.detach() + sign * step * torch.eye(5, dtype=torch.float64)[k] for sign in (1, -1)]
+        up, down = (float(loss_of(data, at).loss) for at in moved)
+        assert float(gradient[k]) == pytest.approx((up - down) / (2 * step), rel=1e-6, abs=1e-9)
+    assert gradient.norm() > 0.01
+    assert torch.autograd.grad(loss_of(data, theta).loss, data["correction"], allow_unused=True) == (None,)
+
+
+def test_weights_of_one_change_nothing() -> None:
+    data, theta = inputs(), torch.full((5,), 0.1, requires_grad=True)
+    ones = data | {"correction": torch.ones_like(data["correction"])}
+    expected = policy_loss(
+        data["features"] @ theta,
+        *(data[name] for name in ("old", "advantages", "mask", "turns")),
+        LossSettings("turn"),
+    )
+    found = loss_of(ones, theta)
+    assert torch.equal(found.loss, expected.loss) and found.stats.metrics() == expected.stats.metrics()
+    assert found.clip_bias.norms() == expected.clip_bias.norms()
+
+
+def pieces(data: dict[str, Tensor], cuts: list[slice], denominator: float) -> tuple[Tensor, Any, Any]:
+    """What a trainer does: the summed gradient of micro-batches, their clipping bias and statistics."""
+    theta = torch.full((5,), 0.1, requires_grad=True)
+    outputs = [loss_of(data, theta, rows, denominator=denominator) for rows in cuts]
+    gradient = torch.stack([torch.autograd.grad(output.loss, theta)[0] for output in outputs]).sum(0)
+    bias, stats = outputs[0].clip_bias, outputs[0].stats
+    for output in outputs[1:]:
+        bias, stats = bias + output.clip_bias, stats + output.stats
+    return gradient, bias, stats
+
+
+def one_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    data = inputs()
+    cuts = [[slice(0, 2), slice(2, 3)], [slice(3, 4), slice(4, 9)]][rank]
+    gradient, bias, stats = pieces(data, cuts, loss_denominator(data["mask"]))
+    dist.all_reduce(gradient)
+    norms, metrics = bias.all_reduce().norms(), stats.all_reduce().metrics()
+    torch.save((gradient, norms, metrics), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_micro_batches_and_two_ranks_are_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = inputs()
+    count = loss_denominator(data["mask"])
+    gradient, bias, stats = pieces(data, [slice(0, 9)], count)
+    many, bias_of_many, stats_of_many = pieces(data, [slice(0, 1), slice(1, 3), slice(3, 9)], count)
+    monkeypatch.syspath_prepend(str(ROOT))
+    torch.multiprocessing.spawn(one_rank, args=(str(tmp_path),), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    assert gradient.norm() > 0.01 and float(bias.clipped) > 0
+    for found, norms, metrics in [(many, bias_of_many.norms(), stats_of_many.metrics()), *ranks]:
+        torch.testing.assert_close(found, gradient, atol=1e-6, rtol=1e-6)
+        assert norms == pytest.approx(bias.norms(), rel=1e-5)
+        assert metrics == pytest.approx(stats.metrics(), rel=1e-5)
+
+
+# --- against the exact gradient -------------------------------------------------------------------------------
+
+
+def expected_gradients(model: Any, turns: int) -> dict[str, Tensor]:
+    """The exact gradient of the expected reward of ``turns`` turns of one token each, and what the loss gives for
+    samples of the same model in bfloat16: all 30 or 900 trajectories, each with its probability under the sampler.
+    """
+    actions = torch.cartesian_prod(*[torch.arange(30)] * turns).view(-1, turns)
+    token_ids = torch.cat([torch.tensor([[5, 9, 17]]).expand(len(actions), -1), actions], dim=1)
+    mask = torch.zeros(len(actions), 2 + turns, dtype=torch.bool)
+    mask[:, 2:] = True
+    turn_ids = torch.full(mask.shape, -1)
+    turn_ids[:, 2:] = torch.arange(turns)
+    rewards = torch.randn(len(actions), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), autocast("bfloat16", torch.device("cpu")):
+        sampler = action_stats(model, token_ids, mask).log_probs.float()
+    log_probs = action_stats(model, token_ids, mask).log_probs
+    drawn = sampler.sum(1, keepdim=True).exp()  # (B, 1); they sum to 1 up to rounding
+    assert float((log_probs.detach() - sampler)[mask].abs().mean()) > 1e-3
+    parameters = list(model.parameters())
+
+    def flat(loss: Tensor) -> Tensor:
+        found = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+        return torch.cat([g.flatten() for g in found])
+
+    def estimated(weights: Tensor | None) -> Tensor:
+        advantages = (rewards[:, None] * drawn / drawn.sum()).expand(mask.shape)
+        old = log_probs.detach()
+        return flat(
+            policy_loss(log_probs, old, advantages, mask, turn_ids, denominator=1.0, correction=weights).loss
+        )
+
+    # the loss divides by the trajectory's tokens
+    gradients = {"exact": flat(-(log_probs.sum(1).exp() * rewards).sum() / turns), "none": estimated(None)}
+    for level in ("token", "turn", "sequence"):
+        settings = CorrectionSettings("truncate", level, high=2.0)  # type: ignore[arg-type]
+        found = correction_weights(log_probs.detach(), sampler, mask, turn_ids, settings)
+        assert found.cut == 0.0
+        gradients[level] = estimated(found.weights)
+    return gradients
+
+
+def test_the_bias_of_a_sampler_in_bfloat16_goes(random_policy: tuple[Any, Any]) -> None:
+    """One token a trajectory: every level is the exact importance weight, and only rounding is left."""
+    gradients = expected_gradients(copy.deepcopy(random_policy[0]), turns=1)
+    exact = gradients.pop("exact")
+    errors = {name: float((found - exact).norm() / exact.norm()) for name, found in gradients.items()}
+    assert errors["none"] > 1e-3
+    for level in ("token", "turn", "sequence"):
+        assert errors[level] < errors["none"] / 10, errors
+
+
+def test_less_of_the_bias_is_left_after_two_turns(random_policy: tuple[Any, Any]) -> None:
+    """The exact weight would be the product of both tokens' ratios. A token's own ratio and the geometric mean over
+    the sequence are parts of it, with less variance: part of the bias is left."""
+    gradients = expected_gradients(copy.deepcopy(random_policy[0]), turns=2)
+    exact = gradients.pop("exact")
+    errors = {name: float((found - exact).norm() / exact.norm()) for name, found in gradients.items()}
+    assert errors["none"] > 1e-3
+    for level in ("token", "turn", "sequence"):
+        assert errors[level] < 0.9 * errors["none"], errors
