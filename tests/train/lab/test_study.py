@@ -72,6 +72,8 @@ def test_packaged_studies_are_valid() -> None:
     grouped = [run.config.rollout.group_size for run in severe.runs if run.config.algorithm.needs_groups]
     assert set(grouped) == {8}
     assert len(load_study("region").runs) == 4 * 14 * 5
+    turns = {run.arm: run.config for run in load_study("turn_credit").runs}
+    assert {"grpo", "mt_grpo", "gigpo"} <= set(turns) and turns["gigpo"].loss.gamma == 0.95
     assert load_study("alarm").runs[0].config.optim.warmup_ratio == 1.0
 
 
