@@ -1,6 +1,6 @@
 """What saves time with a language model of SmolLM2's sizes: packed rows, and matrices that are cast once.
 
-    python benchmarks/language_model.py --json docs/benchmarks_language_model.json
+    python benchmarks/language_model.py --rounds 3
 
 - A group of 8 trajectories that share a prompt, forward and backward (an update) and forward alone (scoring), in padded
   rows and packed. The prompt is as long as that of ``smollm2_hotpotqa`` (about 230 tokens), the rest 220 to 420 tokens,
