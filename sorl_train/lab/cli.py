@@ -1,7 +1,8 @@
 """``sorl-lab``: run studies of many training runs, and replay the collapse alarm on finished runs.
 
 ``sorl-lab stability`` runs a study, several runs side by side, and makes one results file and one table of it; after an
-interruption the same command continues. ``sorl-lab alarm`` judges the alarm's limits on finished runs.
+interruption the same command continues. ``sorl-lab compare`` says how high each algorithm gets at its own best learning
+rate, and what is left at ten times that rate. ``sorl-lab alarm`` judges the alarm's limits on finished runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from sorl_env.errors import UserError
 from sorl_train.config.files import to_yaml
 from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.lab import alarm as alarm_lab
+from sorl_train.lab import compare
 from sorl_train.lab.study import Run, Study, load_study, packaged_studies, results_of, table
 from sorl_train.report.groups import find_runs
 from sorl_train.report.report import write_report
@@ -53,6 +55,7 @@ def _run(argv: Sequence[str]) -> int:
     parser = Parser(prog="sorl-lab", description=(__doc__ or "").replace("``", ""))
     commands = parser.add_subparsers(dest="command", required=True)
     _add_stability(commands.add_parser("stability", help="run a study that compares algorithms"))
+    _add_compare(commands.add_parser("compare", help="each algorithm at its best rate, and at ten times it"))
     _add_alarm(commands.add_parser("alarm", help="replay the collapse alarm on finished runs"))
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
@@ -61,14 +64,27 @@ def _run(argv: Sequence[str]) -> int:
 def _add_stability(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", required=True, help=f"a study: {', '.join(packaged_studies())}, or a path to a .yaml")
+    _add_running(parser)
+    add("--only", default="", help="only runs whose cell contains this text, as 'so_ppo, '")
+    add("--list", action="store_true", help="list the runs and whether they are finished, then leave")
+    parser.set_defaults(run=_stability)
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    about = "a study whose only axis is optim.lr, with rates and their tenfold (default: %(default)s)"
+    parser.add_argument("--config", default="algorithms", help=about)
+    _add_running(parser)
+    parser.set_defaults(run=_compare)
+
+
+def _add_running(parser: argparse.ArgumentParser) -> None:
+    """Options of the commands that run a study."""
+    add = parser.add_argument
     add("--out", type=Path, help="folder of the study (default: runs/studies/NAME)")
     add("--jobs", type=whole(1), default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
-    add("--only", default="", help="only runs whose cell contains this text, as 'so_ppo, '")
     add("--seeds", type=whole(1), metavar="N", help="only the first N seeds")
-    add("--list", action="store_true", help="list the runs and whether they are finished, then leave")
     add("--table", action="store_true", help="print the table of the finished runs, run nothing")
     add_json_option(parser)
-    parser.set_defaults(run=_stability)
 
 
 def _add_alarm(parser: argparse.ArgumentParser) -> None:
@@ -110,30 +126,67 @@ def _stability(arguments: argparse.Namespace) -> int:
             print("\n".join(f"{state:<6}{run.cell}, seed {run.seed}  {run.id}" for run, state in states))
         return 0
     failed: list[Run] = []
+    _check_folder(arguments, folder)
+    if not arguments.table:
+        failed = _run_open(study, chosen, folder, arguments.jobs)
+    return _conclude(arguments, study, folder, failed, write_results(study, folder), table)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    study = load_study(arguments.config)
+    folder = arguments.out or Path("runs/studies") / study.name
+    seeds = sorted({run.seed for run in study.runs})[: arguments.seeds]
+    study = Study(study.name, tuple(run for run in study.runs if run.seed in seeds))
+    first = compare.first_runs(study)
+    failed: list[Run] = []
+    _check_folder(arguments, folder)
+    if not arguments.table:
+        failed = _run_open(study, first, folder, arguments.jobs)
+        tenfold = compare.tenfold_runs(study, write_results(study, folder))
+        failed += _run_open(study, tenfold, folder, arguments.jobs)
+    results = compare.with_times(write_results(study, folder), folder)
+    return _conclude(arguments, study, folder, failed, results, lambda found: compare.table(study, found))
+
+
+def _check_folder(arguments: argparse.Namespace, folder: Path) -> None:
+    """Raise ``UserError`` for ``--table`` of a study that has not run."""
     if arguments.table and not folder.is_dir():
         raise UserError(
             f"there is no folder {folder}: the study has not run there; --out names another folder"
         )
-    if not arguments.table:
-        done = len(chosen) - len(open_runs)
-        _progress(f"{study.name}: {len(chosen)} runs, {done} done, {arguments.jobs} at a time")
-        failed = run_all(open_runs, folder, arguments.jobs)
-    results = write_results(study, folder)
+
+
+def _run_open(study: Study, chosen: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
+    """Run those that have not finished, and return those that failed."""
+    open_runs = [run for run in chosen if not _finished(run, folder)]
+    done = len(chosen) - len(open_runs)
+    _progress(f"{study.name}: {len(chosen)} runs, {done} done, {jobs} at a time")
+    return run_all(open_runs, folder, jobs)
+
+
+def _conclude(
+    arguments: argparse.Namespace,
+    study: Study,
+    folder: Path,
+    failed: Sequence[Run],
+    results: Sequence[dict[str, Any]],
+    make_table: Callable[[Sequence[dict[str, Any]]], str],
+) -> int:
+    """Print the results, and make the page of all runs; the exit status."""
     page = write_report([folder], folder / "report.html") if results else None
     if arguments.json:
         print_json(results)
+    elif not results:
+        print("no run has finished yet")
     else:
-        _print_results(study, folder, results, page)
+        print(make_table(results))
+        _say_where(study, folder, page)
     _report_unfinished(study, folder, failed)
     return 1 if failed else 0
 
 
-def _print_results(study: Study, folder: Path, results: Sequence[dict[str, Any]], page: Path | None) -> None:
-    """Print the table, and where the page of all runs is."""
-    if not results:
-        print("no run has finished yet")
-        return
-    print(table(results))
+def _say_where(study: Study, folder: Path, page: Path | None) -> None:
+    """Print where the page of all runs is, and which of them the table leaves out."""
     others = {run.path.name for run in find_runs([folder])} - {run.id for run in study.runs}
     if others:
         print(

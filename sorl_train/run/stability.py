@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,13 @@ def success_curve(run_dir: Path) -> list[tuple[int, float]]:
     lines = read_jsonl(RunDir(run_dir).metrics)
     evaluated = [line for line in lines if "eval/success" in line]
     return [(line["step"], success) for line in evaluated if (success := line["eval/success"]) is not None]
+
+
+def step_seconds(run_dir: Path) -> float:
+    """The median time of a training step; NaN if the run kept no timings."""
+    lines = read_jsonl(RunDir(run_dir).timings) if RunDir(run_dir).timings.is_file() else []
+    times = [line["time/step_s"] for line in lines if line.get("time/step_s") is not None]
+    return statistics.median(times) if times else math.nan
 
 
 def measure(run_dir: Path) -> dict[str, float]:

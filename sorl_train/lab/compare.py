@@ -1,0 +1,145 @@
+"""Which algorithm? Each at its own best learning rate of a study, and at ten times that rate.
+
+A comparison at one rate for all says more about the rate than about the algorithms, and one at the best rate alone does
+not say how much a wrong guess costs. So a study that is compared has arms and one axis, the learning rate, on which
+several rates have their tenfold, too. Only these rates are run for all arms; ten times a rate is run where the rate
+turned out to be the arm's best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sorl_env.errors import UserError
+from sorl_env.figures import markdown_table
+from sorl_train.lab.study import Run, Study
+from sorl_train.run.bootstrap import bootstrap, percentile_interval
+from sorl_train.run.stability import step_seconds
+
+RATE = "optim.lr"
+TIMES = 10.0
+GOOD = 0.9  # success that ``steps_to`` waits for
+LOST = 0.5  # a run has collapsed that ends below this share of its peak
+CLOSE = 0.05  # two rates are the same if they differ by at most this share, as 1.6e-3 and 10 times 1.58e-4
+
+
+def rates_of(study: Study) -> dict[float, float]:
+    """The rates that are tried, each with its tenfold.
+
+    Raises:
+        UserError: the study has another axis, or no rate and its tenfold.
+    """
+    axes = {name for run in study.runs for name, _ in run.point}
+    if axes != {RATE}:
+        found = ", ".join(sorted(axes)) or "none"
+        raise UserError(f"study {study.name}: compare needs {RATE} as the only axis; its axes: {found}")
+    rates = sorted({rate_of(run) for run in study.runs})
+    found_pairs = {
+        rate: higher for rate in rates for higher in rates if abs(higher / (TIMES * rate) - 1) <= CLOSE
+    }
+    if not found_pairs:
+        raise UserError(
+            f"study {study.name}: none of its rates {', '.join(f'{rate:g}' for rate in rates)} is {TIMES:g} times "
+            "another; give rates and their tenfold"
+        )
+    return found_pairs
+
+
+def rate_of(run: Run) -> float:
+    """The learning rate of a run."""
+    return run.config.optim.lr
+
+
+def first_runs(study: Study) -> list[Run]:
+    """The runs at the rates among which each arm's best is looked for."""
+    rates = rates_of(study)
+    return [run for run in study.runs if rate_of(run) in rates]
+
+
+def tenfold_runs(study: Study, results: Sequence[Mapping[str, Any]]) -> list[Run]:
+    """The runs at ten times the best rate of each arm."""
+    rates, best = rates_of(study), best_rates(study, results)
+    return [run for run in study.runs if run.arm in best and rate_of(run) == rates[best[run.arm]]]
+
+
+def best_rates(study: Study, results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Arm to the rate with the highest mean of final success; of equal ones the one that is good sooner, or lower.
+
+    Arms without results at all of the rates are left out.
+    """
+    rates = rates_of(study)
+    best: dict[str, float] = {}
+    for arm in dict.fromkeys(run.arm for run in study.runs):
+        cells = {rate: _at(results, arm, rate) for rate in rates}
+        if all(cells.values()):
+            best[arm] = max(rates, key=lambda rate: (_final(cells[rate]), -_sooner(cells[rate]), -rate))
+    return best
+
+
+def with_times(results: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """The results with ``step_s``, the median seconds of a training step; they are the clock's, so no file of results
+    has them."""
+    seconds = {run["id"]: step_seconds(folder / "runs" / run["id"]) for run in results}
+    return [{**run, "step_s": None if math.isnan(s := seconds[run["id"]]) else s} for run in results]
+
+
+def steps_to(result: Mapping[str, Any], success: float = GOOD) -> float:
+    """The step of the first evaluation with at least this success; infinite if there is none."""
+    return next((float(step) for step, found in result["curve"] if found >= success), np.inf)
+
+
+def table(study: Study, results: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table with a line an arm, the highest final success first: means over seeds, with intervals."""
+    rates, best = rates_of(study), best_rates(study, results)
+    cost = {arm: _cost(_at(results, arm, best[arm])) for arm in best}
+    cheapest = min((value for value in cost.values() if value > 0), default=1.0)
+    lines = []
+    for arm, rate in best.items():
+        own, tenfold = _at(results, arm, rate), _at(results, arm, rates[rate])
+        lost = sum(run["final"] < LOST * run["peak"] for run in tenfold)
+        row = [
+            arm,
+            f"{rate:g}",
+            _spread([run["final"] for run in own]),
+            " ".join(_step(steps_to(run)) for run in own),
+            _spread([run["final"] for run in tenfold]) if tenfold else "not run",
+            f"{lost} of {len(tenfold)}" if tenfold else "",
+            f"{cost[arm] / cheapest:.2f}" if cost[arm] > 0 else "",
+        ]
+        lines.append((_final(own), row))
+    heads = ["", "best rate", "final success", f"steps to {GOOD:g}, by seed", f"at {TIMES:g} times the rate"]
+    heads += ["collapsed there", "time of a step"]
+    return markdown_table(heads, [row for _, row in sorted(lines, key=lambda line: -line[0])])
+
+
+def _at(results: Sequence[Mapping[str, Any]], arm: str, rate: float) -> list[Mapping[str, Any]]:
+    return [run for run in results if run["arm"] == arm and run[RATE] == rate]
+
+
+def _final(runs: Sequence[Mapping[str, Any]]) -> float:
+    return float(np.mean([run["final"] for run in runs]))
+
+
+def _sooner(runs: Sequence[Mapping[str, Any]]) -> float:
+    return float(np.median([steps_to(run) for run in runs]))
+
+
+def _cost(runs: Sequence[Mapping[str, Any]]) -> float:
+    """The median time of a training step; 0 where it is not known."""
+    times = [run["step_s"] for run in runs if run.get("step_s") is not None]
+    return float(np.median(times)) if times else 0.0
+
+
+def _step(step: float) -> str:
+    return "-" if np.isinf(step) else f"{step:g}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    """The mean and, of several values, its 95% bootstrap interval."""
+    low, high = percentile_interval(bootstrap(values, np.mean, draws=2000))
+    return f"{np.mean(values):.2f}" + (f" ({low:.2f} to {high:.2f})" if len(values) > 1 else "")
