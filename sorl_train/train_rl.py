@@ -20,7 +20,7 @@ from sorl_train.evaluate.find_policy import fingerprint
 from sorl_train.learner.correction import correct
 from sorl_train.learner.dynamic_sampling import dynamic_metrics
 from sorl_train.learner.overlong import overlong_metrics, with_loss_tokens
-from sorl_train.learner.scored_batch import estimate_advantages
+from sorl_train.learner.scored_batch import estimate_advantages, state_metrics
 from sorl_train.rollout.environments import env_facts
 from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
 from sorl_train.run.alarm import Alarm
@@ -48,7 +48,8 @@ def train(engine: LocalEngine, interrupted: threading.Event) -> None:
         if collected.batch is not None and bool(collected.batch.loss_mask.any()):
             with stop_on_non_finite(recorder, step, trajectories):
                 batch = estimate_advantages(collected.batch, config.algorithm.advantage, config.loss)
-                batch, corrected = correct(with_loss_tokens(batch), config.correction)
+                metrics |= state_metrics(batch)
+                batch, corrected = correct(with_loss_tokens(batch), config)
                 metrics |= corrected | engine.update(batch, step)
         engine.step = step
         metrics |= recorder.evaluate_if_due(step, engine.evaluate)
