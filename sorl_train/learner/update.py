@@ -3,9 +3,9 @@
 The batch's advantages come from ``scored_batch``, its mini-batches and their learning rates from ``schedule``.
 
 The classes here are the algorithm; as they are they train a plain torch module on one device. An engine that holds
-weights and gradients in another way overrides the methods that touch them: ``_forward``, ``_backward``, ``_apply``, and
-for the trust region ``_log_probs``, ``_weights``, ``_weights_moved`` and ``_discard_gradient``. Sums over a mini-batch
-run over its micro-batches and, where torch.distributed runs, over its ranks.
+weights and gradients in another way overrides the methods that touch them: ``_forward``, ``_learns``, ``_backward``,
+``_apply``, and for the trust region ``_log_probs``, ``_weights``, ``_weights_moved`` and ``_discard_gradient``. Sums
+over a mini-batch run over its micro-batches and, where torch.distributed runs, over its ranks.
 """
 
 from __future__ import annotations
@@ -162,9 +162,12 @@ class PolicyUpdate:
         settings = self.settings
         how: dict[str, Any] = mean_over(mini, settings)
         totals = _Totals(mini.loss_mask.shape)
+        any_learns = self._learns(mini)  # if none does, Adam still gets its gradients, which are zero
         for rows, micro, last in self._micro_batches(mini):
             assert micro.advantages is not None
-            found = self._forward(micro)
+            learns = not any_learns or self._learns(micro)
+            with torch.set_grad_enabled(learns):
+                found = self._forward(micro)
             assert found.entropy is not None
             output = policy_loss(
                 found.log_probs,
@@ -187,14 +190,26 @@ class PolicyUpdate:
                     losses["policy"] = losses["policy"] + settings.kl_coef * losses["ref_kl"]
             if not torch.isfinite(losses["policy"]):
                 totals.not_finite += micro.ids
-            if output.clip_bias_objective is not None:
+            if learns and output.clip_bias_objective is not None:
                 gradient = torch.autograd.grad(
                     output.clip_bias_objective, self.parameters, retain_graph=True, materialize_grads=True
                 )
                 totals.add_bias_gradient(gradient)
-            self._backward(losses["policy"], last)
+            if learns:
+                self._backward(losses["policy"], last)
             totals.add(rows, found, output, losses)
         return totals
+
+    def _learns(self, micro: Batch) -> bool:
+        """Whether the gradient of a micro-batch can be other than zero; a group of equal rewards has no advantages.
+
+        Its forward pass is still needed for the divergence and the figures, its backward pass, two thirds of the work,
+        is not.
+        """
+        assert micro.advantages is not None
+        settings = self.settings
+        other_terms = settings.entropy_coef or (settings.kl_coef and micro.ref_log_probs is not None)
+        return bool(other_terms) or bool((micro.advantages[micro.loss_mask] != 0).any())
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, Batch, bool]]:
         return on_device(batch, self.settings.micro_batch_size, self.parameters, by_group=packs(self.model))

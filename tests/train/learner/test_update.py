@@ -74,6 +74,58 @@ def test_micro_batches_do_not_matter(
     assert one["loss/clip_frac"] > 0.1
 
 
+class Counting(PolicyUpdate):
+    """Counts backward passes; ``always`` takes them through micro-batches without advantages, too."""
+
+    always = False
+    backwards = 0
+
+    def _learns(self, micro: Batch) -> bool:
+        return self.always or super()._learns(micro)
+
+    def _backward(self, loss: torch.Tensor, last: bool) -> None:
+        self.backwards += 1
+        super()._backward(loss, last)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "options", "expected"),
+    [
+        ([], {}, 4),
+        ([1, 2], {}, 2),
+        ([1, 2], {"loss.clip_bias_norm": "gradient"}, 2),
+        ([1, 2], {"loss.entropy_coef": 0.01}, 4),  # the entropy has a gradient without advantages
+        ([0, 1, 2, 3], {}, 4),  # Adam's moments decay only where it gets gradients
+    ],
+)
+def test_the_backward_pass_of_micro_batches_without_advantages_is_left_out(
+    micro_batches: list[int],
+    options: dict[str, Any],
+    expected: int,
+    tiny_folder: str,
+    trajectories: list[Trajectory],
+) -> None:
+    """Weights and figures are the same to the bit: what is left out is zero."""
+    config = short_config(**options, **{"update.micro_batch_size": 2})
+    batch = off_policy(collate(trajectories))
+    assert batch.advantages is not None
+    for number, (rows, _) in enumerate(batch.micro_batches(2)):
+        if number in micro_batches:
+            batch.advantages[rows] = 0.0
+    found = []
+    for always in (True, False):
+        model = load_policy(tiny_folder, "cpu")
+        update = Counting(model, torch.optim.AdamW(model.parameters(), lr=0.1), update_settings(config))
+        update.always = always
+        means = Means()
+        for _ in range(2):
+            update.step(batch, 0.01, means)
+        assert update.backwards == 2 * (4 if always else expected)
+        found.append((torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
 @pytest.mark.parametrize("surrogate", [name for name in SURROGATES if name != "clipped"])
 @pytest.mark.parametrize("level", ["token", "turn", "sequence"])
 def test_every_surrogate_can_be_normalized(
