@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from sorl_train.algorithms import CorrectionMode, RatioLevel
 from sorl_train.config.field import opt
@@ -30,6 +31,24 @@ class RolloutConfig:
     )
     save_every: int = opt(
         10, "write the trajectories of every n-th training step, and of the first and the last", low=1
+    )
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """A buffer of past trajectories, which join the new rollouts of the same question."""
+
+    size: int = opt(0, "trajectories in the buffer, from which the oldest are dropped; 0: no replay", low=0)
+    mode: Literal["success", "recent"] = opt(
+        "success",
+        "success: where all rollouts of a question fail, past successes take the place of some of them (ARPO); recent: "
+        "the newest past rollouts of a question join its new ones, whatever their rewards (RePO)",
+    )
+    per_group: int = opt(1, "most past trajectories in one group", low=1)
+    max_age: int = opt(
+        100,
+        "replay trajectories whose weights are at most this many training steps old; drop older ones",
+        low=1,
     )
 
 
