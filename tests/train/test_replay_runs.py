@@ -110,7 +110,7 @@ def test_a_success_of_an_earlier_step_is_trained_on_where_all_fail(
         moved.append(float((log_probs_of(seen.started[step], name, "start_log_probs") - old).abs().max()))
         new = batch.ids.index(group[0].id)
         assert float(batch.advantages[batch.ids.index(name)].max()) > 0 > float(batch.advantages[new].min())  # type: ignore[index]
-    assert max(moved) > 1e-2
+    assert max(moved) > 1e-3
     for step, line in lines.items():
         names = [name for at, name in replayed if at == step]
         assert line["rollout/replay_share"] == len(names) / 8
@@ -197,7 +197,8 @@ def test_a_resumed_run_replays_the_same(settings: dict[str, Any], at: int, tmp_p
     assert outcome(resumed) == outcome(whole)
 
 
-@pytest.mark.parametrize("name", ["replay.safetensors", pytest.param("replay.jsonl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replay.jsonl", "replay.safetensors"])
 def test_a_damaged_buffer_is_never_replayed_from(name: str, tmp_path: Path) -> None:
     """The checkpoint before it is taken, with its own buffer, and the steps since are taken again."""
     settings = RECENT | {"checkpoint__every": 1}
