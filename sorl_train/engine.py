@@ -37,7 +37,7 @@ from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_adapters, load_policy, load_tokenizer, save_policy
 from sorl_train.rollout.environments import answers_of, make_env, without_tools
 from sorl_train.rollout.jobs import LocalSampler, evaluation_jobs, further_jobs, run_jobs, training_jobs
-from sorl_train.rollout.metrics import eval_metrics, search_off_metrics
+from sorl_train.rollout.metrics import eval_metrics, is_success, search_off_metrics
 from sorl_train.rollout.model_check import check_critic, check_policy, try_packing, try_packing_critic
 from sorl_train.rollout.sampler import TransformersSampler
 from sorl_train.run.display import Display
@@ -61,7 +61,7 @@ class LocalEngine:
         self.recorder = Recorder(config, run_dir, self.env.task, display)
         self.step = 0  # training steps done
         self.waiting: deque[Collected] = deque()  # batches to train on, oldest first
-        self.replay = ReplayBuffer(config.replay)
+        self.replay = ReplayBuffer(config.replay, is_success)
         self.lr_scale = 1.0  # learning rates are times this; each roll-back lowers it
         # of a step whose trajectories are kept: its batch, and what the update saw of each trajectory
         self.visited: tuple[Batch, dict[str, tuple[Tensor, Tensor]]] | None = None

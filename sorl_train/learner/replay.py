@@ -30,7 +30,6 @@ from sorl_env.trajectory_io import read_jsonl, write_jsonl
 from sorl_train.config.rollout_settings import ReplayConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.state import Collected
-from sorl_train.rollout.metrics import is_success
 
 _SCORES = ("old_log_probs", "ref_log_probs")  # the fields of a batch that are kept with a trajectory
 
@@ -64,10 +63,15 @@ class Mixed:
 
 
 class ReplayBuffer:
-    """The newest ``config.size`` trajectories that may be replayed, oldest first."""
+    """The newest ``config.size`` trajectories that may be replayed, oldest first.
 
-    def __init__(self, config: ReplayConfig) -> None:
+    Args:
+        is_success: whether a trajectory solved its task.
+    """
+
+    def __init__(self, config: ReplayConfig, is_success: Callable[[Trajectory], bool]) -> None:
         self.config = config
+        self._is_success = is_success
         self.stored: deque[Stored] = deque(maxlen=config.size)
 
     def step(self, collected: Collected, version: int, collate: Callable[[list[Trajectory]], Batch]) -> Mixed:
@@ -113,13 +117,13 @@ class ReplayBuffer:
         """How many past trajectories may join a group of new ones."""
         if self.config.mode == "recent":
             return self.config.per_group
-        failed = not any(map(is_success, group)) and len({t.reward for t in group}) == 1
+        failed = not any(map(self._is_success, group)) and len({t.reward for t in group}) == 1
         return min(self.config.per_group, len(group) - 1) if failed else 0
 
     def _store(self, new: Sequence[Trajectory], batch: Batch) -> None:
         """Keep what has a token in the loss; in the mode ``success`` only successes."""
         for row, trajectory in enumerate(new):
-            wanted = self.config.mode == "recent" or is_success(trajectory)
+            wanted = self.config.mode == "recent" or self._is_success(trajectory)
             if wanted and bool(batch.loss_mask[row].any()):
                 tokens = len(trajectory.token_ids) - 1
                 fields = {name: getattr(batch, name) for name in _SCORES}

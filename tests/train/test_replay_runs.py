@@ -123,6 +123,8 @@ def test_a_success_of_an_earlier_step_is_trained_on_where_all_fail(
         records = iter_token_records(run_dir.trajectories / f"step_{step:06d}.tokens.jsonl.gz")
         assert all(record.id.startswith(f"s{step}-") for record in records)
     assert lines[5]["rollout/replay_size"] == sum(t.reward == 1.0 for t in every.values())
+    card = (run_dir.checkpoints / "best" / "policy" / "README.md").read_text()
+    assert "past successes where all rollouts failed: at most 1 in a group, at most 100 steps old" in card
     page = tmp_path / "report.html"
     assert report([str(run_dir.path), "--out", str(page)]) in (0, None)
     assert "Replay" in page.read_text()

@@ -25,6 +25,7 @@ from sorl_train.learner.state import Collected
 from sorl_train.learner.trust_region import token_kl
 from sorl_train.losses.policy import LossSettings, policy_loss
 from sorl_train.models.policy import load_policy, load_tokenizer
+from sorl_train.rollout.metrics import is_success
 
 from ..conftest import short_config
 from ..rollout.test_sampler import roll
@@ -67,6 +68,10 @@ def scored(trajectories: Sequence[Trajectory], reference: bool = False) -> Colle
     return Collected(list(trajectories), batch.with_fields(**fields))
 
 
+def empty(**settings: Any) -> ReplayBuffer:
+    return ReplayBuffer(ReplayConfig(**settings), is_success)
+
+
 def take(buffer: ReplayBuffer, number: int, *groups: list[Trajectory], **options: Any) -> Mixed:
     """The training step ``number`` on these groups."""
     return buffer.step(scored([t for group in groups for t in group], **options), number - 1, collate)
@@ -91,7 +96,7 @@ def test_a_past_success_replaces_a_failure_with_its_ratio_and_advantage_by_hand(
     2/sqrt(3). The current policy gives each token e^.1 times its old probability, but 1.5 times the new rollouts':
     PPO's surrogate cuts 1.5 to 1.2 only where the advantage is positive.
     """
-    buffer = ReplayBuffer(ReplayConfig(size=8))
+    buffer = empty(size=8)
     first = take(buffer, 1, rollouts(1, "a", [1, 0, 0]), rollouts(1, "b", [0, 0, 0]))
     assert not first.replayed and first.batch is not None and first.batch.replayed is None
     assert stored(buffer) == ["s1-a/0"]
@@ -148,7 +153,7 @@ def test_a_past_success_replaces_a_failure_with_its_ratio_and_advantage_by_hand(
 def test_only_a_group_without_success_and_signal_gets_the_newest_success(
     rewards: list[float], replayed: list[str]
 ) -> None:
-    buffer = ReplayBuffer(ReplayConfig(size=8))
+    buffer = empty(size=8)
     take(buffer, 1, rollouts(1, "a", [0, 1]))
     take(buffer, 2, rollouts(2, "a", [1, 1]), rollouts(2, "b", [1, 1]))
     mixed = take(buffer, 3, rollouts(3, "a", rewards))
@@ -157,7 +162,7 @@ def test_only_a_group_without_success_and_signal_gets_the_newest_success(
 
 
 def test_questions_are_the_same_by_id_and_text() -> None:
-    buffer = ReplayBuffer(ReplayConfig(size=8))
+    buffer = empty(size=8)
     take(buffer, 1, rollouts(1, "a", [1, 1]))
     other = [dataclasses.replace(t, prompt="Who?") for t in rollouts(2, "a", [0, 0])]
     assert not take(buffer, 2, other).replayed
@@ -165,7 +170,7 @@ def test_questions_are_the_same_by_id_and_text() -> None:
 
 def test_several_successes_leave_a_failure_and_no_trajectory_is_in_two_groups() -> None:
     """Three failures have room for two successes. A second group of the same question gets the ones that are left."""
-    buffer = ReplayBuffer(ReplayConfig(size=8, per_group=9))
+    buffer = empty(size=8, per_group=9)
     take(buffer, 1, rollouts(1, "a", [1, 1, 1]))
     again = [dataclasses.replace(t, id=f"x{t.id}", group_id="x") for t in rollouts(2, "a", [0, 0, 0])]
     mixed = take(buffer, 2, rollouts(2, "a", [0, 0, 0]), again)
@@ -175,7 +180,7 @@ def test_several_successes_leave_a_failure_and_no_trajectory_is_in_two_groups() 
 
 def test_recent_adds_the_newest_whatever_their_rewards_by_hand() -> None:
     """Rewards 1 and 0 are joined by 0 (of step 3) and 0 (of step 1): their mean is 1/4, and nothing is divided."""
-    buffer = ReplayBuffer(ReplayConfig(size=8, mode="recent", per_group=2))
+    buffer = empty(size=8, mode="recent", per_group=2)
     take(buffer, 1, rollouts(1, "a", [1, 0]), reference=True)
     take(buffer, 2, rollouts(2, "b", [1, 0]), reference=True)
     take(buffer, 3, rollouts(3, "c", [0]), rollouts(3, "a", [0]), reference=True)
@@ -193,7 +198,7 @@ def test_recent_adds_the_newest_whatever_their_rewards_by_hand() -> None:
 
 def test_turns_of_replayed_trajectories_are_compared_too() -> None:
     """GiGPO: all first turns of a group start in the same state, that of a replayed trajectory as well."""
-    buffer = ReplayBuffer(ReplayConfig(size=8))
+    buffer = empty(size=8)
 
     def with_states(found: list[Trajectory]) -> Batch:
         return collate(found, anchor_state="observation")
@@ -212,7 +217,7 @@ def test_turns_of_replayed_trajectories_are_compared_too() -> None:
 
 def test_the_correction_compares_what_sampler_and_trainer_said_when_it_was_new() -> None:
     """The sampler's log-probabilities are -.5 everywhere: the weight is e^(old + .5) in each row, whatever its age."""
-    buffer = ReplayBuffer(ReplayConfig(size=8))
+    buffer = empty(size=8)
     take(buffer, 1, rollouts(1, "a", [1, 0]))
     mixed = take(buffer, 2, rollouts(2, "a", [0, 0]))
     assert mixed.batch is not None
@@ -224,7 +229,7 @@ def test_the_correction_compares_what_sampler_and_trainer_said_when_it_was_new()
 
 def test_the_trust_region_measures_from_the_weights_that_began_the_batch() -> None:
     """A replayed trajectory may be far from its own policy: the region does not see that."""
-    buffer = ReplayBuffer(ReplayConfig(size=8))
+    buffer = empty(size=8)
     take(buffer, 1, rollouts(1, "a", [1, 0]))
     mixed = take(buffer, 2, rollouts(2, "a", [0, 0]))
     assert mixed.batch is not None and mixed.batch.old_log_probs is not None
@@ -238,7 +243,7 @@ def test_micro_batches_do_not_matter(tiny_folder: str, minihop_env: ToolUseEnv) 
     rolled = roll(minihop_env, load_policy(tiny_folder), load_tokenizer(tiny_folder), 8)[0]
     past = [dataclasses.replace(t, example_id="a", prompt="", group_id="past") for t in rolled[:2]]
     new = [dataclasses.replace(t, example_id="a", prompt="", group_id="new") for t in rolled[2:]]
-    buffer = ReplayBuffer(ReplayConfig(size=8, mode="recent", per_group=2))
+    buffer = empty(size=8, mode="recent", per_group=2)
     for version, found in enumerate((past, new)):
         mixed = buffer.step(Collected(found, off_policy(collate(found), seed=version)), version, collate)
     assert mixed.batch is not None and len(mixed.batch) == 8 and len(mixed.replayed) == 2
@@ -266,21 +271,21 @@ def test_added_trajectories_make_mini_batches_larger_and_not_more() -> None:
 def test_no_trajectory_is_older_than_allowed() -> None:
     """Sampled by the weights of version 0, with an age of at most 2: replayed at version 2, gone at version 3."""
     for number, expected in ((3, ["s1-a/0"]), (4, [])):
-        buffer = ReplayBuffer(ReplayConfig(size=8, max_age=2))
+        buffer = empty(size=8, max_age=2)
         take(buffer, 1, rollouts(1, "a", [1, 0]))
         mixed = take(buffer, number, rollouts(number, "a", [0, 0]))
         assert [t.id for t in mixed.replayed] == stored(buffer) == expected
 
 
 def test_the_oldest_are_dropped_from_a_full_buffer() -> None:
-    buffer = ReplayBuffer(ReplayConfig(size=3))
+    buffer = empty(size=3)
     take(buffer, 1, rollouts(1, "a", [1, 1]))
     take(buffer, 2, rollouts(2, "b", [1, 0, 1]))
     assert stored(buffer) == ["s1-a/1", "s2-b/0", "s2-b/2"]
 
 
 def test_an_outage_and_a_filtered_stop_are_never_stored() -> None:
-    buffer = ReplayBuffer(ReplayConfig(size=9, mode="recent"))
+    buffer = empty(size=9, mode="recent")
     out = {"stop_reason": StopReason.ERROR}
     take(buffer, 1, rollouts(1, "a", [1, 0]), rollouts(1, "b", [1, 1], **out))
     assert stored(buffer) == ["s1-a/0", "s1-a/1"]
@@ -298,7 +303,7 @@ def test_an_outage_and_a_filtered_stop_are_never_stored() -> None:
 
 
 def test_a_buffer_that_is_off_changes_nothing() -> None:
-    buffer = ReplayBuffer(ReplayConfig())
+    buffer = empty()
     collected = scored(rollouts(1, "a", [1, 0]))
     mixed = buffer.step(collected, 0, collate)
     assert mixed.batch is collected.batch and not buffer.stored and replay_metrics(mixed, buffer) == {}
@@ -306,7 +311,7 @@ def test_a_buffer_that_is_off_changes_nothing() -> None:
 
 @pytest.mark.parametrize("reference", [False, True])
 def test_a_saved_buffer_comes_back_to_the_bit(reference: bool, tmp_path: Path) -> None:
-    buffer, again = (ReplayBuffer(ReplayConfig(size=8, mode="recent", per_group=3)) for _ in range(2))
+    buffer, again = (empty(size=8, mode="recent", per_group=3) for _ in range(2))
     buffer.save(tmp_path)  # an empty one
     again.load(tmp_path)
     assert not again.stored
