@@ -119,7 +119,15 @@ def test_a_success_of_an_earlier_step_is_trained_on_where_all_fail(
         assert line.get("rollout/replay_age_max") == (max(ages) if ages else None)
         assert line["rollout/success"] == success_rate(drawn(run_dir, step))
         assert line["rollout/staleness"] == 0.0
-        assert (seen.started[step].start_log_probs is None) == (not names)
+        began = seen.started[step]
+        assert (began.start_log_probs is None) == (not names)
+        if began.start_log_probs is not None and began.old_log_probs is not None:
+            gap = (began.start_log_probs - began.old_log_probs)[
+                began.loss_mask
+            ]  # the ratios of the only step
+            assert line["loss/approx_kl"] == pytest.approx(
+                float(gap.square().mean()) / 2, rel=1e-3, abs=1e-12
+            )
         records = iter_token_records(run_dir.trajectories / f"step_{step:06d}.tokens.jsonl.gz")
         assert all(record.id.startswith(f"s{step}-") for record in records)
     assert lines[5]["rollout/replay_size"] == sum(t.reward == 1.0 for t in every.values())
