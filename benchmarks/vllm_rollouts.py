@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import os
 import random
@@ -104,7 +105,8 @@ def main() -> None:
     if args.dialogues % GROUP:
         parser.error(f"--dialogues is a multiple of {GROUP}, not {args.dialogues}")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    figures: dict[str, Any] = {name: version(name) for name in ("torch", "transformers", "vllm")}
+    figures: dict[str, Any] = {name: version(name) for name in ("torch", "transformers")}
+    figures["vllm"] = importlib.import_module("vllm").__version__  # its package has other names on a CPU
     for dtype in args.dtypes:
         figures[dtype] = compare(args, dtype)
     if args.json:

@@ -241,7 +241,7 @@ class Toolbox:
                 return wait_s
             reason = _say(result)
             if latency_s >= self.timeout_s:
-                url = getattr(self._bound[request.tool].tool, "url", "")
+                url = getattr(self._bound[request.tool].tool, "url", "") or ""
                 reason = f"no reply{url and f' from {url}'} within {self.timeout_s:g} s ({reason})"
         else:
             reason = f"bug in the tool: {_say(result)}"

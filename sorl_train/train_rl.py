@@ -21,7 +21,7 @@ from sorl_train.learner.correction import correct
 from sorl_train.learner.dynamic_sampling import dynamic_metrics
 from sorl_train.learner.overlong import overlong_metrics, with_loss_tokens
 from sorl_train.learner.replay import replay_metrics
-from sorl_train.learner.scored_batch import estimate_advantages
+from sorl_train.learner.scored_batch import estimate_advantages, state_metrics
 from sorl_train.rollout.environments import env_facts
 from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
 from sorl_train.run.alarm import Alarm
@@ -51,7 +51,8 @@ def train(engine: LocalEngine, interrupted: threading.Event) -> None:
         if mixed.batch is not None and bool(mixed.batch.loss_mask.any()):
             with stop_on_non_finite(recorder, step, [*trajectories, *mixed.replayed]):
                 batch = estimate_advantages(mixed.batch, config.algorithm.advantage, config.loss)
-                batch, corrected = correct(with_loss_tokens(batch), config.correction)
+                metrics |= state_metrics(batch)
+                batch, corrected = correct(with_loss_tokens(batch), config)
                 metrics |= corrected | engine.update(batch, step)
         engine.step = step
         metrics |= recorder.evaluate_if_due(step, engine.evaluate)

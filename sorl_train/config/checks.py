@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from sorl_env.errors import UserError, did_you_mean
-from sorl_train.algorithms import ALGORITHMS, SURROGATE_SETTINGS
+from sorl_train.algorithms import ALGORITHMS, SURROGATE_SETTINGS, RatioLevel
 from sorl_train.config.rollout_settings import ReplayConfig
 from sorl_train.config.run_settings import device_problem
 from sorl_train.config.schema import fields, flatten
@@ -50,8 +52,9 @@ def _batch_problems(config: TrainConfig) -> list[str]:
         )
     if config.rollout.dynamic_sampling and config.algorithm.advantage != "group":
         problems.append(
-            f"rollout.dynamic_sampling {config.rollout.dynamic_sampling} compares rollouts of one prompt, which algo "
-            f"{config.algo} does not: use an algorithm with group advantages, such as so_grpo, or 0"
+            f"rollout.dynamic_sampling {config.rollout.dynamic_sampling} looks for groups whose total rewards differ, "
+            f"but algo {config.algo} has {config.algorithm.advantage} advantages: use an algorithm with group "
+            "advantages, such as so_grpo, or 0"
         )
     for name, size in (("rollout.group_size", group), ("update.mini_batch_size", update.mini_batch_size)):
         if size >= 1 and batch % size:
@@ -67,6 +70,7 @@ def _batch_problems(config: TrainConfig) -> list[str]:
 def _correction_problems(config: TrainConfig) -> list[str]:
     correction = config.correction
     mode, low, high, level = correction.mode, correction.low, correction.high, correction.level
+    ratio, levels = config.algorithm.ratio, get_args(RatioLevel)  # from the finest on
     applies = {
         f"correction.low {low} has no effect with correction.mode={mode}: it is for correction.mode=band": (
             low is not None and mode != "band"
@@ -75,7 +79,11 @@ def _correction_problems(config: TrainConfig) -> list[str]:
             high is not None and mode == "none"
         ),
         f"correction.level={level} has no effect: choose correction.mode=truncate or band": (
-            level != "token" and mode == "none"
+            level != "auto" and mode == "none"
+        ),
+        f"correction.level={level} is finer than the importance ratio of algo {config.algo}, which is one a {ratio}: a "
+        f"token of weight 0 would still get the gradient of its {ratio}. Use correction.level=auto": (
+            level != "auto" and mode != "none" and levels.index(level) < levels.index(ratio)
         ),
     }
     return [problem for problem, holds in applies.items() if holds]

@@ -61,8 +61,10 @@ class CorrectionConfig:
         "what becomes of w = trainer's probability / sampler's: truncate (TIS) takes min(w, high), band (IcePop) takes "
         "w inside [low, high] and 0 outside",
     )
-    level: RatioLevel = opt(
-        "token", "which tokens share a w; those of a turn or sequence share the geometric mean of their own"
+    level: Literal["auto", RatioLevel] = opt(
+        "auto",
+        "which tokens share a w; those of a turn or sequence share the geometric mean of their own. auto: those that "
+        "share an importance ratio",
     )
     low: float | None = opt(None, "lower limit of the band; None: 0.5", low=0, high=1)
     high: float | None = opt(None, "upper limit of w; None: 2 for truncate, 5 for band", low=1)

@@ -136,16 +136,16 @@ def _compare(arguments: argparse.Namespace) -> int:
     study = load_study(arguments.config)
     folder = arguments.out or Path("runs/studies") / study.name
     seeds = sorted({run.seed for run in study.runs})[: arguments.seeds]
-    study = Study(study.name, tuple(run for run in study.runs if run.seed in seeds))
-    first = compare.first_runs(study)
+    chosen = Study(study.name, tuple(run for run in study.runs if run.seed in seeds))
+    first = compare.first_runs(chosen)
     failed: list[Run] = []
     _check_folder(arguments, folder)
     if not arguments.table:
         failed = _run_open(study, first, folder, arguments.jobs)
-        tenfold = compare.tenfold_runs(study, write_results(study, folder))
-        failed += _run_open(study, tenfold, folder, arguments.jobs)
-    results = compare.with_times(write_results(study, folder), folder)
-    return _conclude(arguments, study, folder, failed, results, lambda found: compare.table(study, found))
+        results = compare.with_lost(chosen, write_results(study, folder), folder)
+        failed += _run_open(study, compare.tenfold_runs(chosen, results), folder, arguments.jobs)
+    results = compare.with_lost(chosen, compare.with_times(write_results(study, folder), folder), folder)
+    return _conclude(arguments, study, folder, failed, results, lambda found: compare.table(chosen, found))
 
 
 def _check_folder(arguments: argparse.Namespace, folder: Path) -> None:

@@ -19,7 +19,8 @@ from sorl_env.errors import UserError
 from sorl_env.figures import markdown_table
 from sorl_train.lab.study import Run, Study
 from sorl_train.run.bootstrap import bootstrap, percentile_interval
-from sorl_train.run.stability import step_seconds
+from sorl_train.run.folder import RunDir
+from sorl_train.run.stability import step_seconds, success_curve
 
 RATE = "optim.lr"
 TIMES = 10.0
@@ -70,7 +71,7 @@ def tenfold_runs(study: Study, results: Sequence[Mapping[str, Any]]) -> list[Run
 def best_rates(study: Study, results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Arm to the rate with the highest mean of final success; of equal ones the one that is good sooner, or lower.
 
-    Arms without results at all of the rates are left out.
+    Arms that have not run at all of the rates are left out. A run that broke off counts as 0 (``with_lost``).
     """
     rates = rates_of(study)
     best: dict[str, float] = {}
@@ -79,6 +80,24 @@ def best_rates(study: Study, results: Sequence[Mapping[str, Any]]) -> dict[str, 
         if all(cells.values()):
             best[arm] = max(rates, key=lambda rate: (_final(cells[rate]), -_sooner(cells[rate]), -rate))
     return best
+
+
+def with_lost(study: Study, results: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """The results, and for each run that was begun and never finished one in which it has lost everything.
+
+    A run ends early where a figure is not finite: without it the mean would be that of the seeds that survived.
+    """
+    finished = {run["id"] for run in results}
+    found = [dict(run) for run in results]
+    for run in study.runs:
+        path = folder / "runs" / run.id
+        if run.id in finished or not path.is_dir():
+            continue
+        curve = success_curve(path) if RunDir(path).metrics.is_file() else []
+        peak = max((success for _, success in curve), default=1.0)
+        what = {"cell": run.cell, "arm": run.arm, **dict(run.point), "seed": run.seed, "id": run.id}
+        found.append({**what, "final": 0.0, "peak": peak or 1.0, "curve": curve, "lost": True})
+    return found
 
 
 def with_times(results: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:

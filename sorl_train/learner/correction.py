@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sorl_train.config.rollout_settings import CorrectionConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.losses.correction import CorrectionSettings, correction_weights
 
@@ -10,23 +10,24 @@ DEFAULT_HIGH = {"none": 1.0, "truncate": 2.0, "band": 5.0}  # of TIS and IcePop;
 DEFAULT_LOW = 0.5
 
 
-def correction_settings(config: CorrectionConfig) -> CorrectionSettings:
+def correction_settings(config: TrainConfig) -> CorrectionSettings:
     """The settings of a run, with the published limits where it gives none."""
+    given = config.correction
     return CorrectionSettings(
-        mode=config.mode,
-        level=config.level,
-        low=DEFAULT_LOW if config.low is None else config.low,
-        high=DEFAULT_HIGH[config.mode] if config.high is None else config.high,
-        sequence_mask=config.sequence_mask,
+        mode=given.mode,
+        level=config.algorithm.ratio if given.level == "auto" else given.level,
+        low=DEFAULT_LOW if given.low is None else given.low,
+        high=DEFAULT_HIGH[given.mode] if given.high is None else given.high,
+        sequence_mask=given.sequence_mask,
     )
 
 
-def correct(batch: Batch, config: CorrectionConfig) -> tuple[Batch, dict[str, float]]:
+def correct(batch: Batch, config: TrainConfig) -> tuple[Batch, dict[str, float]]:
     """Fill in ``correction`` as configured; also returns its ``loss/`` metrics. It is the same batch if that is off.
 
     The whole rollout batch is corrected at once, so that mini-batches, micro-batches and ranks only carry the weights.
     """
-    if not config.is_on:
+    if not config.correction.is_on:
         return batch, {}
     assert batch.old_log_probs is not None  # the engine computes them before the update if ``is_on``
     found = correction_weights(

@@ -14,6 +14,7 @@ from torch import Tensor
 from sorl_env.trajectory import Trajectory
 from sorl_train.config.rollout_settings import RolloutConfig
 from sorl_train.learner.batch import Batch
+from sorl_train.losses.advantages import are_equal
 
 
 def rows_with_signal(batch: Batch) -> Tensor:
@@ -29,7 +30,7 @@ def rows_with_signal(batch: Batch) -> Tensor:
         empty = values.new_zeros(int(group.max()) + 1)
         return empty.scatter_reduce(0, group, values, how, include_self=False)[group]
 
-    differ = over_groups(totals, "amax") != over_groups(totals, "amin")
+    differ = ~are_equal(over_groups(totals, "amin"), over_groups(totals, "amax"))
     return differ & (over_groups(batch.loss_mask.any(dim=1).float(), "amax") > 0)
 
 

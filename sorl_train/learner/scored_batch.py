@@ -78,8 +78,6 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     }
     if batch.old_log_probs is not None:
         metrics |= mismatch_metrics(batch.old_log_probs, batch)
-    if batch.state_ids is not None:
-        metrics["loss/shared_state_frac"] = shared_states(batch)
     if batch.values is not None:
         returns, error = batch.returns[mask].double(), (batch.returns - batch.values)[mask].double()
         variance = float(returns.var(correction=0))
@@ -88,13 +86,17 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     return metrics
 
 
-def shared_states(batch: Batch) -> float:
-    """Share of the turns that another turn of the group can be compared with, as it started in the same state."""
-    assert batch.state_ids is not None
+def state_metrics(batch: Batch) -> dict[str, float]:
+    """The share of the turns that another turn of the group can be compared with, as it started in the same state.
+
+    It takes the whole rollout batch, as the advantages do: a trajectory that is filtered afterwards was compared with.
+    """
+    if batch.state_ids is None:
+        return {}
     taking_part = turn_table(batch.turn_ids) & batch.included[:, None]
     states = first_of_turns(batch.state_ids, batch.turn_ids)[taking_part]
     _, state, count = torch.unique(states, return_inverse=True, return_counts=True)
-    return float((count[state] > 1).double().mean())
+    return {"loss/shared_state_frac": float((count[state] > 1).double().mean())}
 
 
 def mismatch_metrics(log_probs: Tensor, batch: Batch) -> dict[str, float]:

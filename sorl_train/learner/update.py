@@ -97,7 +97,7 @@ class PolicyUpdate:
         scales = self._normalization(bias, totals.bias_gradient)
         # nothing asks for such a step, and a trust region could not see what it does to other questions
         skips = self.settings.skip_without_signal or self.trust is not None
-        if skips and not float(stats.signal):
+        if not float(stats.tokens) or (skips and not float(stats.signal)):
             scales = dataclasses.replace(scales, update_scale=0.0)
         grad_norm = self._apply(scales, lr, mini)
         means.add(

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from sorl_train.algorithms import GroupBaseline
 
+ROUNDING = 1e-6  # of sums of rewards in float32, as a share of them
+
 
 def gae(
     rewards: Tensor, values: Tensor, action_mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
@@ -70,6 +72,15 @@ def whiten(advantages: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     return centred / (centred.square().sum() / count + eps).sqrt()
 
 
+def are_equal(lowest: Tensor, highest: Tensor) -> Tensor:
+    """Bool: whether all rewards from ``lowest`` to ``highest`` are the same but for rounding.
+
+    A trajectory's reward is a sum over its tokens in float32. Equal rewards of turns that end at other tokens may add
+    up to sums that differ in the last bit.
+    """
+    return highest - lowest <= ROUNDING * highest.abs().clamp(min=1.0)
+
+
 def group_advantages(
     rewards: Tensor,
     group_ids: Tensor,
@@ -109,8 +120,8 @@ def group_advantages(
         return x.new_zeros(len(groups)).scatter_reduce_(0, index, x, how, include_self=False)[index]
 
     centred = reward - reduce(reward, "mean")
-    # exactly 0 for equal rewards: their mean may be off by a rounding error, which a division by eps would blow up
-    centred = centred.masked_fill(reduce(reward, "amax") == reduce(reward, "amin"), 0.0)
+    # exactly 0 for equal rewards: they may be off by a rounding error, which a division by eps would blow up
+    centred = centred.masked_fill(are_equal(reduce(reward, "amin"), reduce(reward, "amax")), 0.0)
     count = reduce(torch.ones_like(reward), "sum")
     others = (count - 1.0).clamp(min=1.0)
     relative = centred * count / others if baseline == "leave_one_out" else centred

@@ -25,6 +25,7 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.openrlhf.checks import check, check_versions, critic_start, unread
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.rollout.environments import env_facts, make_env
+from sorl_train.run.alarm import ALARM
 from sorl_train.run.checkpoint import list_checkpoints, resume_point, rewind, step_of
 from sorl_train.run.display import Display
 from sorl_train.run.files import read_jsonl
@@ -120,7 +121,8 @@ def follow(
                 display.step(shown, metrics)
             events = _lines(run_dir.events)
             for event in events[told:]:
-                display.message(f"collapse alarm in step {event['step']}: {event['reason']}")
+                what = "collapse alarm in " if event["kind"] == ALARM else ""
+                display.message(f"{what}step {event['step']}: {event['reason']}")
             told = len(events)
             if ended:
                 break

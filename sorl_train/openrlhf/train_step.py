@@ -30,7 +30,12 @@ from sorl_train.learner.mismatch import check_mismatch, mismatch_limit, sampled_
 from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.overlong import overlong_metrics, shape_and_filter
 from sorl_train.learner.schedule import mini_batches, steps_of_batch
-from sorl_train.learner.scored_batch import batch_metrics, estimate_advantages, mismatch_metrics
+from sorl_train.learner.scored_batch import (
+    batch_metrics,
+    estimate_advantages,
+    mismatch_metrics,
+    state_metrics,
+)
 from sorl_train.learner.trust_region import LOOK
 from sorl_train.models.shape import model_shape
 from sorl_train.openrlhf.flags import Placement
@@ -138,7 +143,8 @@ class TrainStep:
                     batch, recomputed = self.score(batch)
                 self.check_mismatch(recomputed, batch, trajectories, step)
                 batch = estimate_advantages(batch, self.config.algorithm.advantage, self.config.loss)
-                batch, corrected = correct(batch, self.config.correction)
+                metrics |= state_metrics(batch)
+                batch, corrected = correct(batch, self.config)
                 with self.recorder.stage("update"):
                     metrics |= corrected | self.update(batch, step) | batch_metrics(batch)
                 metrics |= mismatch_metrics(recomputed, batch)

@@ -24,6 +24,8 @@ MEMORY = 50  # steps after which a step's weight in the strain has fallen by a f
 SPIKE = 0.3  # the most that one step counts in the strain: healthy runs have single steps far above it
 BASELINE = 3  # gradient norms and entropies are compared with those of so many first training steps
 
+ALARM = "collapse_alarm"  # the kind of its events
+
 
 @dataclass(frozen=True)
 class Alarm:
@@ -45,7 +47,7 @@ class Alarm:
         """A line of ``events.jsonl``; a signal that is not finite is null there, as in the metrics."""
         return {
             "step": self.step,
-            "kind": "collapse_alarm",
+            "kind": ALARM,
             "reason": self.reason,
             "since": self.since,
             "action": action,

@@ -181,6 +181,8 @@ def test_a_new_folder_goes_again_when_its_use_fails(tmp_path: Path) -> None:
 
 # -- real processes --------------------------------------------------------------------------------------------
 def start(module: str, *words: str, **options: object) -> subprocess.Popen[bytes]:
+    """Start a command. It hears Ctrl-C even where the tests run in the background, where a shell ignores it."""
+    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-m", module, *words], **{**pipes, **options})  # type: ignore[call-overload,no-any-return]
 

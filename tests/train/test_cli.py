@@ -229,7 +229,7 @@ def test_help_shows_what_the_algorithm_brings(capsys: pytest.CaptureFixture[str]
     text = " ".join(capsys.readouterr().out.split())
     assert "upper clip range, if it differs from clip_eps [0.3]" in text
     assert "temperature of sapo's gate for tokens with a positive advantage [1.0]" in text
-    assert "cispo, sapo, topr need rollout.group_size >= 2" in text
+    assert "cispo, sapo, topr, rloo, mt_grpo, gigpo need rollout.group_size >= 2" in text
 
 
 def test_list_configs(capsys: pytest.CaptureFixture[str]) -> None:

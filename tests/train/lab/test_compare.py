@@ -93,6 +93,16 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     assert math.isinf(compare.steps_to(results[0]))
 
 
+def test_a_run_that_broke_off_has_lost_everything(tmp_path: Path) -> None:
+    """Otherwise the mean would be that of the seeds that survived, and an arm whose runs all broke off was gone."""
+    study = study_of(tmp_path, [1e-4, 1e-3], arms={"ppo": {"algo": "ppo"}})
+    results = [result("ppo", 1e-4, 0, [0.5, 0.9, 0.9]) | {"id": study.runs[0].id}]
+    for run in study.runs[1:]:  # the second seed at the rate, and both at ten times it
+        (tmp_path / "runs" / run.id).mkdir(parents=True)
+    *_, line = compare.table(study, compare.with_lost(study, results, tmp_path)).splitlines()
+    assert line == "| ppo | 0.0001 | 0.45 (0.00 to 0.90) | 1 - | 0.00 (0.00 to 0.00) | 2 of 2 | 1.00 |"
+
+
 @pytest.mark.slow
 def test_ten_times_the_best_rate_is_run_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sorl_train.config.files import load_config
 from sorl_train.config.rollout_settings import CorrectionConfig
 from sorl_train.learner.correction import correction_settings
 from sorl_train.report.report import main as report
@@ -18,11 +19,21 @@ NAMES = {f"loss/correction_{name}" for name in ("mean", "cut_frac", "mask_frac",
 
 
 def test_limits_that_are_not_given_are_the_published_ones() -> None:
-    found = correction_settings(CorrectionConfig(mode="truncate"))
+    found = correction_settings(load_config("quickstart", {"algo": "so_grpo", "correction.mode": "truncate"}))
     assert (found.level, found.high, found.sequence_mask) == ("token", 2.0, None)
-    found = correction_settings(CorrectionConfig(mode="band", level="turn"))
+    settings = {"algo": "so_grpo", "correction.mode": "band", "correction.level": "turn"}
+    found = correction_settings(load_config("quickstart", settings))
     assert (found.level, found.low, found.high) == ("turn", 0.5, 5.0)
     assert not CorrectionConfig().is_on and CorrectionConfig(sequence_mask=0.1).is_on
+
+
+@pytest.mark.parametrize(("algo", "level"), [("so_grpo", "token"), ("so_ppo", "turn"), ("gspo", "sequence")])
+def test_the_level_is_by_default_that_of_the_ratio(algo: str, level: str) -> None:
+    """A finer one would be undone: a token of weight 0 shares the gradient of its turn or sequence."""
+    assert (
+        correction_settings(load_config("quickstart", {"algo": algo, "correction.mode": "band"})).level
+        == level
+    )
 
 
 @pytest.mark.parametrize("algo", ["so_ppo", "so_grpo"])

@@ -12,7 +12,7 @@ from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate, state_keys
-from sorl_train.learner.scored_batch import batch_metrics, estimate_advantages
+from sorl_train.learner.scored_batch import estimate_advantages, state_metrics
 from sorl_train.openrlhf.shares import by_rank, put_together, rows_by_rank
 
 from .test_batch import trajectory
@@ -116,7 +116,7 @@ def test_gigpo_by_hand() -> None:
     batch = scored(made(), "gigpo", group_std=False, gamma=0.5, anchor_state="history")
     assert by_turn(batch, "b")[1:] == pytest.approx([episode[1] - 0.25, episode[1]])
     # of the 11 turns that count, all but the last one of a share their state with another one, and d's last two
-    shared = batch_metrics(scored(made(), "gigpo"))["loss/shared_state_frac"]
+    shared = state_metrics(scored(made(), "gigpo"))["loss/shared_state_frac"]
     assert shared == pytest.approx(8 / 11)
 
 

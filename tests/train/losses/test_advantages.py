@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,20 @@ def test_excluded_trajectories_leave_the_baseline_and_get_nothing() -> None:
 @pytest.mark.parametrize("size", [1, 3, 5, 7])
 def test_a_group_of_equal_rewards_gets_exactly_zero(reward: float, size: int) -> None:
     assert groups([reward] * size + [5.0], [0] * size + [0], [1] * size + [0]) == [0.0] * (size + 1)
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_rewards_that_differ_by_rounding_are_equal(baseline: Any) -> None:
+    """Sums of the same turn rewards in float32, at other places: a division by their spread would make noise of 1."""
+    rewards = torch.tensor([0.4, 0.4, 0.4, 0.1, 0.1, 0.1])
+    sums = torch.stack(
+        [rewards.sum(), rewards.flip(0).cumsum(0)[-1], torch.tensor(1.49999988), torch.tensor(1.5)]
+    )
+    assert len(sums.unique()) > 1
+    group, included = torch.zeros(4, dtype=torch.long), torch.ones(4, dtype=torch.bool)
+    assert not group_advantages(sums, group, included, baseline=baseline).any()
+    sums[0] += 1e-4  # a difference that a reward can make
+    assert group_advantages(sums, group, included, baseline=baseline).all()
 
 
 def test_one_included_trajectory_gets_zero() -> None:

@@ -118,7 +118,7 @@ def test_two_steps_equal_the_local_engines(ranks: int, folder: str, batch: Batch
     ):
         critic, expected = local(folder, batch, case["config"], 2)
         with torch.no_grad():
-            before = load_critic(folder, "cpu")(batch.token_ids) * batch.action_mask
+            before = load_critic(folder, "cpu")(batch.token_ids, batch.action_mask)
         torch.testing.assert_close(found["values"], before, atol=1e-5, rtol=0, msg=name)
         for ours, theirs in zip(found["metrics"], expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4), name
@@ -151,7 +151,7 @@ def test_the_head_stays_in_float32(folder: str, batch: Batch, tmp_path: Path) ->
         assert values.dtype == torch.float32
         assert (values != values.bfloat16().float()).float().mean() > 0.9
         with torch.no_grad():
-            exact = load_critic(folder, "cpu")(batch.token_ids)[batch.action_mask]
+            exact = load_critic(folder, "cpu")(batch.token_ids, batch.action_mask)[batch.action_mask]
         assert (values - exact).abs().max() < 0.02  # what bfloat16 in the layers below does
         bias = found["head"]["bias"]
         assert bias.dtype == torch.float32 and 1e-6 < abs(float(bias) - 0.3) < 3e-5

@@ -107,7 +107,7 @@ def test_the_step_equals_the_local_engines(
     tmp_path: Path,
 ) -> None:
     micro = len(batch) // ranks // accumulation
-    batch, corrected = correct(batch, settings(**overrides).correction)
+    batch, corrected = correct(batch, settings(**overrides))
     assert ("correction.mode" in overrides) == (0 < corrected.get("loss/correction_zero_frac", 0) < 1)
     before, after, expected = local_step(folder, batch, settings(**overrides))
     config = settings(**overrides, **{"update.micro_batch_size": micro})
