@@ -21,9 +21,10 @@ from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.dynamic_sampling import num_groups, with_signal
 from sorl_train.learner.means import Means, past_target_kl
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit
-from sorl_train.learner.optimizer_step import NonFiniteError
+from sorl_train.learner.optimizer_step import NonFiniteError, adamw
 from sorl_train.learner.overlong import shape_and_filter
-from sorl_train.learner.schedule import learning_rate, mini_batches, steps_of_batch
+from sorl_train.learner.replay import Mixed, ReplayBuffer
+from sorl_train.learner.schedule import is_on_policy, learning_rate, mini_batches, steps_of_batch
 from sorl_train.learner.scored_batch import batch_metrics
 from sorl_train.learner.scoring import score
 from sorl_train.learner.settings import update_settings
@@ -36,7 +37,7 @@ from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_adapters, load_policy, load_tokenizer, save_policy
 from sorl_train.rollout.environments import answers_of, make_env, without_tools
 from sorl_train.rollout.jobs import LocalSampler, evaluation_jobs, further_jobs, run_jobs, training_jobs
-from sorl_train.rollout.metrics import eval_metrics, search_off_metrics
+from sorl_train.rollout.metrics import eval_metrics, is_success, search_off_metrics
 from sorl_train.rollout.model_check import check_critic, check_policy, try_packing, try_packing_critic
 from sorl_train.rollout.sampler import TransformersSampler
 from sorl_train.run.display import Display
@@ -60,6 +61,7 @@ class LocalEngine:
         self.recorder = Recorder(config, run_dir, self.env.task, display)
         self.step = 0  # training steps done
         self.waiting: deque[Collected] = deque()  # batches to train on, oldest first
+        self.replay = ReplayBuffer(config.replay, is_success)
         self.lr_scale = 1.0  # learning rates are times this; each roll-back lowers it
         # of a step whose trajectories are kept: its batch, and what the update saw of each trajectory
         self.visited: tuple[Batch, dict[str, tuple[Tensor, Tensor]]] | None = None
@@ -82,14 +84,15 @@ class LocalEngine:
         if not hasattr(self, "sampler"):  # after a roll-back the old one stays: a second vLLM would not fit
             self.sampler: LocalSampler = self._make_sampler()
         self.sampler.model = self.policy
-        optimizer = self._adamw([p for p in self.policy.parameters() if p.requires_grad], config.optim.lr)
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        optimizer = adamw(trained, config.optim, config.optim.lr)
         settings = update_settings(config)
         self.policy_update = PolicyUpdate(self.policy, optimizer, settings)
         self.optimizers = {"actor": optimizer}
         self.critic_update: CriticUpdate | None = None
         if config.algorithm.needs_critic:
             critic = load_critic(str(folder / "critic") if folder else config.critic or source, **loading)
-            self.optimizers["critic"] = self._adamw(list(critic.parameters()), config.optim.critic_lr)
+            self.optimizers["critic"] = adamw(list(critic.parameters()), config.optim, config.optim.critic_lr)
             self.critic_update = CriticUpdate(critic, self.optimizers["critic"], settings)
         self.reference = None
         if config.loss.kl_coef > 0:
@@ -97,7 +100,9 @@ class LocalEngine:
             self.reference.requires_grad_(False).eval()
         self._check_models()
         self.waiting.clear()
+        self.replay.stored.clear()
         if folder:
+            self.replay.load(folder)
             load_optimizers(folder / "optimizer.safetensors", self.optimizers)
             self.waiting.extend(load_waiting(folder, self.usable))
             state = self.recorder.restore(folder)
@@ -134,17 +139,6 @@ class LocalEngine:
         if self.critic_update is not None:
             check_critic(self.critic_update.critic, self.longest)
             try_packing_critic(self.critic_update.critic, self.longest)
-
-    def _adamw(self, parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
-        optim = self.config.optim
-        return torch.optim.AdamW(
-            parameters,
-            lr=lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.adam_eps,
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
 
     # -- the parts of a step, in the order of ``train`` -----------------------------------------------------------
 
@@ -217,15 +211,8 @@ class LocalEngine:
 
     @property
     def on_policy(self) -> bool:
-        """Whether each batch is trained on in a single optimizer step by the weights that sampled it. The old
-        log-probabilities are then those of the step's own forward pass, and need no pass before it, unless something
-        else asks for them: the KL in the reward, or a correction for the sampler."""
-        update, loss = self.config.update, self.config.loss
-        if self.step < update.critic_warmup_steps:  # the actor takes no step
-            return False
-        one_step = update.epochs == 1 and update.mini_batch_size >= self.config.rollout.batch_size
-        asked_for = (loss.kl_coef > 0 and loss.kl_in == "reward") or self.config.correction.is_on
-        return one_step and self.config.rollout.max_staleness == 0 and not asked_for
+        """See ``is_on_policy``."""
+        return is_on_policy(self.config, self.step)
 
     def score(self, batch: Batch) -> Batch:
         """Fill in old (unless ``on_policy``) and reference log-probabilities and values."""
@@ -250,6 +237,10 @@ class LocalEngine:
             path=self.run_dir.path / f"mismatch_{step:06d}.jsonl",
             step=step,
         )
+
+    def mix(self, collected: Collected) -> Mixed:
+        """What to train on: the collected batch, and past trajectories of the same questions if replay is on."""
+        return self.replay.step(collected, self.step, self.collate)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimizer steps on one rollout batch; returns ``loss/`` metrics."""
@@ -287,9 +278,10 @@ class LocalEngine:
         return means.result() | batch_metrics(batch)
 
     def _begin_batch(self, batch: Batch) -> Batch:
-        """Begin the policy's trust region, and add what it needs if older weights sampled the batch."""
+        """Begin the policy's trust region, and add what it needs if older weights sampled some of the batch."""
         self.policy_update.begin_batch()
-        if self.policy_update.trust is None or not self.config.rollout.max_staleness:
+        is_older = self.config.rollout.max_staleness > 0 or batch.replayed is not None
+        if self.policy_update.trust is None or not is_older:
             return batch
         self.policy.eval()
         return score(batch, {"start_log_probs": self.policy}, None, self.config, self.device)
@@ -311,6 +303,7 @@ class LocalEngine:
         if self.visited is not None:
             batch, seen = self.visited
             texts = {t.id: self.classify.texts(t) for t in trajectories if t.id in seen}
+            seen = {name: found for name, found in seen.items() if name in texts}  # without replayed ones
             records = token_records(batch, seen, self.policy_update.settings.loss, texts)
             write_token_records(self.run_dir.trajectories / f"step_{step:06d}.tokens.jsonl.gz", records)
             self.visited = None
@@ -334,6 +327,7 @@ class LocalEngine:
             self.critic_update.critic.save(folder / "critic")  # type: ignore[operator]
         save_optimizers(folder / "optimizer.safetensors", self.optimizers)
         save_waiting(folder, self.waiting)
+        self.replay.save(folder)
 
     @property
     def num_parameters(self) -> int:

@@ -1,8 +1,8 @@
 """Reinforcement learning on one machine. ``train`` is the algorithm: PPO, GRPO and the paper's variants of them.
 
 Training is off-policy for two reasons: a rollout batch is reused (several mini-batches and epochs), and with
-``rollout.max_staleness`` it is trained on some steps after it was sampled. Ratios are taken to the log-probabilities
-that the trainer computed when the batch was collected.
+``rollout.max_staleness`` it is trained on some steps after it was sampled. With ``replay.size`` past trajectories join
+it. Ratios are taken to the log-probabilities that the trainer computed when a trajectory was collected.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sorl_train.evaluate.find_policy import fingerprint
 from sorl_train.learner.correction import correct
 from sorl_train.learner.dynamic_sampling import dynamic_metrics
 from sorl_train.learner.overlong import overlong_metrics, with_loss_tokens
+from sorl_train.learner.replay import replay_metrics
 from sorl_train.learner.scored_batch import estimate_advantages, state_metrics
 from sorl_train.rollout.environments import env_facts
 from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
@@ -45,9 +46,11 @@ def train(engine: LocalEngine, interrupted: threading.Event) -> None:
         metrics = rollout_metrics(trajectories, engine.answers) | staleness(trajectories, engine.step)
         metrics |= overlong_metrics(trajectories, engine.token_limit, config.overlong)
         metrics |= dynamic_metrics(trajectories, collected.batch, config.rollout)
-        if collected.batch is not None and bool(collected.batch.loss_mask.any()):
-            with stop_on_non_finite(recorder, step, trajectories):
-                batch = estimate_advantages(collected.batch, config.algorithm.advantage, config.loss)
+        mixed = engine.mix(collected)
+        metrics |= replay_metrics(mixed, engine.replay)
+        if mixed.batch is not None and bool(mixed.batch.loss_mask.any()):
+            with stop_on_non_finite(recorder, step, [*trajectories, *mixed.replayed]):
+                batch = estimate_advantages(mixed.batch, config.algorithm.advantage, config.loss)
                 metrics |= state_metrics(batch)
                 batch, corrected = correct(with_loss_tokens(batch), config)
                 metrics |= corrected | engine.update(batch, step)

@@ -6,6 +6,7 @@ from typing import get_args
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.algorithms import ALGORITHMS, SURROGATE_SETTINGS, RatioLevel
+from sorl_train.config.rollout_settings import ReplayConfig
 from sorl_train.config.run_settings import device_problem
 from sorl_train.config.schema import fields, flatten
 from sorl_train.config.settings import LossConfig, TrainConfig
@@ -23,6 +24,7 @@ def validate(config: TrainConfig) -> None:
         *_other_advantages(config),
         *_correction_problems(config),
         *_overlong_problems(config),
+        *_replay_problems(config),
     ]
     if len(problems) == 1:
         raise UserError(problems[0])
@@ -105,6 +107,37 @@ def _overlong_problems(config: TrainConfig) -> list[str]:
         f"no loss anyway). {did_you_mean(name, FILTERED_STOPS)}"
         for name in sorted(overlong.excluded_stops - set(FILTERED_STOPS))
     ]
+
+
+def _replay_problems(config: TrainConfig) -> list[str]:
+    replay, rollout, size = config.replay, config.rollout, config.replay.size
+    if config.stage != "rl":
+        return []
+    if not size:
+        return [
+            f"replay.{name}={getattr(replay, name)} has no effect with replay.size=0: give the buffer a size, such as "
+            f"{4 * rollout.batch_size}"
+            for name in ("mode", "per_group", "max_age")
+            if getattr(replay, name) != getattr(ReplayConfig(), name)
+        ]
+    applies = {
+        f"replay.size {size} lets past rollouts of a question join its new ones, but algo {config.algo} does not "
+        "compare rollouts, and its critic has no values of theirs: use an algorithm with group advantages, such as "
+        "so_grpo, or replay.size=0": config.algorithm.needs_critic,
+        f"replay.size {size} and rollout.dynamic_sampling {rollout.dynamic_sampling} both replace groups without a "
+        "signal: set one of them to 0": rollout.dynamic_sampling > 0,
+        f"replay.size {size} does not go with update.target_kl {config.update.target_kl}, which would count how old a "
+        "replayed trajectory is as a step too far: use update.trust_kl, which measures from the weights that began the "
+        "batch": config.update.target_kl is not None,
+        f"replay.per_group {replay.per_group} leaves none of the {rollout.group_size} new rollouts of a group "
+        "(rollout.group_size) to compare with: make it smaller": (
+            replay.mode == "success" and replay.per_group >= rollout.group_size > 1
+        ),
+        f"replay.per_group {replay.per_group} is more than the buffer holds (replay.size {size}): make it smaller": (
+            replay.per_group > size
+        ),
+    }
+    return [problem for problem, holds in applies.items() if holds]
 
 
 def _conflicts(config: TrainConfig) -> list[str]:

@@ -35,6 +35,24 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class ReplayConfig:
+    """A buffer of past trajectories, which join the new rollouts of the same question."""
+
+    size: int = opt(0, "trajectories in the buffer, from which the oldest are dropped; 0: no replay", low=0)
+    mode: Literal["success", "recent"] = opt(
+        "success",
+        "success: where all rollouts of a question fail, past successes take the place of some of them (ARPO); recent: "
+        "the newest past rollouts of a question join its new ones, whatever their rewards (RePO)",
+    )
+    per_group: int = opt(1, "most past trajectories in one group", low=1)
+    max_age: int = opt(
+        100,
+        "replay trajectories whose weights are at most this many training steps old; drop older ones",
+        low=1,
+    )
+
+
+@dataclass(frozen=True)
 class CorrectionConfig:
     """Weights of the policy loss that correct for a sampler whose log-probabilities are not the trainer's."""
 

@@ -28,7 +28,12 @@ from sorl_train.algorithms import (
 from sorl_train.config.field import opt
 from sorl_train.config.find_algorithm import find_algorithm
 from sorl_train.config.model_settings import LoraConfig, SftConfig, TinyConfig
-from sorl_train.config.rollout_settings import CorrectionConfig, OverlongConfig, RolloutConfig
+from sorl_train.config.rollout_settings import (
+    CorrectionConfig,
+    OverlongConfig,
+    ReplayConfig,
+    RolloutConfig,
+)
 from sorl_train.config.run_settings import (
     AlarmConfig,
     CheckpointConfig,
@@ -298,6 +303,7 @@ class TrainConfig:
     search: SearchConfig = dataclasses.field(default_factory=SearchConfig)
     sampler: SamplerConfig = dataclasses.field(default_factory=SamplerConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    replay: ReplayConfig = dataclasses.field(default_factory=ReplayConfig)
     overlong: OverlongConfig = dataclasses.field(default_factory=OverlongConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)

@@ -42,6 +42,7 @@ class Batch:
             log-probabilities are not the trainer's (``correct``); None where nothing is corrected.
         start_log_probs: float32 (B, T), those of the weights that begin the update of a batch which older weights
             sampled; None where they are the old log-probabilities, or where no trust region needs them.
+        replayed: bool (B,), the trajectories from the replay buffer, which older weights sampled; None: there are none.
     """
 
     token_ids: Tensor
@@ -64,6 +65,7 @@ class Batch:
     returns: Tensor | None = None
     correction: Tensor | None = None
     start_log_probs: Tensor | None = None
+    replayed: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sorl_train.config.settings import OptimConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.settings import UpdateSettings
 from sorl_train.losses.aggregate import loss_denominator
@@ -26,6 +27,18 @@ class NonFiniteError(RuntimeError):
 
     def __reduce__(self) -> Any:  # so that it can be pickled by the process that raises it
         return type(self), (self.what, self.trajectory_ids)
+
+
+def adamw(parameters: list[Tensor], optim: OptimConfig, lr: float) -> torch.optim.Optimizer:
+    """AdamW as configured, at this learning rate."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.adam_eps,
+        weight_decay=optim.weight_decay,
+        fused=True,
+    )
 
 
 def mean_over(mini: Batch, settings: UpdateSettings) -> dict[str, Any]:

@@ -69,6 +69,9 @@ def _problems(config: TrainConfig) -> list[str]:
         "which is exact in logit space": config.loss.clip_bias_norm == "gradient",
         f"rollout.dynamic_sampling={config.rollout.dynamic_sampling} is for engine=local, OpenRLHF hands out a fixed "
         "list of prompts: use 0": config.rollout.dynamic_sampling > 0,
+        f"replay.size={config.replay.size} is for engine=local, whose checkpoints hold the buffer: use 0": (
+            config.replay.size > 0
+        ),
         "lora.rank is for engine=local": config.lora.rank > 0,
         "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto": (
             config.hardware.dtype == "float32"

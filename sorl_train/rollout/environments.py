@@ -24,7 +24,8 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
     """The environment for training or for evaluation.
 
     Raises:
-        UserError: training on test questions, or with an ``overlong.buffer`` that leaves no trajectory unpunished.
+        UserError: training on test questions, with an ``overlong.buffer`` that leaves no trajectory unpunished, or with
+            a replay buffer in a run that asks no question twice.
     """
     task = load_task(config.task, **config.task_args)
     env = ToolUseEnv(
@@ -38,6 +39,7 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
         refuse_test_questions(config, env.examples)
         refuse_without_turn_rewards(config, task)
         refuse_long_buffer(config, env.limits)
+        refuse_replay_without_repeats(config, len(env.examples.examples))
     return env
 
 
@@ -76,6 +78,17 @@ def refuse_long_buffer(config: TrainConfig, limits: Limits) -> None:
         raise UserError(
             f"overlong.buffer {buffer} must be below the {limit} tokens that task {config.task} allows a trajectory: "
             "choose a shorter one, or set limits.max_trajectory_tokens"
+        )
+
+
+def refuse_replay_without_repeats(config: TrainConfig, examples: int) -> None:
+    """Raise ``UserError`` when trajectories are kept for replay and no question comes a second time."""
+    prompts = config.rollout.batch_size // config.rollout.group_size
+    if config.stage == "rl" and config.replay.size and config.update.steps * prompts <= examples:
+        raise UserError(
+            f"replay.size {config.replay.size}: nothing would ever be replayed, because {config.update.steps} training "
+            f"steps (update.steps) of {prompts} questions ask none of the {examples} questions twice. Take more steps "
+            "or fewer questions, or replay.size=0"
         )
 
 

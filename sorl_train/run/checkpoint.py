@@ -9,7 +9,8 @@
         hashes.json              size and hash of each of these files, and the run that they belong to
 
     of the local engine:         critic/ (as policy/, and value_head.safetensors), optimizer.safetensors,
-                                 stale_N.* (batches that wait to be trained on); nothing is a pickle
+                                 stale_N.* (batches that wait to be trained on), replay.* (the replay buffer);
+                                 nothing is a pickle
     of the OpenRLHF engine:      _actor/ and _critic/ (DeepSpeed's shards, under the names where OpenRLHF looks)
 
 A folder appears under its name only when it is complete (``hashed_folder``), and after the metrics of its step were

@@ -144,9 +144,21 @@ def _reinforced(config: TrainConfig, step: int) -> dict[str, str]:
         "steps": f"{step} of {update.steps}, of {rollout.batch_size} trajectories{groups}",
         "updates": f"mini-batches of {update.mini_batch_size}, epochs over a rollout batch: {update.epochs}, lag of "
         f"{rollout.max_staleness} steps",
+        "replay": _replay(config),
         "rates and weights": f"learning rate {optim.lr:g}{critic}; {_clip_range(config)}; KL {loss.kl_coef:g}",
         "sampling": f"temperature {config.sampler.temperature:g}, top-p {config.sampler.top_p:g}",
     }
+
+
+def _replay(config: TrainConfig) -> str:
+    """What of past trajectories was trained on; empty if nothing was."""
+    replay = config.replay
+    if not replay.size:
+        return ""
+    what = (
+        "past successes where all rollouts failed" if replay.mode == "success" else "the newest past rollouts"
+    )
+    return f"{what}: at most {replay.per_group} in a group, at most {replay.max_age} steps old"
 
 
 def _clip_range(config: TrainConfig) -> str:

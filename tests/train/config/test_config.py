@@ -308,6 +308,24 @@ def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
             "loss.sapo_tau_pos 2.0 has no effect on algo so_ppo, .* use --algo sapo",
         ),
         ({"limits.max_prompt_tokens": 9, "limits.max_trajectory_tokens": 9}, "leaves no room"),
+        ({"replay.size": 64}, "replay.size 64 lets past .* algo so_ppo .* such as so_grpo, or replay.size=0"),
+        (
+            {"algo": "so_grpo", "replay.size": 64, "rollout.dynamic_sampling": 2},
+            "replay.size 64 and rollout.dynamic_sampling 2 both replace .* set one of them to 0",
+        ),
+        (
+            {"algo": "so_grpo", "replay.size": 64, "update.target_kl": 0.02},
+            "replay.size 64 does not go with update.target_kl 0.02, .* use update.trust_kl",
+        ),
+        (
+            {"algo": "so_grpo", "replay.size": 64, "replay.per_group": 8},
+            r"replay.per_group 8 leaves none of the 8 new rollouts of a group .* make it smaller",
+        ),
+        (
+            {"algo": "so_grpo", "replay.size": 4, "replay.mode": "recent", "replay.per_group": 5},
+            r"replay.per_group 5 is more than the buffer holds \(replay.size 4\)",
+        ),
+        ({"replay.mode": "recent"}, "replay.mode=recent has no effect with replay.size=0"),
         ({"search.corpus": "a", "search.cache": "b"}, r"search.cache \(b\) keeps .* give search.url"),
     ],
 )

@@ -102,6 +102,10 @@ def test_the_users_own_flags_come_last_and_win() -> None:
             {"algo": "so_grpo", "rollout__group_size": 4, "rollout__dynamic_sampling": 2},
             "rollout.dynamic_sampling=2 is for engine=local",
         ),
+        (
+            {"algo": "so_grpo", "rollout__group_size": 4, "replay__size": 8},
+            "replay.size=8 is for engine=local, whose checkpoints hold the buffer: use 0",
+        ),
         ({"hardware__dtype": "float32"}, "OpenRLHF trains in bfloat16"),
         ({"cluster__zero_stage": 1}, "cluster.zero_stage must lie between 2 and 3, it is 1"),
         ({"cluster__partial_rollout": True}, "needs cluster.async_rollout"),
