@@ -224,8 +224,12 @@ async def run_trajectory(
     job: RolloutJob,
     settings: RolloutSettings,
     known_prompts: dict[str, list[int]] | None = None,
+    on_turn: Callable[[Turn], None] | None = None,
 ) -> Trajectory:
-    """One trajectory: sample a turn, let the environment reply, append both, until the episode ends."""
+    """One trajectory: sample a turn, let the environment reply, append both, until the episode ends.
+
+    ``on_turn`` gets each turn once the environment has replied to it.
+    """
     growing = TrajectoryBuilder(
         env, tokenizer, job, use_chat_template=settings.use_chat_template, known_prompts=known_prompts
     )
@@ -248,6 +252,8 @@ async def run_trajectory(
             result = await _reply(env, text)
             tool_s = time.monotonic() - sampled_at
             result = growing.append(sampled, text, result, sampled_at - started, tool_s)
+            if on_turn is not None:
+                on_turn(growing.turns[-1])
             if result.terminated or result.truncated:
                 return growing.build(result)
     finally:

@@ -24,12 +24,13 @@ from sorl_env.rollout import (
 )
 from sorl_env.task import Example
 from sorl_env.tokens import Tokenizer
-from sorl_env.trajectory import StopReason, Trajectory
+from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_train.evaluate.ask import env_of_question, unknown_words
+from sorl_train.evaluate.rows import turn_facts
 from sorl_train.evaluate.runner import Policy, in_session
 from sorl_train.serve_agent.chat import ChatRequest, RequestError
 
-OnTurn = Callable[[str], None]
+OnEvent = Callable[[dict[str, Any]], None]
 _T = TypeVar("_T")
 
 
@@ -72,6 +73,15 @@ class Agent:
         return self._env.task.name
 
     @property
+    def tools(self) -> tuple[str, ...]:
+        """The names of its tools."""
+        return tuple(self._env.toolbox.names)
+
+    def examples(self, number: int) -> list[Example]:
+        """The first questions of the task's held-out data."""
+        return list(self._env.examples.examples[:number])
+
+    @property
     def in_flight(self) -> int:
         """The number of dialogues in the batch."""
         return min(self.open, self._places)
@@ -111,8 +121,12 @@ class Agent:
         """Check that the question fits into the prompt. Raises ``RequestError`` if it does not."""
         return await self._there(self._prepare(request))
 
-    async def answer(self, dialogue: Dialogue, on_turn: OnTurn | None = None) -> Trajectory:
-        """Run a dialogue. ``on_turn`` gets the text of each turn as it is sampled, on the agent's thread.
+    async def answer(self, dialogue: Dialogue, on_event: OnEvent | None = None) -> Trajectory:
+        """Run a dialogue.
+
+        ``on_event`` is called on the agent's thread: with ``{"turn": {"index": .., "text": ..}}`` for each turn as soon
+        as it is sampled, and with ``{"reply": {"index": .., ..}}``, the fields of ``turn_facts``, once its tools have
+        replied.
 
         Raises:
             RequestError: too many dialogues wait, or the policy's server or a tool failed.
@@ -123,7 +137,7 @@ class Agent:
             )
         self.open += 1
         try:
-            return await self._there(self._answer(dialogue, on_turn))
+            return await self._there(self._answer(dialogue, on_event))
         finally:
             self.open -= 1
 
@@ -159,15 +173,20 @@ class Agent:
             env.limits = dataclasses.replace(env.limits, max_trajectory_tokens=most)
         return Dialogue(env, job, settings, unknown_words(self._policy.tokenizer, request.question))
 
-    async def _answer(self, dialogue: Dialogue, on_turn: OnTurn | None) -> Trajectory:
+    async def _answer(self, dialogue: Dialogue, on_event: OnEvent | None) -> Trajectory:
         policy = self._policy
         sampler: Sampler = policy.sampler
-        if on_turn is not None:
-            sampler = ReportingSampler(sampler, policy.tokenizer, on_turn)
+        if on_event is not None:
+            sampler = ReportingSampler(sampler, policy.tokenizer, on_event)
+
+        def on_turn(turn: Turn) -> None:
+            if on_event is not None:
+                on_event({"reply": {"index": turn.index, **turn_facts(turn)}})
+
         async with self._slots:
             try:
                 trajectory = await run_trajectory(
-                    dialogue.env, policy.tokenizer, sampler, dialogue.job, dialogue.settings
+                    dialogue.env, policy.tokenizer, sampler, dialogue.job, dialogue.settings, on_turn=on_turn
                 )
             except UserError as error:  # from the policy's server, since the prompt fits
                 said = str(error).partition(";")[0]  # the rest is advice for evaluations
@@ -178,17 +197,20 @@ class Agent:
 
 
 class ReportingSampler:
-    """A sampler that reports the text of each turn that it samples."""
+    """A sampler that reports the text of each turn of one dialogue as soon as it is sampled."""
 
-    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, on_turn: OnTurn) -> None:
+    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, on_event: OnEvent) -> None:
         self._sampler = sampler
         self._tokenizer = tokenizer
-        self._on_turn = on_turn
+        self._on_event = on_event
+        self._turns = 0
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
         """Sample one turn (see ``Sampler.generate``)."""
         sampled = await self._sampler.generate(session, token_ids, params)
-        self._on_turn(turn_text(self._tokenizer, sampled.token_ids, params.stop))
+        text = turn_text(self._tokenizer, sampled.token_ids, params.stop)
+        self._on_event({"turn": {"index": self._turns, "text": text}})
+        self._turns += 1
         return sampled
 
     def release(self, session: str) -> None:

@@ -1,6 +1,6 @@
-"""The service as an ASGI application: ``/v1/chat/completions``, ``/v1/models`` and ``/health``.
+"""The service as an ASGI application: a chat page, ``/v1/chat/completions``, ``/v1/models`` and ``/health``.
 
-It is plain ASGI on uvicorn, because a framework is not worth it for three routes (see ``sorl_tools.serve.app``).
+It is plain ASGI on uvicorn, because a framework is not worth it for four routes (see ``sorl_tools.serve.app``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mutab
 from typing import Any
 
 from sorl_train.evaluate.rows import final_answer
+from sorl_train.report.page import render_page
 from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.chat import ChatRequest, Head, RequestError, parse_request
 
@@ -26,7 +27,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 MAX_BODY_BYTES = 1 << 20
-_METHODS = {"/v1/chat/completions": "POST", "/v1/models": "GET", "/health": "GET"}
+_METHODS = {"/": "GET", "/v1/chat/completions": "POST", "/v1/models": "GET", "/health": "GET"}
 _BUG = "a bug in the server; its log has the traceback"
 _DONE = b"data: [DONE]\n\n"
 
@@ -35,12 +36,36 @@ class _GoneError(Exception):
     """The client disconnected, so nobody reads a reply."""
 
 
+def chat_page(agent: Agent, model: str, *, needs_token: bool) -> bytes:
+    """The page at ``/``. Where a token is needed it shows none of the task's questions to those who lack it."""
+    examples = agent.examples(3)
+    data = {
+        "model": model,
+        "task": agent.task,
+        "tools": agent.tools,
+        "needs_token": needs_token,
+        "needs_options": any(example.options for example in examples),
+        "examples": []
+        if needs_token
+        else [{"question": example.question, "options": example.options} for example in examples],
+    }
+    page = render_page(
+        "chat.html.j2",
+        styles=["page.css", "dialogue.css", "chat.css"],
+        scripts=["page.js", "chat.js"],
+        title=model,
+        data=data,
+    )
+    return page.encode()
+
+
 class App:
     """The application.
 
     Args:
         model: the model's name in requests and replies.
-        token: if given, all routes but ``/health`` require ``Authorization: Bearer TOKEN``.
+        token: if given, all routes but ``/health`` and the page, which asks for it, require ``Authorization: Bearer
+            TOKEN``.
         body_timeout_s: time for the whole body of a request to arrive; after that the answer is 408.
     """
 
@@ -53,6 +78,7 @@ class App:
         self._body_timeout_s = body_timeout_s
         self._refused: collections.Counter[str] = collections.Counter()
         self._started = int(time.time())
+        self._page = chat_page(agent, model, needs_token=token is not None)
 
     def refused(self, reason: str) -> None:
         """Count a connection that was closed for one of `sorl_tools.serve.connections.REFUSALS`."""
@@ -80,6 +106,9 @@ class App:
             raise RequestError(405, f"{path} takes {method}")
         if path == "/health":
             await _send_json(send, self._health())
+            return
+        if path == "/":
+            await _send(send, self._page, b"text/html; charset=utf-8")
             return
         self._check_token(headers)
         if path == "/v1/models":
@@ -120,20 +149,18 @@ class App:
     async def _stream(self, head: Head, request: ChatRequest, send: Send) -> None:
         """Answer with server-sent events. An error after the first of them is sent as the last one."""
         dialogue = await self._agent.prepare(request)
-        turns: asyncio.Queue[str] = asyncio.Queue()
+        happened: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def on_turn(text: str) -> None:
-            loop.call_soon_threadsafe(turns.put_nowait, text)
+        def on_event(event: dict[str, Any]) -> None:
+            loop.call_soon_threadsafe(happened.put_nowait, event)
 
-        answering = asyncio.ensure_future(self._agent.answer(dialogue, on_turn))
+        answering = asyncio.ensure_future(self._agent.answer(dialogue, on_event))
         try:
             await _start(send, 200, b"text/event-stream")
             await _event(send, head.chunk({"role": "assistant", "content": ""}))
-            index = 0
-            async for text in _until(turns, answering):
-                await _event(send, head.chunk({}, sorl={"turn": {"index": index, "text": text}}))
-                index += 1
+            async for event in _until(happened, answering):
+                await _event(send, head.chunk({}, sorl=event))
             try:
                 trajectory = answering.result()
                 answer = final_answer(trajectory)
@@ -152,15 +179,17 @@ class App:
             answering.cancel()
 
 
-async def _until(turns: asyncio.Queue[str], answering: asyncio.Future[Any]) -> AsyncIterator[str]:
-    """All items of ``turns`` until ``answering`` is done and the queue is empty."""
-    while not answering.done() or not turns.empty():
-        turn = asyncio.ensure_future(turns.get())
-        await asyncio.wait({turn, answering}, return_when=asyncio.FIRST_COMPLETED)
-        if turn.done():
-            yield turn.result()
+async def _until(
+    happened: asyncio.Queue[dict[str, Any]], answering: asyncio.Future[Any]
+) -> AsyncIterator[dict[str, Any]]:
+    """All events of ``happened`` until ``answering`` is done and the queue is empty."""
+    while not answering.done() or not happened.empty():
+        event = asyncio.ensure_future(happened.get())
+        await asyncio.wait({event, answering}, return_when=asyncio.FIRST_COMPLETED)
+        if event.done():
+            yield event.result()
         else:
-            turn.cancel()
+            event.cancel()
 
 
 async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
@@ -220,8 +249,11 @@ async def _start(send: Send, status: int, content_type: bytes, length: int | Non
 
 
 async def _send_json(send: Send, content: Any, status: int = 200) -> None:
-    body = json.dumps(content).encode()
-    await _start(send, status, b"application/json", len(body))
+    await _send(send, json.dumps(content).encode(), b"application/json", status)
+
+
+async def _send(send: Send, body: bytes, content_type: bytes, status: int = 200) -> None:
+    await _start(send, status, content_type, len(body))
     await send({"type": "http.response.body", "body": body})
 
 

@@ -1,4 +1,4 @@
-"""``sorl-serve-agent --model ..``: a policy and its tools behind an OpenAI-compatible ``/v1/chat/completions``."""
+"""``sorl-serve-agent --model ..``: a policy and its tools behind OpenAI's ``/v1/chat/completions`` and a chat page."""
 
 from __future__ import annotations
 
@@ -108,6 +108,7 @@ def _run(app: App, bound: socket.socket, limits: ConnectionLimits, drain_s: int)
 def _say(host: str, port: int, what: str, token: str | None) -> None:
     where = f"[{host}]" if ":" in host else host
     print(f"sorl-serve-agent: http://{where}:{port}/v1: {what}", flush=True)
+    print(f"sorl-serve-agent: http://{where}:{port}/ is a page to ask on", flush=True)
     if token is None and host not in _LOOPBACK:
         say(
             "sorl-serve-agent",

@@ -12,14 +12,25 @@ import pytest
 
 pytestmark = [pytest.mark.openrlhf, pytest.mark.slow]
 
-STEPS = {"algo": "so_ppo", "update.steps": 8, "eval.search_off": False, "log.tensorboard": False}
+# Twelve optimizer steps on each batch: it learns in little time, at a rate at which no run of docs/stability.md falls.
+STEPS = {
+    "algo": "so_ppo",
+    "rollout.batch_size": 32,
+    "update.mini_batch_size": 8,
+    "update.epochs": 3,
+    "update.steps": 16,
+    "optim.lr": 1.6e-4,
+    "optim.schedule": "constant",
+    "eval.every": 16,
+    "eval.search_off": False,
+    "log.tensorboard": False,
+}
 # The same policy and evaluation on the local engine.
 LOCAL = {
     "hardware.device": "cpu",
     "tiny.hidden_size": 96,
     "tiny.num_layers": 3,
     "tiny.num_heads": 3,
-    "eval.every": 4,
     "eval.num_examples": 256,
     "eval.num_examples_final": 256,
 }
@@ -44,5 +55,5 @@ def test_success_rises_as_with_the_local_engine(tmp_path: Path) -> None:
     local = curve(tmp_path / "local", "quickstart", STEPS | LOCAL)
     print(f"greedy success by step: openrlhf {cluster}, local {local}")
     assert cluster[0] < 0.75
-    assert cluster[8] >= cluster[0] + 0.10
-    assert abs(cluster[8] - local[8]) < 0.15
+    assert cluster[16] >= cluster[0] + 0.10
+    assert abs(cluster[16] - local[16]) < 0.15

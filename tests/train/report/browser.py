@@ -67,8 +67,8 @@ class Browser:
         message, _, self._buffer = self._buffer.partition(b"\0")
         return json.loads(message)
 
-    def open(self, page: Path, *, scheme: str = "light", width: int = 1280, hash: str = "") -> None:
-        """Load a page anew; the events so far are forgotten."""
+    def open(self, page: Path | str, *, scheme: str = "light", width: int = 1280, hash: str = "") -> None:
+        """Load a file or an address anew; the events so far are forgotten."""
         self.send("Page.navigate", url="about:blank")
         self.wait_for("location.href === 'about:blank'")
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -76,7 +76,7 @@ class Browser:
         self.send("Emulation.setDeviceMetricsOverride", **size)
         self.seen()
         self.events.clear()
-        address = page.as_uri()
+        address = page.as_uri() if isinstance(page, Path) else page
         self.send("Page.navigate", url=address + hash)
         self.wait_for(
             f"location.href.startsWith({json.dumps(address)}) && document.readyState === 'complete'"

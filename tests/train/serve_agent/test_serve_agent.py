@@ -151,8 +151,11 @@ def test_a_stream_tells_the_turns_then_the_answer(run: Path, server: Server) -> 
     if whole["choices"][0]["message"]["content"] is not None:
         *turns, answer = turns
         assert answer["choices"][0]["delta"]["content"] == whole["choices"][0]["message"]["content"]
-    texts = [chunk["sorl"]["turn"]["text"] for chunk in turns]
-    assert texts == [turn["text"] for turn in whole["sorl"]["turns"]] and texts
+    happened = [chunk["sorl"] for chunk in turns]
+    expected: list[dict[str, Any]] = []
+    for index, turn in enumerate(whole["sorl"]["turns"]):
+        expected += [{"turn": {"index": index, "text": turn["text"]}}, {"reply": {"index": index, **turn}}]
+    assert happened == expected and expected
     assert last["sorl"] == whole["sorl"]
     assert last["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
     assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
