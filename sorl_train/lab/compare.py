@@ -19,7 +19,7 @@ from sorl_env.errors import UserError
 from sorl_env.figures import markdown_table
 from sorl_train.lab.study import Run, Study
 from sorl_train.run.bootstrap import bootstrap, percentile_interval
-from sorl_train.run.folder import RunDir
+from sorl_train.run.folder import NON_FINITE, RunDir
 from sorl_train.run.stability import step_seconds, success_curve
 
 RATE = "optim.lr"
@@ -83,15 +83,15 @@ def best_rates(study: Study, results: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 
 def with_lost(study: Study, results: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """The results, and for each run that was begun and never finished one in which it has lost everything.
+    """The results, and for each run that ended because a figure was not finite one in which it has lost everything.
 
-    A run ends early where a figure is not finite: without it the mean would be that of the seeds that survived.
+    Without it the mean would be that of the seeds that survived. A run that goes on, or was killed, has no result.
     """
     finished = {run["id"] for run in results}
     found = [dict(run) for run in results]
     for run in study.runs:
         path = folder / "runs" / run.id
-        if run.id in finished or not path.is_dir():
+        if run.id in finished or not any(path.glob(NON_FINITE.format("*"))):
             continue
         curve = success_curve(path) if RunDir(path).metrics.is_file() else []
         peak = max((success for _, success in curve), default=1.0)

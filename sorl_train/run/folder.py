@@ -45,6 +45,8 @@ RESUMABLE = (
 # names that ``atomic_write`` and writers of trajectory files use
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}(\.unfinished)?")
 
+NON_FINITE = "non_finite_{}.jsonl"  # the trajectories of the step in which a figure was not finite
+
 
 def read_own_file(path: Path) -> bytes:
     """The bytes of a file that sorl wrote. Raises ``UserError`` if it is missing or cannot be read."""

@@ -34,7 +34,7 @@ from sorl_train.run.checkpoint import (
 )
 from sorl_train.run.display import Advance, Display
 from sorl_train.run.files import append_line, read_jsonl
-from sorl_train.run.folder import RunDir, read_own_json
+from sorl_train.run.folder import NON_FINITE, RunDir, read_own_json
 from sorl_train.run.hashed_folder import write_folder
 from sorl_train.run.metrics_log import MetricsLog, log_lengths
 from sorl_train.run.summary import Summary
@@ -237,7 +237,7 @@ class Recorder:
             error: what was not finite.
             ids: the trajectories where it was found; they come first in the file.
         """
-        path = self.run_dir.path / f"non_finite_{step:06d}.jsonl"
+        path = self.run_dir.path / NON_FINITE.format(f"{step:06d}")
         write_jsonl(path, sorted(trajectories, key=lambda t: t.id not in ids))
         saved = list_checkpoints(self.run_dir.checkpoints)
         checkpoint = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"

@@ -99,6 +99,9 @@ def test_a_run_that_broke_off_has_lost_everything(tmp_path: Path) -> None:
     results = [result("ppo", 1e-4, 0, [0.5, 0.9, 0.9]) | {"id": study.runs[0].id}]
     for run in study.runs[1:]:  # the second seed at the rate, and both at ten times it
         (tmp_path / "runs" / run.id).mkdir(parents=True)
+    assert compare.with_lost(study, results, tmp_path) == results  # they may still go on
+    for run in study.runs[1:]:
+        (tmp_path / "runs" / run.id / "non_finite_000003.jsonl").touch()
     *_, line = compare.table(study, compare.with_lost(study, results, tmp_path)).splitlines()
     assert line == "| ppo | 0.0001 | 0.45 (0.00 to 0.90) | 1 - | 0.00 (0.00 to 0.00) | 2 of 2 | 1.00 |"
 
