@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
@@ -258,16 +257,6 @@ def run_command(
             raise
         say(program, f"the task's own code failed:\n{lines}")
         return FAILED
-
-
-def interrupt_on(*signals: signal.Signals) -> None:
-    """Make these signals end the process as Ctrl-C does, so that it can save its work first."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    for each in signals:
-        signal.signal(each, interrupt)
 
 
 def say(program: str, message: str, before: str = "") -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError, did_you_mean
+from sorl_env.interrupts import run_async
 from sorl_env.parser import neutralise
 from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, SamplingParams, run_trajectory, turn_text
 from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
@@ -93,7 +94,7 @@ def in_session(policy: Policy, work: Callable[[], Coroutine[Any, Any, None]]) ->
             with session:
                 await work()
 
-    asyncio.run(main())
+    run_async(main())
 
 
 async def _run_all(

@@ -23,7 +23,6 @@ from typing import Any
 from sorl_env.command import (
     Parser,
     add_json_option,
-    interrupt_on,
     number,
     print_json,
     run_command,
@@ -31,6 +30,7 @@ from sorl_env.command import (
     whole,
 )
 from sorl_env.errors import UserError
+from sorl_env.interrupts import interrupt_on
 from sorl_train.config.files import to_yaml
 from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.lab import alarm as alarm_lab

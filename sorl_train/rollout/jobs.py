@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from sorl_env.env import ToolUseEnv
+from sorl_env.interrupts import run_async
 from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, collect
 from sorl_env.tokens import Tokenizer
 from sorl_env.trajectory import Trajectory
@@ -107,10 +107,10 @@ def run_jobs(
     )
     trajectories: list[Trajectory] = []
 
-    # returns nothing: asyncio.run would format a result only to throw the text away
+    # returns nothing: run_async would format a result only to throw the text away
     async def main() -> None:
         trajectories.extend(await collect(env, tokenizer, sampler, jobs, settings, on_finish))
 
     with sampler.session():
-        asyncio.run(main())
+        run_async(main())
     return trajectories

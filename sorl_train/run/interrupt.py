@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from sorl_env.interrupts import interrupt
 from sorl_train.run.display import Display
 
 
@@ -19,7 +20,8 @@ def finish_step_on_interrupt(display: Display) -> Iterator[threading.Event]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if interrupted.is_set():
-            raise KeyboardInterrupt
+            interrupt()
+            return
         interrupted.set()
         display.message("stopping after this step and its checkpoint; press Ctrl-C again to stop at once")
 

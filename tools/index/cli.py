@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sorl_env.check import describe_checks
-from sorl_env.command import Parser, add_json_option, interrupt_on, number, print_json, run_command, whole
+from sorl_env.command import Parser, add_json_option, number, print_json, run_command, whole
 from sorl_env.errors import UserError
 from sorl_env.figures import duration, size
+from sorl_env.interrupts import interrupt_on
 from sorl_tools.index.build.build import BACKENDS, build
 from sorl_tools.index.build.estimate import estimate
 from sorl_tools.index.build.options import Bm25Options, DenseOptions, HybridOptions

@@ -1,4 +1,4 @@
-"""From a cold-started policy, a few steps of SO-PPO through Ray, vLLM and DeepSpeed find the last hop."""
+"""From a cold-started policy, ten steps of SO-PPO through Ray, vLLM and DeepSpeed find the last hop."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import pytest
 
 pytestmark = [pytest.mark.openrlhf, pytest.mark.slow]
 
-# Twelve optimizer steps on each batch: it learns in little time, at a rate at which no run of docs/stability.md falls.
+# Four times the quickstart's learning rate, for which ten steps are enough, with a trust region to bear it.
+# At its own rate eight steps brought .08 to .17, which depends on the order in which vLLM's replies arrive.
 STEPS = {
     "algo": "so_ppo",
-    "rollout.batch_size": 32,
-    "update.mini_batch_size": 8,
-    "update.epochs": 3,
-    "update.steps": 16,
-    "optim.lr": 1.6e-4,
+    "update.steps": 10,
+    "update.trust_kl": 0.01,
+    "optim.lr": 8e-4,
     "optim.schedule": "constant",
-    "eval.every": 16,
+    "eval.every": 5,
     "eval.search_off": False,
     "log.tensorboard": False,
 }
@@ -55,5 +54,5 @@ def test_success_rises_as_with_the_local_engine(tmp_path: Path) -> None:
     local = curve(tmp_path / "local", "quickstart", STEPS | LOCAL)
     print(f"greedy success by step: openrlhf {cluster}, local {local}")
     assert cluster[0] < 0.75
-    assert cluster[16] >= cluster[0] + 0.10
-    assert abs(cluster[16] - local[16]) < 0.15
+    assert cluster[10] >= cluster[0] + 0.10
+    assert abs(cluster[10] - local[10]) < 0.15
