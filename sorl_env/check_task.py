@@ -136,7 +136,7 @@ def _check_tool(env: ToolUseEnv, tool: Tool, example: Example) -> Check:
     outcomes = [fresh.toolbox.call(request)]
     if not isinstance(outcomes[0], ToolUnavailableError):
         outcomes += fresh.toolbox.call_batch([request, request])
-    fresh.end_tools()
+    fresh.end_episode()
     for outcome in outcomes:
         if isinstance(outcome, ToolUnavailableError):
             detail = f"{outcome}; start it, or correct its address. Episodes were not checked"
