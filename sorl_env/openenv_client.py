@@ -76,7 +76,7 @@ class OpenEnvSession:
 
     async def reset(self, example: Example, seed: int) -> tuple[str, Example]:
         """Connect and start an episode; waits where the server is full or does not answer yet."""
-        from websockets.exceptions import WebSocketException
+        from websockets.exceptions import InvalidStatus, WebSocketException
 
         place = example.metadata
         data = {name: place[name] for name in ("split", "index") if name in place}
@@ -89,6 +89,8 @@ class OpenEnvSession:
                 break
             except (OSError, WebSocketException, asyncio.TimeoutError, _FullError) as error:
                 self.close(ended=False)
+                if isinstance(error, InvalidStatus) and error.response.status_code in (401, 403):
+                    raise self._unavailable("it refuses the token", error) from error
                 if time.monotonic() + wait > deadline:
                     raise self._unavailable(
                         f"no episode began within {self._server.wait_s:g} s", error

@@ -72,11 +72,12 @@ def openenv_task(
     schema, state = http.get("/schema"), http.get("/state")
     facts = state.get(KEY)
     if facts is not None:
-        limits, stop, format, field, instruction = _read_facts(url, facts)
+        form: Format = "raw"
+        limits, ends = _read_facts(url, facts)
+        field, begins = "text", ""
     else:
-        limits = Limits(max_turns=max_turns)
-        if instruction is None:
-            instruction = INSTRUCTION if format == "action" else ""
+        form, limits, ends = format, Limits(max_turns=max_turns), tuple(stop)
+        begins = instruction if instruction is not None else INSTRUCTION if format == "action" else ""
     server = Server(
         url=http.url,
         is_sorl=facts is not None,
@@ -94,9 +95,9 @@ def openenv_task(
             given,
             chosen,
             lambda: OpenEnvSession(server),
-            format=format,
-            stop=tuple(stop),
-            instruction=instruction or "",
+            format=form,
+            stop=ends,
+            instruction=begins,
         )
 
     about = f"the OpenEnv environment at {http.url}"
@@ -110,15 +111,15 @@ def openenv_task(
     )
 
 
-def _read_facts(url: str, facts: Any) -> tuple[Limits, tuple[str, ...], Format, str, str]:
-    """What ``sorl-serve-env`` says about its task."""
+def _read_facts(url: str, facts: Any) -> tuple[Limits, tuple[str, ...]]:
+    """The limits and the stop strings of a task that ``sorl-serve-env`` serves."""
     try:
         if facts["protocol"] != PROTOCOL:
             raise UserError(
                 f"{_PREFIX}{url}: the server is a sorl-serve-env of protocol {facts['protocol']}, this is {PROTOCOL}: "
                 "install the same version of sorl on both sides"
             )
-        return limits_of(facts), tuple(map(str, facts["stop"])), "raw", "text", ""
+        return limits_of(facts), tuple(map(str, facts["stop"]))
     except UserError:
         raise
     except (KeyError, TypeError, ValueError) as error:

@@ -85,8 +85,8 @@ class RolloutSettings:
 class TrajectoryBuilder:
     """Builds one trajectory: the prompt, then sampled turns and observations in alternation; it only appends.
 
-    ``prompt`` is what the reset of ``env`` returned. ``known_prompts`` maps prompts to token ids. Trajectories of one task
-    share it, because a group has one prompt.
+    ``prompt`` is what the reset of ``env`` returned. ``known_prompts`` maps prompts to token ids. Trajectories of one
+    task share it, because a group has one prompt.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Environments from elsewhere: episodes that a Gymnasium environment or a server plays, with the policy's turns as text.
+"""Environments from elsewhere: a Gymnasium environment or a server plays the episodes, the policy writes text.
 
 A *session* plays the episodes; this module turns the policy's turns into its actions and its replies into observations.
 There are two formats:
@@ -108,7 +108,7 @@ class SessionEnv:
         self.example: Example = examples.examples[0]
         self.stop = (f"</{ACTION}>", *stop) if format == "action" else stop
         self._settings: dict[str, Any] = {"format": format, "stop": stop, "instruction": instruction}
-        self._format = format
+        self.format: Format = format
         self._instruction = instruction
         self._open_session = open_session
         self._on_close = on_close
@@ -148,7 +148,7 @@ class SessionEnv:
         if parsed.error is None:
             self._clock.ask()
             try:
-                self._reply = await self._session.step(parsed.content if self._format == "action" else action)
+                self._reply = await self._session.step(parsed.content if self.format == "action" else action)
                 observation = self._shown(self._reply.text)
             except ToolInputError as error:
                 observation = self._shown(str(error))
@@ -158,7 +158,7 @@ class SessionEnv:
         return self._judge(observation)
 
     def _parse(self, action: str) -> ParsedTurn:
-        if self._format == "raw":
+        if self.format == "raw":
             return ParsedTurn("tool", "", None, action)
         parsed = parse_turn(action, (ACTION,), require_think=False)
         if parsed.kind == "answer":
@@ -168,7 +168,7 @@ class SessionEnv:
     def _shown(self, text: str) -> str:
         """The observation for a reply, cut as a tool's reply is."""
         text = valid_text(text)[: self.limits.reply_chars]
-        return text if self._format == "raw" else f"\n\n<information>\n{neutralise(text)}\n</information>\n\n"
+        return text if self.format == "raw" else f"\n\n<information>\n{neutralise(text)}\n</information>\n\n"
 
     def _judge(self, observation: str) -> StepResult:
         """The result of a turn that the session has replied to, or that was malformed."""

@@ -64,8 +64,8 @@ def _serve(argv: Sequence[str]) -> int:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"these packages are not installed: {', '.join(missing)}; pip install 'sorl[openenv]', in an environment of "
-            "its own"
+            f"these packages are not installed: {', '.join(missing)}; pip install 'sorl[openenv]', in an environment "
+            "of its own"
         )
     token = None if args.token_file is None else read_token(args.token_file)
     envs = _open(args)
