@@ -36,8 +36,10 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> TextEnv:
         tool_settings=tool_settings(config),
         limits=limits(task, config.limits),
     )
-    if config.eval.search_off:
-        need_tools(env, "eval.search_off")
+    if config.eval.search_off and not isinstance(env, ToolUseEnv):
+        raise UserError(
+            f"eval.search_off: task {task.name} has no tools that could be switched off; give --eval.search_off false"
+        )
     if not evaluation:
         refuse_test_questions(config, env.examples)
         refuse_without_turn_rewards(config, task)

@@ -1,4 +1,4 @@
-"""The client of OpenEnv against servers that hang, die and lie; ``tests/train/openenv`` has real ones."""
+"""The client of OpenEnv against servers that hang, die and lie; ``tests/tools/serve_env`` has real ones."""
 
 from __future__ import annotations
 
