@@ -180,7 +180,7 @@ def test_the_token_is_asked_for_and_limits_hold(tmp_path: Path, monkeypatch: pyt
     from websockets.sync.client import connect
 
     (tmp_path / "token").write_text("secret")
-    options = ("--token_file", str(tmp_path / "token"), "--session_idle_s", "1", "--max_message_kb", "4")
+    options = ("--token_file", str(tmp_path / "token"), "--session_idle_s", "20", "--max_message_kb", "4")
     process = serve_task("minihop", tmp_path, *options)
     try:
         for method, path in (
@@ -202,22 +202,24 @@ def test_the_token_is_asked_for_and_limits_hold(tmp_path: Path, monkeypatch: pyt
         address = process.url.replace("http", "ws") + "/ws"
         headers = {"Authorization": "Bearer secret"}
         with connect(address, additional_headers=headers) as idle, pytest.raises(ConnectionClosed):
-            idle.recv(timeout=60)  # after a second of silence
+            idle.recv(timeout=600)  # after twenty seconds of silence
         with connect(address, additional_headers=headers) as large, pytest.raises(ConnectionClosed):
             large.send(json.dumps({"type": "step", "data": {"message": "x" * 10_000}}))
-            large.recv(timeout=60)
+            large.recv(timeout=600)
+        with connect(address, additional_headers=headers) as no_object:
+            no_object.send("[]")
+            assert json.loads(no_object.recv(timeout=600))["type"] == "error"
         with connect(address, additional_headers=headers) as wrong:
             for message in (
                 "{",
-                "[]",
                 '{"type": "step", "data": {"message": "x"}}',
                 '{"type": "reset", "data": 3}',
             ):
                 wrong.send(message)
-                assert json.loads(wrong.recv(timeout=60))["type"] == "error"
+                assert json.loads(wrong.recv(timeout=600))["type"] == "error"
             wrong.send('{"type": "reset", "data": {"split": "test", "index": 99999}}')
-            assert "no task 99999" in wrong.recv(timeout=60)
+            assert "no task 99999" in wrong.recv(timeout=600)
             wrong.send('{"type": "reset", "data": {"seed": 5}}')
-            assert json.loads(wrong.recv(timeout=60))["type"] == "observation"
+            assert json.loads(wrong.recv(timeout=600))["type"] == "observation"
     finally:
         process.kill()
