@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from sorl_env.spaces import UnicodeText
 from sorl_env.task import Example, Limits, Task
 from sorl_env.task_file import import_file, import_module, remember
 from sorl_env.tool import ToolInputError, ToolUnavailableError
+from sorl_env.toolbox import start_thread
 from sorl_env.trajectory import StopReason
 
 logger = logging.getLogger(__name__)
@@ -168,11 +168,10 @@ class _Pool:
 
 
 class _GymSession:
-    """One environment, for one episode. Its calls run in a thread of its own, which is abandoned at the deadline."""
+    """One environment, for one episode. Its calls run in threads, which are abandoned at the deadline."""
 
     def __init__(self, pool: _Pool) -> None:
         self._pool = pool
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gym")
         self._env: TextGym | None = None
 
     async def reset(self, example: Example, seed: int) -> tuple[str, Example]:
@@ -198,10 +197,9 @@ class _GymSession:
         return Reply(_text(text, "step"), value, bool(terminated), bool(truncated))
 
     async def _call(self, what: str, function: Callable[[Any], Any], argument: Any) -> Any:
-        loop = asyncio.get_running_loop()
         timeout_s = self._pool.timeout_s
         try:
-            return await asyncio.wait_for(loop.run_in_executor(self._thread, function, argument), timeout_s)
+            return await asyncio.wait_for(asyncio.wrap_future(start_thread(function, argument)), timeout_s)
         except asyncio.TimeoutError as error:
             raise self._broken(f"{what} took more than {timeout_s:g} s (task_args.timeout_s)") from error
         except Exception as error:
@@ -217,7 +215,6 @@ class _GymSession:
 
     def close(self, *, ended: bool) -> None:
         """Give the environment back; its next reset ends an episode that was given up."""
-        self._thread.shutdown(wait=False)
         if self._env is not None:
             self._pool.put_back(self._env)
             self._env = None
