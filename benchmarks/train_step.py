@@ -33,7 +33,7 @@ from torch import nn
 
 from sorl_env import Example, FormatError, Limits, ParsedTurn, Task, ToolUseEnv, parse_turn
 from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder, turn_text
-from sorl_env.trajectory import Trajectory
+from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.engine import LocalEngine
@@ -195,14 +195,18 @@ def generate_rollouts(
     env: ToolUseEnv, tokenizer: Any, model: Any, jobs: Sequence[RolloutJob]
 ) -> list[Trajectory]:
     """The straightforward loop: once a turn, ``generate`` on the whole left-padded history of all live dialogues."""
-    live = [TrajectoryBuilder(env.spawn(), tokenizer, job, use_chat_template=True) for job in jobs]
+    live = []
+    for job in jobs:
+        own = env.spawn()
+        prompt, _ = own.reset(seed=job.seed, options={"index": job.example_index})
+        live.append((own, TrajectoryBuilder(own, tokenizer, job, prompt, use_chat_template=True)))
     ends = tokenizer.convert_tokens_to_ids([*CLOSING, tokenizer.eos_token])
     finished = []
     while live:
-        width = max(len(dialogue.token_ids) for dialogue in live)
+        width = max(len(dialogue.token_ids) for _, dialogue in live)
         token_ids = torch.full((len(live), width), tokenizer.pad_token_id)
         mask = torch.zeros_like(token_ids)
-        for row, dialogue in enumerate(live):
+        for row, (_, dialogue) in enumerate(live):
             token_ids[row, width - len(dialogue.token_ids) :] = torch.tensor(dialogue.token_ids)
             mask[row, width - len(dialogue.token_ids) :] = 1
         output = model.generate(
@@ -216,15 +220,18 @@ def generate_rollouts(
             pad_token_id=tokenizer.pad_token_id,
         )
         going_on = []
-        for dialogue, ids in zip(live, output[:, width:].tolist(), strict=True):
+        for (own, dialogue), ids in zip(live, output[:, width:].tolist(), strict=True):
             last = next((place for place, token in enumerate(ids) if token in ends), len(ids) - 1)
             turn = SampledTurn(ids[: last + 1], [0.0] * (last + 1), "stop")
             text = turn_text(tokenizer, turn.token_ids, CLOSING)
-            result = dialogue.append(turn, text, dialogue.env.step(text))
+            result = own.step(text)
+            if dialogue.overflows(turn, result):
+                result = own.truncate(StopReason.MAX_TOKENS)
+            dialogue.append(turn, text, result)
             if result.terminated or result.truncated:
                 finished.append(dialogue.build(result))
             else:
-                going_on.append(dialogue)
+                going_on.append((own, dialogue))
         live = going_on
     return finished
 

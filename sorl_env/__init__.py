@@ -12,6 +12,7 @@ from sorl_env.shared_text import SharedTexts
 from sorl_env.spaces import UnicodeText
 from sorl_env.step import EnvState, StepResult
 from sorl_env.task import Example, HubSource, Limits, Task, ToolSettings
+from sorl_env.text_env import TextEnv, open_env
 from sorl_env.tool import (
     Tool,
     ToolCall,
@@ -37,6 +38,7 @@ __all__ = [
     "StepResult",
     "StopReason",
     "Task",
+    "TextEnv",
     "Tool",
     "ToolCall",
     "ToolInputError",
@@ -56,6 +58,7 @@ __all__ = [
     "load_task",
     "make",
     "neutralise",
+    "open_env",
     "parse_turn",
     "register_envs",
     "register_task",

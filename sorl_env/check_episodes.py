@@ -85,7 +85,7 @@ def _run(
             for number, request in enumerate(requests):
                 if restore:
                     state = envs[number].get_state()
-                    envs[number].end_tools()
+                    envs[number].end_episode()
                     envs[number] = roots[number].spawn()
                     envs[number].set_state(state)
                 outcome = envs[number].toolbox.call(request)
@@ -94,7 +94,7 @@ def _run(
                 seen[number].append(outcome.reply)
     finally:
         for env in envs:
-            env.end_tools()
+            env.end_episode()
     return seen
 
 

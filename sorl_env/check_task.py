@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from sorl_env.check import Check, describe_checks
 from sorl_env.check_episodes import check_episodes, requests
+from sorl_env.check_session import check_session
 from sorl_env.command import (
     FAILED,
     Parser,
@@ -19,9 +20,12 @@ from sorl_env.command import (
     whole,
 )
 from sorl_env.env import ToolUseEnv
-from sorl_env.env_parts import add_task_options
+from sorl_env.env_parts import add_task_options, read_task_args
 from sorl_env.errors import UserError
+from sorl_env.registry import load_task
+from sorl_env.session_env import SessionEnv
 from sorl_env.task import Example, Task, ToolSettings
+from sorl_env.text_env import need_tools, open_env
 from sorl_env.tokens import Tokenizer, encode_prompt
 from sorl_env.tool import Tool, ToolUnavailableError
 
@@ -136,7 +140,7 @@ def _check_tool(env: ToolUseEnv, tool: Tool, example: Example) -> Check:
     outcomes = [fresh.toolbox.call(request)]
     if not isinstance(outcomes[0], ToolUnavailableError):
         outcomes += fresh.toolbox.call_batch([request, request])
-    fresh.end_tools()
+    fresh.end_episode()
     for outcome in outcomes:
         if isinstance(outcome, ToolUnavailableError):
             detail = f"{outcome}; start it, or correct its address. Episodes were not checked"
@@ -228,7 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="sorl-check-task", description="Check a task against its contract.")
+    about = "Check a task against its contract."
+    parser = Parser(prog="sorl-check-task", description=about, mappings=("task_args",))
     add_task_options(parser)
     parser.add_argument("--limit", type=whole(1), default=200, help="examples to check (default 200)")
     parser.add_argument(
@@ -253,13 +258,17 @@ def _check(argv: Sequence[str]) -> int:
     args = _parse_args(argv)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     settings = ToolSettings(corpus=args.corpus, search_url=args.search_url, timeout_s=args.timeout_s)
-    env = ToolUseEnv(args.task, data=args.data, split=args.split, tool_settings=settings)
+    task = load_task(args.task, **read_task_args(args))
+    env = open_env(task, data=args.data, split=args.split, tool_settings=settings)
     loaded = env.examples
     if not args.json:
         sample = ", a sample and not the benchmark" if loaded.is_sample else ""
         print(f"task {env.task.name}: {len(loaded)} examples, split {loaded.split}, {loaded.source}{sample}")
     try:
-        checks = check_task(env, limit=args.limit, tokenizer=tokenizer)
+        if isinstance(env, SessionEnv):
+            checks = check_session(env, limit=args.limit, tokenizer=tokenizer)
+        else:
+            checks = check_task(need_tools(env, "the contract"), limit=args.limit, tokenizer=tokenizer)
     finally:
         env.close()
     if args.json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,15 @@ from sorl_env.registry import load_task
 from sorl_env.render import render_dialogue
 from sorl_env.rewards import check_reward_items
 from sorl_env.spaces import UnicodeText
-from sorl_env.step import EPISODE_INFO, INVALID_TURN_OBSERVATION, EnvState, EpisodeRow, StepResult, TurnRow
+from sorl_env.step import (
+    EPISODE_INFO,
+    INVALID_TURN_OBSERVATION,
+    EnvState,
+    EpisodeRow,
+    StepResult,
+    TurnRow,
+    turn_row,
+)
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.text import valid_text
 from sorl_env.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, ToolUnavailableError
@@ -79,13 +88,13 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise UserError(f"there is no render mode {render_mode!r}; use 'ansi' or None")
         self.task = load_task(task, **(knobs or {})) if isinstance(task, str) else task
+        if self.task.environment is not None:
+            raise UserError(f"{self.task.name} has an environment of its own: open it with sorl_env.open_env")
         self.limits = limits or self.task.limits
         self.render_mode = render_mode
         self.examples: ExampleSet = load_examples(self.task, data, split)
-        if corpus is not None:
-            tool_settings = replace(tool_settings, corpus=corpus)
-        if search_url is not None:
-            tool_settings = replace(tool_settings, search_url=search_url)
+        given = {"corpus": corpus, "search_url": search_url}
+        tool_settings = replace(tool_settings, **{k: v for k, v in given.items() if v is not None})
         toolbox = make_toolbox(self.task, tools, tool_settings, self.limits.reply_chars)
         self._tools = EpisodeTools(toolbox)
         self._owns_tools = tools is None and callable(self.task.tools)
@@ -221,7 +230,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             return self._end(StopReason.MAX_SECONDS if outage is None else _ERROR, outage)
         self._dialogue.append((self._action, observation))
         self._phase = _BEGIN_TURN
-        return self._row(observation, self._items)
+        return turn_row(self._turns, self._calls, self.example.id, observation, self._items)
 
     def truncate(self, reason: StopReason | str, error: str | None = None) -> StepResult:
         """End the running episode from outside: a token budget ran out, or the rollout was aborted.
@@ -237,6 +246,26 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             self._action, _ = self._dialogue.pop()
         return StepResult.from_row(self._end(StopReason(reason), error))
 
+    # -- the protocol ``TextEnv``, which rollouts use --------------------------------------------------------------
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The closing tags that end a turn of the policy."""
+        return tuple(f"</{tag}>" for tag in (*self.toolbox.names, "answer"))
+
+    async def areset(self, index: int, seed: int) -> str:
+        """As ``reset(seed=seed, options={"index": index})``; returns the prompt."""
+        return self.reset(seed=seed, options={"index": index})[0]
+
+    async def astep(self, action: str) -> StepResult:
+        """As ``step``, but waits for tools without blocking the event loop."""
+        calls = await asyncio.gather(*(self.toolbox.acall(request) for request in self.begin_turn(action)))
+        return self.finish_turn(calls)
+
+    async def atruncate(self, reason: StopReason, error: str | None = None) -> StepResult:
+        """As ``truncate``."""
+        return self.truncate(reason, error)
+
     def _end(self, reason: StopReason, error: str | None = None) -> TurnRow:
         items: dict[str, float] = {}
         if reason is not _ERROR and reason is not _ABORTED:
@@ -250,30 +279,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             self._dialogue.append((self._action, ""))
         self._phase = _RESET
         self._tools.end()
-        return self._row("", items, reason, error)
-
-    def _row(
-        self,
-        observation: str,
-        items: dict[str, float],
-        reason: StopReason | None = None,
-        error: str | None = None,
-    ) -> TurnRow:
-        parsed = self._turns[-1] if self._turns else None
-        return (
-            observation,
-            float(sum(items.values())) if items else 0.0,
-            reason is _ANSWER,
-            reason is not None and reason is not _ANSWER,
-            parsed,
-            parsed.error.value if parsed is not None and parsed.error is not None else None,
-            items,
-            self._calls,
-            len(self._turns) - 1,
-            None if reason is None else reason.value,
-            error,
-            self.example.id,
-        )
+        return turn_row(self._turns, self._calls, self.example.id, "", items, reason, error)
 
     def get_state(self) -> EnvState:
         """The state of the episode between two turns.
@@ -332,7 +338,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             return None
         return render_dialogue(self.example, self._dialogue, self.toolbox.names)
 
-    def end_tools(self) -> None:
+    def end_episode(self) -> None:
         """Close the tools that belong to the running episode alone; call it when the episode is given up."""
         self._tools.end()
 

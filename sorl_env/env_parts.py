@@ -14,10 +14,14 @@ from sorl_env.data import ExampleSet
 from sorl_env.errors import UserError
 from sorl_env.replay import recorded
 from sorl_env.task import Task, ToolSettings
+from sorl_env.text import read_json
 from sorl_env.tool import ToolLike
 from sorl_env.toolbox import Toolbox
 
 logger = logging.getLogger(__name__)
+
+TASK_HELP = "a name, package.module:TASK, a .py file, gym:ID, openenv:URL or reasoning_gym:NAME"
+_ARGUMENT = "task_args."
 
 
 def make_toolbox(
@@ -60,9 +64,22 @@ def read_index_option(options: Mapping[str, Any], size: int) -> int:
     return int(index)
 
 
+def read_task_args(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of the task, which a ``Parser(mappings=("task_args",))`` has read: JSON values, or else texts."""
+    found: dict[str, Any] = {}
+    for name, text in vars(args).items():
+        if name.startswith(_ARGUMENT) and name != f"{_ARGUMENT}KEY":
+            try:
+                found[name.removeprefix(_ARGUMENT)] = read_json(text)
+            except ValueError:
+                found[name.removeprefix(_ARGUMENT)] = text
+    return found
+
+
 def add_task_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a task, its data and what its search tool searches."""
-    parser.add_argument("task", help="a name, package.module:TASK, or the path of a .py file")
+    """Add the options that name a task, its data and what its search tool searches; see ``read_task_args``, too."""
+    parser.add_argument("task", help=TASK_HELP)
+    parser.add_argument("--task_args.KEY", metavar="JSON", help="an argument of the task")
     parser.add_argument("--data", help="a .jsonl(.gz) or .parquet file, a folder of them, or hf:owner/name")
     parser.add_argument("--split", default="train", help="split of the data (default: train)")
     add_search_options(parser)

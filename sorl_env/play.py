@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Callable, Sequence
 
 from sorl_env.command import FAILED, INTERRUPTED, Parser, run_command, seed, whole
 from sorl_env.env import StepResult, ToolUseEnv
-from sorl_env.env_parts import add_task_options
+from sorl_env.env_parts import add_task_options, read_task_args
 from sorl_env.errors import UserError
+from sorl_env.play_session import play_session
+from sorl_env.registry import load_task
+from sorl_env.session_env import SessionEnv
 from sorl_env.task import ToolSettings
+from sorl_env.text_env import TextEnv, need_tools, open_env
 
 _RULE = "-" * 80
 
@@ -128,7 +133,7 @@ def _expert(env: ToolUseEnv) -> Player:
     return next_turn
 
 
-def _summary(env: ToolUseEnv, result: StepResult | None, show_answer: bool) -> str:
+def _summary(env: TextEnv, result: StepResult | None, show_answer: bool) -> str:
     lines = [_RULE]
     if result is None:
         lines.append("You left before the end: no reward.")
@@ -145,7 +150,8 @@ def _summary(env: ToolUseEnv, result: StepResult | None, show_answer: bool) -> s
 
 
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="sorl-play", description="Play an episode of a task in the terminal.")
+    about = "Play an episode of a task in the terminal."
+    parser = Parser(prog="sorl-play", description=about, mappings=("task_args",))
     add_task_options(parser)
     parser.add_argument("--index", type=whole(0), help="number of the example (default: drawn at random)")
     parser.add_argument("--seed", type=seed, help="seed of the random draws")
@@ -163,11 +169,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _play(argv: Sequence[str]) -> int:
     args = _parse_args(argv)
     settings = ToolSettings(corpus=args.corpus, search_url=args.search_url)
-    env = ToolUseEnv(args.task, data=args.data, split=args.split, tool_settings=settings)
+    task = load_task(args.task, **read_task_args(args))
+    env = open_env(task, data=args.data, split=args.split, tool_settings=settings)
     try:
-        return _play_once(env, args)
+        if isinstance(env, SessionEnv):
+            return _play_elsewhere(env, args)
+        return _play_once(need_tools(env, "sorl-play"), args)
     finally:
         env.close()
+
+
+def _play_elsewhere(env: SessionEnv, args: argparse.Namespace) -> int:
+    if args.auto:
+        raise UserError(f"task {env.task.name} has no scripted expert: leave --auto out and play yourself")
+    seed_ = args.seed or 0
+    index = seed_ % len(env.examples) if args.index is None else args.index
+    if index >= len(env.examples):
+        raise UserError(f"--index {index}: there are {len(env.examples)} episodes")
+    print(
+        f"{env.task.name}, episode {index}; a line is an action, q quits. You have {env.limits.max_turns} turns."
+    )
+
+    def read() -> str | None:
+        try:
+            line = _read("> ").strip()
+        except EOFError:
+            return None
+        return None if line == "q" else line
+
+    try:
+        result = run_async(play_session(env, index, seed_, read, print))
+    except KeyboardInterrupt:
+        print("\nStopped.")
+        return INTERRUPTED
+    print(_summary(env, result, args.show_answer))
+    return 0
 
 
 def _play_once(env: ToolUseEnv, args: argparse.Namespace) -> int:

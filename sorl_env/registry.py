@@ -1,7 +1,8 @@
-"""Find tasks by name, by ``package.module:ATTRIBUTE`` or by path, and register their Gymnasium ids."""
+"""Find tasks by name, by ``package.module:ATTRIBUTE``, by path or by family, and register their Gymnasium ids."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +20,12 @@ from sorl_env.task import Task
 from sorl_env.task_file import import_file, import_module, remember
 
 ENTRY_POINT_GROUP = "sorl.tasks"
+# Families of tasks: "gym:FrozenLake-v1" is what this function makes of the text after the colon. Imported when needed.
+_FAMILIES = {
+    "gym": "sorl_env.gym_task:gym_task",
+    "openenv": "sorl_env.openenv_task:openenv_task",
+    "reasoning_gym": "sorl_tasks._reasoning_gym:reasoning_gym_task",
+}
 _TASK_PACKAGE = "sorl_tasks"
 
 # These ids are known before any task is imported, so that `import sorl_env` stays fast. Others are added on loading.
@@ -44,8 +51,8 @@ def load_task(reference: str, **knobs: Any) -> Task:
 
     Args:
         reference: a name (of a module of ``sorl_tasks``, or of an entry point of the group ``sorl.tasks``),
-            ``package.module:ATTRIBUTE``, the path of a ``.py`` file with or without ``:ATTRIBUTE``, or an environment
-            id.
+            ``package.module:ATTRIBUTE``, the path of a ``.py`` file with or without ``:ATTRIBUTE``, an environment
+            id, or one of a family: ``gym:ID``, ``openenv:URL``, ``reasoning_gym:NAME``.
         knobs: keyword arguments for a task that is built, such as ``minihop``. The function that builds it is the
             module's ``TASK``, or has the name of the task.
 
@@ -55,6 +62,11 @@ def load_task(reference: str, **knobs: Any) -> Task:
     reference = _ENV_IDS.get(reference, reference)
     if reference in _registered and not knobs:
         return _registered[reference]
+    family, _, member = reference.partition(":")
+    if family in _FAMILIES and member:
+        module_name, _, function = _FAMILIES[family].partition(":")
+        builder = getattr(importlib.import_module(module_name), function)
+        return _build(functools.partial(builder, member), reference, knobs)
     location, attribute = reference, None
     if ".py:" in reference or not reference.endswith(".py"):
         location, _, attribute = reference.partition(":")
@@ -130,7 +142,7 @@ def _find_by_name(name: str) -> tuple[ModuleType, str | None]:
             return import_module(module_name, f"task {name!r}"), attribute or None
     raise UserError(
         f"there is no task {name!r}. {did_you_mean(name, task_names())} For a task of your own give "
-        "package.module:TASK or the path of a .py file"
+        "package.module:TASK or the path of a .py file; for somebody else's gym:ID, openenv:URL or reasoning_gym:NAME"
     )
 
 

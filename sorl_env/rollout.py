@@ -15,11 +15,13 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from sorl_env.env import StepResult, ToolUseEnv
 from sorl_env.errors import UserError
+from sorl_env.step import StepResult
 from sorl_env.task import Limits
 from sorl_env.text import valid_text
+from sorl_env.text_env import TextEnv
 from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
+from sorl_env.tool import ToolUnavailableError
 from sorl_env.trajectory import StopReason, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
@@ -83,27 +85,30 @@ class RolloutSettings:
 class TrajectoryBuilder:
     """Builds one trajectory: the prompt, then sampled turns and observations in alternation; it only appends.
 
-    ``known_prompts`` maps prompts to token ids. Trajectories of one task share it, because a group has one prompt.
+    ``prompt`` is what the reset of ``env`` returned. ``known_prompts`` maps prompts to token ids. Trajectories of one
+    task share it, because a group has one prompt.
     """
 
     def __init__(
         self,
-        env: ToolUseEnv,
+        env: TextEnv,
         tokenizer: Tokenizer,
         job: RolloutJob,
+        prompt: str,
         *,
         use_chat_template: bool,
         known_prompts: dict[str, list[int]] | None = None,
     ) -> None:
         self.env = env
         self.job = job
-        self.prompt, _ = env.reset(seed=job.seed, options={"index": job.example_index})
+        self.prompt = prompt
         known = {} if known_prompts is None else known_prompts
         if self.prompt not in known:
             known[self.prompt] = _prompt_ids(env, tokenizer, self.prompt, use_chat_template)
         self.token_ids = list(known[self.prompt])
         self.turns: list[Turn] = []
         self._tokenizer = tokenizer
+        self._encoded: tuple[StepResult, list[int]] | None = None  # the newest reply, with its token ids
         self._turn_ids = [-1] * len(self.token_ids)
         self._log_probs = [0.0] * len(self.token_ids)
 
@@ -112,6 +117,22 @@ class TrajectoryBuilder:
         self._turn_ids.extend([turn_id] * len(ids))
         self._log_probs.extend(log_probs)
 
+    def overflows(self, sampled: SampledTurn, result: StepResult) -> bool:
+        """Whether no token would be left for another turn; then the episode has to be truncated before ``append``.
+
+        The environment itself enforces the time budget.
+        """
+        if result.terminated or result.truncated:
+            return False
+        size = len(self.token_ids) + len(sampled.token_ids) + len(self._observation_ids(result))
+        return size >= self.env.limits.max_trajectory_tokens
+
+    def _observation_ids(self, result: StepResult) -> list[int]:
+        if self._encoded is None or self._encoded[0] is not result:
+            ids = _observation_ids(self._tokenizer, result.observation, self.env.limits)
+            self._encoded = (result, ids)
+        return self._encoded[1]
+
     def append(
         self,
         sampled: SampledTurn,
@@ -119,21 +140,13 @@ class TrajectoryBuilder:
         result: StepResult,
         generate_s: float = 0.0,
         tool_s: float = 0.0,
-    ) -> StepResult:
-        """Add a sampled turn and the environment's reply to it.
-
-        Returns ``result``, or a truncation in its place when no token is left for another turn. The environment itself
-        enforces the time budget.
-        """
+    ) -> None:
+        """Add a sampled turn and the environment's reply to it, for which ``overflows`` is false."""
         start = len(self.token_ids)
         self._append(sampled.token_ids, len(self.turns), sampled.log_probs)
         if not (result.terminated or result.truncated):
-            limits = self.env.limits
-            observation = _observation_ids(self._tokenizer, result.observation, limits)
-            if len(self.token_ids) + len(observation) >= limits.max_trajectory_tokens:
-                result = _truncate(self.env, StopReason.MAX_TOKENS)
-            else:
-                self._append(observation, -1, [0.0] * len(observation))
+            observation = self._observation_ids(result)
+            self._append(observation, -1, [0.0] * len(observation))
         info = result.info
         parsed = info.get("parsed")
         self.turns.append(
@@ -153,7 +166,6 @@ class TrajectoryBuilder:
                 tool_s=round(tool_s, 6),
             )
         )
-        return result
 
     def build(self, result: StepResult) -> Trajectory:
         """The finished trajectory; ``result`` is that of its last turn."""
@@ -184,7 +196,7 @@ class TrajectoryBuilder:
 
 
 async def collect(
-    env: ToolUseEnv,
+    env: TextEnv,
     tokenizer: Tokenizer,
     sampler: Sampler,
     jobs: Sequence[RolloutJob],
@@ -218,7 +230,7 @@ async def collect(
 
 
 async def run_trajectory(
-    env: ToolUseEnv,
+    env: TextEnv,
     tokenizer: Tokenizer,
     sampler: Sampler,
     job: RolloutJob,
@@ -228,13 +240,26 @@ async def run_trajectory(
 ) -> Trajectory:
     """One trajectory: sample a turn, let the environment reply, append both, until the episode ends.
 
-    ``on_turn`` gets each turn once the environment has replied to it.
+    Where no episode could begin because the environment is unavailable, the trajectory has no turns. ``on_turn`` gets
+    each turn once the environment has replied to it.
     """
-    growing = TrajectoryBuilder(
-        env, tokenizer, job, use_chat_template=settings.use_chat_template, known_prompts=known_prompts
-    )
-    stop = tuple(f"</{tag}>" for tag in (*env.toolbox.names, "answer"))
     try:
+        unavailable = ""
+        try:
+            prompt = await env.areset(job.example_index, job.seed)
+        except ToolUnavailableError as error:
+            prompt, unavailable = "", str(error)
+        growing = TrajectoryBuilder(
+            env,
+            tokenizer,
+            job,
+            prompt,
+            use_chat_template=settings.use_chat_template,
+            known_prompts=known_prompts,
+        )
+        if unavailable:
+            return growing.build(StepResult.unavailable(unavailable))
+        stop = env.stop
         while True:
             params = SamplingParams(
                 max_new_tokens=min(
@@ -251,39 +276,39 @@ async def run_trajectory(
             text = turn_text(tokenizer, sampled.token_ids, stop)
             result = await _reply(env, text)
             tool_s = time.monotonic() - sampled_at
-            result = growing.append(sampled, text, result, sampled_at - started, tool_s)
+            if growing.overflows(sampled, result):
+                result = await _truncate(env, StopReason.MAX_TOKENS)
+            growing.append(sampled, text, result, sampled_at - started, tool_s)
             if on_turn is not None:
                 on_turn(growing.turns[-1])
             if result.terminated or result.truncated:
                 return growing.build(result)
     finally:
         sampler.release(job.id)
-        env.end_tools()  # for a trajectory that was given up; an episode that ended has closed them already
+        env.end_episode()  # for a trajectory that was given up; an episode that ended has closed them already
 
 
-async def _reply(env: ToolUseEnv, text: str) -> StepResult:
+async def _reply(env: TextEnv, text: str) -> StepResult:
     """The environment's reply to one turn. An exception of the task ends this trajectory only."""
     try:
-        requests = env.begin_turn(text)
-        calls = await asyncio.gather(*(env.toolbox.acall(request) for request in requests))
-        return env.finish_turn(calls)
+        return await env.astep(text)
     except Exception as error:  # noqa: BLE001  the task is user code, and one bad row must not end a run of days
-        return _contain(env, error)
+        return await _contain(env, error)
 
 
-def _truncate(env: ToolUseEnv, reason: StopReason) -> StepResult:
+async def _truncate(env: TextEnv, reason: StopReason) -> StepResult:
     """End the episode because a budget ran out; this calls the task's reward, which may raise."""
     try:
-        return env.truncate(reason)
+        return await env.atruncate(reason)
     except Exception as error:  # noqa: BLE001  as in _reply
-        return _contain(env, error)
+        return await _contain(env, error)
 
 
-def _contain(env: ToolUseEnv, error: Exception) -> StepResult:
+async def _contain(env: TextEnv, error: Exception) -> StepResult:
     """End the episode because of an exception of the task, which is logged with its traceback."""
     logger.exception("task %s raised on example %s", env.task.name, env.example.id)
     said = str(error)[:_MAX_ERROR_CHARS]
-    return env.truncate(StopReason.ERROR, error=valid_text(f"{type(error).__name__}: {said}"))
+    return await env.atruncate(StopReason.ERROR, valid_text(f"{type(error).__name__}: {said}"))
 
 
 def turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> str:
@@ -297,7 +322,7 @@ def turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> 
     return text[: min(ends)] if ends else text
 
 
-def _prompt_ids(env: ToolUseEnv, tokenizer: Tokenizer, prompt: str, use_chat_template: bool) -> list[int]:
+def _prompt_ids(env: TextEnv, tokenizer: Tokenizer, prompt: str, use_chat_template: bool) -> list[int]:
     ids = encode_prompt(tokenizer, prompt, env.task.system_prompt, use_chat_template=use_chat_template)
     limit = min(env.limits.max_prompt_tokens, env.limits.max_trajectory_tokens - 1)
     if len(ids) > limit:

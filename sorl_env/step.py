@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sorl_env.parser import ParsedTurn
 from sorl_env.tool import ToolCall
+from sorl_env.trajectory import StopReason
 
 INVALID_TURN_OBSERVATION = (
     "\n\n<information>\nInvalid turn: write one think block, then exactly one tool or answer block, and nothing else.\n"
@@ -36,6 +37,34 @@ TurnRow = tuple[
 ]
 
 
+def turn_row(
+    turns: Sequence[ParsedTurn],
+    calls: list[ToolCall],
+    example_id: str,
+    observation: str,
+    items: dict[str, float],
+    reason: StopReason | None = None,
+    error: str | None = None,
+) -> TurnRow:
+    """The row of the last one of ``turns``; ``reason`` says why the episode ended, if it did."""
+    parsed = turns[-1] if turns else None
+    answered = reason is StopReason.ANSWER
+    return (
+        observation,
+        float(sum(items.values())) if items else 0.0,
+        answered,
+        reason is not None and not answered,
+        parsed,
+        parsed.error.value if parsed is not None and parsed.error is not None else None,
+        items,
+        calls,
+        len(turns) - 1,
+        None if reason is None else reason.value,
+        error,
+        example_id,
+    )
+
+
 class StepResult(NamedTuple):
     """What ``step`` returns: Gymnasium's five values, in its order."""
 
@@ -44,6 +73,11 @@ class StepResult(NamedTuple):
     terminated: bool
     truncated: bool
     info: dict[str, Any]
+
+    @classmethod
+    def unavailable(cls, error: str) -> StepResult:
+        """The end of an episode that could not begin, because its environment is unavailable."""
+        return cls("", 0.0, False, True, {"stop_reason": StopReason.ERROR.value, "error": error})
 
     @classmethod
     def from_row(cls, row: TurnRow) -> StepResult:

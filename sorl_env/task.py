@@ -144,6 +144,9 @@ class Task:
         expert: a scripted policy for demonstrations: maps the example and the observations so far to the next turn, or
             to None where it gives up; such an example has no demonstration.
         vocabulary: texts with every word that can occur in the task, for a word-level tokenizer.
+        environment: builds the environment from the task, its examples and the limits, where the episodes are not
+            ``ToolUseEnv``'s dialogues with tools; see ``sorl_env.text_env``. ``prompt`` and ``reward`` are then not
+            used.
     """
 
     name: str
@@ -163,3 +166,4 @@ class Task:
     vocabulary: Callable[[], Iterable[str]] | None = None
     system_prompt: str | None = None
     description: str = ""
+    environment: Callable[[Task, Any, Limits], Any] | None = None

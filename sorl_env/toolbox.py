@@ -111,7 +111,7 @@ class Toolbox:
                 if bound.inline:
                     result = bound.run(argument)
                 else:
-                    result = _start_thread(bound.run, argument).result(self._remaining_s(started))
+                    result = start_thread(bound.run, argument).result(self._remaining_s(started))
             except Exception as error:  # noqa: BLE001  any error of a tool becomes the outcome of its own call
                 result = error
             verdict = self._settle(request, result, time.perf_counter() - started, attempts)
@@ -137,7 +137,7 @@ class Toolbox:
                     running = asyncio.ensure_future(bound.arun(argument))
                     result = await _within(running, self._remaining_s(started))
                 else:
-                    running = asyncio.wrap_future(_start_thread(bound.run, argument))
+                    running = asyncio.wrap_future(start_thread(bound.run, argument))
                     result = await _within(running, self._remaining_s(started))
             except Exception as error:  # noqa: BLE001  as in ``call``
                 result = error
@@ -194,7 +194,7 @@ class Toolbox:
             if bound.inline:
                 results = bound.run_batch(arguments)
             else:
-                results = _start_thread(bound.run_batch, arguments).result(self._remaining_s(started))
+                results = start_thread(bound.run_batch, arguments).result(self._remaining_s(started))
             if len(results) != len(arguments):
                 raise TypeError(f"call_batch returned {len(results)} results for {len(arguments)} requests")
         except Exception as error:  # noqa: BLE001  as in ``call``
@@ -315,7 +315,7 @@ def _is_outage(error: Exception) -> bool:
     return isinstance(error, kinds if httpx is None else (*kinds, httpx.TransportError))
 
 
-def _start_thread(function: Callable[[Any], Any], argument: Any) -> Future[Any]:
+def start_thread(function: Callable[[Any], Any], argument: Any) -> Future[Any]:
     """Run ``function`` in a daemon thread, for which Python does not wait when it ends."""
     future: Future[Any] = Future()
 

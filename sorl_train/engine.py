@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sorl_env.env import ToolUseEnv
 from sorl_env.rollout import RolloutJob
+from sorl_env.text_env import TextEnv
 from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
@@ -178,7 +178,7 @@ class LocalEngine:
         return trajectories, usable
 
     def _run(
-        self, stage: str, env: ToolUseEnv, jobs: Sequence[RolloutJob], temperature: float
+        self, stage: str, env: TextEnv, jobs: Sequence[RolloutJob], temperature: float
     ) -> list[Trajectory]:
         with self.recorder.stage(stage, len(jobs)) as advance:
             return run_jobs(

@@ -17,6 +17,7 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.registry import load_task, task_names
 from sorl_env.rollout import RolloutSettings
+from sorl_env.text_env import TextEnv, need_tools, open_env
 from sorl_train.config.files import value_from_text, with_overrides
 from sorl_train.config.schema import describe_type, fields
 from sorl_train.config.settings import TrainConfig
@@ -140,7 +141,7 @@ def rollout_settings(args: argparse.Namespace, source: PolicySource | None) -> R
     )
 
 
-def make_policy(args: argparse.Namespace, source: PolicySource | None, envs: Iterable[ToolUseEnv]) -> Policy:
+def make_policy(args: argparse.Namespace, source: PolicySource | None, envs: Iterable[TextEnv]) -> Policy:
     """Load the model and check it on the longest trajectory of ``envs`` (see ``model_check``), or prepare the client
     of a served one. Only the former, or a tokenizer, imports torch and transformers.
 
@@ -188,7 +189,7 @@ def _served_policy(args: argparse.Namespace, settings: RolloutSettings) -> Polic
 
 def make_envs(
     args: argparse.Namespace, references: Sequence[str], config: TrainConfig | None
-) -> dict[str, ToolUseEnv]:
+) -> dict[str, TextEnv]:
     """An environment for each task, by the task's name.
 
     Args:
@@ -204,7 +205,7 @@ def make_envs(
         raise UserError(f"give --task NAME, one or several. Known: {', '.join(task_names())}")
     by_task = {name: _by_task(getattr(args, name), references, name) for name in _OF_A_TASK}
     knobs = _knobs(args, references)
-    envs: dict[str, ToolUseEnv] = {}
+    envs: dict[str, TextEnv] = {}
     for reference in references:
         given = {name: values.get(reference) for name, values in by_task.items()}
         base = config if config is not None and config.task == reference else None
@@ -219,7 +220,7 @@ def make_env(args: argparse.Namespace, source: PolicySource | None) -> ToolUseEn
     """The environment of a command with the options of `add_one_task_options`. Raises as `make_envs` does."""
     references = [args.task] if args.task else []
     (env,) = make_envs(args, references, source.config if source else None).values()
-    return env
+    return need_tools(env, "a question of your own")
 
 
 def _make_env(
@@ -228,13 +229,13 @@ def _make_env(
     base: TrainConfig | None,
     given: Mapping[str, str | None],
     knobs: Mapping[str, Any],
-) -> ToolUseEnv:
+) -> TextEnv:
     overrides = _given(args, "search.") | _given(args, "limits.")
     if given["search.corpus"] or given["search.url"]:  # one replaces the other
         overrides |= {name: given[name] for name in ("search.corpus", "search.url")}
     config = with_overrides(base or TrainConfig(), overrides)
     task = load_task(reference, **{**(base.task_args if base else {}), **knobs})
-    return ToolUseEnv(
+    return open_env(
         task,
         data=given["data"] or config.eval_data or config.data,
         split=args.split or config.eval.split,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.command import add_json_option, print_json, run_command, say, whole
-from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
+from sorl_env.text_env import TextEnv
 
 try:
     from sorl_train.evaluate.arguments import (
@@ -172,7 +172,7 @@ def _check(args: argparse.Namespace, modes: list[str]) -> None:
 def _settings(
     args: argparse.Namespace,
     source: PolicySource | None,
-    envs: Mapping[str, ToolUseEnv],
+    envs: Mapping[str, TextEnv],
     modes: Sequence[str],
     label: str,
 ) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.interrupts import run_async
 from sorl_env.parser import neutralise
 from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, SamplingParams, run_trajectory, turn_text
+from sorl_env.text_env import TextEnv, need_tools
 from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.trajectory import Trajectory
@@ -42,7 +42,7 @@ class Policy:
 
 
 def plan_jobs(
-    envs: Mapping[str, ToolUseEnv], modes: Sequence[str], limit: int | None, samples: int, seed: int
+    envs: Mapping[str, TextEnv], modes: Sequence[str], limit: int | None, samples: int, seed: int
 ) -> list[Job]:
     """All questions to answer, in the order of the results: task, mode, question, sample.
 
@@ -61,19 +61,19 @@ def plan_jobs(
     return jobs
 
 
-def check_search(envs: Mapping[str, ToolUseEnv], modes: Sequence[str]) -> None:
-    """Raise ``UserError`` if mode ``rag`` is asked of a task that has no search tool."""
+def check_search(envs: Mapping[str, TextEnv], modes: Sequence[str]) -> None:
+    """Raise ``UserError`` if a mode is asked of a task that cannot have it: ``rag`` needs a search tool."""
     for name, env in envs.items():
-        if "rag" in modes and SEARCH not in env.toolbox.names:
+        others = [mode for mode in modes if mode != "agent"]
+        names = need_tools(env, f"mode {others[0]}").toolbox.names if others else ()
+        if "rag" in modes and SEARCH not in names:
             raise UserError(
                 f"mode rag needs a tool named {SEARCH!r}, which task {name} does not have. "
-                f"{did_you_mean(SEARCH, env.toolbox.names)} Leave the mode out for this task"
+                f"{did_you_mean(SEARCH, names)} Leave the mode out for this task"
             )
 
 
-def run_evaluation(
-    policy: Policy, envs: Mapping[str, ToolUseEnv], jobs: Sequence[Job], on_row: OnRow
-) -> None:
+def run_evaluation(policy: Policy, envs: Mapping[str, TextEnv], jobs: Sequence[Job], on_row: OnRow) -> None:
     """Answer all ``jobs`` in a new event loop; ``on_row`` gets each row and its seconds when it ends.
 
     Raises:
@@ -97,9 +97,7 @@ def in_session(policy: Policy, work: Callable[[], Coroutine[Any, Any, None]]) ->
     run_async(main())
 
 
-async def _run_all(
-    policy: Policy, envs: Mapping[str, ToolUseEnv], jobs: Sequence[Job], on_row: OnRow
-) -> None:
+async def _run_all(policy: Policy, envs: Mapping[str, TextEnv], jobs: Sequence[Job], on_row: OnRow) -> None:
     slots = asyncio.Semaphore(policy.settings.max_concurrency)
 
     async def run(job: Job) -> None:
@@ -118,7 +116,7 @@ async def _run_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def answer_over_turns(policy: Policy, env: ToolUseEnv, job: Job) -> tuple[Row, dict[str, float]]:
+async def answer_over_turns(policy: Policy, env: TextEnv, job: Job) -> tuple[Row, dict[str, float]]:
     """Answer in mode ``agent``: with the environment's whole dialogue, as in training."""
     trajectory = await agent_trajectory(policy, env, job)
     seconds = {
@@ -129,14 +127,15 @@ async def answer_over_turns(policy: Policy, env: ToolUseEnv, job: Job) -> tuple[
     return row_of_trajectory(job, trajectory, example, policy.knows_ids), seconds
 
 
-async def agent_trajectory(policy: Policy, env: ToolUseEnv, job: Job) -> Trajectory:
+async def agent_trajectory(policy: Policy, env: TextEnv, job: Job) -> Trajectory:
     """Run the dialogue of a job."""
     rollout = RolloutJob(id=job.id, group_id=job.id, example_index=job.index, seed=job.seed)
     return await run_trajectory(env.spawn(), policy.tokenizer, policy.sampler, rollout, policy.settings)
 
 
-async def answer_in_one_turn(policy: Policy, env: ToolUseEnv, job: Job) -> tuple[Row, dict[str, float]]:
+async def answer_in_one_turn(policy: Policy, given: TextEnv, job: Job) -> tuple[Row, dict[str, float]]:
     """Answer in mode ``direct``, ``cot`` or ``rag``, in one turn; ``rag`` first searches once for the question."""
+    env = need_tools(given, f"mode {job.mode}")
     example = env.examples.examples[job.index]
     calls: list[ToolCall] = []
     context, tool_s = "", 0.0
@@ -153,7 +152,7 @@ async def answer_in_one_turn(policy: Policy, env: ToolUseEnv, job: Job) -> tuple
     ids = encode_prompt(policy.tokenizer, prompt, use_chat_template=policy.settings.use_chat_template)
     stop: tuple[str, ...] = STOP
     if env.task.vocabulary is not None:
-        stop = tuple(f"</{tag}>" for tag in (*env.toolbox.names, "answer"))
+        stop = env.stop
     params = SamplingParams(
         max_new_tokens=_room(len(ids), env, job),
         temperature=policy.settings.temperature,
@@ -172,7 +171,7 @@ async def answer_in_one_turn(policy: Policy, env: ToolUseEnv, job: Job) -> tuple
     return row, seconds
 
 
-def _cut(reply: str, tokenizer: Tokenizer, env: ToolUseEnv) -> str:
+def _cut(reply: str, tokenizer: Tokenizer, env: TextEnv) -> str:
     """What a search found, without tags and cut to ``max_observation_tokens``."""
     text = neutralise(reply)
     ids = encode_observation(tokenizer, text)
@@ -180,7 +179,7 @@ def _cut(reply: str, tokenizer: Tokenizer, env: ToolUseEnv) -> str:
     return text if len(ids) <= limit else tokenizer.decode(ids[:limit], skip_special_tokens=True)
 
 
-def _room(prompt_tokens: int, env: ToolUseEnv, job: Job) -> int:
+def _room(prompt_tokens: int, env: TextEnv, job: Job) -> int:
     """The number of tokens that the turn may have."""
     left = env.limits.max_trajectory_tokens - prompt_tokens
     if left < 1:

@@ -14,8 +14,8 @@ from typing import Any
 
 from openrlhf.utils.agent import AgentExecutorBase
 
-from sorl_env.env import ToolUseEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, run_trajectory
+from sorl_env.text_env import TextEnv
 from sorl_train.config.files import read_resolved
 from sorl_train.config.seeds import derive_seed
 from sorl_train.rollout.environments import make_env, without_tools
@@ -55,10 +55,10 @@ class AgentExecutor(AgentExecutorBase):
 
     def __init__(self) -> None:
         self.config = read_resolved(RunDir(Path(os.environ["SORL_RUN_DIR"])).config)
-        self._envs: dict[str, ToolUseEnv] = {}
+        self._envs: dict[str, TextEnv] = {}
         self._members: dict[str, int] = {}
 
-    def env(self, kind: str) -> ToolUseEnv:
+    def env(self, kind: str) -> TextEnv:
         """The environment for ``train``, ``eval`` or ``search_off`` jobs, made at its first use."""
         if kind not in self._envs:
             env = make_env(self.config, evaluation=kind != "train")

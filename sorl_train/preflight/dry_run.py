@@ -13,6 +13,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from sorl_env.env import ToolUseEnv
+from sorl_env.text_env import TextEnv
 from sorl_env.tokens import encode_prompt
 from sorl_train.config.schema import as_text, flatten
 from sorl_train.config.settings import TINY, TrainConfig
@@ -53,7 +54,7 @@ def plan_text(config: TrainConfig) -> str:
 
 
 @contextmanager
-def _model_folder(config: TrainConfig, env: ToolUseEnv) -> Iterator[tuple[str, str]]:
+def _model_folder(config: TrainConfig, env: TextEnv) -> Iterator[tuple[str, str]]:
     """A folder or hub name with the model's sizes and tokenizer, and a phrase about the policy's origin."""
     if config.model != TINY:
         yield config.model, config.model
@@ -79,13 +80,13 @@ def _settings(config: TrainConfig) -> list[str]:
     return lines
 
 
-def _source(name: str, env: ToolUseEnv) -> str:
+def _source(name: str, env: TextEnv) -> str:
     examples = env.examples
     count = f"{len(examples.examples):,} examples"
     return f"{name}: {examples.source}, split {examples.split}, {count}, sha256 {examples.sha256[:16]}"
 
 
-def _cautions(env: ToolUseEnv, eval_env: ToolUseEnv) -> list[str]:
+def _cautions(env: TextEnv, eval_env: TextEnv) -> list[str]:
     notes = []
     if env.examples.is_sample or eval_env.examples.is_sample:
         notes.append(
@@ -98,7 +99,7 @@ def _cautions(env: ToolUseEnv, eval_env: ToolUseEnv) -> list[str]:
     return notes
 
 
-def _prompt(config: TrainConfig, env: ToolUseEnv, tokenizer: Any) -> list[str]:
+def _prompt(config: TrainConfig, env: TextEnv, tokenizer: Any) -> list[str]:
     text = env.task.prompt(env.examples.examples[0])
     ids = encode_prompt(tokenizer, text, env.task.system_prompt, use_chat_template=config.chat_template)
     shown = textwrap.shorten(text, 600, placeholder=" ...")
@@ -108,7 +109,9 @@ def _prompt(config: TrainConfig, env: ToolUseEnv, tokenizer: Any) -> list[str]:
     ]
 
 
-def _tools(env: ToolUseEnv) -> list[str]:
+def _tools(env: TextEnv) -> list[str]:
+    if not isinstance(env, ToolUseEnv):
+        return ["those of its environment"]
     tools = [f"{tool.name}: {tool.description}" for tool in env.toolbox.tools]
     return [textwrap.shorten(text, 110, placeholder=" ..") for text in tools] or ["none"]
 
@@ -126,7 +129,7 @@ def _model(config: TrainConfig, shape: ModelShape, origin: str) -> list[str]:
     return lines
 
 
-def _memory(config: TrainConfig, shape: ModelShape, env: ToolUseEnv) -> list[str]:
+def _memory(config: TrainConfig, shape: ModelShape, env: TextEnv) -> list[str]:
     device = pick_device(config.hardware.device)
     dtype = compute_dtype(config.hardware.dtype, device)
     need = estimate_memory(config, shape, env.limits, dtype.itemsize)

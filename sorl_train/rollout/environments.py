@@ -14,13 +14,14 @@ from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.text import valid_text
+from sorl_env.text_env import TextEnv, need_tools, open_env
 from sorl_env.tool import ToolReply
 from sorl_env.toolbox import Toolbox
 from sorl_tools.search.stats import findable_answers
 from sorl_train.config.settings import LimitsConfig, TrainConfig
 
 
-def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
+def make_env(config: TrainConfig, *, evaluation: bool = False) -> TextEnv:
     """The environment for training or for evaluation.
 
     Raises:
@@ -28,13 +29,17 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
             a replay buffer in a run that asks no question twice.
     """
     task = load_task(config.task, **config.task_args)
-    env = ToolUseEnv(
+    env = open_env(
         task,
         data=(config.eval_data or config.data) if evaluation else config.data,
         split=config.eval.split if evaluation else config.split,
         tool_settings=tool_settings(config),
         limits=limits(task, config.limits),
     )
+    if config.eval.search_off and not isinstance(env, ToolUseEnv):
+        raise UserError(
+            f"eval.search_off: task {task.name} has no tools that could be switched off; give --eval.search_off false"
+        )
     if not evaluation:
         refuse_test_questions(config, env.examples)
         refuse_without_turn_rewards(config, task)
@@ -100,11 +105,12 @@ def answers_of(examples: Sequence[Example]) -> dict[str, tuple[str, ...]]:
     return answers
 
 
-def without_tools(env: ToolUseEnv) -> ToolUseEnv:
-    """The same environment, with tools that find nothing."""
-    silent = env.spawn()
+def without_tools(env: TextEnv) -> ToolUseEnv:
+    """The same environment, with tools that find nothing. Raises ``UserError`` if it is none with tools."""
+    talking = need_tools(env, "eval.search_off")
+    silent = talking.spawn()
     silent.toolbox = Toolbox(
-        [SilentTool(tool.name, tool.description, tool.schema) for tool in env.toolbox.tools]
+        [SilentTool(tool.name, tool.description, tool.schema) for tool in talking.toolbox.tools]
     )
     return silent
 
@@ -139,8 +145,9 @@ class SilentTool:
         return [self() for _ in arguments]
 
 
-def env_facts(env: ToolUseEnv) -> dict[str, Any]:
+def env_facts(env: TextEnv) -> dict[str, Any]:
     """What identifies an environment, its data and its tools, as JSON values for manifests."""
+    tools = env.toolbox.tools if isinstance(env, ToolUseEnv) else ()
     prompts = hashlib.sha256()
     for example in env.examples.examples:
         prompts.update(valid_text(env.task.prompt(example)).encode() + b"\0")
@@ -152,6 +159,6 @@ def env_facts(env: ToolUseEnv) -> dict[str, Any]:
         "sha256": env.examples.sha256,
         "is_sample": env.examples.is_sample,
         "prompts_sha256": prompts.hexdigest(),
-        "tools": {tool.name: getattr(tool, "fingerprint", None) for tool in env.toolbox.tools},
+        "tools": {tool.name: getattr(tool, "fingerprint", None) for tool in tools},
         "limits": json.loads(json.dumps(dataclasses.asdict(env.limits))),
     }

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from sorl_env.env import ToolUseEnv
 from sorl_env.interrupts import run_async
 from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, collect
+from sorl_env.text_env import TextEnv
 from sorl_env.tokens import Tokenizer
 from sorl_env.trajectory import Trajectory
 from sorl_train.config.seeds import derive_seed, generator
@@ -89,7 +89,7 @@ def _order(seed: int, epoch: int, size: int, stream: str = "data") -> list[int]:
 
 
 def run_jobs(
-    env: ToolUseEnv,
+    env: TextEnv,
     tokenizer: Tokenizer,
     sampler: LocalSampler,
     jobs: Sequence[RolloutJob],

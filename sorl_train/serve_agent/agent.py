@@ -157,8 +157,9 @@ class Agent:
         seed = self._seed if request.seed is None else request.seed
         job = RolloutJob(f"question {next(self._numbers)}", "asked", 0, seed)
         try:
+            prompt, _ = env.reset(seed=job.seed, options={"index": job.example_index})
             begun = TrajectoryBuilder(
-                env, self._policy.tokenizer, job, use_chat_template=settings.use_chat_template
+                env, self._policy.tokenizer, job, prompt, use_chat_template=settings.use_chat_template
             )
         except UserError as error:
             limit = min(env.limits.max_prompt_tokens, env.limits.max_trajectory_tokens - 1)

@@ -15,7 +15,7 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder
 from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
-from sorl_env.trajectory import Trajectory
+from sorl_env.trajectory import StopReason, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +36,18 @@ def expert_trajectory(
     expert = env.task.expert
     if expert is None:
         raise UserError(f"task {env.task.name!r} has no scripted expert: give demonstrations with sft.demos")
-    growing = TrajectoryBuilder(env, tokenizer, job, use_chat_template=use_chat_template)
+    prompt, _ = env.reset(seed=job.seed, options={"index": job.example_index})
+    growing = TrajectoryBuilder(env, tokenizer, job, prompt, use_chat_template=use_chat_template)
     observations: list[str] = []
     while True:
         text = expert(env.example, observations)
         if text is None:
             return None
         ids = tokenizer.encode(text, add_special_tokens=False)
-        result = growing.append(SampledTurn(ids, [0.0] * len(ids), "stop"), text, env.step(text))
+        sampled, result = SampledTurn(ids, [0.0] * len(ids), "stop"), env.step(text)
+        if growing.overflows(sampled, result):
+            result = env.truncate(StopReason.MAX_TOKENS)
+        growing.append(sampled, text, result)
         if result.terminated or result.truncated:
             return growing.build(result)
         observations.append(result.observation)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
+from sorl_env.text_env import TextEnv, need_tools
 from sorl_train.config.model_settings import SftConfig
 from sorl_train.config.seeds import generator
 from sorl_train.config.settings import TrainConfig
@@ -18,11 +18,12 @@ from sorl_train.models.forward import action_stats, autocast
 from sorl_train.sft.demos import Demo, expert_demos, file_demos
 
 
-def load_demos(config: TrainConfig, env: ToolUseEnv, tokenizer: Any) -> list[Demo]:
+def load_demos(config: TrainConfig, env: TextEnv, tokenizer: Any) -> list[Demo]:
     """Demonstrations from ``sft.demos`` or, without it, from the task's scripted expert."""
     template = config.chat_template
     if config.sft.demos is None:
-        return expert_demos(env, tokenizer, config.sft.num_demos, use_chat_template=template)
+        played = need_tools(env, "a scripted expert (sft.demos without a file)")
+        return expert_demos(played, tokenizer, config.sft.num_demos, use_chat_template=template)
     limit = env.limits.max_trajectory_tokens
     return file_demos(
         config.sft.demos, tokenizer, limit, use_chat_template=template, system_prompt=env.task.system_prompt

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import uvicorn
 
 LINGER_S = 1.0  # time for a refused client to read the answer before its connection is closed
+_PONG_S = 120.0  # for a client to answer a WebSocket's ping: one that trains is busy for long
 _BODY_GRACE_S = 1.0  # the application answers 408 to a late body; this is for bodies that it does not read
 
 REFUSALS = ("head_too_large", "head_timeout", "body_timeout", "reply_timeout")
@@ -53,6 +54,7 @@ def limited_config(
     backlog: int = 2048,
     max_connections: int | None = None,
     http: type[Any] | None = None,
+    max_message_bytes: int | None = None,
 ) -> uvicorn.Config:
     """uvicorn's settings for a server with limits on its connections.
 
@@ -61,6 +63,8 @@ def limited_config(
         on_refused: called with one of ``REFUSALS`` for each connection that is closed for that reason.
         drain_s: seconds for requests in progress when the server is told to stop.
         max_connections: further connections are answered with 503.
+        max_message_bytes: of a WebSocket's message; None refuses WebSockets. The limits here end where a connection
+            becomes a WebSocket: the application then has to end silent ones.
         http: uvicorn's protocol class; None takes that of httptools if it is installed, and else that of h11.
     """
     import uvicorn
@@ -68,7 +72,10 @@ def limited_config(
     return uvicorn.Config(
         app,
         http=_limited_protocol(limits, on_refused, http),
-        ws="none",  # an upgraded connection would escape the limits
+        ws="none" if max_message_bytes is None else "websockets-sansio",
+        ws_max_size=max_message_bytes or 0,
+        ws_ping_timeout=_PONG_S,
+        ws_per_message_deflate=False,  # so that no small message becomes a large one
         h11_max_incomplete_event_size=limits.max_head_bytes,
         lifespan="off",
         log_config=None,
@@ -114,6 +121,7 @@ class _Limited:
     _head_bytes = 0  # of the head that is being read
     _silent_bytes = 0  # since the last piece of the body: chunk extensions and trailers
     _refused = False
+    _upgraded = False
     _deadline: asyncio.TimerHandle | None = None
     _deadline_for: tuple[str, Any] = ("", None)
     _write_check: asyncio.TimerHandle | None = None
@@ -130,7 +138,7 @@ class _Limited:
 
     def data_received(self, data: bytes) -> None:
         """Pass the data to the parser in pieces, so that no head can exceed its limit within a single piece."""
-        while data and not self._refused and not self.transport.is_closing():
+        while data and not self._refused and not self._upgraded and not self.transport.is_closing():
             size = len(data)
             if not self._in_body():
                 size = min(size, max(self.limits.max_head_bytes - self._head_bytes, 0))
@@ -139,7 +147,7 @@ class _Limited:
                     return
             self._feed(data[:size])
             data = data[size:]
-        if not self._refused and not self.transport.is_closing():
+        if not self._refused and not self._upgraded and not self.transport.is_closing():
             self._watch()
 
     def _feed(self, piece: bytes) -> None:
@@ -162,6 +170,13 @@ class _Limited:
         if self.cycle is not before:  # h11 had kept a complete head back until now
             self._head_bytes = 0
         self._watch()
+
+    def handle_websocket_upgrade(self) -> None:
+        self._upgraded = True
+        for timer in (self._deadline, self._write_check):
+            if timer is not None:
+                timer.cancel()
+        super().handle_websocket_upgrade()  # type: ignore[misc]
 
     def _in_body(self) -> bool:
         raise NotImplementedError

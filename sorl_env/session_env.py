@@ -1,0 +1,252 @@
+"""Environments from elsewhere: a Gymnasium environment or a server plays the episodes, the policy writes text.
+
+A *session* plays the episodes; this module turns the policy's turns into its actions and its replies into observations.
+There are two formats:
+
+- ``action``: the policy thinks if it likes and writes ``<action>..</action>``; the text between the tags is the action.
+  A turn of another form is not passed on: its observation says what is wrong. Replies come in ``<information>`` blocks.
+- ``raw``: the whole turn is the action, and replies are appended as they are. The environment has a format of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from gymnasium.error import ResetNeeded
+
+from sorl_env.data import ExampleSet
+from sorl_env.episode_clock import EpisodeClock
+from sorl_env.parser import FormatError, ParsedTurn, neutralise, parse_turn
+from sorl_env.step import StepResult, turn_row
+from sorl_env.task import Example, Limits, Task
+from sorl_env.text import valid_text
+from sorl_env.tool import ToolCall, ToolInputError, ToolUnavailableError
+from sorl_env.trajectory import StopReason
+
+Format = Literal["action", "raw"]
+ACTION = "action"
+REWARD = "environment"  # the name of an environment's reward among the reward items
+INSTRUCTION = (
+    "You act in an environment over several turns. In each turn you may think first, and then write exactly one action "
+    "between <action> and </action>. The environment replies between <information> and </information>.\n\n"
+)
+_INVALID = (
+    "\n\n<information>\nInvalid turn: write one action between <action> and </action>, and nothing after it.\n"
+    "</information>\n\n"
+)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a session replies to an action.
+
+    Attributes:
+        parsed, reward_items, tool_calls, stop_reason, error: of a server that is sorl's own and knows them.
+    """
+
+    text: str
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    parsed: ParsedTurn | None = None
+    reward_items: Mapping[str, float] | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    error: str | None = None
+
+
+class Session(Protocol):
+    """Plays the episodes of one environment, one at a time.
+
+    ``reset`` and ``step`` raise ``ToolUnavailableError`` where the environment is unavailable or broken, and ``step``
+    raises ``ToolInputError`` for an action that it cannot take, whose message the policy then reads.
+    """
+
+    async def reset(self, example: Example, seed: int) -> tuple[str, Example]:
+        """Start an episode; returns its first text, and the example with what the environment knows of it."""
+        ...
+
+    async def step(self, action: str) -> Reply: ...
+
+    async def truncate(self, reason: StopReason) -> Reply | None:
+        """The last reply of an episode that ends here; None where the environment gives none."""
+        ...
+
+    def close(self, *, ended: bool) -> None:
+        """Free it; ``ended`` says whether its episode came to its end, or is given up. Must not wait."""
+        ...
+
+
+class SessionEnv:
+    """A ``TextEnv`` whose episodes are played by sessions, each by one of its own.
+
+    Args:
+        open_session: called once for each episode.
+        format, stop: see the module; with ``action``, ``</action>`` ends a turn as well.
+        instruction: comes before the first text of an episode.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        examples: ExampleSet,
+        limits: Limits,
+        open_session: Callable[[], Session],
+        *,
+        format: Format = "action",
+        stop: tuple[str, ...] = (),
+        instruction: str = "",
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.task = task
+        self.examples = examples
+        self.limits = limits
+        self.example: Example = examples.examples[0]
+        self.stop = (f"</{ACTION}>", *stop) if format == "action" else stop
+        self._settings: dict[str, Any] = {"format": format, "stop": stop, "instruction": instruction}
+        self.format: Format = format
+        self._instruction = instruction
+        self._open_session = open_session
+        self._on_close = on_close
+        self._session: Session | None = None
+        self._turns: list[ParsedTurn] = []
+        self._reply = Reply("")
+        self._items: dict[str, float] = {}
+        self._clock = EpisodeClock()
+
+    def spawn(self) -> SessionEnv:
+        """Another environment with the same task, examples and sessions, and no episode."""
+        return SessionEnv(self.task, self.examples, self.limits, self._open_session, **self._settings)
+
+    async def areset(self, index: int, seed: int) -> str:
+        """Start an episode on example ``index``; returns the prompt.
+
+        Raises:
+            ToolUnavailableError: no episode can begin.
+        """
+        self.end_episode()
+        self.example = self.examples.examples[index]
+        self._turns, self._items, self._reply = [], {}, Reply("")
+        self._session = self._open_session()
+        text, self.example = await self._session.reset(self.example, seed)
+        self._clock = EpisodeClock()
+        return self._instruction + valid_text(text)
+
+    async def astep(self, action: str) -> StepResult:
+        """One turn of the policy."""
+        if self._session is None:
+            raise ResetNeeded("call areset() first")
+        action = valid_text(action)
+        parsed = self._parse(action)
+        self._turns.append(parsed)
+        self._reply, self._items = Reply(""), {}
+        observation = _INVALID
+        if parsed.error is None:
+            self._clock.ask()
+            try:
+                self._reply = await self._session.step(parsed.content if self.format == "action" else action)
+                observation = self._shown(self._reply.text)
+            except ToolInputError as error:
+                observation = self._shown(str(error))
+            except ToolUnavailableError as error:
+                return self._end(StopReason.ERROR, str(error))
+            self._clock.answered()
+        return self._judge(observation)
+
+    def _parse(self, action: str) -> ParsedTurn:
+        if self.format == "raw":
+            return ParsedTurn("tool", "", None, action)
+        parsed = parse_turn(action, (ACTION,), require_think=False)
+        if parsed.kind == "answer":
+            return ParsedTurn("invalid", "", None, "", FormatError.MISSING_ACTION, "an answer, not an action")
+        return parsed
+
+    def _shown(self, text: str) -> str:
+        """The observation for a reply, cut as a tool's reply is."""
+        text = valid_text(text)[: self.limits.reply_chars]
+        return text if self.format == "raw" else f"\n\n<information>\n{neutralise(text)}\n</information>\n\n"
+
+    def _judge(self, observation: str) -> StepResult:
+        """The result of a turn that the session has replied to, or that was malformed."""
+        reply = self._reply
+        if reply.parsed is not None:
+            self._turns[-1] = reply.parsed
+        if reply.stop_reason is StopReason.ERROR:
+            return self._end(StopReason.ERROR, reply.error)
+        if not math.isfinite(reply.reward):
+            return self._end(StopReason.ERROR, f"the environment gave a reward of {reply.reward}")
+        given = {REWARD: reply.reward} if reply.reward else {}
+        self._items = given if reply.reward_items is None else dict(reply.reward_items)
+        if reply.terminated or reply.truncated:
+            usual = StopReason.ANSWER if reply.terminated else StopReason.MAX_TURNS
+            return self._end(reply.stop_reason or usual, reply.error)
+        if len(self._turns) >= self.limits.max_turns:
+            is_invalid = self._turns[-1].kind == "invalid"
+            return self._end(StopReason.INVALID if is_invalid else StopReason.MAX_TURNS)
+        late = self.limits.max_seconds
+        if late is not None and self._clock.elapsed_s >= late:
+            outage = self._clock.outage(late)
+            return self._end(StopReason.MAX_SECONDS if outage is None else StopReason.ERROR, outage)
+        return StepResult.from_row(
+            turn_row(self._turns, reply.tool_calls, self.example.id, observation, self._items)
+        )
+
+    async def atruncate(self, reason: StopReason, error: str | None = None) -> StepResult:
+        """End the running episode. A session that rewards what was reached until here replaces the last reward."""
+        if self._session is not None and not reason.excluded:
+            try:
+                last = await self._session.truncate(reason)
+            except ToolUnavailableError as outage:
+                return self._end(StopReason.ERROR, str(outage))
+            if last is not None:
+                self._items = dict(last.reward_items or {})
+        return self._end(reason, error)
+
+    def _end(self, reason: StopReason, error: str | None = None) -> StepResult:
+        self._close(ended=reason is not StopReason.ERROR)
+        items = {} if reason.excluded else self._items
+        row = turn_row(self._turns, self._reply.tool_calls, self.example.id, "", items, reason, error)
+        return StepResult.from_row(row)
+
+    def end_episode(self) -> None:
+        """Give up the running episode, if there is one."""
+        self._close(ended=False)
+
+    def _close(self, *, ended: bool) -> None:
+        if self._session is not None:
+            session, self._session = self._session, None
+            session.close(ended=ended)
+
+    def close(self) -> None:
+        """Close what all episodes share."""
+        self.end_episode()
+        self._on_close()
+
+
+def seeded_examples(count: int, offset: int = 0) -> tuple[Example, ...]:
+    """Examples that are seeds: number i starts the episode that its environment makes of seed ``offset + i``."""
+    return tuple(
+        Example(id=f"seed-{seed}", question="", metadata={"seed": seed})
+        for seed in range(offset, offset + count)
+    )
+
+
+def session_task(name: str, limits: Limits, description: str, **declared: Any) -> Task:
+    """A task whose episodes an environment from elsewhere plays; ``declared`` are further attributes of it."""
+    task = Task(
+        name=name,
+        prompt=lambda example: "",
+        reward=lambda example, turns: {},
+        parse_row=_no_rows,
+        limits=limits,
+        description=description,
+    )
+    return dataclasses.replace(task, **declared)
+
+
+def _no_rows(row: Mapping[str, Any]) -> Example:
+    raise ValueError("an environment from elsewhere brings its own episodes")

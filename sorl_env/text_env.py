@@ -1,0 +1,111 @@
+"""What a rollout needs of an environment, whoever wrote it: text in, text and a reward out."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sorl_env.data import ExampleSet, load_examples
+from sorl_env.env import ToolUseEnv
+from sorl_env.errors import UserError
+from sorl_env.step import StepResult
+from sorl_env.task import Example, Limits, Task, ToolSettings
+from sorl_env.trajectory import StopReason
+
+
+class TextEnv(Protocol):
+    """A text environment, as rollouts and evaluations use it. ``ToolUseEnv`` and ``SessionEnv`` are the two kinds.
+
+    The calls of an episode are coroutines, because an environment may wait for tools or for a server while other
+    episodes go on. An exception of ``astep`` or ``atruncate`` ends its own trajectory only.
+
+    Attributes:
+        task: its name, its system prompt, and what else its author declares.
+        limits: budgets of a trajectory. The environment enforces turns and seconds, the rollout enforces tokens.
+        examples: what episodes can be about, and where that comes from.
+        example: that of the running episode, or else of the last one.
+        stop: strings that end a turn of the policy.
+    """
+
+    @property
+    def task(self) -> Task: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def examples(self) -> ExampleSet: ...
+
+    @property
+    def example(self) -> Example: ...
+
+    @property
+    def stop(self) -> tuple[str, ...]: ...
+
+    def spawn(self) -> TextEnv:
+        """Another environment with the same task and examples, and no episode; cheap."""
+        ...
+
+    async def areset(self, index: int, seed: int) -> str:
+        """Start an episode on example ``index``; returns the prompt.
+
+        Raises:
+            ToolUnavailableError: no episode can begin, which is not the policy's fault.
+        """
+        ...
+
+    async def astep(self, action: str) -> StepResult:
+        """One turn of the policy. ``info`` has the keys of ``sorl_env.step.TURN_INFO``."""
+        ...
+
+    async def atruncate(self, reason: StopReason, error: str | None = None) -> StepResult:
+        """End the running episode from outside. The result replaces that of the last turn."""
+        ...
+
+    def end_episode(self) -> None:
+        """Give up the running episode, if there is one, and free what it holds."""
+        ...
+
+    def close(self) -> None:
+        """Free what all episodes share."""
+        ...
+
+
+def open_env(
+    task: Task,
+    *,
+    data: str | None = None,
+    split: str = "train",
+    tool_settings: ToolSettings = ToolSettings(),
+    limits: Limits | None = None,
+) -> TextEnv:
+    """The environment of a task: the one that its author declares, or else ``ToolUseEnv``.
+
+    Args:
+        data, split: see ``load_examples``.
+
+    Raises:
+        UserError: there are no such examples, or settings do not apply to this task.
+    """
+    if task.environment is None:
+        return ToolUseEnv(task, data=data, split=split, tool_settings=tool_settings, limits=limits)
+    if data is not None:
+        raise UserError(f"task {task.name} brings its own episodes: leave data={data} out")
+    for name in ("corpus", "search_url"):
+        if (value := getattr(tool_settings, name)) is not None:
+            raise UserError(f"task {task.name} brings its own tools: leave {name}={value} out")
+    made: TextEnv = task.environment(task, load_examples(task, None, split), limits or task.limits)
+    return made
+
+
+def need_tools(env: TextEnv, what: str) -> ToolUseEnv:
+    """``env``, if it is the dialogue with tools that ``what`` needs.
+
+    Raises:
+        UserError: it is an environment of another kind.
+    """
+    if isinstance(env, ToolUseEnv):
+        return env
+    raise UserError(
+        f"{what} needs a task with tools of its own, but {env.task.name} is an environment from elsewhere, which "
+        "plays its episodes itself: choose another task"
+    )
