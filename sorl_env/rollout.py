@@ -17,10 +17,10 @@ import numpy as np
 
 from sorl_env.env import StepResult, ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.task import Limits
 from sorl_env.text import valid_text
-from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
+from sorl_env.tokens import Tokenizer
 from sorl_env.trajectory import StopReason, Trajectory, Turn
+from sorl_env.turn_codec import TurnCodec, make_codec
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,15 @@ _MAX_ERROR_CHARS = 1000  # of an exception's text that a trajectory keeps
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one turn is sampled. Temperature 0 is greedy; a ``stop`` string ends the turn and is part of it."""
+    """How one turn is sampled. Temperature 0 is greedy; a ``stop`` string ends the turn and is part of it, and so is one
+    of the tokens ``stop_ids``."""
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     seed: int = 0
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,14 @@ class TrajectoryBuilder:
     ) -> None:
         self.env = env
         self.job = job
+        self.codec = make_codec(env, tokenizer, use_chat_template=use_chat_template)
+        env.format = self.codec.format
         self.prompt, _ = env.reset(seed=job.seed, options={"index": job.example_index})
         known = {} if known_prompts is None else known_prompts
         if self.prompt not in known:
-            known[self.prompt] = _prompt_ids(env, tokenizer, self.prompt, use_chat_template)
+            known[self.prompt] = _prompt_ids(env, self.codec, self.prompt)
         self.token_ids = list(known[self.prompt])
         self.turns: list[Turn] = []
-        self._tokenizer = tokenizer
         self._turn_ids = [-1] * len(self.token_ids)
         self._log_probs = [0.0] * len(self.token_ids)
 
@@ -129,7 +132,12 @@ class TrajectoryBuilder:
         self._append(sampled.token_ids, len(self.turns), sampled.log_probs)
         if not (result.terminated or result.truncated):
             limits = self.env.limits
-            observation = _observation_ids(self._tokenizer, result.observation, limits)
+            observation = self.codec.reply_ids(
+                sampled.token_ids,
+                result.info.get("parsed"),
+                result.observation,
+                limits.max_observation_tokens,
+            )
             if len(self.token_ids) + len(observation) >= limits.max_trajectory_tokens:
                 result = _truncate(self.env, StopReason.MAX_TOKENS)
             else:
@@ -180,6 +188,7 @@ class TrajectoryBuilder:
             stop_reason=StopReason(result.info["stop_reason"]),
             seed=self.job.seed,
             error=result.info.get("error"),
+            metadata={} if self.env.format.name == "tags" else {"format": self.env.format.name},
         )
 
 
@@ -229,7 +238,7 @@ async def run_trajectory(
     growing = TrajectoryBuilder(
         env, tokenizer, job, use_chat_template=settings.use_chat_template, known_prompts=known_prompts
     )
-    stop = tuple(f"</{tag}>" for tag in (*env.toolbox.names, "answer"))
+    codec = growing.codec
     try:
         while True:
             params = SamplingParams(
@@ -238,13 +247,14 @@ async def run_trajectory(
                 ),
                 temperature=settings.temperature,
                 top_p=settings.top_p,
-                stop=stop,
+                stop=codec.stop,
                 seed=job.seed + len(growing.turns),
+                stop_ids=codec.stop_ids,
             )
             started = time.monotonic()
             sampled = await sampler.generate(job.id, growing.token_ids, params)
             sampled_at = time.monotonic()
-            text = turn_text(tokenizer, sampled.token_ids, stop)
+            text = codec.turn_text(sampled.token_ids)
             result = await _reply(env, text)
             tool_s = time.monotonic() - sampled_at
             result = growing.append(sampled, text, result, sampled_at - started, tool_s)
@@ -280,19 +290,8 @@ def _contain(env: ToolUseEnv, error: Exception) -> StepResult:
     return env.truncate(StopReason.ERROR, error=valid_text(f"{type(error).__name__}: {said}"))
 
 
-def turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> str:
-    """The turn as text, cut after its first stop string.
-
-    The token that completes a stop string may hold more characters (``>\\n``, ``>.``). They are removed, because the
-    sampler stopped there and the policy is not to blame for them.
-    """
-    text = valid_text(tokenizer.decode(ids, skip_special_tokens=True))
-    ends = [text.find(word) + len(word) for word in stop if word in text]
-    return text[: min(ends)] if ends else text
-
-
-def _prompt_ids(env: ToolUseEnv, tokenizer: Tokenizer, prompt: str, use_chat_template: bool) -> list[int]:
-    ids = encode_prompt(tokenizer, prompt, env.task.system_prompt, use_chat_template=use_chat_template)
+def _prompt_ids(env: ToolUseEnv, codec: TurnCodec, prompt: str) -> list[int]:
+    ids = codec.prompt_ids(prompt, env.task.system_prompt)
     limit = min(env.limits.max_prompt_tokens, env.limits.max_trajectory_tokens - 1)
     if len(ids) > limit:
         raise UserError(
@@ -301,12 +300,3 @@ def _prompt_ids(env: ToolUseEnv, tokenizer: Tokenizer, prompt: str, use_chat_tem
         )
     return ids
 
-
-def _observation_ids(tokenizer: Tokenizer, text: str, limits: Limits) -> list[int]:
-    """Token ids of a reply, at most ``max_observation_tokens``: a long one is cut, but keeps its closing tag."""
-    ids = encode_observation(tokenizer, text)
-    if len(ids) <= limits.max_observation_tokens:
-        return ids
-    body, tag, rest = text.rpartition("\n</information>")
-    tail = encode_observation(tokenizer, tag + rest) if tag else []
-    return encode_observation(tokenizer, body, max(0, limits.max_observation_tokens - len(tail))) + tail

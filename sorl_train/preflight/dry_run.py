@@ -13,7 +13,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from sorl_env.env import ToolUseEnv
-from sorl_env.tokens import encode_prompt
+from sorl_env.turn_codec import make_codec
 from sorl_train.config.schema import as_text, flatten
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.models.forward import compute_dtype, pick_device
@@ -66,7 +66,8 @@ def _model_folder(config: TrainConfig, env: ToolUseEnv) -> Iterator[tuple[str, s
         f"cold-started with {config.sft.steps} supervised steps" if config.stage == "rl" else "untrained"
     )
     with tempfile.TemporaryDirectory() as folder:
-        build_tiny_policy(env.task, folder, seed=config.seed, **dataclasses.asdict(config.tiny))
+        sizes = dataclasses.asdict(config.tiny)
+        build_tiny_policy(env.task, folder, seed=config.seed, format=config.format, **sizes)
         yield folder, f"tiny, built for the task, {trained}"
 
 
@@ -99,8 +100,9 @@ def _cautions(env: ToolUseEnv, eval_env: ToolUseEnv) -> list[str]:
 
 
 def _prompt(config: TrainConfig, env: ToolUseEnv, tokenizer: Any) -> list[str]:
-    text = env.task.prompt(env.examples.examples[0])
-    ids = encode_prompt(tokenizer, text, env.task.system_prompt, use_chat_template=config.chat_template)
+    text = env.format.prompt(env.task, env.examples.examples[0])
+    codec = make_codec(env, tokenizer, use_chat_template=config.chat_template)
+    ids = codec.prompt_ids(text, env.task.system_prompt)
     shown = textwrap.shorten(text, 600, placeholder=" ...")
     return [
         f"first prompt, {len(ids)} tokens of at most {env.limits.max_prompt_tokens}:",

@@ -34,6 +34,7 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> ToolUseEnv:
         split=config.eval.split if evaluation else config.split,
         tool_settings=tool_settings(config),
         limits=limits(task, config.limits),
+        format=config.format,
     )
     if not evaluation:
         refuse_test_questions(config, env.examples)

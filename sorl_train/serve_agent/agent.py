@@ -20,11 +20,11 @@ from sorl_env.rollout import (
     SamplingParams,
     TrajectoryBuilder,
     run_trajectory,
-    turn_text,
 )
 from sorl_env.task import Example
 from sorl_env.tokens import Tokenizer
 from sorl_env.trajectory import StopReason, Trajectory
+from sorl_env.turn_codec import make_codec
 from sorl_train.evaluate.ask import env_of_question, unknown_words
 from sorl_train.evaluate.runner import Policy, in_session
 from sorl_train.serve_agent.chat import ChatRequest, RequestError
@@ -163,7 +163,9 @@ class Agent:
         policy = self._policy
         sampler: Sampler = policy.sampler
         if on_turn is not None:
-            sampler = ReportingSampler(sampler, policy.tokenizer, on_turn)
+            template = dialogue.settings.use_chat_template
+            codec = make_codec(dialogue.env, policy.tokenizer, use_chat_template=template)
+            sampler = ReportingSampler(sampler, codec.turn_text, on_turn)
         async with self._slots:
             try:
                 trajectory = await run_trajectory(
@@ -178,17 +180,19 @@ class Agent:
 
 
 class ReportingSampler:
-    """A sampler that reports the text of each turn that it samples."""
+    """A sampler that reports the text of each turn that it samples; ``text_of`` makes it of token ids."""
 
-    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, on_turn: OnTurn) -> None:
+    def __init__(
+        self, sampler: Sampler, text_of: Callable[[Sequence[int]], str], on_turn: OnTurn
+    ) -> None:
         self._sampler = sampler
-        self._tokenizer = tokenizer
+        self._text_of = text_of
         self._on_turn = on_turn
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
         """Sample one turn (see ``Sampler.generate``)."""
         sampled = await self._sampler.generate(session, token_ids, params)
-        self._on_turn(turn_text(self._tokenizer, sampled.token_ids, params.stop))
+        self._on_turn(self._text_of(sampled.token_ids))
         return sampled
 
     def release(self, session: str) -> None:

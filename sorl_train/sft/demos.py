@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from sorl_env.data import read_rows
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
+from sorl_env.parser import parse_turn
 from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder
 from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
 from sorl_env.trajectory import Trajectory
@@ -31,6 +32,8 @@ def expert_trajectory(
 ) -> Trajectory | None:
     """A trajectory that the task's scripted expert plays, or None where it gives up.
 
+    Experts write tags; in another format their turns are written in that one.
+
     Raises ``UserError`` if the task has no expert.
     """
     expert = env.task.expert
@@ -42,7 +45,9 @@ def expert_trajectory(
         text = expert(env.example, observations)
         if text is None:
             return None
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        text, ids = growing.codec.written_turn(
+            parse_turn(text, env.toolbox.names, env.task.require_think), text
+        )
         result = growing.append(SampledTurn(ids, [0.0] * len(ids), "stop"), text, env.step(text))
         if result.terminated or result.truncated:
             return growing.build(result)

@@ -1,0 +1,321 @@
+"""The tokens of tool calls: a chat template is rendered once with placeholders, and then only filled in.
+
+Nothing that the policy sampled is rendered again. What the template writes between the end of a sampled message and the
+beginning of the next one is taken from a dummy conversation (as TRL does): rendered with a placeholder for the
+observation, it is cut after the token that ends the dummy call and at the placeholder. So the text of an observation
+never reaches the template, and cannot take another branch of it.
+
+Text from outside cannot become a control token either: where an observation or a question holds the text of one, the
+text is encoded in two parts, cut inside that token. All other text is encoded in one piece with its surroundings, so
+that its tokens are those of the template's own rendering.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sorl_env.errors import UserError
+from sorl_env.parser import ParsedTurn
+from sorl_env.text import valid_text
+from sorl_env.tokens import Tokenizer
+from sorl_env.tool import Tool
+from sorl_env.tool_call_parser import (
+    JSON,
+    REASONING_MARKERS,
+    SYNTAXES,
+    CallError,
+    Syntax,
+    arguments_of,
+    read_call,
+)
+from sorl_env.turn_format import ToolCallFormat, TurnFormat
+
+_MARK = 'sorl"text'  # the quotation mark shows whether the template writes a text as it is or as JSON
+_CALL_ID = "sorlcall0"  # nine letters and digits, which Mistral's templates ask for
+_ALSO_ENDS = ("<|eom_id|>",)  # Llama's other end of a message
+_codecs: weakref.WeakKeyDictionary[Any, dict[str, ChatCodec]] = weakref.WeakKeyDictionary()
+
+
+def chat_codec(tokenizer: Tokenizer, tools: Sequence[Tool], *, use_chat_template: bool) -> ChatCodec:
+    """The codec for a tokenizer and tools; it is made once for each. Raises as ``ChatCodec`` does."""
+    if not use_chat_template or not tokenizer.chat_template:
+        missing = "the tokenizer has none" if use_chat_template else "chat_template is false"
+        raise UserError(
+            f"format tool_calls writes the calls of the model's chat template, but {missing}: use an instruction-tuned "
+            "model with its tokenizer, or format tags"
+        )
+    known = _codecs.setdefault(tokenizer, {})
+    key = json.dumps([str(tokenizer.chat_template), *map(tool_schema, tools)], sort_keys=True)
+    if key not in known:
+        known[key] = ChatCodec(tokenizer, tools)
+    return known[key]
+
+
+def tool_schema(tool: Tool) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    about = {"name": tool.name, "description": tool.description, "parameters": dict(tool.schema)}
+    return {"type": "function", "function": about}
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What a template writes around a text from outside; ``as_json``: it writes the text as a JSON string."""
+
+    before: str
+    after: str
+    as_json: bool
+
+    def fill(self, text: str) -> tuple[str, str, str]:
+        body = json.dumps(text, ensure_ascii=False)[1:-1] if self.as_json else text
+        return self.before, body, self.after
+
+
+class ChatCodec:
+    """Implements ``turn_codec.TurnCodec`` for tool calls.
+
+    Raises:
+        UserError: the template renders no tools, or calls in a form that ``tool_call_parser`` does not know.
+    """
+
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Tool]) -> None:
+        self._tokenizer: Any = tokenizer
+        self._tools = {tool.name: tool for tool in tools}
+        self._schemas = [tool_schema(tool) for tool in tools]
+        self._specials, self._controls = _control_tokens(tokenizer)
+        self._replies: dict[str, _Frame] = {}
+        answer_end, self._correction = self._find_correction()
+        syntax, call_end = None, answer_end
+        for name in self._tools:
+            syntax, call_end, self._replies[name] = self._find_reply(name)
+        self._syntax = syntax
+        self.format: TurnFormat = ToolCallFormat(syntax)
+        self._answer_end, self._call_end = self._specials[answer_end], self._specials[call_end]
+        also = [self._specials[text] for text in _ALSO_ENDS if text in self._specials]
+        self.stop_ids = tuple(dict.fromkeys([self._answer_end, self._call_end, *also]))
+        self._prompts: dict[str | None, _Frame] = {}
+
+    def prompt_ids(self, prompt: str, system_prompt: str | None) -> list[int]:
+        if system_prompt not in self._prompts:
+            self._prompts[system_prompt] = self._find_prompt(system_prompt)
+        return self._encode(*self._prompts[system_prompt].fill(prompt.strip()))
+
+    def turn_text(self, ids: Sequence[int]) -> str:
+        """The message without the token that ends it."""
+        ids = list(ids)
+        if ids and (ids[-1] in self.stop_ids or ids[-1] == self._tokenizer.eos_token_id):
+            del ids[-1]
+        return valid_text(self._tokenizer.decode(ids, skip_special_tokens=False)).strip()
+
+    def reply_ids(
+        self, ids: Sequence[int], parsed: ParsedTurn | None, observation: str, max_tokens: int
+    ) -> list[int]:
+        """A tool's reply, or a user's message after a malformed turn. A message that did not end is ended first."""
+        called = parsed.tool if parsed is not None and parsed.kind == "tool" else None
+        frame = self._correction if called is None else self._replies[called]
+        right_end = self._answer_end if called is None else self._call_end
+        ended = bool(ids) and ids[-1] in self.stop_ids
+        if called is not None and ended and self._call_end != self._answer_end:
+            ended = ids[-1] == self._call_end  # Gemma's call ends with the token that begins the reply
+        end = [] if ended else [right_end]
+        return end + self._cut(self._with_id(frame, ids), observation.strip(), max_tokens)
+
+    def written_turn(self, parsed: ParsedTurn, text: str) -> tuple[str, list[int]]:
+        """A turn of the expert as the template writes it, with the token that ends it."""
+        thought = f"<think>\n{parsed.think}\n</think>\n\n" if parsed.think else ""
+        message: dict[str, Any] = {"role": "assistant", "content": thought}
+        if parsed.kind == "tool" and parsed.tool is not None:
+            arguments = arguments_of(self._tools[parsed.tool], parsed.content)
+            message["tool_calls"] = [_call(parsed.tool, arguments)]
+            end = self._call_end
+        else:
+            message["content"] = thought + parsed.content
+            end = self._answer_end
+        asked = [{"role": "user", "content": "?"}]
+        begun = self._render(asked, open_turn=True)
+        whole = self._render([*asked, message])
+        if not whole.startswith(begun):
+            raise UserError(
+                "the chat template does not continue its own prompt with the message of a demonstration: use a model "
+                "with another template, or demonstrations from a file"
+            )
+        body = whole[len(begun) :]
+        ids = self._encode(body, "", "")
+        if end in ids:  # what follows it is no part of the turn; Gemma begins the reply only when there is one
+            ids = ids[: ids.index(end)]
+        elif self._answer_end in ids:
+            ids = ids[: ids.index(self._answer_end)]
+        ids = [*ids, end]
+        return self.turn_text(ids), ids
+
+    # -- what the template writes --------------------------------------------------------------------------------
+    def _find_prompt(self, system_prompt: str | None) -> _Frame:
+        messages = [{"role": "user", "content": _MARK}]
+        if system_prompt:
+            messages.insert(0, {"role": "system", "content": system_prompt})
+        return _frame(self._render(messages, open_turn=True), "a user's message")
+
+    def _find_correction(self) -> tuple[str, _Frame]:
+        """The token that ends an answer, and what surrounds a user's message after it.
+
+        Rendered without tools: some templates list them before the newest user message, and they are in the prompt.
+        """
+        said = "sorl answer"
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": _MARK},
+        ]
+        text = self._render(messages, open_turn=True, tools=False)
+        end, rest = self._after_end(text, text.find(said) + len(said), "")
+        return end, _frame(rest, "a second user's message")
+
+    def _find_reply(self, tool: str) -> tuple[Syntax, str, _Frame]:
+        """The form of a call, the token that ends it, and what surrounds the tool's reply."""
+        argument = "sorl argument"
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": [_call(tool, {"sorl": argument})]},
+            {"role": "tool", "name": tool, "tool_call_id": _CALL_ID, "content": _MARK},
+        ]
+        begun = self._render(messages[:1], open_turn=True)
+        text = self._render(messages, open_turn=True)
+        at = text.find(argument)
+        if at < 0:
+            raise UserError("the chat template does not render tool calls: use format tags, or another model")
+        for syntax in SYNTAXES.values():
+            end, rest = self._after_end(text, at, syntax.close)
+            message = text[_common_prefix(begun, text) : len(text) - len(rest)].removesuffix(end)
+            for _, closing in REASONING_MARKERS:
+                message = message.rpartition(closing)[2] if closing in message else message
+            try:
+                found = read_call(message.strip(), syntax)
+            except CallError:
+                continue
+            if found is not None and found[1].name == tool and found[1].arguments == {"sorl": argument}:
+                return syntax, end, _frame(rest, "a tool's reply")
+        raise UserError(
+            f"the chat template renders a tool call as {text[at - 60 : at + 40]!r}, in none of the forms that are "
+            f"known here ({', '.join(SYNTAXES)}): use format tags, or another model"
+        )
+
+    def _after_end(self, text: str, start: int, close: str) -> tuple[str, str]:
+        """The first special token from ``start`` on, after ``close``, and the text behind it."""
+        closed = text.find(close, start) if close else start
+        start = start if closed < 0 else closed + len(close)
+        found = [(text.find(token, start), -len(token), token) for token in self._specials if token in text[start:]]
+        if not found:
+            raise UserError(
+                "the chat template ends a message of the assistant without a special token, so nothing tells the "
+                "sampler to stop: use format tags, or another model"
+            )
+        at, _, token = min(found)
+        return token, text[at + len(token) :]
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], *, open_turn: bool = False, tools: bool = True
+    ) -> str:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=self._schemas if tools else None,
+                tokenize=False,
+                add_generation_prompt=open_turn,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise UserError(
+                f"the chat template cannot render messages of the roles {roles} with tools ({error}): use format tags, "
+                "or another model"
+            ) from error
+        return valid_text(text)
+
+    # -- tokens --------------------------------------------------------------------------------------------------
+    def _with_id(self, frame: _Frame, ids: Sequence[int]) -> _Frame:
+        """The frame with the id that the policy gave its call, where the template repeats it."""
+        if _CALL_ID not in frame.before + frame.after:
+            return frame
+        try:
+            found = read_call(self.turn_text(ids), self._syntax)
+        except CallError:
+            found = None
+        given = _CALL_ID if found is None or found[1].id is None else found[1].id
+        return _Frame(
+            frame.before.replace(_CALL_ID, given), frame.after.replace(_CALL_ID, given), frame.as_json
+        )
+
+    def _cut(self, frame: _Frame, text: str, max_tokens: int) -> list[int]:
+        """The filled frame in at most ``max_tokens``; of a longer text only the beginning is kept."""
+        while True:
+            ids = self._encode(*frame.fill(text))
+            over = len(ids) - max_tokens
+            if over <= 0 or not text:
+                return ids
+            kept = self._encode("", text, "")[: -over or None]
+            shorter = self._tokenizer.decode(kept, skip_special_tokens=False) if kept else ""
+            shorter = valid_text(shorter).rstrip("\ufffd").strip()
+            text = shorter if len(shorter) < len(text) else text[:-over]
+
+    def _encode(self, before: str, body: str, after: str) -> list[int]:
+        """Token ids of the whole, in which no control token comes from ``body``."""
+        whole = valid_text(before + body + after)
+        cuts = sorted(set(self._forged(whole, len(before), len(before) + len(body))))
+        ids: list[int] = []
+        for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
+            ids += self._tokenizer.encode(whole[start:end], add_special_tokens=False)
+        return ids
+
+    def _forged(self, text: str, start: int, end: int) -> Iterator[int]:
+        """Where to cut the text, so that no control token has a part in ``text[start:end]``."""
+        if start == end:
+            return
+        for token in self._controls:
+            at = text.find(token, max(0, start - len(token) + 1), end + len(token) - 1)
+            while at >= 0:
+                yield at + 1
+                at = text.find(token, at + 1, end + len(token) - 1)
+
+
+def _frame(text: str, what: str) -> _Frame:
+    """The template's text around the only placeholder in it."""
+    escaped = json.dumps(_MARK)[1:-1]
+    for mark, as_json in ((_MARK, False), (escaped, True)):
+        before, found, after = text.partition(mark)
+        if found and mark not in after:
+            return _Frame(before, after, as_json)
+    raise UserError(
+        f"the chat template does not render {what} exactly once, as it is or as JSON: use format tags, or another model"
+    )
+
+
+def _call(tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": _CALL_ID, "type": "function", "function": {"name": tool, "arguments": dict(arguments)}}
+
+
+def _common_prefix(one: str, other: str) -> int:
+    """The number of characters that both begin with."""
+    length = min(len(one), len(other))
+    return next((i for i in range(length) if one[i] != other[i]), length)
+
+
+def _control_tokens(tokenizer: Any) -> tuple[dict[str, int], list[str]]:
+    """The special tokens with their ids; and all texts that must not become a token when they come from outside.
+
+    The latter are also the added tokens that the template writes, such as ``<tool_call>``, which many tokenizers do not
+    count as special.
+    """
+    template = str(tokenizer.chat_template)
+    added = {int(i): token for i, token in tokenizer.added_tokens_decoder.items()}
+    specials = {str(token.content): i for i, token in added.items() if token.special}
+    written = [token.content for token in added.values() if token.content.strip() and token.content in template]
+    markers = [syntax.open for syntax in SYNTAXES.values() if syntax is not JSON]
+    known = {token.content for token in added.values()}
+    controls = {*specials, *written, *(marker for marker in markers if marker in known)}
+    return specials, sorted(token for token in controls if len(token) > 1)
