@@ -20,7 +20,7 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.parser import ParsedTurn
-from sorl_env.text import valid_text
+from sorl_env.text import quoted, valid_text
 from sorl_env.tokens import Tokenizer
 from sorl_env.tool import Tool
 from sorl_env.tool_call_parser import (
@@ -30,6 +30,7 @@ from sorl_env.tool_call_parser import (
     CallError,
     Syntax,
     arguments_of,
+    parse_message,
     read_call,
 )
 from sorl_env.turn_format import ToolCallFormat, TurnFormat
@@ -126,32 +127,47 @@ class ChatCodec:
         return end + self._cut(self._with_id(frame, ids), observation.strip(), max_tokens)
 
     def written_turn(self, parsed: ParsedTurn, text: str) -> tuple[str, list[int]]:
-        """A turn of the expert as the template writes it, with the token that ends it."""
-        thought = f"<think>\n{parsed.think}\n</think>\n\n" if parsed.think else ""
-        message: dict[str, Any] = {"role": "assistant", "content": thought}
-        if parsed.kind == "tool" and parsed.tool is not None:
-            arguments = arguments_of(self._tools[parsed.tool], parsed.content)
-            message["tool_calls"] = [_call(parsed.tool, arguments)]
-            end = self._call_end
-        else:
-            message["content"] = thought + parsed.content
-            end = self._answer_end
+        """A turn of the expert as the template writes it, with the token that ends it.
+
+        Templates take reasoning from a field of its own, or as a part of the content; some drop it beside a call, and
+        then the demonstration has none.
+
+        Raises:
+            UserError: the template does not continue its own prompt with the message.
+        """
+        called = parsed.kind == "tool" and parsed.tool is not None
+        message: dict[str, Any] = {"role": "assistant", "content": "" if called else parsed.content}
+        if called:
+            arguments = arguments_of(self._tools[parsed.tool or ""], parsed.content)
+            message["tool_calls"] = [_call(parsed.tool or "", arguments)]
+        ways = [message]
+        if parsed.think:
+            thought = f"<think>\n{parsed.think}\n</think>\n\n"
+            as_field = {"reasoning_content": parsed.think, "reasoning": parsed.think}
+            ways = [{**message, **as_field}, {**message, "content": thought + message["content"]}, message]
+        for number, way in enumerate(ways, start=1):
+            ids = self._write(way, self._call_end if called else self._answer_end)
+            text = self.turn_text(ids)
+            seen = parse_message(text, tuple(self._tools.values()), self._syntax)
+            same = (seen.kind, seen.tool, seen.content) == (parsed.kind, parsed.tool, parsed.content)
+            if same and (number == len(ways) or seen.think.split() == parsed.think.split()):
+                return text, ids
+        raise UserError(
+            f"the chat template writes a demonstration as {quoted(text, 200)}, which is not what the expert did: use "
+            "format tags, or another model"
+        )
+
+    def _write(self, message: Mapping[str, Any], end: int) -> list[int]:
+        """The tokens of a message of the policy after its prompt, up to the token that ends it."""
         asked = [{"role": "user", "content": "?"}]
         begun = self._render(asked, open_turn=True)
         whole = self._render([*asked, message])
         if not whole.startswith(begun):
-            raise UserError(
-                "the chat template does not continue its own prompt with the message of a demonstration: use a model "
-                "with another template, or demonstrations from a file"
-            )
-        body = whole[len(begun) :]
-        ids = self._encode(body, "", "")
-        if end in ids:  # what follows it is no part of the turn; Gemma begins the reply only when there is one
-            ids = ids[: ids.index(end)]
-        elif self._answer_end in ids:
-            ids = ids[: ids.index(self._answer_end)]
-        ids = [*ids, end]
-        return self.turn_text(ids), ids
+            begun = self._render(asked)
+            whole = begun + whole[_common_prefix(begun, whole) :]
+        ids = self._encode(whole[len(begun) :], "", "")
+        stop = next((at for at, token in enumerate(ids) if token in (end, self._answer_end)), len(ids))
+        return [*ids[:stop], end]
 
     # -- what the template writes --------------------------------------------------------------------------------
     def _find_prompt(self, system_prompt: str | None) -> _Frame:
@@ -185,12 +201,13 @@ class ChatCodec:
         ]
         begun = self._render(messages[:1], open_turn=True)
         text = self._render(messages, open_turn=True)
+        start = len(begun if text.startswith(begun) else self._render(messages[:1]))
         at = text.find(argument)
         if at < 0:
             raise UserError("the chat template does not render tool calls: use format tags, or another model")
         for syntax in SYNTAXES.values():
             end, rest = self._after_end(text, at, syntax.close)
-            message = text[_common_prefix(begun, text) : len(text) - len(rest)].removesuffix(end)
+            message = text[start : len(text) - len(rest)].removesuffix(end)
             for _, closing in REASONING_MARKERS:
                 message = message.rpartition(closing)[2] if closing in message else message
             try:
