@@ -24,7 +24,6 @@ from sorl_env.text import quoted, valid_text
 from sorl_env.tokens import Tokenizer
 from sorl_env.tool import Tool
 from sorl_env.tool_call_parser import (
-    JSON,
     REASONING_MARKERS,
     SYNTAXES,
     CallError,
@@ -146,26 +145,44 @@ class ChatCodec:
             as_field = {"reasoning_content": parsed.think, "reasoning": parsed.think}
             ways = [{**message, **as_field}, {**message, "content": thought + message["content"]}, message]
         for number, way in enumerate(ways, start=1):
-            ids = self._write(way, self._call_end if called else self._answer_end)
+            last = number == len(ways)
+            body = self._write(way, exact=not last)
+            if body is None:
+                continue
+            ids = self._ended(body, self._call_end if called else self._answer_end)
             text = self.turn_text(ids)
             seen = parse_message(text, tuple(self._tools.values()), self._syntax)
             same = (seen.kind, seen.tool, seen.content) == (parsed.kind, parsed.tool, parsed.content)
-            if same and (number == len(ways) or seen.think.split() == parsed.think.split()):
+            if same and (last or seen.think.split() == parsed.think.split()):
                 return text, ids
         raise UserError(
             f"the chat template writes a demonstration as {quoted(text, 200)}, which is not what the expert did: use "
             "format tags, or another model"
         )
 
-    def _write(self, message: Mapping[str, Any], end: int) -> list[int]:
-        """The tokens of a message of the policy after its prompt, up to the token that ends it."""
+    def _write(self, message: Mapping[str, Any], *, exact: bool) -> str | None:
+        """What the template writes for a message of the policy after its own prompt.
+
+        None if it does not continue the prompt and ``exact`` is asked for. Otherwise the message begins where it leaves
+        the prompt, such as after ``<think>`` where the prompt goes on with a line break.
+        """
         asked = [{"role": "user", "content": "?"}]
         begun = self._render(asked, open_turn=True)
         whole = self._render([*asked, message])
-        if not whole.startswith(begun):
-            begun = self._render(asked)
-            whole = begun + whole[_common_prefix(begun, whole) :]
-        ids = self._encode(whole[len(begun) :], "", "")
+        if whole.startswith(begun):
+            return whole[len(begun) :]
+        if exact:
+            return None
+        at = _common_prefix(begun, whole)
+        inside = [whole.rfind(token, 0, at + len(token) - 1) for token in self._controls]
+        starts = [
+            start for start, token in zip(inside, self._controls, strict=True) if at < start + len(token)
+        ]
+        return whole[min([at, *(start for start in starts if start >= 0)]) :]
+
+    def _ended(self, text: str, end: int) -> list[int]:
+        """The tokens of a message up to the token that ends it, which may be followed by others or be missing."""
+        ids = self._encode(text, "", "")
         stop = next((at for at, token in enumerate(ids) if token in (end, self._answer_end)), len(ids))
         return [*ids[:stop], end]
 
@@ -225,7 +242,9 @@ class ChatCodec:
         """The first special token from ``start`` on, after ``close``, and the text behind it."""
         closed = text.find(close, start) if close else start
         start = start if closed < 0 else closed + len(close)
-        found = [(text.find(token, start), -len(token), token) for token in self._specials if token in text[start:]]
+        found = [
+            (text.find(token, start), -len(token), token) for token in self._specials if token in text[start:]
+        ]
         if not found:
             raise UserError(
                 "the chat template ends a message of the assistant without a special token, so nothing tells the "
@@ -325,14 +344,12 @@ def _common_prefix(one: str, other: str) -> int:
 def _control_tokens(tokenizer: Any) -> tuple[dict[str, int], list[str]]:
     """The special tokens with their ids; and all texts that must not become a token when they come from outside.
 
-    The latter are also the added tokens that the template writes, such as ``<tool_call>``, which many tokenizers do not
-    count as special.
+    The latter are also the added tokens that the template writes or that look like a tag, such as ``<tool_call>``, which
+    many tokenizers do not count as special. Others, such as a run of blanks, are ordinary text.
     """
     template = str(tokenizer.chat_template)
     added = {int(i): token for i, token in tokenizer.added_tokens_decoder.items()}
     specials = {str(token.content): i for i, token in added.items() if token.special}
-    written = [token.content for token in added.values() if token.content.strip() and token.content in template]
-    markers = [syntax.open for syntax in SYNTAXES.values() if syntax is not JSON]
-    known = {token.content for token in added.values()}
-    controls = {*specials, *written, *(marker for marker in markers if marker in known)}
-    return specials, sorted(token for token in controls if len(token) > 1)
+    others = [str(token.content) for token in added.values() if token.content.strip()]
+    controls = {*specials, *(text for text in others if text in template or text.startswith(("<", "[")))}
+    return specials, sorted(text for text in controls if len(text) > 1)

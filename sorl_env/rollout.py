@@ -299,4 +299,3 @@ def _prompt_ids(env: ToolUseEnv, codec: TurnCodec, prompt: str) -> list[int]:
             "limits.max_prompt_tokens (and limits.max_trajectory_tokens), or remove the example from the data"
         )
     return ids
-

@@ -153,9 +153,7 @@ def arguments_of(tool: Tool, content: str) -> Mapping[str, Any]:
 
 def _syntax_of(text: str) -> Syntax:
     """The syntax that a text begins a call with first; without any, that of Llama if the text looks like one."""
-    starts = {
-        text.find(one.open): one for one in SYNTAXES.values() if one.open in text and one is not JSON
-    }
+    starts = {text.find(one.open): one for one in SYNTAXES.values() if one.open in text and one is not JSON}
     if starts:
         return starts[min(starts)]
     return JSON if text.startswith(("{", JSON.open)) else TAGGED

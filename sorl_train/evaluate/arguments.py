@@ -204,7 +204,9 @@ def make_envs(
         references = [config.task]
     if not references:
         raise UserError(f"give --task NAME, one or several. Known: {', '.join(task_names())}")
-    trained = with_overrides(config or TrainConfig(), _given(args, "format"))  # the policy's, whatever the task
+    trained = with_overrides(
+        config or TrainConfig(), _given(args, "format")
+    )  # the policy's, whatever the task
     by_task = {name: _by_task(getattr(args, name), references, name) for name in _OF_A_TASK}
     knobs = _knobs(args, references)
     envs: dict[str, ToolUseEnv] = {}

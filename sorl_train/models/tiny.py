@@ -154,7 +154,9 @@ def call_texts(task: Task) -> Iterator[str]:
     yield "<im_start> user assistant tool system <think> </think> <tool_call> </tool_call> </function> </parameter>"
     yield "<tool_response> </tool_response>"
     for tool in env.toolbox.tools:
-        yield " ".join([f"<function={tool.name}>", *(f"<parameter={name}>" for name in tool.schema["properties"])])
+        yield " ".join(
+            [f"<function={tool.name}>", *(f"<parameter={name}>" for name in tool.schema["properties"])]
+        )
 
 
 def word_tokenizer(

@@ -182,9 +182,7 @@ class Agent:
 class ReportingSampler:
     """A sampler that reports the text of each turn that it samples; ``text_of`` makes it of token ids."""
 
-    def __init__(
-        self, sampler: Sampler, text_of: Callable[[Sequence[int]], str], on_turn: OnTurn
-    ) -> None:
+    def __init__(self, sampler: Sampler, text_of: Callable[[Sequence[int]], str], on_turn: OnTurn) -> None:
         self._sampler = sampler
         self._text_of = text_of
         self._on_turn = on_turn

@@ -22,11 +22,16 @@ def add(a: int, b: float) -> str:
 
 TOOLS = (as_tool(search), as_tool(add))
 HERMES = '<tool_call>\n{"name": "search", "arguments": {"query": "who wrote it"}}\n</tool_call>'
-XML = "<tool_call>\n<function=search>\n<parameter=query>\nwho wrote it\n</parameter>\n</function>\n</tool_call>"
+XML = (
+    "<tool_call>\n<function=search>\n<parameter=query>\nwho wrote it\n</parameter>\n</function>\n</tool_call>"
+)
 CALLS = {
     "hermes": (HERMES, TAGGED),
     "qwen 3.5": (XML, TAGGED),
-    "mistral 3": ('[TOOL_CALLS] [{"name": "search", "arguments": {"query": "who wrote it"}, "id": "abcdefghi"}]', MISTRAL),
+    "mistral 3": (
+        '[TOOL_CALLS] [{"name": "search", "arguments": {"query": "who wrote it"}, "id": "abcdefghi"}]',
+        MISTRAL,
+    ),
     "mistral 13": ('[TOOL_CALLS]search[ARGS]{"query": "who wrote it"}', MISTRAL),
     "mistral 11": ('[TOOL_CALLS]search[CALL_ID]abcdefghi[ARGS]{"query": "who wrote it"}', MISTRAL),
     "gemma": ('<|tool_call>call:search{query:<|"|>who wrote it<|"|>}<tool_call|>', GEMMA),
@@ -44,7 +49,9 @@ def test_a_call_of_each_family_is_read_with_and_without_knowing_the_template(fam
 
 
 def test_reasoning_and_text_before_a_call_are_kept_as_thoughts() -> None:
-    assert parse_message(f"<think>\nhm\n</think>\n\nI look it up.\n{HERMES}", TOOLS).think == "hm\nI look it up."
+    assert (
+        parse_message(f"<think>\nhm\n</think>\n\nI look it up.\n{HERMES}", TOOLS).think == "hm\nI look it up."
+    )
     assert parse_message(f"opened by the prompt\n</think>\n{HERMES}", TOOLS).think == "opened by the prompt"
     thought = "<|channel>thought\nhm\n<channel|>"
     assert parse_message(thought + CALLS["gemma"][0], TOOLS, GEMMA).think == "hm"
@@ -67,7 +74,10 @@ def test_arguments_of_a_tool_with_several_are_json_of_the_types_that_its_schema_
     for text in texts:
         assert json.loads(parse_message(text, TOOLS).content) == want
     spelled = texts[1].replace(">1<", ">one<")
-    assert json.loads(parse_message(spelled, TOOLS).content) == {"a": "one", "b": 2.5}  # the toolbox says what is wrong
+    assert json.loads(parse_message(spelled, TOOLS).content) == {
+        "a": "one",
+        "b": 2.5,
+    }  # the toolbox says what is wrong
 
 
 WRONG = {
