@@ -32,8 +32,9 @@ import transformers
 from torch import nn
 
 from sorl_env import Example, FormatError, Limits, ParsedTurn, Task, ToolUseEnv, parse_turn
-from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder, turn_text
+from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder
 from sorl_env.trajectory import Trajectory
+from sorl_env.turn_codec import turn_text
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.engine import LocalEngine

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sorl_env.control_tokens import ControlTokens
 from sorl_env.errors import UserError
 from sorl_env.parser import ParsedTurn
 from sorl_env.text import quoted, valid_text
@@ -87,7 +88,8 @@ class ChatCodec:
         self._tokenizer: Any = tokenizer
         self._tools = {tool.name: tool for tool in tools}
         self._schemas = [tool_schema(tool) for tool in tools]
-        self._specials, self._controls = _control_tokens(tokenizer)
+        self._control = ControlTokens(tokenizer)
+        self._specials = self._control.special_ids
         self._replies: dict[str, _Frame] = {}
         answer_end, self._correction = self._find_correction()
         syntax, call_end = None, answer_end
@@ -301,22 +303,7 @@ class ChatCodec:
 
     def _encode(self, before: str, body: str, after: str) -> list[int]:
         """Token ids of the whole, in which no control token comes from ``body``."""
-        whole = valid_text(before + body + after)
-        cuts = sorted(set(self._forged(whole, len(before), len(before) + len(body))))
-        ids: list[int] = []
-        for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
-            ids += self._tokenizer.encode(whole[start:end], add_special_tokens=False)
-        return ids
-
-    def _forged(self, text: str, start: int, end: int) -> Iterator[int]:
-        """Where to cut the text, so that no control token has a part in ``text[start:end]``."""
-        if start == end:
-            return
-        for token in self._controls:
-            at = text.find(token, max(0, start - len(token) + 1), end + len(token) - 1)
-            while at >= 0:
-                yield at + 1
-                at = text.find(token, at + 1, end + len(token) - 1)
+        return self._control.encode(valid_text(before), valid_text(body), valid_text(after))
 
 
 def _frame(text: str, what: str) -> _Frame:
@@ -339,17 +326,3 @@ def _common_prefix(one: str, other: str) -> int:
     """The number of characters that both begin with."""
     length = min(len(one), len(other))
     return next((i for i in range(length) if one[i] != other[i]), length)
-
-
-def _control_tokens(tokenizer: Any) -> tuple[dict[str, int], list[str]]:
-    """The special tokens with their ids; and all texts that must not become a token when they come from outside.
-
-    The latter are also the added tokens that the template writes or that look like a tag, such as ``<tool_call>``, which
-    many tokenizers do not count as special. Others, such as a run of blanks, are ordinary text.
-    """
-    template = str(tokenizer.chat_template)
-    added = {int(i): token for i, token in tokenizer.added_tokens_decoder.items()}
-    specials = {str(token.content): i for i, token in added.items() if token.special}
-    others = [str(token.content) for token in added.values() if token.content.strip()]
-    controls = {*specials, *(text for text in others if text in template or text.startswith(("<", "[")))}
-    return specials, sorted(text for text in controls if len(text) > 1)

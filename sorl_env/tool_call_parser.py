@@ -239,15 +239,21 @@ def _read_tagged(body: str) -> Call:
     if head is None or not body.endswith("</function>"):
         raise CallError(FormatError.UNCLOSED, "<function=..> is not closed")
     arguments: dict[str, Any] = {}
-    rest = body[head.end() : -len("</function>")].strip()
-    while rest:
-        parameter = _PARAMETER.match(rest)
-        value, closed, rest = rest[parameter.end() if parameter else 0 :].partition("</parameter>")
-        if parameter is None or not closed or parameter[1] in arguments:
+    at, end = _past_blanks(body, head.end()), len(body) - len("</function>")
+    while at < end:
+        parameter = _PARAMETER.match(body, at, end)
+        close = body.find("</parameter>", at, end) if parameter is not None else -1
+        if parameter is None or close < 0 or parameter[1] in arguments:
             raise CallError(FormatError.BAD_CALL, "between the parameters is something else")
-        arguments[parameter[1]] = _Text(value.strip())
-        rest = rest.lstrip()
+        arguments[parameter[1]] = _Text(body[parameter.end() : close].strip())
+        at = _past_blanks(body, close + len("</parameter>"))
     return Call(head[1], arguments)
+
+
+def _past_blanks(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
 
 
 def _read_mistral(body: str) -> Call:

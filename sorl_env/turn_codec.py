@@ -71,16 +71,20 @@ class TagCodec:
     def reply_ids(
         self, ids: Sequence[int], parsed: ParsedTurn | None, observation: str, max_tokens: int
     ) -> list[int]:
-        """At most ``max_tokens``: a long observation is cut, but keeps its closing tag."""
-        whole = encode_observation(self._tokenizer, observation)
-        if len(whole) <= max_tokens:
-            return whole
-        body, tag, rest = observation.rpartition("\n</information>")
-        tail = encode_observation(self._tokenizer, tag + rest) if tag else []
-        return encode_observation(self._tokenizer, body, max(0, max_tokens - len(tail))) + tail
+        return tag_reply_ids(self._tokenizer, observation, max_tokens)
 
     def written_turn(self, parsed: ParsedTurn, text: str) -> tuple[str, list[int]]:
         return text, self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def tag_reply_ids(tokenizer: Tokenizer, observation: str, max_tokens: int) -> list[int]:
+    """Token ids of an observation between tags, at most ``max_tokens``: a long one is cut, but keeps its closing tag."""
+    whole = encode_observation(tokenizer, observation)
+    if len(whole) <= max_tokens:
+        return whole
+    body, tag, rest = observation.rpartition("\n</information>")
+    tail = encode_observation(tokenizer, tag + rest) if tag else []
+    return encode_observation(tokenizer, body, max(0, max_tokens - len(tail))) + tail
 
 
 def make_codec(env: ToolUseEnv, tokenizer: Tokenizer, *, use_chat_template: bool) -> TurnCodec:

@@ -86,7 +86,7 @@ class ToolCallFormat:
         if task.tool_call_prompt is not None:
             return task.tool_call_prompt(example)
         text = task.prompt(example)
-        if "</answer>" in text:
+        if "<answer>" in text.replace(example.question, ""):
             raise UserError(
                 f"the prompt of task {task.name} asks for <answer> tags, which format tool_calls does not read: give "
                 "the task a tool_call_prompt, or use format tags"

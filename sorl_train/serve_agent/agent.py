@@ -22,7 +22,6 @@ from sorl_env.rollout import (
     run_trajectory,
 )
 from sorl_env.task import Example
-from sorl_env.tokens import Tokenizer
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_env.turn_codec import make_codec
 from sorl_train.evaluate.ask import env_of_question, unknown_words
