@@ -42,8 +42,9 @@ class ToolUseEnv(gymnasium.Env[str, str]):
     """A language-model agent answers a question and may use tools before it does.
 
     The observation of ``reset`` is the prompt. That of ``step`` is the environment's reply, to be appended to the
-    dialogue: in format ``tags`` an ``<information>`` block, in format ``tool_calls`` the text of a message, with the tool's
-    reply, or with a fixed correction after a malformed turn. It is empty after the last turn. ``terminated``: the policy answered. ``truncated``: a budget ran out, or a tool failed.
+    dialogue: an ``<information>`` block (in format ``tool_calls`` a message's text) with the tool's reply, or with a
+    fixed correction after a malformed turn. It is empty after the last turn. ``terminated``: the policy answered.
+    ``truncated``: a budget ran out, or a tool failed.
 
     ``info`` of a step: ``parsed`` (ParsedTurn), ``format_error``, ``reward_items``, ``tool_calls``, ``turn`` (from 0),
     ``stop_reason``, ``error`` (of an unavailable tool), ``example_id``. ``info`` of reset: ``example_id``, ``index``,

@@ -29,8 +29,8 @@ _MAX_ERROR_CHARS = 1000  # of an exception's text that a trajectory keeps
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one turn is sampled. Temperature 0 is greedy; a ``stop`` string ends the turn and is part of it, and so is one
-    of the tokens ``stop_ids``."""
+    """How one turn is sampled. Temperature 0 is greedy. A ``stop`` string ends the turn and is part of it; so is and
+    does one of the tokens ``stop_ids``."""
 
     max_new_tokens: int
     temperature: float = 1.0

@@ -93,24 +93,15 @@ _PARTS = {"think": REASONING, "answer": ANSWER, "plain": OTHER}
 def message_parts(turn: Turn) -> list[tuple[str, int, int]]:
     """The parts of a message as (kind, start, end), in order; the kinds are ``think``, ``tool``, ``answer`` and
     ``plain``, which is what an invalid message says."""
-    text, begin = turn.text, 0
-    parts: list[tuple[str, int, int]] = []
-    for _, closing in REASONING_MARKERS:
-        end = text.find(closing)
-        if end >= 0:
-            begin = end + len(closing)
-            parts.append(("think", 0, begin))
-            break
-    rest = len(text)
-    if turn.kind == "tool":
-        opens = [text.find(syntax.open, begin) for syntax in SYNTAXES.values()]
-        rest = min((at for at in opens if at >= 0), default=begin)
-    if rest > begin:
-        said = {"tool": "think", "answer": "answer"}.get(turn.kind, "plain")
-        parts.append((said, begin, rest))
-    if turn.kind == "tool":
-        parts.append(("tool", rest, len(text)))
-    return parts
+    text = turn.text
+    closings = ((text.find(closing), closing) for _, closing in REASONING_MARKERS)
+    thought = next((at + len(closing) for at, closing in closings if at >= 0), 0)
+    said = turn.kind if turn.kind in ("tool", "answer") else "plain"
+    if said == "tool":  # what is said before a call is thought aloud
+        opens = [text.find(syntax.open, thought) for syntax in SYNTAXES.values()]
+        thought = min((at for at in opens if at >= 0), default=thought)
+    parts = [("think", 0, thought), (said, thought, len(text))]
+    return [part for part in parts if part[1] < part[2]]
 
 
 def token_spans(text: str, pieces: list[str]) -> list[tuple[int, int]]:

@@ -78,7 +78,7 @@ class TagCodec:
 
 
 def tag_reply_ids(tokenizer: Tokenizer, observation: str, max_tokens: int) -> list[int]:
-    """Token ids of an observation between tags, at most ``max_tokens``: a long one is cut, but keeps its closing tag."""
+    """Token ids of an observation between tags, at most ``max_tokens``; one that is cut keeps its closing tag."""
     whole = encode_observation(tokenizer, observation)
     if len(whole) <= max_tokens:
         return whole

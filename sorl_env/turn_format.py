@@ -20,7 +20,9 @@ from sorl_env.toolbox import Toolbox
 FormatName = Literal["tags", "tool_calls"]
 FORMATS: tuple[str, ...] = get_args(FormatName)
 
-INVALID_MESSAGE = "Invalid message: call exactly one tool and write nothing after the call, or reply with the final answer alone."
+INVALID_MESSAGE = (
+    "Invalid message: call exactly one tool and write nothing after it, or reply with the final answer alone."
+)
 _CONTROL = re.compile(r"\[(?=/?[A-Z][A-Z_]{0,30}\])")  # Mistral's markers, such as [TOOL_CALLS]
 
 

@@ -36,8 +36,8 @@ After sufficient reasoning and any necessary searches, provide your final answer
 ONLY the letter (e.g., <answer>A</answer>)."""
 
 _TOOL_CALL_INSTRUCTION = (
-    "Answer the given medical multiple-choice question. Search for terms, mechanisms, treatments and facts that you are "
-    "not sure about, with one call at a time. Then reply with ONLY the letter of the answer (for example: A)."
+    "Answer the given medical multiple-choice question. Search for terms, mechanisms, treatments and facts that you "
+    "are not sure about, with one call at a time. Then reply with ONLY the letter of the answer (for example: A)."
 )
 
 _LABEL = re.compile(r"\s+([A-E]):\s*")

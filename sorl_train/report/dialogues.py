@@ -91,7 +91,7 @@ def segments(text: str) -> list[tuple[str, str]]:
 
 def message_segments(turn: Turn) -> list[tuple[str, str]]:
     """As ``segments``, for a turn in the format of tool calls."""
-    return [(kind, turn.text[start:end]) for kind, start, end in message_parts(turn) if start < end]
+    return [(kind, turn.text[start:end]) for kind, start, end in message_parts(turn)]
 
 
 def question_of(trajectory: Trajectory) -> str:
