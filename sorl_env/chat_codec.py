@@ -296,10 +296,11 @@ class ChatCodec:
             over = len(ids) - max_tokens
             if over <= 0 or not text:
                 return ids
-            kept = self._encode("", text, "")[: -over or None]
+            drawn, size = self._encode("", text, ""), len(self._encode("", frame.fill(text)[1], ""))
+            kept = drawn[: len(drawn) * max(0, size - over) // size]  # as JSON a text has more tokens
             shorter = self._tokenizer.decode(kept, skip_special_tokens=False) if kept else ""
             shorter = valid_text(shorter).rstrip("\ufffd").strip()
-            text = shorter if len(shorter) < len(text) else text[:-over]
+            text = shorter if len(shorter) < len(text) else text[:-1]
 
     def _encode(self, before: str, body: str, after: str) -> list[int]:
         """Token ids of the whole, in which no control token comes from ``body``."""

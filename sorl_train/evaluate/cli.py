@@ -178,6 +178,7 @@ def _settings(
 ) -> dict[str, Any]:
     """What decides the results."""
     rollout = rollout_settings(args, source)
+    formats = {env.format.name for env in envs.values()}
     return {
         "label": label,
         "policy": policy_facts(args, source),
@@ -189,6 +190,7 @@ def _settings(
         "top_p": rollout.top_p,
         "seed": args.seed,
         "chat_template": rollout.use_chat_template,
+        **({} if formats == {"tags"} else {"format": ", ".join(sorted(formats))}),
     }
 
 

@@ -51,6 +51,9 @@ class Agent:
         env: the task's environment, with its tools.
         seed: of the sampling, for requests without one.
         max_waiting: dialogues that may wait for one of the policy's ``max_concurrency`` places; more are refused.
+
+    Raises:
+        UserError: the policy's chat template does not fit the environment's turn format.
     """
 
     def __init__(self, policy: Policy, env: ToolUseEnv, *, seed: int = 0, max_waiting: int = 256) -> None:
@@ -58,6 +61,8 @@ class Agent:
         self._env = env
         self._seed = seed
         self._places = policy.settings.max_concurrency
+        template = policy.settings.use_chat_template
+        self._codec = make_codec(env, policy.tokenizer, use_chat_template=template)
         self._limit = self._places + max_waiting
         self._numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -162,9 +167,7 @@ class Agent:
         policy = self._policy
         sampler: Sampler = policy.sampler
         if on_turn is not None:
-            template = dialogue.settings.use_chat_template
-            codec = make_codec(dialogue.env, policy.tokenizer, use_chat_template=template)
-            sampler = ReportingSampler(sampler, codec.turn_text, on_turn)
+            sampler = ReportingSampler(sampler, self._codec.turn_text, on_turn)
         async with self._slots:
             try:
                 trajectory = await run_trajectory(

@@ -233,6 +233,14 @@ def test_a_long_reply_is_cut_to_the_limit_and_keeps_the_templates_ending() -> No
     assert tokenizer.decode(codec.reply_ids(call, _calling("x"), "y", 1)).count("<tool_response>") == 1
 
 
+def test_a_long_reply_as_json_keeps_as_much_as_fits() -> None:
+    tokenizer = make_tokenizer("llama3.1")
+    codec = make_codec(_env(), tokenizer, use_chat_template=True)
+    call = codec.written_turn(_calling("x"), "")[1]
+    ids = codec.reply_ids(call, _calling("x"), '"' * 3000, 200)
+    assert 150 < len(ids) <= 200 and tokenizer.decode(ids).endswith("<|end_header_id|>\n\n")
+
+
 def test_mistrals_reply_names_the_id_that_the_policy_gave_its_call() -> None:
     tokenizer = make_tokenizer("mistral-v3")
     codec = make_codec(_env(), tokenizer, use_chat_template=True)
