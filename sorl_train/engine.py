@@ -15,8 +15,8 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.rollout import RolloutJob
 from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import Trajectory
-from sorl_env.turn_codec import make_codec
 from sorl_env.trajectory_io import write_jsonl
+from sorl_env.turn_codec import make_codec
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.dynamic_sampling import num_groups, with_signal
