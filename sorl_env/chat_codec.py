@@ -176,11 +176,7 @@ class ChatCodec:
         if exact:
             return None
         at = _common_prefix(begun, whole)
-        inside = [whole.rfind(token, 0, at + len(token) - 1) for token in self._controls]
-        starts = [
-            start for start, token in zip(inside, self._controls, strict=True) if at < start + len(token)
-        ]
-        return whole[min([at, *(start for start in starts if start >= 0)]) :]
+        return whole[self._control.start_of(whole, at) :]
 
     def _ended(self, text: str, end: int) -> list[int]:
         """The tokens of a message up to the token that ends it, which may be followed by others or be missing."""
