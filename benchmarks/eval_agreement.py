@@ -38,9 +38,9 @@ from typing import Any
 from sorl_env.errors import UserError
 from sorl_env.figures import markdown_table
 from sorl_env.registry import load_task
-from sorl_env.rollout import _observation_ids  # as the rollout cut them, to the token
 from sorl_env.task import Limits
 from sorl_env.tokens import Tokenizer, encode_prompt
+from sorl_env.turn_codec import tag_reply_ids  # as the rollout cut them, to the token
 from sorl_train.evaluate.journal import differences, read_folder
 from sorl_train.evaluate.rows import Key, Row
 from sorl_train.run.files import atomic_write
@@ -158,9 +158,9 @@ class LocalModel:
                 f"the prompt of question {row.index} of {row.task} has {len(ids)} tokens for this model and "
                 f"{row.prompt_tokens} in the results: give the model that was evaluated"
             )
-        limits = Limits(**self._settings["tasks"][row.task]["limits"])
+        limit = Limits(**self._settings["tasks"][row.task]["limits"]).max_observation_tokens
         for earlier in row.turns[:turn]:
-            ids += [*earlier["token_ids"], *_observation_ids(self.tokenizer, earlier["observation"], limits)]
+            ids += [*earlier["token_ids"], *tag_reply_ids(self.tokenizer, earlier["observation"], limit)]
         return ids + list(row.turns[turn]["token_ids"][:position])
 
     def candidates(

@@ -32,8 +32,9 @@ import transformers
 from torch import nn
 
 from sorl_env import Example, FormatError, Limits, ParsedTurn, Task, ToolUseEnv, parse_turn
-from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder, turn_text
+from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder
 from sorl_env.trajectory import StopReason, Trajectory
+from sorl_env.turn_codec import make_codec, turn_text
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.engine import LocalEngine
@@ -198,8 +199,9 @@ def generate_rollouts(
     live = []
     for job in jobs:
         own = env.spawn()
+        codec = make_codec(own, tokenizer, use_chat_template=True)
         prompt, _ = own.reset(seed=job.seed, options={"index": job.example_index})
-        live.append((own, TrajectoryBuilder(own, tokenizer, job, prompt, use_chat_template=True)))
+        live.append((own, TrajectoryBuilder(own, codec, job, prompt)))
     ends = tokenizer.convert_tokens_to_ids([*CLOSING, tokenizer.eos_token])
     finished = []
     while live:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from sorl_env.check import Check
+from sorl_env.interrupts import run_async
 from sorl_env.session_env import ACTION, SessionEnv
 from sorl_env.tokens import Tokenizer, encode_prompt
 from sorl_env.tool import ToolUnavailableError
@@ -39,12 +38,12 @@ async def _check(env: SessionEnv, limit: int, tokenizer: Tokenizer | None) -> li
         "the first episode began in two different ways: the rollouts of a group would have different prompts; let the "
         "environment follow its seed, or use an algorithm with a critic"
     )
-    error = turn.info.get("error")
+    problem = turn.info.get("error")
     return [
         Check("episodes", True, f"{count} begin"),
         _check_sizes(env, prompts, tokenizer),
         Check("seeds", again == prompts[0], said if again == prompts[0] else differs),
-        Check("turn", error is None, error or f"a reply of {len(turn.observation)} characters"),
+        Check("turn", problem is None, problem or f"a reply of {len(turn.observation)} characters"),
     ]
 
 

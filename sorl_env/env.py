@@ -17,25 +17,18 @@ from sorl_env.env_parts import make_toolbox, read_index_option, warn_of_sample
 from sorl_env.episode_clock import EpisodeClock
 from sorl_env.episode_tools import EpisodeTools, draw_tool_seeds
 from sorl_env.errors import UserError
-from sorl_env.parser import ParsedTurn, neutralise, parse_turn
+from sorl_env.parser import ParsedTurn
 from sorl_env.registry import load_task
 from sorl_env.render import render_dialogue
 from sorl_env.rewards import check_reward_items
 from sorl_env.spaces import UnicodeText
-from sorl_env.step import (
-    EPISODE_INFO,
-    INVALID_TURN_OBSERVATION,
-    EnvState,
-    EpisodeRow,
-    StepResult,
-    TurnRow,
-    turn_row,
-)
+from sorl_env.step import EPISODE_INFO, EnvState, EpisodeRow, StepResult, TurnRow, turn_row
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.text import valid_text
 from sorl_env.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory import StopReason
+from sorl_env.turn_format import FormatName, TurnFormat, find_format
 
 __all__ = ["StepResult", "ToolUseEnv", "read_index_option"]
 _ANSWER, _ERROR, _ABORTED = StopReason.ANSWER, StopReason.ERROR, StopReason.ABORTED
@@ -50,8 +43,9 @@ class ToolUseEnv(gymnasium.Env[str, str]):
     """A language-model agent answers a question and may use tools before it does.
 
     The observation of ``reset`` is the prompt. That of ``step`` is the environment's reply, to be appended to the
-    dialogue: an ``<information>`` block with the tool's reply, or with a fixed correction after a malformed turn. It is
-    empty after the last turn. ``terminated``: the policy answered. ``truncated``: a budget ran out, or a tool failed.
+    dialogue: an ``<information>`` block (in format ``tool_calls`` a message's text) with the tool's reply, or with a
+    fixed correction after a malformed turn. It is empty after the last turn. ``terminated``: the policy answered.
+    ``truncated``: a budget ran out, or a tool failed.
 
     ``info`` of a step: ``parsed`` (ParsedTurn), ``format_error``, ``reward_items``, ``tool_calls``, ``turn`` (from 0),
     ``stop_reason``, ``error`` (of an unavailable tool), ``example_id``. ``info`` of reset: ``example_id``, ``index``,
@@ -64,6 +58,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         tool_settings: what the task builds its tools from. ``corpus`` and ``search_url`` set its fields of these names.
         limits: replace the limits of the task.
         knobs: keyword arguments for a task that is built by a function.
+        format: how turns are written, see ``turn_format``.
 
     ``step`` is ``begin_turn``, then the tool calls, then ``finish_turn``. Vector environments and asynchronous rollouts
     use the two halves, and call the tools of many episodes together in between.
@@ -84,6 +79,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         limits: Limits | None = None,
         knobs: Mapping[str, Any] | None = None,
         render_mode: str | None = None,
+        format: FormatName = "tags",
     ) -> None:
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise UserError(f"there is no render mode {render_mode!r}; use 'ansi' or None")
@@ -91,9 +87,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         if self.task.environment is not None:
             raise UserError(f"{self.task.name} has an environment of its own: open it with sorl_env.open_env")
         self.limits = limits or self.task.limits
+        self.format: TurnFormat = find_format(format)
         self.render_mode = render_mode
         self.examples: ExampleSet = load_examples(self.task, data, split)
-        given = {"corpus": corpus, "search_url": search_url}
+        given: dict[str, Any] = {"corpus": corpus, "search_url": search_url}
         tool_settings = replace(tool_settings, **{k: v for k, v in given.items() if v is not None})
         toolbox = make_toolbox(self.task, tools, tool_settings, self.limits.reply_chars)
         self._tools = EpisodeTools(toolbox)
@@ -130,6 +127,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         env = type(self).__new__(type(self))
         env.task = self.task
         env.limits = self.limits
+        env.format = self.format
         env.render_mode = self.render_mode
         env.examples = self.examples
         env._tools = EpisodeTools(self._tools.shared)
@@ -167,7 +165,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._items = {}
         self._clock = EpisodeClock()
         return (
-            valid_text(self.task.prompt(example)),
+            valid_text(self.format.prompt(self.task, example)),
             example.id,
             index,
             example.question,
@@ -190,7 +188,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         if self._phase != _BEGIN_TURN:
             raise ResetNeeded(f"call {self._phase} first")
         action = valid_text(action)
-        parsed = parse_turn(action, self.toolbox.names, self.task.require_think)
+        parsed = self.format.parse(action, self.toolbox, self.task.require_think)
         self._turns.append(parsed)
         self._action = action
         self._phase = _FINISH_TURN
@@ -211,13 +209,13 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         parsed = self._turns[-1]
         self._calls = []
         self._items = {}
-        observation = INVALID_TURN_OBSERVATION
+        observation = self.format.invalid_observation
         for outcome in calls:
             if isinstance(outcome, ToolUnavailableError):
                 self._calls = [] if outcome.call is None else [outcome.call]
                 return self._end(_ERROR, error=str(outcome))
             self._calls = [outcome]
-            observation = f"\n\n<information>\n{neutralise(outcome.reply)}\n</information>\n\n"
+            observation = self.format.observation(outcome.reply)
         if self.task.turn_reward is not None:
             self._items = check_reward_items(self.task.turn_reward(self.example, self._turns), self.task.name)
         if parsed.kind == "answer":

@@ -187,9 +187,10 @@ class OpenEnvSession:
         metadata = observation.get("metadata")
         record = metadata if isinstance(metadata, dict) else {}
         if self._server.is_sorl:
-            record = record.get(KEY)
-            if not isinstance(record, dict):
+            of_sorl = record.get(KEY)
+            if not isinstance(of_sorl, dict):
                 raise self._unavailable(f"its metadata lacks {KEY!r}")
+            record = of_sorl
         return _Observation(self._server.to_text(observation), float(reward or 0.0), done, record)
 
     def _unavailable(self, what: str, error: BaseException | None = None) -> ToolUnavailableError:

@@ -29,6 +29,10 @@ class FormatError(str, Enum):
     STRAY_TEXT = "stray_text"  # text before the blocks or between them
     TRAILING_TEXT = "trailing_text"  # text after the action
     FORGED_INFORMATION = "forged_information"  # the policy wrote the environment's own tag
+    # only in the format of tool calls
+    BAD_CALL = "bad_call"  # the call is not in the template's form, such as broken JSON
+    UNKNOWN_TOOL = "unknown_tool"  # the call names no tool of the task
+    BAD_ARGUMENTS = "bad_arguments"  # the tool takes one text, and the arguments are something else
 
 
 class ParsedTurn(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Callable, Sequence
 
@@ -11,6 +10,7 @@ from sorl_env.command import FAILED, INTERRUPTED, Parser, run_command, seed, who
 from sorl_env.env import StepResult, ToolUseEnv
 from sorl_env.env_parts import add_task_options, read_task_args
 from sorl_env.errors import UserError
+from sorl_env.interrupts import run_async
 from sorl_env.play_session import play_session
 from sorl_env.registry import load_task
 from sorl_env.session_env import SessionEnv

@@ -17,12 +17,12 @@ import numpy as np
 
 from sorl_env.errors import UserError
 from sorl_env.step import StepResult
-from sorl_env.task import Limits
 from sorl_env.text import valid_text
 from sorl_env.text_env import TextEnv
-from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
+from sorl_env.tokens import Tokenizer
 from sorl_env.tool import ToolUnavailableError
 from sorl_env.trajectory import StopReason, Trajectory, Turn
+from sorl_env.turn_codec import TurnCodec, make_codec
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,15 @@ _MAX_ERROR_CHARS = 1000  # of an exception's text that a trajectory keeps
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one turn is sampled. Temperature 0 is greedy; a ``stop`` string ends the turn and is part of it."""
+    """How one turn is sampled. Temperature 0 is greedy. A ``stop`` string ends the turn and is part of it; so is and
+    does one of the tokens ``stop_ids``."""
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     seed: int = 0
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,22 +94,20 @@ class TrajectoryBuilder:
     def __init__(
         self,
         env: TextEnv,
-        tokenizer: Tokenizer,
+        codec: TurnCodec,
         job: RolloutJob,
         prompt: str,
-        *,
-        use_chat_template: bool,
         known_prompts: dict[str, list[int]] | None = None,
     ) -> None:
         self.env = env
         self.job = job
+        self.codec = codec
         self.prompt = prompt
         known = {} if known_prompts is None else known_prompts
         if self.prompt not in known:
-            known[self.prompt] = _prompt_ids(env, tokenizer, self.prompt, use_chat_template)
+            known[self.prompt] = _prompt_ids(env, self.codec, self.prompt)
         self.token_ids = list(known[self.prompt])
         self.turns: list[Turn] = []
-        self._tokenizer = tokenizer
         self._encoded: tuple[StepResult, list[int]] | None = None  # the newest reply, with its token ids
         self._turn_ids = [-1] * len(self.token_ids)
         self._log_probs = [0.0] * len(self.token_ids)
@@ -124,13 +124,16 @@ class TrajectoryBuilder:
         """
         if result.terminated or result.truncated:
             return False
-        size = len(self.token_ids) + len(sampled.token_ids) + len(self._observation_ids(result))
+        size = len(self.token_ids) + len(sampled.token_ids) + len(self._reply_ids(sampled, result))
         return size >= self.env.limits.max_trajectory_tokens
 
-    def _observation_ids(self, result: StepResult) -> list[int]:
+    def _reply_ids(self, sampled: SampledTurn, result: StepResult) -> list[int]:
         if self._encoded is None or self._encoded[0] is not result:
-            ids = _observation_ids(self._tokenizer, result.observation, self.env.limits)
-            self._encoded = (result, ids)
+            parsed, limit = result.info.get("parsed"), self.env.limits.max_observation_tokens
+            self._encoded = (
+                result,
+                self.codec.reply_ids(sampled.token_ids, parsed, result.observation, limit),
+            )
         return self._encoded[1]
 
     def append(
@@ -145,7 +148,7 @@ class TrajectoryBuilder:
         start = len(self.token_ids)
         self._append(sampled.token_ids, len(self.turns), sampled.log_probs)
         if not (result.terminated or result.truncated):
-            observation = self._observation_ids(result)
+            observation = self._reply_ids(sampled, result)
             self._append(observation, -1, [0.0] * len(observation))
         info = result.info
         parsed = info.get("parsed")
@@ -192,6 +195,7 @@ class TrajectoryBuilder:
             stop_reason=StopReason(result.info["stop_reason"]),
             seed=self.job.seed,
             error=result.info.get("error"),
+            metadata={} if self.codec.format.name == "tags" else {"format": self.codec.format.name},
         )
 
 
@@ -243,23 +247,16 @@ async def run_trajectory(
     Where no episode could begin because the environment is unavailable, the trajectory has no turns. ``on_turn`` gets
     each turn once the environment has replied to it.
     """
+    codec = make_codec(env, tokenizer, use_chat_template=settings.use_chat_template)
     try:
         unavailable = ""
         try:
             prompt = await env.areset(job.example_index, job.seed)
         except ToolUnavailableError as error:
             prompt, unavailable = "", str(error)
-        growing = TrajectoryBuilder(
-            env,
-            tokenizer,
-            job,
-            prompt,
-            use_chat_template=settings.use_chat_template,
-            known_prompts=known_prompts,
-        )
+        growing = TrajectoryBuilder(env, codec, job, prompt, known_prompts)
         if unavailable:
             return growing.build(StepResult.unavailable(unavailable))
-        stop = env.stop
         while True:
             params = SamplingParams(
                 max_new_tokens=min(
@@ -267,13 +264,14 @@ async def run_trajectory(
                 ),
                 temperature=settings.temperature,
                 top_p=settings.top_p,
-                stop=stop,
+                stop=codec.stop,
                 seed=job.seed + len(growing.turns),
+                stop_ids=codec.stop_ids,
             )
             started = time.monotonic()
             sampled = await sampler.generate(job.id, growing.token_ids, params)
             sampled_at = time.monotonic()
-            text = turn_text(tokenizer, sampled.token_ids, stop)
+            text = codec.turn_text(sampled.token_ids)
             result = await _reply(env, text)
             tool_s = time.monotonic() - sampled_at
             if growing.overflows(sampled, result):
@@ -311,19 +309,8 @@ async def _contain(env: TextEnv, error: Exception) -> StepResult:
     return await env.atruncate(StopReason.ERROR, valid_text(f"{type(error).__name__}: {said}"))
 
 
-def turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> str:
-    """The turn as text, cut after its first stop string.
-
-    The token that completes a stop string may hold more characters (``>\\n``, ``>.``). They are removed, because the
-    sampler stopped there and the policy is not to blame for them.
-    """
-    text = valid_text(tokenizer.decode(ids, skip_special_tokens=True))
-    ends = [text.find(word) + len(word) for word in stop if word in text]
-    return text[: min(ends)] if ends else text
-
-
-def _prompt_ids(env: TextEnv, tokenizer: Tokenizer, prompt: str, use_chat_template: bool) -> list[int]:
-    ids = encode_prompt(tokenizer, prompt, env.task.system_prompt, use_chat_template=use_chat_template)
+def _prompt_ids(env: TextEnv, codec: TurnCodec, prompt: str) -> list[int]:
+    ids = codec.prompt_ids(prompt, env.task.system_prompt)
     limit = min(env.limits.max_prompt_tokens, env.limits.max_trajectory_tokens - 1)
     if len(ids) > limit:
         raise UserError(
@@ -331,13 +318,3 @@ def _prompt_ids(env: TextEnv, tokenizer: Tokenizer, prompt: str, use_chat_templa
             "limits.max_prompt_tokens (and limits.max_trajectory_tokens), or remove the example from the data"
         )
     return ids
-
-
-def _observation_ids(tokenizer: Tokenizer, text: str, limits: Limits) -> list[int]:
-    """Token ids of a reply, at most ``max_observation_tokens``: a long one is cut, but keeps its closing tag."""
-    ids = encode_observation(tokenizer, text)
-    if len(ids) <= limits.max_observation_tokens:
-        return ids
-    body, tag, rest = text.rpartition("\n</information>")
-    tail = encode_observation(tokenizer, tag + rest) if tag else []
-    return encode_observation(tokenizer, body, max(0, limits.max_observation_tokens - len(tail))) + tail

@@ -143,6 +143,7 @@ class Task:
         wrong_answer: an answer that must score 0, for ``sorl-check-task``.
         expert: a scripted policy for demonstrations: maps the example and the observations so far to the next turn, or
             to None where it gives up; such an example has no demonstration.
+        tool_call_prompt: the first context in format ``tool_calls``, which does not speak of tags; None: ``prompt``.
         vocabulary: texts with every word that can occur in the task, for a word-level tokenizer.
         environment: builds the environment from the task, its examples and the limits, where the episodes are not
             ``ToolUseEnv``'s dialogues with tools; see ``sorl_env.text_env``. ``prompt`` and ``reward`` are then not
@@ -165,5 +166,6 @@ class Task:
     expert: Callable[[Example, Sequence[str]], str | None] | None = None
     vocabulary: Callable[[], Iterable[str]] | None = None
     system_prompt: str | None = None
+    tool_call_prompt: Callable[[Example], str] | None = None
     description: str = ""
     environment: Callable[[Task, Any, Limits], Any] | None = None

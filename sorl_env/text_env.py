@@ -10,6 +10,7 @@ from sorl_env.errors import UserError
 from sorl_env.step import StepResult
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.trajectory import StopReason
+from sorl_env.turn_format import FormatName
 
 
 class TextEnv(Protocol):
@@ -77,17 +78,23 @@ def open_env(
     split: str = "train",
     tool_settings: ToolSettings = ToolSettings(),
     limits: Limits | None = None,
+    format: FormatName = "tags",
 ) -> TextEnv:
     """The environment of a task: the one that its author declares, or else ``ToolUseEnv``.
 
     Args:
         data, split: see ``load_examples``.
+        format: how turns are written, see ``turn_format``.
 
     Raises:
         UserError: there are no such examples, or settings do not apply to this task.
     """
     if task.environment is None:
-        return ToolUseEnv(task, data=data, split=split, tool_settings=tool_settings, limits=limits)
+        return ToolUseEnv(
+            task, data=data, split=split, tool_settings=tool_settings, limits=limits, format=format
+        )
+    if format != "tags":
+        raise UserError(f"task {task.name} reads the policy's text itself: leave format={format} out")
     if data is not None:
         raise UserError(f"task {task.name} brings its own episodes: leave data={data} out")
     for name in ("corpus", "search_url"):
@@ -109,3 +116,8 @@ def need_tools(env: TextEnv, what: str) -> ToolUseEnv:
         f"{what} needs a task with tools of its own, but {env.task.name} is an environment from elsewhere, which "
         "plays its episodes itself: choose another task"
     )
+
+
+def format_of(env: TextEnv) -> str:
+    """The name of the environment's turn format; those from elsewhere take plain text, as ``tags`` does."""
+    return env.format.name if isinstance(env, ToolUseEnv) else "tags"

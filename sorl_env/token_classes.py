@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sorl_env.trajectory import Trajectory
+from sorl_env.tool_call_parser import REASONING_MARKERS, SYNTAXES
+from sorl_env.trajectory import Trajectory, Turn
 
 CLASSES = ("tag", "reasoning", "query", "answer", "other")
 TAG, REASONING, QUERY, ANSWER, OTHER = range(len(CLASSES))
@@ -30,9 +31,10 @@ class TokenClassifier:
     def __call__(self, trajectory: Trajectory) -> NDArray[np.int8]:
         """(L,) indices into ``CLASSES``; -1 for tokens that the policy did not sample."""
         classes = np.full(len(trajectory.token_ids), -1, dtype=np.int8)
+        tags = trajectory.metadata.get("format", "tags") == "tags"
         for turn in trajectory.turns:
             ids = trajectory.token_ids[turn.start : turn.end].tolist()
-            of_characters = classify_text(turn.text)
+            of_characters = classify_text(turn.text) if tags else classify_message(turn)
             spans = token_spans(turn.text, [self._piece(token) for token in ids])
             classes[turn.start : turn.end] = [of_characters[begin] for begin, _ in spans]
         return classes
@@ -66,6 +68,40 @@ def classify_text(text: str) -> list[int]:
         classes += [inside] * (match.start() - end) + [TAG] * len(match[0])
         inside, end = OTHER if closing else _BLOCKS.get(name, QUERY), match.end()
     return classes + [inside] * (len(text) - end) + [classes[-1] if classes and end == len(text) else inside]
+
+
+def classify_message(turn: Turn) -> list[int]:
+    """As ``classify_text``, for a message with a tool call or an answer: a call is ``tag`` but for its argument."""
+    text = turn.text
+    classes = [OTHER] * (len(text) + 1)
+    for kind, start, end in message_parts(turn):
+        if kind == "tool":
+            argument = text.find(turn.content, start, end) if turn.content else -1
+            # an argument that is written in another way than it is passed on, such as JSON, is all of the call
+            classes[start:end] = [QUERY if argument < 0 else TAG] * (end - start)
+            if argument >= 0:
+                classes[argument : argument + len(turn.content)] = [QUERY] * len(turn.content)
+        else:
+            classes[start:end] = [_PARTS[kind]] * (end - start)
+    classes[-1] = TAG  # the token that ends the message
+    return classes
+
+
+_PARTS = {"think": REASONING, "answer": ANSWER, "plain": OTHER}
+
+
+def message_parts(turn: Turn) -> list[tuple[str, int, int]]:
+    """The parts of a message as (kind, start, end), in order; the kinds are ``think``, ``tool``, ``answer`` and
+    ``plain``, which is what an invalid message says."""
+    text = turn.text
+    closings = ((text.find(closing), closing) for _, closing in REASONING_MARKERS)
+    thought = next((at + len(closing) for at, closing in closings if at >= 0), 0)
+    said = turn.kind if turn.kind in ("tool", "answer") else "plain"
+    if said == "tool":  # what is said before a call is thought aloud
+        opens = [text.find(syntax.open, thought) for syntax in SYNTAXES.values()]
+        thought = min((at for at in opens if at >= 0), default=thought)
+    parts = [("think", 0, thought), (said, thought, len(text))]
+    return [part for part in parts if part[1] < part[2]]
 
 
 def token_spans(text: str, pieces: list[str]) -> list[tuple[int, int]]:

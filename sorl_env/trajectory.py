@@ -85,6 +85,7 @@ class Trajectory:
         seed: seed of the sampler's draws for this trajectory.
         reward: sum of ``reward_items``.
         error: what went wrong, for ``StopReason.ERROR``.
+        metadata: ``format``, unless it is ``tags``.
     """
 
     id: str

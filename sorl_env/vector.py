@@ -16,6 +16,7 @@ from sorl_env.errors import UserError
 from sorl_env.step import EPISODE_INFO, TURN_INFO, TurnRow
 from sorl_env.task import Limits, Task, ToolSettings
 from sorl_env.tool import ToolLike
+from sorl_env.turn_format import FormatName
 
 _VectorStep = tuple[tuple[str, ...], NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
 _DTYPES: Mapping[str, Any] = {"index": np.int64, "turn": np.int64, "is_sample": np.bool_}  # others: object
@@ -52,6 +53,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
         limits: Limits | None = None,
         knobs: Mapping[str, Any] | None = None,
         render_mode: str | None = None,
+        format: FormatName = "tags",
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
     ) -> None:
         if num_envs < 1:
@@ -67,6 +69,7 @@ class ToolUseVectorEnv(VectorEnv[tuple[str, ...], Sequence[str], NDArray[Any]]):
             limits=limits,
             knobs=knobs,
             render_mode=render_mode,
+            format=format,
         )
         self.envs = (first, *(first.spawn() for _ in range(num_envs - 1)))
         self.autoreset_mode = AutoresetMode(autoreset_mode)

@@ -16,6 +16,7 @@ from sorl_env.text_env import TextEnv
 from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
+from sorl_env.turn_codec import make_codec
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.dynamic_sampling import num_groups, with_signal
@@ -56,6 +57,8 @@ class LocalEngine:
         self.tokenizer = load_tokenizer(model_folder)
         self.classify = TokenClassifier(self.tokenizer)
         self.env = make_env(config)
+        # refuses a chat template without tool calls before anything is sampled
+        make_codec(self.env, self.tokenizer, use_chat_template=config.chat_template)
         self.eval_env = make_env(config, evaluation=True)
         self.answers = answers_of(self.env.examples.examples)
         self.recorder = Recorder(config, run_dir, self.env.task, display)

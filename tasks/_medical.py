@@ -8,7 +8,7 @@ from typing import Any
 from sorl_env.task import Example, HubSource, Task
 from sorl_tasks._qa import sample, search_tools
 from sorl_tasks.alphamed19k import parse_row as parse_choice_row
-from sorl_tasks.alphamed19k import prompt, reward, wrong_answer
+from sorl_tasks.alphamed19k import prompt, reward, tool_call_prompt, wrong_answer
 
 # Table 1 of the paper: task -> title of its column. AlphaMed19K takes its questions from the in-domain benchmarks.
 IN_DOMAIN: Mapping[str, str] = {"medqa": "MedQA", "medmcqa": "MedMCQA"}
@@ -46,6 +46,7 @@ def choice_task(
         description=description,
         env_id=env_id,
         prompt=prompt,
+        tool_call_prompt=tool_call_prompt,
         reward=reward,
         parse_row=parse_row,
         tools=search_tools(corpus),

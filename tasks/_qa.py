@@ -30,10 +30,23 @@ _INSTRUCTION = (
 )
 
 
+_TOOL_CALL_INSTRUCTION = (
+    "Answer the given question. Search for what you do not know, as often as you want, with one call at a time. When "
+    "no further knowledge is needed, reply with the answer alone, without explanations, for example: Beijing"
+    "\nQuestion: "
+)
+
+
 def qa_prompt(example: Example) -> str:
     """The instruction and the question, which ends in a question mark as in Search-R1's prepared data."""
     question = example.question.strip()
     return f"{_INSTRUCTION}{question}\n" if question.endswith("?") else f"{_INSTRUCTION}{question}?\n"
+
+
+def qa_tool_call_prompt(example: Example) -> str:
+    """As ``qa_prompt``, for tool calls: it names no tags."""
+    question = example.question.strip()
+    return f"{_TOOL_CALL_INSTRUCTION}{question}" + ("" if question.endswith("?") else "?")
 
 
 def qa_reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:

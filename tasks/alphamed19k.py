@@ -35,6 +35,11 @@ Use search strategically to fill knowledge gaps and improve answer accuracy.
 After sufficient reasoning and any necessary searches, provide your final answer inside <answer> and </answer> with \
 ONLY the letter (e.g., <answer>A</answer>)."""
 
+_TOOL_CALL_INSTRUCTION = (
+    "Answer the given medical multiple-choice question. Search for terms, mechanisms, treatments and facts that you "
+    "are not sure about, with one call at a time. Then reply with ONLY the letter of the answer (for example: A)."
+)
+
 _LABEL = re.compile(r"\s+([A-E]):\s*")
 _LETTER = re.compile(r"[A-J]")
 
@@ -43,6 +48,12 @@ def prompt(example: Example) -> str:
     """The paper's instruction, the question and its options."""
     options = "\n".join(f"{letter}: {text}" for letter, text in (example.options or {}).items())
     return f"{_INSTRUCTION}\n\nQuestion: {example.question}\nOptions:\n{options}\n"
+
+
+def tool_call_prompt(example: Example) -> str:
+    """As ``prompt``, for tool calls: it names no tags."""
+    options = "\n".join(f"{letter}: {text}" for letter, text in (example.options or {}).items())
+    return f"{_TOOL_CALL_INSTRUCTION}\n\nQuestion: {example.question}\nOptions:\n{options}"
 
 
 def reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:
@@ -142,6 +153,7 @@ TASK = Task(
     description="AlphaMed19K: medical multiple choice, scored by the letter.",
     env_id="sorl/AlphaMed19K-v0",
     prompt=prompt,
+    tool_call_prompt=tool_call_prompt,
     reward=reward,
     parse_row=parse_row,
     tools=search_tools("alphamed19k"),

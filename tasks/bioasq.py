@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sorl_env.task import Example, Task
-from sorl_tasks._qa import parse_qa_row, qa_prompt, qa_reward, sample, search_tools
+from sorl_tasks._qa import parse_qa_row, qa_prompt, qa_reward, qa_tool_call_prompt, sample, search_tools
 
 TYPES = ("factoid", "yesno")
 
@@ -23,6 +23,12 @@ def prompt(example: Example) -> str:
     """The question-answering instruction, which says so where the answer is yes or no."""
     hint = "Answer yes or no.\n" if example.metadata.get("type") == "yesno" else ""
     return qa_prompt(example) + hint
+
+
+def tool_call_prompt(example: Example) -> str:
+    """As ``prompt``, for tool calls."""
+    hint = "\nAnswer yes or no." if example.metadata.get("type") == "yesno" else ""
+    return qa_tool_call_prompt(example) + hint
 
 
 def parse_row(row: Mapping[str, Any]) -> Example:
@@ -59,6 +65,7 @@ TASK = Task(
     description="BioASQ factoid and yes/no over PubMed abstracts, scored by exact match.",
     env_id="sorl/BioASQ-v0",
     prompt=prompt,
+    tool_call_prompt=tool_call_prompt,
     reward=qa_reward,
     parse_row=parse_row,
     tools=search_tools("literature"),

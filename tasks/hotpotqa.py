@@ -6,7 +6,7 @@ A row has the columns ``question`` and ``golden_answers`` (or ``answer``).
 from __future__ import annotations
 
 from sorl_env.task import HubSource, Task
-from sorl_tasks._qa import parse_qa_row, qa_prompt, qa_reward, sample, search_tools
+from sorl_tasks._qa import parse_qa_row, qa_prompt, qa_reward, qa_tool_call_prompt, sample, search_tools
 from sorl_tasks._qa_expert import qa_expert
 
 TASK = Task(
@@ -14,6 +14,7 @@ TASK = Task(
     description="HotpotQA: two-hop questions over Wikipedia, scored by exact match.",
     env_id="sorl/HotpotQA-v0",
     prompt=qa_prompt,
+    tool_call_prompt=qa_tool_call_prompt,
     reward=qa_reward,
     parse_row=parse_qa_row,
     tools=search_tools("hotpotqa"),

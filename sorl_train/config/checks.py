@@ -147,6 +147,13 @@ def _conflicts(config: TrainConfig) -> list[str]:
     prompt, total = limits.max_prompt_tokens, limits.max_trajectory_tokens
     applies = {
         f"hardware.device {wrong_device}": wrong_device is not None,
+        "format=tool_calls writes the messages of a chat template: use chat_template=true, or format=tags": (
+            config.format == "tool_calls" and not config.chat_template
+        ),
+        f"sft.demos ({config.sft.demos}) holds dialogues with tags; with format=tool_calls leave it out, and the "
+        "task's scripted expert plays the demonstrations": (
+            config.format == "tool_calls" and config.sft.demos is not None
+        ),
         f"search.corpus ({search.corpus}) and search.url ({search.url}) exclude each other: give one": (
             search.corpus and search.url
         ),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sorl_env.bounds import MAX_SEED
+from sorl_env.turn_format import FormatName
 from sorl_train.algorithms import (
     ALGORITHMS,
     Aggregation,
@@ -290,6 +291,11 @@ class TrainConfig:
     )
     critic: str | None = opt(
         None, "folder of the model that the critic starts from; None: the policy's", paper="the policy's"
+    )
+    format: FormatName = opt(
+        "tags",
+        "how turns are written. tags: blocks as in the paper; tool_calls: messages of the model's own chat template",
+        paper="tags",
     )
     chat_template: bool = opt(True, "wrap the prompt in the tokenizer's chat template, if it has one")
     data: str | None = opt(

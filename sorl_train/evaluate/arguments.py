@@ -18,6 +18,7 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.registry import load_task, task_names
 from sorl_env.rollout import RolloutSettings
 from sorl_env.text_env import TextEnv, need_tools, open_env
+from sorl_env.turn_format import FormatName
 from sorl_train.config.files import value_from_text, with_overrides
 from sorl_train.config.schema import describe_type, fields
 from sorl_train.config.settings import TrainConfig
@@ -56,6 +57,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     timeout = number(above=0, high=86400)
     add("--timeout_s", type=timeout, default=600.0, help="seconds for a turn with its retries (default: 600)")
     _add_settings(parser.add_argument_group("a local model, as in sorl-train"), _HARDWARE)
+    _add_settings(parser.add_argument_group("the policy's turns (default: as in its run)"), ("format",))
     add = parser.add_argument_group("sampling").add_argument
     greedy = "0 is greedy (default: 0; 1 with --samples)"
     add("--sampler.temperature", dest="temperature", type=number(0, 100), metavar="T", help=greedy)
@@ -203,13 +205,16 @@ def make_envs(
         references = [config.task]
     if not references:
         raise UserError(f"give --task NAME, one or several. Known: {', '.join(task_names())}")
+    trained = with_overrides(
+        config or TrainConfig(), _given(args, "format")
+    )  # the policy's, whatever the task
     by_task = {name: _by_task(getattr(args, name), references, name) for name in _OF_A_TASK}
     knobs = _knobs(args, references)
     envs: dict[str, TextEnv] = {}
     for reference in references:
         given = {name: values.get(reference) for name, values in by_task.items()}
         base = config if config is not None and config.task == reference else None
-        env = _make_env(args, reference, base, given, knobs[reference])
+        env = _make_env(args, reference, base, given, knobs[reference], trained.format)
         if env.task.name in envs:
             raise UserError(f"--task names {env.task.name!r} twice")
         envs[env.task.name] = env
@@ -229,6 +234,7 @@ def _make_env(
     base: TrainConfig | None,
     given: Mapping[str, str | None],
     knobs: Mapping[str, Any],
+    format: FormatName,
 ) -> TextEnv:
     overrides = _given(args, "search.") | _given(args, "limits.")
     if given["search.corpus"] or given["search.url"]:  # one replaces the other
@@ -241,6 +247,7 @@ def _make_env(
         split=args.split or config.eval.split,
         tool_settings=tool_settings(config),
         limits=limits(task, config.limits),
+        format=format,
     )
 
 

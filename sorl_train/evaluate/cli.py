@@ -15,7 +15,7 @@ from typing import Any
 
 from sorl_env.command import add_json_option, print_json, run_command, say, whole
 from sorl_env.errors import UserError
-from sorl_env.text_env import TextEnv
+from sorl_env.text_env import TextEnv, format_of
 
 try:
     from sorl_train.evaluate.arguments import (
@@ -178,6 +178,7 @@ def _settings(
 ) -> dict[str, Any]:
     """What decides the results."""
     rollout = rollout_settings(args, source)
+    formats = {format_of(env) for env in envs.values()}
     return {
         "label": label,
         "policy": policy_facts(args, source),
@@ -189,6 +190,7 @@ def _settings(
         "top_p": rollout.top_p,
         "seed": args.seed,
         "chat_template": rollout.use_chat_template,
+        **({} if formats == {"tags"} else {"format": ", ".join(sorted(formats))}),
     }
 
 

@@ -119,6 +119,11 @@ class EndpointSampler:
             "stop": list(params.stop),
             "seed": params.seed & _SEED_BITS,
             "include_stop_str_in_output": True,
+            **(
+                {"stop_token_ids": list(params.stop_ids), "skip_special_tokens": False}
+                if params.stop_ids
+                else {}
+            ),
             "return_token_ids": not as_text,
         }
         choice = _choice(await self._post(body), self.url)

@@ -12,7 +12,6 @@ from typing import Any
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.parser import parse_turn
 from sorl_env.rollout import SampledTurn
 from sorl_env.task import Example
 from sorl_env.tool import ToolCall
@@ -157,7 +156,7 @@ def row_of_one_turn(
         keep_ids: as for `row_of_trajectory`.
     """
     if env.task.vocabulary is not None:  # such a policy can only write the turns of its own task
-        parsed = parse_turn(text, env.toolbox.names, env.task.require_think)
+        parsed = env.format.parse(text, env.toolbox, env.task.require_think)
         answer, where = (parsed.content, "turn") if parsed.kind == "answer" else (None, None)
         valid, kind, error = parsed.error is None, parsed.kind, parsed.error
     else:

@@ -12,11 +12,12 @@ from typing import Any
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.interrupts import run_async
 from sorl_env.parser import neutralise
-from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, SamplingParams, run_trajectory, turn_text
-from sorl_env.text_env import TextEnv, need_tools
+from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, SamplingParams, run_trajectory
+from sorl_env.text_env import TextEnv, format_of, need_tools
 from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.trajectory import Trajectory
+from sorl_env.turn_codec import make_codec, turn_text
 from sorl_train.config.seeds import derive_seed, generator
 from sorl_train.evaluate.endpoint import TextTokenizer
 from sorl_train.evaluate.prompts import STOP, one_turn_prompt
@@ -70,6 +71,11 @@ def check_search(envs: Mapping[str, TextEnv], modes: Sequence[str]) -> None:
             raise UserError(
                 f"mode rag needs a tool named {SEARCH!r}, which task {name} does not have. "
                 f"{did_you_mean(SEARCH, names)} Leave the mode out for this task"
+            )
+        if "rag" in modes and format_of(env) != "tags" and env.task.vocabulary is not None:
+            raise UserError(
+                f"mode rag puts a search with tags into the prompt of task {name}, whose policy writes "
+                f"{format_of(env)}: leave the mode out, or use format tags"
             )
 
 
@@ -149,16 +155,21 @@ async def answer_in_one_turn(policy: Policy, given: TextEnv, job: Job) -> tuple[
         calls = [outcome]
         context = _cut(outcome.reply, policy.tokenizer, env) if outcome.ok else ""
     prompt = one_turn_prompt(job.mode, env.task, example, context)
-    ids = encode_prompt(policy.tokenizer, prompt, use_chat_template=policy.settings.use_chat_template)
-    stop: tuple[str, ...] = STOP
-    if env.task.vocabulary is not None:
-        stop = env.stop
+    template = policy.settings.use_chat_template
+    own = env.task.vocabulary is not None  # such a policy can only read and write the turns of its own task
+    codec = make_codec(env, policy.tokenizer, use_chat_template=template) if own else None
+    if codec is None:
+        ids = encode_prompt(policy.tokenizer, prompt, use_chat_template=template)
+    else:
+        ids = codec.prompt_ids(prompt, None)
+    stop = STOP if codec is None else codec.stop
     params = SamplingParams(
         max_new_tokens=_room(len(ids), env, job),
         temperature=policy.settings.temperature,
         top_p=policy.settings.top_p,
         stop=stop,
         seed=job.seed,
+        stop_ids=() if codec is None else codec.stop_ids,
     )
     started = time.monotonic()
     try:
@@ -166,7 +177,8 @@ async def answer_in_one_turn(policy: Policy, given: TextEnv, job: Job) -> tuple[
     finally:
         policy.sampler.release(job.id)
     seconds = {"generate_s": round(time.monotonic() - started, 6), "tool_s": tool_s}
-    text = turn_text(policy.tokenizer, sampled.token_ids, stop)
+    drawn = sampled.token_ids
+    text = turn_text(policy.tokenizer, drawn, stop) if codec is None else codec.turn_text(drawn)
     row = row_of_one_turn(job, env, example, prompt, len(ids), text, sampled, calls, policy.knows_ids)
     return row, seconds
 

@@ -18,10 +18,26 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Task
+from sorl_env.turn_format import INVALID_MESSAGE, FormatName
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 # A tag, a word, or one mark. Decoding puts blanks between tokens; encoding the decoded text gives the same ids.
 TOKEN = r"</?\w+>|\w+|[^\w\s]"
+# In the format of tool calls also those of Qwen's calls, such as <function=search>.
+CALL_TOKEN = r"</?\w+(?:=\w+)?>|\w+|[^\w\s]"
+END = "<im_end>"
+# Calls in the form of Qwen 3.5, whose values may have blanks around them, since decoding puts blanks between tokens.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == "tool" -%}
+<im_start> user <tool_response> {{ message.content }} </tool_response> <im_end> {% else -%}
+<im_start> {{ message.role }} {{ message.content }} {% for call in message.tool_calls or [] -%}
+<tool_call> <function={{ call.function.name }}> {% for name, value in call.function.arguments | items -%}
+<parameter={{ name }}> {{ value }} </parameter> {% endfor -%}
+</function> </tool_call> {% endfor -%}
+<im_end> {% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<im_start> assistant {% endif -%}"""
 # What matters in a context of a few hundred words is a few words apart, so most rotary frequencies should be high.
 ROPE_THETA = 100.0
 
@@ -35,6 +51,7 @@ def build_tiny_policy(
     num_layers: int = 3,
     num_heads: int = 4,
     num_dialogues: int = 64,
+    format: FormatName = "tags",
 ) -> None:
     """Write a tokenizer of the task's words and an untrained Llama (see ``init_weights``) into ``folder``.
 
@@ -44,6 +61,7 @@ def build_tiny_policy(
         seed: seed of the weights. The state of torch's global generator does not change.
         hidden_size, num_layers, num_heads: sizes of the model; its MLP is twice as wide as ``hidden_size``.
         num_dialogues: how many dialogues of the expert add their words to the task's vocabulary.
+        format: with ``tool_calls`` the tokenizer gets ``CHAT_TEMPLATE``.
 
     Raises:
         UserError: the task lacks expert or vocabulary, or ``hidden_size`` does not split into heads of even width.
@@ -51,7 +69,11 @@ def build_tiny_policy(
     if hidden_size < 1 or hidden_size % (2 * num_heads):
         raise UserError(f"tiny.hidden_size={hidden_size} does not split into {num_heads} heads of even width")
     max_tokens = task.limits.max_trajectory_tokens
-    tokenizer = word_tokenizer(task_texts(task, num_dialogues), max_tokens)
+    texts = task_texts(task, num_dialogues)
+    if format == "tags":
+        tokenizer = word_tokenizer(texts, max_tokens)
+    else:
+        tokenizer = call_tokenizer([*texts, *call_texts(task)], max_tokens)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -117,15 +139,37 @@ def _look_back(num_heads: int, head_dim: int, theta: float) -> tuple[Tensor, Ten
     return keys, torch.cat([torch.cos(offsets * angles), -torch.sin(offsets * angles)], dim=1)
 
 
-def word_tokenizer(texts: Iterable[str], max_tokens: int) -> PreTrainedTokenizerFast:
+def call_tokenizer(texts: Iterable[str], max_tokens: int) -> PreTrainedTokenizerFast:
+    """As ``word_tokenizer``, with a chat template for tool calls and the special tokens that it writes."""
+    tokenizer = word_tokenizer(texts, max_tokens, CALL_TOKEN, END)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<im_start>"]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def call_texts(task: Task) -> Iterator[str]:
+    """The words that messages with tool calls have beside those of ``task_texts``."""
+    env = ToolUseEnv(task, format="tool_calls")
+    yield INVALID_MESSAGE
+    yield "<im_start> user assistant tool system <think> </think> <tool_call> </tool_call> </function> </parameter>"
+    yield "<tool_response> </tool_response>"
+    for tool in env.toolbox.tools:
+        yield " ".join(
+            [f"<function={tool.name}>", *(f"<parameter={name}>" for name in tool.schema["properties"])]
+        )
+
+
+def word_tokenizer(
+    texts: Iterable[str], max_tokens: int, token: str = TOKEN, eos: str = EOS
+) -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens are the words, tags and marks of ``texts``; all others become ``<unk>``."""
-    words = dict.fromkeys([PAD, EOS, UNK, *(word for text in texts for word in re.findall(TOKEN, text))])
+    words = dict.fromkeys([PAD, eos, UNK, *(word for text in texts for word in re.findall(token, text))])
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN), behavior="removed", invert=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(token), behavior="removed", invert=True)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
-        eos_token=EOS,
+        eos_token=eos,
         unk_token=UNK,
         model_max_length=max_tokens,
         clean_up_tokenization_spaces=False,

@@ -40,6 +40,7 @@ class EngineSampler:
                 temperature=params.temperature,
                 top_p=params.top_p,
                 stop=list(params.stop),
+                stop_token_ids=list(params.stop_ids),
                 include_stop_str_in_output=True,
                 logprobs=1,
             ),

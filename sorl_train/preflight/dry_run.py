@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.text_env import TextEnv
-from sorl_env.tokens import encode_prompt
+from sorl_env.turn_codec import make_codec
 from sorl_train.config.schema import as_text, flatten
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.models.forward import compute_dtype, pick_device
@@ -67,7 +67,8 @@ def _model_folder(config: TrainConfig, env: TextEnv) -> Iterator[tuple[str, str]
         f"cold-started with {config.sft.steps} supervised steps" if config.stage == "rl" else "untrained"
     )
     with tempfile.TemporaryDirectory() as folder:
-        build_tiny_policy(env.task, folder, seed=config.seed, **dataclasses.asdict(config.tiny))
+        sizes = dataclasses.asdict(config.tiny)
+        build_tiny_policy(env.task, folder, seed=config.seed, format=config.format, **sizes)
         yield folder, f"tiny, built for the task, {trained}"
 
 
@@ -100,8 +101,10 @@ def _cautions(env: TextEnv, eval_env: TextEnv) -> list[str]:
 
 
 def _prompt(config: TrainConfig, env: TextEnv, tokenizer: Any) -> list[str]:
-    text = env.task.prompt(env.examples.examples[0])
-    ids = encode_prompt(tokenizer, text, env.task.system_prompt, use_chat_template=config.chat_template)
+    first = env.examples.examples[0]
+    text = env.format.prompt(env.task, first) if isinstance(env, ToolUseEnv) else env.task.prompt(first)
+    codec = make_codec(env, tokenizer, use_chat_template=config.chat_template)
+    ids = codec.prompt_ids(text, env.task.system_prompt)
     shown = textwrap.shorten(text, 600, placeholder=" ...")
     return [
         f"first prompt, {len(ids)} tokens of at most {env.limits.max_prompt_tokens}:",

@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from sorl_env.trajectory import Trajectory
+from sorl_env.token_classes import message_parts
+from sorl_env.trajectory import Trajectory, Turn
 from sorl_env.trajectory_io import iter_jsonl
 
 Kind = Literal["step", "eval"]
@@ -86,6 +87,11 @@ def segments(text: str) -> list[tuple[str, str]]:
         end = close
     pieces.append(("plain", text[end:]))
     return [(kind, piece) for kind, piece in pieces if piece]
+
+
+def message_segments(turn: Turn) -> list[tuple[str, str]]:
+    """As ``segments``, for a turn in the format of tool calls."""
+    return [(kind, turn.text[start:end]) for kind, start, end in message_parts(turn)]
 
 
 def question_of(trajectory: Trajectory) -> str:

@@ -12,14 +12,23 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.trajectory import Trajectory, Turn
-from sorl_train.report.dialogues import Kind, evenly, extremes, question_of, read_some, segments, share_out
+from sorl_train.report.dialogues import (
+    Kind,
+    evenly,
+    extremes,
+    message_segments,
+    question_of,
+    read_some,
+    segments,
+    share_out,
+)
 from sorl_train.run.token_stats import TokenRecord, iter_token_records, sidecar_of
 
 MOST_DIALOGUES = 4000
@@ -189,12 +198,19 @@ def encode(t: Trajectory, record: TokenRecord | None, why: str) -> dict[str, Any
         "facts": facts,
         "error": t.error or "",
         "prompt": t.prompt,
-        "turns": [_encode_turn(turn, by_turn.get(turn.index)) for turn in t.turns],
+        "turns": [_encode_turn(turn, by_turn.get(turn.index), _pieces_of(t)) for turn in t.turns],
         "note": note,
     }
 
 
-def _encode_turn(turn: Turn, tokens: Mapping[str, Any] | None) -> dict[str, Any]:
+def _pieces_of(t: Trajectory) -> Callable[[Turn], list[tuple[str, str]]]:
+    """What takes the turns of a trajectory apart, which its format decides."""
+    return message_segments if "format" in t.metadata else lambda turn: segments(turn.text)
+
+
+def _encode_turn(
+    turn: Turn, tokens: Mapping[str, Any] | None, pieces_of: Callable[[Turn], list[tuple[str, str]]]
+) -> dict[str, Any]:
     text = turn.text if tokens is None else "".join(tokens["text"])
     calls = [
         {
@@ -213,7 +229,7 @@ def _encode_turn(turn: Turn, tokens: Mapping[str, Any] | None) -> dict[str, Any]
     return {
         "kind": turn.kind,
         "error": turn.format_error or "",
-        "pieces": segments(text),
+        "pieces": pieces_of(replace(turn, text=text)),
         "tokens": tokens,
         "length": turn.end - turn.start,
         "generate_s": _plain(turn.generate_s),

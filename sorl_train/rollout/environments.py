@@ -35,6 +35,7 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> TextEnv:
         split=config.eval.split if evaluation else config.split,
         tool_settings=tool_settings(config),
         limits=limits(task, config.limits),
+        format=config.format,
     )
     if config.eval.search_off and not isinstance(env, ToolUseEnv):
         raise UserError(

@@ -237,7 +237,7 @@ class TransformersSampler:
             row.drawn.append(token)
             row.log_probs.append(log_prob)
             row.pending = [token]
-            if token in self._eos:
+            if token in self._eos or token in row.params.stop_ids:
                 finish = "eos"
             elif self._enders.completes(row.drawn, row.params.stop):
                 finish = "stop"

@@ -112,6 +112,7 @@ class VllmSampler:
                 temperature=params.temperature,
                 top_p=params.top_p if params.temperature else 1.0,
                 stop=list(params.stop),
+                stop_token_ids=list(params.stop_ids),
                 include_stop_str_in_output=True,
                 logprobs=0,  # only that of the sampled token
                 output_kind=RequestOutputKind.FINAL_ONLY,

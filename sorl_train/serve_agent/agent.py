@@ -20,11 +20,10 @@ from sorl_env.rollout import (
     SamplingParams,
     TrajectoryBuilder,
     run_trajectory,
-    turn_text,
 )
 from sorl_env.task import Example
-from sorl_env.tokens import Tokenizer
 from sorl_env.trajectory import StopReason, Trajectory, Turn
+from sorl_env.turn_codec import make_codec
 from sorl_train.evaluate.ask import env_of_question, unknown_words
 from sorl_train.evaluate.rows import turn_facts
 from sorl_train.evaluate.runner import Policy, in_session
@@ -53,6 +52,9 @@ class Agent:
         env: the task's environment, with its tools.
         seed: of the sampling, for requests without one.
         max_waiting: dialogues that may wait for one of the policy's ``max_concurrency`` places; more are refused.
+
+    Raises:
+        UserError: the policy's chat template does not fit the environment's turn format.
     """
 
     def __init__(self, policy: Policy, env: ToolUseEnv, *, seed: int = 0, max_waiting: int = 256) -> None:
@@ -60,6 +62,8 @@ class Agent:
         self._env = env
         self._seed = seed
         self._places = policy.settings.max_concurrency
+        template = policy.settings.use_chat_template
+        self._codec = make_codec(env, policy.tokenizer, use_chat_template=template)
         self._limit = self._places + max_waiting
         self._numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -158,9 +162,7 @@ class Agent:
         job = RolloutJob(f"question {next(self._numbers)}", "asked", 0, seed)
         try:
             prompt, _ = env.reset(seed=job.seed, options={"index": job.example_index})
-            begun = TrajectoryBuilder(
-                env, self._policy.tokenizer, job, prompt, use_chat_template=settings.use_chat_template
-            )
+            begun = TrajectoryBuilder(env, self._codec, job, prompt)
         except UserError as error:
             limit = min(env.limits.max_prompt_tokens, env.limits.max_trajectory_tokens - 1)
             raise RequestError(
@@ -178,7 +180,7 @@ class Agent:
         policy = self._policy
         sampler: Sampler = policy.sampler
         if on_event is not None:
-            sampler = ReportingSampler(sampler, policy.tokenizer, on_event)
+            sampler = ReportingSampler(sampler, self._codec.turn_text, on_event)
 
         def on_turn(turn: Turn) -> None:
             if on_event is not None:
@@ -198,19 +200,22 @@ class Agent:
 
 
 class ReportingSampler:
-    """A sampler that reports the text of each turn of one dialogue as soon as it is sampled."""
+    """A sampler that reports the text of each turn of one dialogue as soon as it is sampled.
 
-    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, on_event: OnEvent) -> None:
+    Args:
+        text_of: makes the text of a turn from its token ids.
+    """
+
+    def __init__(self, sampler: Sampler, text_of: Callable[[Sequence[int]], str], on_event: OnEvent) -> None:
         self._sampler = sampler
-        self._tokenizer = tokenizer
+        self._text_of = text_of
         self._on_event = on_event
         self._turns = 0
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
         """Sample one turn (see ``Sampler.generate``)."""
         sampled = await self._sampler.generate(session, token_ids, params)
-        text = turn_text(self._tokenizer, sampled.token_ids, params.stop)
-        self._on_event({"turn": {"index": self._turns, "text": text}})
+        self._on_event({"turn": {"index": self._turns, "text": self._text_of(sampled.token_ids)}})
         self._turns += 1
         return sampled
 

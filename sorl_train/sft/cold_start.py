@@ -51,6 +51,8 @@ def cold_start_key(config: TrainConfig) -> str:
         "threads": torch.get_num_threads(),  # they change the order of sums, and so the last bits
         "versions": [torch.__version__, transformers.__version__],
     }
+    if config.format != "tags":
+        content["format"] = config.format
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return f"{Path(config.task).stem.partition(':')[0]}-{digest[:16]}"
 
@@ -63,7 +65,8 @@ def _build(config: TrainConfig, display: Display, folder: Path) -> None:
     from sorl_train.sft.fine_tune import fine_tune, load_demos
 
     env = make_env(config)
-    build_tiny_policy(env.task, folder, seed=config.seed, **dataclasses.asdict(config.tiny))
+    sizes = dataclasses.asdict(config.tiny)
+    build_tiny_policy(env.task, folder, seed=config.seed, format=config.format, **sizes)
     if config.stage == "sft" or config.sft.steps == 0:
         return
     tokenizer = load_tokenizer(str(folder))

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from sorl_env.data import read_rows
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
+from sorl_env.parser import parse_turn
 from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder
 from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
 from sorl_env.trajectory import StopReason, Trajectory
+from sorl_env.turn_codec import make_codec
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,19 +33,23 @@ def expert_trajectory(
 ) -> Trajectory | None:
     """A trajectory that the task's scripted expert plays, or None where it gives up.
 
+    Experts write tags; in another format their turns are written in that one.
+
     Raises ``UserError`` if the task has no expert.
     """
     expert = env.task.expert
     if expert is None:
         raise UserError(f"task {env.task.name!r} has no scripted expert: give demonstrations with sft.demos")
+    codec = make_codec(env, tokenizer, use_chat_template=use_chat_template)
     prompt, _ = env.reset(seed=job.seed, options={"index": job.example_index})
-    growing = TrajectoryBuilder(env, tokenizer, job, prompt, use_chat_template=use_chat_template)
+    growing = TrajectoryBuilder(env, codec, job, prompt)
     observations: list[str] = []
     while True:
         text = expert(env.example, observations)
         if text is None:
             return None
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        parsed = parse_turn(text, env.toolbox.names, env.task.require_think)
+        text, ids = codec.written_turn(parsed, text)
         sampled, result = SampledTurn(ids, [0.0] * len(ids), "stop"), env.step(text)
         if growing.overflows(sampled, result):
             result = env.truncate(StopReason.MAX_TOKENS)

@@ -21,7 +21,9 @@ from sorl_env.rewards import (
 )
 from sorl_env.text import valid_text
 from sorl_env.token_classes import classify_text, token_spans
-from sorl_env.tool import ToolCall
+from sorl_env.tool import ToolCall, as_tool
+from sorl_env.tool_call_parser import SYNTAXES, parse_message
+from sorl_env.turn_format import neutralise_controls
 from sorl_tasks import minihop
 from sorl_tools.index import words
 from sorl_tools.search.stats import holds_answer, search_metrics
@@ -36,9 +38,27 @@ def _call(text: str) -> ToolCall:
     return ToolCall("search", text, text)
 
 
+def search(query: str) -> str:
+    """Search."""
+    return query
+
+
+TOOLS = (as_tool(search),)
+
 READERS: Mapping[str, Callable[[str], Any]] = {
     "parse_turn": lambda text: parse_turn(text, ("search", "calculate")),
+    **{
+        f"parse_message {name}": lambda text, syntax=syntax: parse_message(text, TOOLS, syntax)
+        for name, syntax in SYNTAXES.items()
+    },
+    "parse_message in a call": lambda text: [
+        parse_message(f"{syntax.open}{text}{syntax.close}", TOOLS) for syntax in SYNTAXES.values()
+    ],
+    "parse_message in parameters": lambda text: parse_message(
+        f"<tool_call><function=search>{'<parameter=query>' * (len(text) // 17)}</function></tool_call>", TOOLS
+    ),
     "neutralise": neutralise,
+    "neutralise_controls": neutralise_controls,
     "valid_text": valid_text,
     "normalize_answer": normalize_answer,
     "exact_match": lambda text: exact_match(text, ["Paris"]),

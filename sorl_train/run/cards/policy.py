@@ -52,6 +52,8 @@ def usage_options(config: TrainConfig) -> list[str]:
         options += ["--search.corpus", "PASSAGES"]
     if config.search.top_k != 3:
         options += ["--search.top_k", str(config.search.top_k)]
+    if config.format != "tags":
+        options += ["--format", config.format]
     return options if config.chat_template else [*options, "--chat_template", "false"]
 
 
@@ -225,9 +227,14 @@ tool calls; `sorl-serve-agent --endpoint` does."""
 
 
 def _limits(run: CardRun) -> str:
+    written = (
+        "`<think>`, then the block of a tool or `<answer>`, and replies in `<information>`"
+        if run.config.format == "tags"
+        else "the tool calls of its own chat template, one in a message, and an answer alone in the last one"
+    )
     lines = [
-        "It was trained for one format: `<think>`, then the block of a tool or `<answer>`, and replies in "
-        "`<information>`. Without a loop that answers its calls it stops at the first one, or makes up the reply.",
+        f"It was trained for one format: {written}. Without a loop that answers its calls it stops at the first one, "
+        "or makes up the reply.",
         "Its figures are of the questions and passages above, of one run with one seed.",
         "What it answers may be wrong, and so may what it says it has read.",
     ]

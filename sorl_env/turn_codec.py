@@ -1,0 +1,117 @@
+"""The tokens of a turn format: the prompt, where a turn ends, its text, and the environment's reply.
+
+Sampled turns are never encoded again. ``make_codec`` chooses between the codec of tags, here, and that of tool calls,
+in ``chat_codec``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from sorl_env.env import ToolUseEnv
+from sorl_env.parser import ParsedTurn
+from sorl_env.text import valid_text
+from sorl_env.text_env import TextEnv
+from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
+from sorl_env.turn_format import TAGS, TurnFormat
+
+
+class TurnCodec(Protocol):
+    """What a rollout asks of a format.
+
+    Attributes:
+        format: the same format as text, with what the tokenizer's template adds to it.
+        stop: strings that end a turn.
+        stop_ids: tokens that end a turn, beside the model's own.
+    """
+
+    format: TurnFormat
+    stop: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+
+    def prompt_ids(self, prompt: str, system_prompt: str | None) -> list[int]:
+        """The first context, up to where the policy's first turn begins."""
+        ...
+
+    def turn_text(self, ids: Sequence[int]) -> str:
+        """The text of a sampled turn, for the environment."""
+        ...
+
+    def reply_ids(
+        self, ids: Sequence[int], parsed: ParsedTurn | None, observation: str, max_tokens: int
+    ) -> list[int]:
+        """What is appended between a sampled turn ``ids`` and the next one: the observation of at most ``max_tokens``,
+        a longer one cut, and what the template writes around it."""
+        ...
+
+    def written_turn(self, parsed: ParsedTurn, text: str) -> tuple[str, list[int]]:
+        """A turn of the task's expert, which writes tags, as this format's text and tokens."""
+        ...
+
+
+class TagCodec:
+    """Tags: observations are plain text inside one long assistant message."""
+
+    stop_ids: tuple[int, ...] = ()
+
+    format: TurnFormat = TAGS
+
+    def __init__(self, env: TextEnv, tokenizer: Tokenizer, *, use_chat_template: bool) -> None:
+        self.stop = env.stop
+        self._tokenizer = tokenizer
+        self._use_chat_template = use_chat_template
+
+    def prompt_ids(self, prompt: str, system_prompt: str | None) -> list[int]:
+        return encode_prompt(
+            self._tokenizer, prompt, system_prompt, use_chat_template=self._use_chat_template
+        )
+
+    def turn_text(self, ids: Sequence[int]) -> str:
+        return turn_text(self._tokenizer, ids, self.stop)
+
+    def reply_ids(
+        self, ids: Sequence[int], parsed: ParsedTurn | None, observation: str, max_tokens: int
+    ) -> list[int]:
+        return tag_reply_ids(self._tokenizer, observation, max_tokens)
+
+    def written_turn(self, parsed: ParsedTurn, text: str) -> tuple[str, list[int]]:
+        return text, self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def tag_reply_ids(tokenizer: Tokenizer, observation: str, max_tokens: int) -> list[int]:
+    """Token ids of an observation between tags, at most ``max_tokens``; one that is cut keeps its closing tag."""
+    whole = encode_observation(tokenizer, observation)
+    if len(whole) <= max_tokens:
+        return whole
+    body, tag, rest = observation.rpartition("\n</information>")
+    tail = encode_observation(tokenizer, tag + rest) if tag else []
+    return encode_observation(tokenizer, body, max(0, max_tokens - len(tail))) + tail
+
+
+def make_codec(env: TextEnv, tokenizer: Tokenizer, *, use_chat_template: bool) -> TurnCodec:
+    """The codec of the environment's format for this tokenizer; the environment then reads turns as the codec does.
+
+    An environment from elsewhere, which reads the policy's text itself, has the format ``tags``: plain text.
+
+    Raises:
+        UserError: format ``tool_calls`` without a chat template, or with one that renders no tool calls.
+    """
+    if not isinstance(env, ToolUseEnv) or env.format.name == "tags":
+        return TagCodec(env, tokenizer, use_chat_template=use_chat_template)
+    from sorl_env.chat_codec import chat_codec
+
+    codec = chat_codec(tokenizer, env.toolbox.tools, use_chat_template=use_chat_template)
+    env.format = codec.format
+    return codec
+
+
+def turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> str:
+    """The turn as text, cut after its first stop string.
+
+    The token that completes a stop string may hold more characters (``>\\n``, ``>.``). They are removed, because the
+    sampler stopped there and the policy is not to blame for them.
+    """
+    text = valid_text(tokenizer.decode(ids, skip_special_tokens=True))
+    ends = [text.find(word) + len(word) for word in stop if word in text]
+    return text[: min(ends)] if ends else text

@@ -1,0 +1,127 @@
+"""The two turn formats as text: how a prompt asks, how a turn is read, and how a reply of the environment reads.
+
+``tags``: blocks such as ``<search>..</search>`` in one long assistant message, as in Search-R1 and the paper.
+``tool_calls``: the tool calls of the model's own chat template. The tokens of both are in ``turn_codec``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from sorl_env.errors import UserError, did_you_mean
+from sorl_env.parser import ParsedTurn, neutralise, parse_turn
+from sorl_env.step import INVALID_TURN_OBSERVATION
+from sorl_env.task import Example, Task
+from sorl_env.tool_call_parser import Syntax, parse_message
+from sorl_env.toolbox import Toolbox
+
+FormatName = Literal["tags", "tool_calls"]
+FORMATS: tuple[str, ...] = get_args(FormatName)
+
+INVALID_MESSAGE = (
+    "Invalid message: call exactly one tool and write nothing after it, or reply with the final answer alone."
+)
+_CONTROL = re.compile(r"\[(?=/?[A-Z][A-Z_]{0,30}\])")  # Mistral's markers, such as [TOOL_CALLS]
+
+
+class TurnFormat(Protocol):
+    """What the environment asks of a format."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def invalid_observation(self) -> str:
+        """The reply to a malformed turn."""
+        ...
+
+    def prompt(self, task: Task, example: Example) -> str:
+        """The text of the first user message."""
+        ...
+
+    def parse(self, text: str, toolbox: Toolbox, require_think: bool) -> ParsedTurn:
+        """What a turn of the policy means; a malformed one is returned as such, nothing raises."""
+        ...
+
+    def observation(self, reply: str) -> str:
+        """A tool's reply as the policy reads it."""
+        ...
+
+
+@dataclass(frozen=True)
+class TagFormat:
+    """``<think>..</think>``, then the block of a tool or ``<answer>``; see ``parser``."""
+
+    name: str = "tags"
+    invalid_observation: str = INVALID_TURN_OBSERVATION
+
+    def prompt(self, task: Task, example: Example) -> str:
+        return task.prompt(example)
+
+    def parse(self, text: str, toolbox: Toolbox, require_think: bool) -> ParsedTurn:
+        return parse_turn(text, toolbox.names, require_think)
+
+    def observation(self, reply: str) -> str:
+        return f"\n\n<information>\n{neutralise(reply)}\n</information>\n\n"
+
+
+@dataclass(frozen=True)
+class ToolCallFormat:
+    """Messages of a chat template; see ``tool_call_parser``. A think block is never required.
+
+    Attributes:
+        syntax: of the policy's template, which the rollout knows; None reads a call in any of the known forms.
+    """
+
+    syntax: Syntax | None = None
+    name: str = "tool_calls"
+    invalid_observation: str = INVALID_MESSAGE
+
+    def prompt(self, task: Task, example: Example) -> str:
+        """The task's ``tool_call_prompt``, or its ``prompt`` where that has none.
+
+        Raises:
+            UserError: the task has only a prompt that asks for tags.
+        """
+        if task.tool_call_prompt is not None:
+            return task.tool_call_prompt(example)
+        text = task.prompt(example)
+        if "<answer>" in text.replace(example.question, ""):
+            raise UserError(
+                f"the prompt of task {task.name} asks for <answer> tags, which format tool_calls does not read: give "
+                "the task a tool_call_prompt, or use format tags"
+            )
+        return text
+
+    def parse(self, text: str, toolbox: Toolbox, require_think: bool) -> ParsedTurn:
+        return parse_message(text, toolbox.tools, self.syntax)
+
+    def observation(self, reply: str) -> str:
+        return neutralise_controls(reply)
+
+
+def neutralise_controls(text: str) -> str:
+    """As ``neutralise``, and for the markers of Mistral's templates as well.
+
+    >>> neutralise_controls("[TOOL_CALLS] <tool_call> [1]")
+    '&#91;TOOL_CALLS] &lt;tool_call> [1]'
+    """
+    return _CONTROL.sub("&#91;", neutralise(text)) if "[" in text else neutralise(text)
+
+
+TAGS = TagFormat()
+
+
+def find_format(name: str) -> TurnFormat:
+    """The format of that name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name == "tags":
+        return TAGS
+    if name == "tool_calls":
+        return ToolCallFormat()
+    raise UserError(f"there is no turn format {name!r}. {did_you_mean(name, FORMATS)}")
