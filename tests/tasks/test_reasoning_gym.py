@@ -20,7 +20,9 @@ def test_a_right_answer_scores_one_and_a_wrong_one_nothing() -> None:
         assert result.terminated and result.info["reward_items"] == {"score": 1.0}
         env.reset(options={"index": index})
         assert env.step("<think> so </think> <answer> none </answer>").reward < 1
-    assert all(check.passed for check in check_task(env) if check.name not in ("wrong answer", "empty answer"))
+    assert all(
+        check.passed for check in check_task(env) if check.name not in ("wrong answer", "empty answer")
+    )
 
 
 def test_seeds_and_splits_have_questions_of_their_own() -> None:

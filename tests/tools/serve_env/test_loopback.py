@@ -119,16 +119,16 @@ def test_scripted_trajectories_are_the_same_through_the_server(
 ) -> None:
     tokenizer = Bytes()
     turns = scripts(load_task("minihop"))
-    here, there = (play(env, tokenizer, Scripted(tokenizer, turns)) for env in both(server, **(ROOM | limits)))
+    here, there = (
+        play(env, tokenizer, Scripted(tokenizer, turns)) for env in both(server, **(ROOM | limits))
+    )
     assert [record(t) for t in there] == [record(t) for t in here]
     reasons = {t.stop_reason for t in there}
     assert reasons >= ({StopReason.MAX_TOKENS} if limits else {StopReason.ANSWER, StopReason.MAX_TURNS})
     assert any(call.hits for t in there for turn in t.turns for call in turn.tool_calls)
 
 
-def test_a_killed_server_is_an_outage_and_one_that_returns_is_waited_for(
-    tmp_path: Path
-) -> None:
+def test_a_killed_server_is_an_outage_and_one_that_returns_is_waited_for(tmp_path: Path) -> None:
     tokenizer = Bytes()
     process = serve_task("minihop", tmp_path)
     port = int(process.url.rpartition(":")[2])

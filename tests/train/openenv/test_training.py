@@ -30,7 +30,9 @@ def train(folder: Path, url: str, model: str, **settings: Any) -> list[Any]:
     return list(read_jsonl(run_dir.trajectories / "step_000002.jsonl"))
 
 
-def test_a_policys_greedy_trajectories_are_the_same_through_the_server(tiny_folder: str, tmp_path: Path) -> None:
+def test_a_policys_greedy_trajectories_are_the_same_through_the_server(
+    tiny_folder: str, tmp_path: Path
+) -> None:
     from sorl_train.models.policy import load_policy, load_tokenizer
     from sorl_train.rollout.sampler import TransformersSampler
 

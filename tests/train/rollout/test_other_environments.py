@@ -43,5 +43,5 @@ def test_two_steps_on_reasoning_gym(tiny_folder: str, tmp_path: Path) -> None:
 def test_there_are_no_tools_to_switch_off(tiny_folder: str) -> None:
     from sorl_train.rollout.environments import make_env
 
-    with pytest.raises(UserError, match="give --eval.search_off false"):
+    with pytest.raises(UserError, match=r"give --eval\.search_off false"):
         make_env(short_config(model=tiny_folder, eval__search_off=True, **LAKE))
