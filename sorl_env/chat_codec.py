@@ -209,7 +209,7 @@ class ChatCodec:
     def _find_reply(self, tool: str) -> tuple[Syntax, str, _Frame]:
         """The form of a call, the token that ends it, and what surrounds the tool's reply."""
         argument = "sorl argument"
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": "", "tool_calls": [_call(tool, {"sorl": argument})]},
             {"role": "tool", "name": tool, "tool_call_id": _CALL_ID, "content": _MARK},
