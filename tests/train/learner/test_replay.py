@@ -14,7 +14,7 @@ import torch
 from sorl_env.env import ToolUseEnv
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.rollout_settings import CorrectionConfig, OverlongConfig, ReplayConfig
-from sorl_train.config.settings import LossConfig
+from sorl_train.config.settings import LossConfig, TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.correction import correct
 from sorl_train.learner.overlong import shape_and_filter
@@ -221,7 +221,7 @@ def test_the_correction_compares_what_sampler_and_trainer_said_when_it_was_new()
     take(buffer, 1, rollouts(1, "a", [1, 0]))
     mixed = take(buffer, 2, rollouts(2, "a", [0, 0]))
     assert mixed.batch is not None
-    batch, _ = correct(mixed.batch, CorrectionConfig(mode="truncate", high=9.0))
+    batch, _ = correct(mixed.batch, TrainConfig(algo="grpo", correction=CorrectionConfig(mode="truncate", high=9.0)))
     assert batch.correction is not None
     found = [float(weight[0]) for weight in batch.correction]
     assert found == pytest.approx([math.exp(recorded(name) + 0.5) for name in ("s2-a/0", "s1-a/0")])
