@@ -30,10 +30,10 @@ collapse: $(VENV)/.train ## three runs at too high a learning rate: PPO, SO-PPO,
 	$(bin)/sorl-lab stability --config collapse --out runs/collapse $(ARGS)
 	@echo "open runs/collapse/report.html: success after each training step"
 
-test: $(VENV)/.dev ## the tests that take minutes
+test: $(VENV)/.dev $(VENV)/.interop ## the tests that take minutes
 	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-all: $(VENV)/.dev $(VENV)/.smollm2 ## all tests that need no GPU
+test-all: $(VENV)/.dev $(VENV)/.interop $(VENV)/.smollm2 ## all tests that need no GPU
 	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not openrlhf" $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, the import contracts and mypy
@@ -86,6 +86,11 @@ $(VENV)-openrlhf/.dev: pyproject.toml .ci/openrlhf_cpu_pins.txt | $(bin)/python
 	$(PYTHON) -m venv $(VENV)-openrlhf
 	$(openrlhf_bin)/python -m pip --disable-pip-version-check install --quiet --no-deps -r .ci/openrlhf_cpu_pins.txt
 	$(openrlhf_bin)/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
+	touch $@
+
+# only its search client is tested: its environments bring 17 packages, and an older msgspec
+$(VENV)/.interop: | $(bin)/python
+	$(pip) install --quiet --no-deps gem-llm==0.1.0
 	touch $@
 
 # only the GGUF file in it is read: what it would run the model with stays away

@@ -252,7 +252,12 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def _check(argv: Sequence[str]) -> int:
     args = _parse_args(argv)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    settings = ToolSettings(corpus=args.corpus, search_url=args.search_url, timeout_s=args.timeout_s)
+    settings = ToolSettings(
+        corpus=args.corpus,
+        search_url=args.search_url,
+        timeout_s=args.timeout_s,
+        tools=tuple(args.tools),
+    )
     env = ToolUseEnv(args.task, data=args.data, split=args.split, tool_settings=settings)
     loaded = env.examples
     if not args.json:

@@ -162,7 +162,7 @@ class McpRoute:
         unknown = [name for name in given if name not in ("query", "topk")]
         if unknown:
             raise RequestError(422, f"search has no parameter {unknown[0][:60]!r}; there are query and topk")
-        if not isinstance(query, str) or not query.isascii() and not _is_text(query):
+        if not isinstance(query, str) or (not query.isascii() and not _is_text(query)):
             raise RequestError(422, "query must be a text")
         if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool)):
             raise RequestError(422, "topk must be a whole number")
