@@ -44,7 +44,7 @@ def test_train_and_evaluate(tmp_path: Path) -> None:
 
 
 def test_play(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("s oak A 1\nnote_add {\"line\": \"seven\"}\na 7\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO('s oak A 1\nnote_add {"line": "seven"}\na 7\n'))
     assert play.main([TASK, "--index", "0"]) == 0
     said = capsys.readouterr().out
     assert "bolts 7 , lamps 3" in said and "seven" in said and "Reward 1" in said

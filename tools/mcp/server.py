@@ -106,6 +106,7 @@ class McpServer:
         self.keeps_state = keeps_state
         self._pid = os.getpid()
         self._connection: _Connection | None = None
+        self._closing: set[asyncio.Task[None]] = set()
         self._lost: str | None = None
         self._called = False
 
@@ -205,13 +206,18 @@ class McpServer:
         except ToolUnavailableError as error:
             self._give_up(connection, error)
             raise
+        except asyncio.CancelledError:  # the caller's deadline has passed, so the server may hang
+            self._give_up(connection, TimeoutError())
+            raise
         except Exception as error:
             self._give_up(connection, error)
             raise self._outage(error) from error
         finally:
             connection.in_use -= 1
             if connection is not self._connection and not connection.in_use:
-                self._closing = asyncio.create_task(connection.close())
+                closing = asyncio.create_task(connection.close())
+                self._closing.add(closing)  # otherwise nothing refers to the task
+                closing.add_done_callback(self._closing.discard)
 
     def _give_up(self, connection: _Connection, error: Exception) -> None:
         if self._connection is connection:

@@ -89,10 +89,11 @@ def call(what: str, identity: Any) -> None:
         time.sleep(3600)
     elif what == "die":
         os._exit(3)
-    elif what == "die once":
-        marker = Path(os.environ["HOME"]) / "died"
+    elif what in ("die once", "hang once"):
+        marker = Path(os.environ["HOME"]) / "failed"
         if not marker.exists():
             marker.touch()
+            time.sleep(3600 if what == "hang once" else 0)
             os._exit(3)
         answer(identity, text("back"))
     elif what == "no JSON":

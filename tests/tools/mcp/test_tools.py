@@ -168,6 +168,23 @@ def test_a_server_that_died_is_started_again(
     assert (call.reply, call.attempts) == ("back", 2)
 
 
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_a_server_that_hangs_is_started_again(
+    box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_loop: bool
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    toolbox = box(command("liar", "hang", "once"), timeout_s=5.0)
+
+    def call() -> Any:
+        request = ToolRequest("shelf", "x")
+        return asyncio.run(toolbox.acall(request)) if on_loop else toolbox.call(request)
+
+    assert isinstance(call(), ToolUnavailableError)
+    toolbox.timeout_s = 60.0
+    toolbox.tools[0].server.timeout_s = 60.0  # type: ignore[attr-defined]
+    assert call().reply == "back"
+
+
 def test_the_state_of_an_episode_is_not_lost_silently(
     box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
