@@ -57,8 +57,10 @@ def equip(
             retries=settings.retries,
             max_reply_chars=reply_chars,
         )
-    except (TypeError, ValueError):  # two tools share a name, for example
+    except (TypeError, ValueError) as error:
         close_tools(opened)
+        if opened and not isinstance(error, UserError):  # such as two tools of one name
+            raise UserError(f"tools: {error}") from error
         raise
     if added:
         task = with_description(task, toolbox.tools[len(given) :])

@@ -108,7 +108,7 @@ def test_an_unknown_kind(opened: list[Shelf], text: str) -> None:
 
 
 def test_two_tools_of_one_name(opened: list[Shelf]) -> None:
-    with pytest.raises(ValueError, match="two tools share a name"):
+    with pytest.raises(UserError, match="two tools share a name"):
         ToolUseEnv(dataclasses.replace(TASK, tools=[Shelf("first"), "shelf:first"]))
     assert opened[0].closed == 1
 

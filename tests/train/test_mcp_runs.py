@@ -24,7 +24,7 @@ TASK = str(Path(mcp_task.__file__))
 def test_train_and_evaluate(tmp_path: Path) -> None:
     run = tmp_path / "run"
     sizes = {"rollout.batch_size": 8, "rollout.group_size": 4, "update.mini_batch_size": 8, "update.steps": 2}
-    small = {"sft.steps": 120, "tiny.hidden_size": 32, "tiny.num_layers": 2, "search.timeout_s": 120}
+    small = {"sft.steps": 40, "tiny.hidden_size": 32, "tiny.num_layers": 2, "search.timeout_s": 120}
     options = [word for name, value in (sizes | small).items() for word in (f"--{name}", str(value))]
     status = cli.main(["--task", TASK, "--algo", "grpo", "--run_dir", str(run), *options])
     assert status == 0
