@@ -18,6 +18,7 @@ from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_tools.mcp import mcp_tools
 
+from ...waiting import wait_until
 from . import servers
 
 pytest.importorskip("mcp", reason="needs pip install 'sorl[mcp]'")
@@ -66,7 +67,7 @@ def test_a_server_in_this_process(box: Box) -> None:
     assert toolbox.names == ("shelf", "note_add")
     assert toolbox.stateful == frozenset()
     shelf, note = toolbox.tools
-    assert shelf.description == "List what lies on a shelf,\ngiven its name."
+    assert " ".join(shelf.description.split()) == "List what lies on a shelf, given its name."
     assert note.schema["properties"]["times"]["type"] == "integer"
     assert shelf.fingerprint == "MCPServer stock (stock 1.2)"  # type: ignore[attr-defined]
     assert ask(toolbox, "shelf", "oak A 1").reply == "bolts 7 , lamps 3"
@@ -180,6 +181,7 @@ def test_a_server_that_hangs_is_started_again(
         return asyncio.run(toolbox.acall(request)) if on_loop else toolbox.call(request)
 
     assert isinstance(call(), ToolUnavailableError)
+    wait_until(lambda: toolbox.tools[0].server._connection is None)  # type: ignore[attr-defined]
     toolbox.timeout_s = 60.0
     toolbox.tools[0].server.timeout_s = 60.0  # type: ignore[attr-defined]
     assert call().reply == "back"
