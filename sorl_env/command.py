@@ -203,6 +203,13 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--search.url", dest="search_url", metavar="URL", help="retrieval server of the search tool"
     )
+    parser.add_argument(
+        "--tools",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="further tools: mcp:URL or mcp:COMMAND names those of an MCP server, mcp+episode: one that keeps state",
+    )
 
 
 def run_command(

@@ -13,7 +13,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 
 from sorl_env.data import ExampleSet, load_examples
-from sorl_env.env_parts import make_toolbox, read_index_option, warn_of_sample
+from sorl_env.env_parts import equip, read_index_option, warn_of_sample
 from sorl_env.episode_clock import EpisodeClock
 from sorl_env.episode_tools import EpisodeTools, draw_tool_seeds
 from sorl_env.errors import UserError
@@ -92,9 +92,9 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self.examples: ExampleSet = load_examples(self.task, data, split)
         given: dict[str, Any] = {"corpus": corpus, "search_url": search_url}
         tool_settings = replace(tool_settings, **{k: v for k, v in given.items() if v is not None})
-        toolbox = make_toolbox(self.task, tools, tool_settings, self.limits.reply_chars)
-        self._tools = EpisodeTools(toolbox)
-        self._owns_tools = tools is None and callable(self.task.tools)
+        equipment = equip(self.task, tools, tool_settings, self.limits.reply_chars)
+        self.task, self._owned_tools = equipment.task, equipment.owned
+        self._tools = EpisodeTools(equipment.toolbox)
         warn_of_sample(self.toolbox, self.task, self.examples)
         self.action_space = UnicodeText()
         self.observation_space = UnicodeText()
@@ -133,7 +133,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         env._tools = EpisodeTools(self._tools.shared)
         env.action_space = self.action_space
         env.observation_space = self.observation_space
-        env._owns_tools = False
+        env._owned_tools = frozenset()
         env._start()
         env.spec = self.spec
         return env
@@ -343,5 +343,5 @@ class ToolUseEnv(gymnasium.Env[str, str]):
     def close(self) -> None:
         """Close the tools that this environment built; tools that were passed in may have other users."""
         self._tools.end()
-        if self._owns_tools:
-            self.toolbox.close()
+        if self._owned_tools:
+            self.toolbox.close(only=self._owned_tools)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from sorl_env.errors import UserError
 from sorl_env.replay import recorded
 from sorl_env.task import Task, ToolSettings
 from sorl_env.text import read_json
-from sorl_env.tool import ToolLike
+from sorl_env.tool import Tool, ToolLike
+from sorl_env.tool_sources import close_tools, open_tools, with_description
 from sorl_env.toolbox import Toolbox
 
 logger = logging.getLogger(__name__)
@@ -24,18 +25,51 @@ TASK_HELP = "a name, package.module:TASK, a .py file, gym:ID, openenv:URL or rea
 _ARGUMENT = "task_args."
 
 
-def make_toolbox(
+class Equipment(NamedTuple):
+    """What an environment is equipped with.
+
+    Attributes:
+        task: the task; its prompt describes the tools that the settings add.
+        owned: names of the tools that were opened for this environment, and that it closes.
+    """
+
+    task: Task
+    toolbox: Toolbox
+    owned: frozenset[str]
+
+
+def equip(
     task: Task, tools: Sequence[ToolLike] | None, settings: ToolSettings, reply_chars: int
-) -> Toolbox:
-    """The toolbox with the task's tools, or with ``tools`` in their place."""
+) -> Equipment:
+    """The toolbox with the task's tools, or with ``tools`` in their place, and with those that the settings add.
+
+    Raises:
+        UserError: a text names no tools, their server does not answer, or two tools share a name.
+    """
+    is_built = tools is None and callable(task.tools)
     if tools is None:
-        tools = task.tools(settings) if callable(task.tools) else task.tools
-    return Toolbox(
-        recorded(tools, settings, reply_chars),
-        timeout_s=settings.timeout_s,
-        retries=settings.retries,
-        max_reply_chars=reply_chars,
-    )
+        named = task.tools(settings) if callable(task.tools) else task.tools
+    else:
+        named = tools
+    opened: list[Tool] = []
+    try:
+        given = open_tools(named, settings, opened)
+        added = open_tools(settings.tools, settings, opened)
+        toolbox = Toolbox(
+            recorded([*given, *added], settings, reply_chars),
+            timeout_s=settings.timeout_s,
+            retries=settings.retries,
+            max_reply_chars=reply_chars,
+        )
+    except (TypeError, ValueError) as error:
+        close_tools(opened)
+        if opened and not isinstance(error, UserError):  # such as two tools of one name
+            raise UserError(f"tools: {error}") from error
+        raise
+    if added:
+        task = with_description(task, toolbox.tools[len(given) :])
+    owned = frozenset(toolbox.names) if is_built else frozenset(tool.name for tool in opened)
+    return Equipment(task, toolbox, owned)
 
 
 def warn_of_sample(toolbox: Toolbox, task: Task, examples: ExampleSet) -> None:

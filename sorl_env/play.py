@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _play(argv: Sequence[str]) -> int:
     args = _parse_args(argv)
-    settings = ToolSettings(corpus=args.corpus, search_url=args.search_url)
+    settings = ToolSettings(corpus=args.corpus, search_url=args.search_url, tools=tuple(args.tools))
     task = load_task(args.task, **read_task_args(args))
     env = open_env(task, data=args.data, split=args.split, tool_settings=settings)
     try:

@@ -97,6 +97,8 @@ class ToolSettings:
         cache: SQLite file that keeps the servers' replies for later processes; None keeps them in memory only.
         top_k: number of passages that a search returns.
         timeout_s, retries: see ``Toolbox``.
+        tools: further tools beside the task's, named by texts such as ``mcp:URL`` (see ``open_tools``); the prompt ends
+            with a description of them.
         record: JSONL file to which tool replies are appended.
         replay: JSONL file of recorded replies. A request that is not in it goes to the tool if ``record`` is given too,
             and is an error otherwise.
@@ -110,6 +112,7 @@ class ToolSettings:
     record: str | None = None
     replay: str | None = None
     cache: str | None = None
+    tools: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,8 @@ class HubSource:
     splits: Mapping[str, str] = field(default_factory=dict)
 
 
-ToolSource = Sequence[ToolLike] | Callable[[ToolSettings], Sequence[ToolLike]]
+# A text names tools that are opened with the environment, as ``mcp:URL`` does.
+ToolSource = Sequence[ToolLike | str] | Callable[[ToolSettings], Sequence[ToolLike | str]]
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ class Task:
         reward: the reward of an episode as named items, from its example and all of the policy's parsed turns. The
             reward is their sum. Called once, when the episode ends; it never sees the prompt or retrieved text.
         parse_row: makes an example of a row of the data set; raises KeyError or ValueError naming the column.
-        tools: tools or plain functions, or a function that builds them from settings.
+        tools: tools, plain functions, or texts that name tools (``mcp:URL``); or a function that builds them from
+            settings.
         env_id: Gymnasium id, for example ``sorl/HotpotQA-v0``.
         embedded: maps a split to examples that are available offline.
         embedded_is_sample: the embedded examples are a sample and not the benchmark, which a warning says.

@@ -97,8 +97,8 @@ def open_env(
         raise UserError(f"task {task.name} reads the policy's text itself: leave format={format} out")
     if data is not None:
         raise UserError(f"task {task.name} brings its own episodes: leave data={data} out")
-    for name in ("corpus", "search_url"):
-        if (value := getattr(tool_settings, name)) is not None:
+    for name in ("corpus", "search_url", "tools"):
+        if value := getattr(tool_settings, name):
             raise UserError(f"task {task.name} brings its own tools: leave {name}={value} out")
     made: TextEnv = task.environment(task, load_examples(task, None, split), limits or task.limits)
     return made

@@ -141,7 +141,8 @@ class Tool(Protocol):
     - ``close()``: frees what the tool holds.
     - ``new_episode(seed)``, ``get_state()`` and ``set_state(state)``, all three: the tool keeps state. The environment
       calls ``new_episode`` at each reset and uses the returned tool for that episode alone; see docs/add_a_tool.md. A
-      tool without them is shared by all episodes, which may run at the same time.
+      tool without them is shared by all episodes, which may run at the same time. Tools that share their state name the
+      same object as their ``group``: its ``new_episode(seed)`` then returns the episode's tools by name, in one call.
     """
 
     @property
@@ -182,13 +183,23 @@ def keeps_state(tool: object) -> bool:
     return hasattr(tool, "new_episode")
 
 
-def begin_episode(tool: Tool, seed: int) -> Tool:
+def begin_episode(tool: Tool, seed: int, groups: dict[int, Mapping[str, Tool]]) -> Tool:
     """The object of a stateful tool that serves one episode.
+
+    Args:
+        groups: what the ``new_episode`` of each tool's ``group`` returned in this episode, by the group's ``id``; the
+            groups that are asked first are added to it.
 
     Raises:
         TypeError: ``new_episode`` did not return another tool of the same name.
     """
-    made: Any = tool.new_episode(seed)  # type: ignore[attr-defined]
+    group: Any = getattr(tool, "group", None)
+    if group is None:
+        made: Any = tool.new_episode(seed)  # type: ignore[attr-defined]
+    else:
+        if id(group) not in groups:
+            groups[id(group)] = group.new_episode(seed)
+        made = groups[id(group)].get(tool.name)
     if made is tool or getattr(made, "name", None) != tool.name or not keeps_state(made):
         raise TypeError(f"tool {tool.name}: new_episode must return another tool of that name, not {made!r}")
     episode_tool: Tool = made

@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +87,10 @@ class Toolbox:
             TypeError: a tool's ``new_episode`` did not return a tool of that name.
         """
         box = copy.copy(self)
-        box.tools = tuple(begin_episode(tool, seed) if keeps_state(tool) else tool for tool in self.tools)
+        groups: dict[int, Mapping[str, Tool]] = {}
+        box.tools = tuple(
+            begin_episode(tool, seed, groups) if keeps_state(tool) else tool for tool in self.tools
+        )
         box._bound = self._bound | {tool.name: _bind(tool) for tool in box.tools if keeps_state(tool)}
         return box
 

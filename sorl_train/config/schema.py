@@ -132,6 +132,10 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         return float(value)
     if get_origin(inner) is dict and isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()}
+    if get_origin(inner) is list:
+        listed = value if isinstance(value, list) else [value]  # one text needs no brackets
+        if all(type(item) is str for item in listed):
+            return listed
     if inner in (int, str, bool) and type(value) is inner:  # not isinstance: True is no whole number
         return value
     raise UserError(f"{where}: expected {type_name(hint)}, got {reprlib.repr(value)}")
@@ -151,6 +155,8 @@ def type_name(hint: Any) -> str:
         name = "one of " + ", ".join(get_args(inner))
     elif get_origin(inner) is dict:
         name = "a mapping"
+    elif get_origin(inner) is list:
+        name = "a text or a list of texts"
     else:
         name = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}[inner]
     return name if inner is hint else f"{name} or null"
@@ -196,4 +202,6 @@ def describe_type(field: ConfigField) -> str:
     if field.choices:
         return "CHOICE"
     inner = without_none(field.type)
-    return "YAML" if field.is_mapping else {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}[inner]
+    if field.is_mapping or get_origin(inner) is list:
+        return "YAML"
+    return {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}[inner]

@@ -305,6 +305,11 @@ class TrainConfig:
     split: str = opt("train", "split of the training data")
     run_dir: str | None = opt(None, "run folder; None: runs/{config or task}-{algo or sft}-s{seed}")
     seed: int = opt(0, "seed of all randomness; a CPU run repeats bit for bit", low=0, high=MAX_SEED)
+    tools: list[str] | None = opt(
+        None,
+        "further tools beside the task's, described at the end of the prompt: mcp:URL or mcp:COMMAND names those of an "
+        "MCP server that all episodes share, mcp+episode:URL or mcp+episode:COMMAND those of one that keeps state",
+    )
     limits: LimitsConfig = dataclasses.field(default_factory=LimitsConfig)
     search: SearchConfig = dataclasses.field(default_factory=SearchConfig)
     sampler: SamplerConfig = dataclasses.field(default_factory=SamplerConfig)

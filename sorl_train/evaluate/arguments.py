@@ -83,7 +83,7 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     knob = f'an argument of the task, as --{_KNOBS}.hops "[1, 2]"; of one of several: --{_KNOBS}.NAME.KEY'
     settings.add_argument(f"--{_KNOBS}.KEY", metavar="YAML", help=knob)
     names = [field.name for field in fields() if field.name.startswith(("search.", "limits."))]
-    _add_settings(settings, [name for name in names if name not in _OF_A_TASK])
+    _add_settings(settings, ["tools", *(name for name in names if name not in _OF_A_TASK)])
 
 
 def _add_settings(group: argparse._ArgumentGroup, names: Sequence[str]) -> None:
@@ -236,7 +236,7 @@ def _make_env(
     knobs: Mapping[str, Any],
     format: FormatName,
 ) -> TextEnv:
-    overrides = _given(args, "search.") | _given(args, "limits.")
+    overrides = _given(args, "search.") | _given(args, "limits.") | _given(args, "tools")
     if given["search.corpus"] or given["search.url"]:  # one replaces the other
         overrides |= {name: given[name] for name in ("search.corpus", "search.url")}
     config = with_overrides(base or TrainConfig(), overrides)

@@ -127,7 +127,7 @@ def limits(task: Task, config: LimitsConfig) -> Limits:
 def tool_settings(config: TrainConfig) -> ToolSettings:
     """The search settings, in the form that a task's tools take."""
     given = dataclasses.asdict(config.search)
-    return ToolSettings(search_url=given.pop("url"), **given)
+    return ToolSettings(search_url=given.pop("url"), tools=tuple(config.tools or ()), **given)
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,6 +1,6 @@
-"""The service as an ASGI application: ``/retrieve``, ``/health``, ``/ready`` and ``/metrics``.
+"""The service as an ASGI application: ``/retrieve``, ``/mcp``, ``/health``, ``/ready`` and ``/metrics``.
 
-This is plain ASGI on uvicorn. There are four routes, and a framework's routing, request objects and validation would
+This is plain ASGI on uvicorn. There are few routes, and a framework's routing, request objects and validation would
 take longer than the search of a small batch. mosec, whose front end is written in Rust, needs a third of the time for
 a small request, but it does not pass headers on from its workers (so there is no token) and cannot send 401 or
 Retry-After. LitServe sends each request through another process. Neither counts queries when it fills a batch.
@@ -8,6 +8,8 @@ Retry-After. LitServe sends each request through another process. Neither counts
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hmac
 import logging
 import os
@@ -19,6 +21,7 @@ from typing import Any
 import anyio
 
 from sorl_tools.serve.batcher import Batcher
+from sorl_tools.serve.mcp_route import McpRoute
 from sorl_tools.serve.metrics import Metrics
 from sorl_tools.serve.protocol import RequestError, RequestLimits, encode_json, encode_result, parse_request
 
@@ -30,7 +33,8 @@ Send = Callable[[Message], Awaitable[None]]
 
 FINGERPRINT_HEADER = "x-sorl-fingerprint"
 _JSON = b"application/json"
-_METHODS = {"/retrieve": "POST", "/health": "GET", "/ready": "GET", "/metrics": "GET"}
+_METHODS = {"/retrieve": "POST", "/mcp": "POST", "/health": "GET", "/ready": "GET", "/metrics": "GET"}
+_SEARCHES = ("/retrieve", "/mcp")
 
 
 class _GoneError(Exception):
@@ -50,7 +54,9 @@ class App:
     """One worker's application.
 
     Args:
-        token: if given, ``/retrieve`` and ``/metrics`` require ``Authorization: Bearer TOKEN``; the probes do not.
+        token: if given, all routes but the probes require ``Authorization: Bearer TOKEN``, or the token as the password
+            of ``Basic``: clients that can send no header send that for an address ``http://any:TOKEN@host``.
+        mcp: answers ``/mcp``; None for a server without that route.
         body_timeout_s: time for the whole body of a request to arrive; after that the answer is 408.
     """
 
@@ -61,12 +67,14 @@ class App:
         limits: RequestLimits,
         *,
         token: str | None = None,
+        mcp: McpRoute | None = None,
         body_timeout_s: float = 10.0,
     ) -> None:
         self._batcher = batcher
         self._metrics = metrics
         self._limits = limits
-        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._token = None if token is None else token.encode()
+        self._mcp = mcp
         self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -83,7 +91,7 @@ class App:
         except Exception:
             logger.exception("a bug in sorl-serve: %s raised", path)
             reply = _error(RequestError(500, "a bug in the server; its log has the traceback"))
-        if path == "/retrieve":
+        if path in _SEARCHES:
             self._metrics.answered(reply.status, reply.num_queries, time.monotonic() - started)
         headers = [
             (b"content-type", reply.content_type),
@@ -112,13 +120,31 @@ class App:
         self._check_token(headers)
         if path == "/metrics":
             return _Reply(self._metrics.expose(), content_type=self._metrics.content_type.encode())
+        if path == "/mcp":
+            return await self._answer_mcp(scope, headers, receive)
         request = parse_request(await self._read_body(headers, receive), self._limits)
         results = await self._batcher.search(request.queries, request.top_k)
         fingerprint = str(self._facts().get("fingerprint")).encode()
         return _Reply(
-            encode_result(results, scores=request.return_scores),
+            encode_result(results, request),
+            content_type=request.content_type,
             headers=((FINGERPRINT_HEADER.encode(), fingerprint),),
             num_queries=len(request.queries),
+        )
+
+    async def _answer_mcp(
+        self, scope: MutableMapping[str, Any], headers: dict[bytes, bytes], receive: Receive
+    ) -> _Reply:
+        if self._mcp is None:
+            raise RequestError(404, "this server has no /mcp: start it with --mcp")
+        said = await self._mcp.answer(scope, await self._read_body(headers, receive), receive)
+        own = (b"content-type", b"content-length")  # written with every reply
+        return _Reply(
+            said.body,
+            said.status,
+            dict(said.headers).get(b"content-type", _JSON),
+            tuple(header for header in said.headers if header[0] not in own),
+            said.num_queries,
         )
 
     def _facts(self) -> dict[str, Any]:
@@ -126,10 +152,10 @@ class App:
         return {} if backend is None else backend.facts
 
     def _check_token(self, headers: dict[bytes, bytes]) -> None:
-        if self._authorization is None:
+        if self._token is None:
             return
         given = headers.get(b"authorization", b"")
-        if not hmac.compare_digest(given, self._authorization):
+        if not hmac.compare_digest(_token_of(given), self._token):
             raise RequestError(401, "wrong token" if given else "send Authorization: Bearer TOKEN")
 
     async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
@@ -156,6 +182,19 @@ class App:
                         return b"".join(chunks)
         except TimeoutError:
             raise RequestError(408, f"the body did not arrive within {self._body_timeout_s:g} s") from None
+
+
+def _token_of(authorization: bytes) -> bytes:
+    """The token in an Authorization header: after ``Bearer``, or the password in ``Basic``; empty if there is none."""
+    scheme, _, value = authorization.partition(b" ")
+    if scheme.lower() == b"bearer":
+        return value
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(value, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
 
 
 def _error(error: RequestError) -> _Reply:

@@ -65,6 +65,7 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--model", help="folder or name of the embedding model, if it has moved since the build")
     add("--device", help="torch device of the embedding model (default: a GPU if there is one)")
+    add("--mcp", action="store_true", help="serve the search as an MCP tool at /mcp, too (extra: mcp)")
     add("--token-file", "--token_file", type=Path, help="file with a token that requests must carry")
     for name, kind, default, text in _LIMITS:
         _add_limit(parser, name, kind, default, text)
@@ -113,6 +114,8 @@ def _serve(argv: Sequence[str]) -> int:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"these packages are not installed: {', '.join(missing)}; pip install 'sorl[search]'")
+    if args.mcp and importlib.util.find_spec("mcp") is None:
+        raise UserError("--mcp: the package mcp is not installed; pip install 'sorl[mcp]'")
     from sorl_tools.serve.backend import check_source
     from sorl_tools.serve.protocol import RequestLimits
     from sorl_tools.serve.server import ServeSettings, bind, serve
@@ -135,6 +138,7 @@ def _serve(argv: Sequence[str]) -> int:
             max_top_k=args.max_top_k,
             default_top_k=args.top_k,
         ),
+        mcp=args.mcp,
         max_batch=args.max_batch,
         max_waiting=args.max_waiting,
         max_connections=args.max_connections,
@@ -148,6 +152,8 @@ def _serve(argv: Sequence[str]) -> int:
     bound = bind(settings.host, settings.port)
     port = bound.getsockname()[1]
     _announce(settings.host, port, settings.token, f"opening {source}")
+    if settings.mcp:
+        print("sorl-serve: the same address with /mcp is an MCP server (streamable HTTP)", flush=True)
 
     def on_ready(facts: dict[str, Any]) -> None:
         said = ", ".join(f"{name} {value}" for name, value in facts.items())

@@ -31,7 +31,7 @@ class Metrics:
         seconds = partial(prometheus.Histogram, registry=registry, buckets=_SECONDS)
         sizes = partial(prometheus.Histogram, registry=registry, buckets=_SIZES)
         why_refused = "Connections closed because a client was too slow or sent too large a head"
-        self.requests = counter("sorl_serve_requests", "Answers of /retrieve by status", ["status"])
+        self.requests = counter("sorl_serve_requests", "Answers of /retrieve and /mcp by status", ["status"])
         self.refusals = counter("sorl_serve_refused_connections", why_refused, ["reason"])
         self.queries = counter("sorl_serve_queries", "Queries answered")
         self.latency_s = seconds("sorl_serve_request_seconds", "Time to answer a request")
@@ -47,7 +47,7 @@ class Metrics:
         self._by_status: dict[int, Any] = {}
 
     def answered(self, status: int, num_queries: int, seconds: float) -> None:
-        """Count one answer of ``/retrieve``."""
+        """Count one answer of ``/retrieve`` or ``/mcp``."""
         counter = self._by_status.get(status)
         if counter is None:
             counter = self._by_status[status] = self.requests.labels(str(status))

@@ -1,9 +1,13 @@
-r"""The server's side of Search-R1's ``/retrieve`` protocol: check requests against limits, and encode replies.
+r"""The server's side of the ``/retrieve`` protocol and its dialects: check requests against limits, and encode replies.
 
-A request is ``{"queries": [str, ..], "topk": int | null, "return_scores": bool}``. Only ``queries`` is required, and
-other fields are ignored. A reply is ``{"result": [hits of the first query, hits of the second, ..]}``, where a hit is
-``{"document": {"id": str, "contents": "\"Title\"\ntext"}, "score": float}``, or only the document if no scores were
-asked for. As in the public server, no queries get no results, and a ``topk`` of null or 0 means the server's default.
+A request is ``{"queries": [str, ..], "topk": int | null, "return_scores": bool}``, as Search-R1, slime and torchtitan
+send it, or has ``"query": str`` in place of ``queries``, as SkyRL and GEM send it. Other fields are ignored. A reply is
+``{"result": [hits of the first query, hits of the second, ..]}``, where a hit is ``{"document": {"id": str, "contents":
+"\"Title\"\ntext"}, "score": float}``, or only the document if no scores were asked for. As in the public server, no
+queries get no results, and a ``topk`` of null or 0 means the server's default.
+
+A request in MessagePack gets its reply in MessagePack, as from GEM's server: every hit has ``document`` and ``score``
+(null if no scores were asked for), and the ``result`` of a single ``query`` is its hits, without the list around them.
 """
 
 from __future__ import annotations
@@ -39,11 +43,23 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class RetrieveRequest:
-    """A request within the limits."""
+    """A request within the limits.
+
+    Attributes:
+        is_single: the request had ``query`` in place of ``queries``.
+        is_msgpack: the request was MessagePack and not JSON, and so is its reply.
+    """
 
     queries: tuple[str, ...]
     top_k: int
-    return_scores: bool
+    return_scores: bool = False
+    is_single: bool = False
+    is_msgpack: bool = False
+
+    @property
+    def content_type(self) -> bytes:
+        """The media type of the reply."""
+        return b"application/msgpack" if self.is_msgpack else b"application/json"
 
 
 class RequestError(Exception):
@@ -59,7 +75,8 @@ class RequestError(Exception):
 
 
 class _Body(msgspec.Struct):
-    queries: list[str]
+    queries: list[str] | None = None
+    query: str | None = None
     topk: int | None = None
     return_scores: bool = False
 
@@ -71,47 +88,75 @@ class _Document(msgspec.Struct):
 
 class _ScoredDocument(msgspec.Struct):
     document: _Document
-    score: float
+    score: float | None
 
 
 _decoder = msgspec.json.Decoder(_Body)
 _encoder = msgspec.json.Encoder()
+_msgpack_decoder = msgspec.msgpack.Decoder(_Body)
+_msgpack_encoder = msgspec.msgpack.Encoder()
 
 
 def parse_request(body: bytes, limits: RequestLimits) -> RetrieveRequest:
     """The request in a body.
 
+    The first byte tells MessagePack from JSON, because GEM's client sends no content type: a map of MessagePack begins
+    with a byte from 0x80 on, and JSON with white space or a brace.
+
     Raises:
-        RequestError: 400 if it is not JSON, 422 if it is not a request or asks for too much.
+        RequestError: 400 if it is neither JSON nor MessagePack, 422 if it is not a request or asks for too much.
     """
+    is_msgpack = body[:1] >= b"\x80"
     try:
-        request = _decoder.decode(body)
+        said = (_msgpack_decoder if is_msgpack else _decoder).decode(body)
     except msgspec.ValidationError as error:
         raise RequestError(422, f'{error}; send {{"queries": ["..."], "topk": 3}}') from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {error}") from error
-    if len(request.queries) > limits.max_queries:
+        kind = "MessagePack" if is_msgpack else "JSON"
+        raise RequestError(400, f"the body is not {kind}: {error}") from error
+    if (said.queries is None) == (said.query is None):
+        have = "neither" if said.query is None else "both"
         raise RequestError(
-            422, f"{len(request.queries)} queries, at most {limits.max_queries}: split the request"
+            422, f'the request has {have} of `queries` and `query`; send {{"queries": ["..."], "topk": 3}}'
         )
-    for index, query in enumerate(request.queries):
+    is_single = said.query is not None
+    queries = [said.query] if said.query is not None else (said.queries or [])
+    top_k = checked_top_k(said.topk, limits)
+    check_queries(queries, limits, "query" if is_single else "queries")
+    return RetrieveRequest(tuple(queries), top_k, said.return_scores, is_single, is_msgpack)
+
+
+def check_queries(queries: Sequence[str], limits: RequestLimits, name: str) -> None:
+    """Raise RequestError(422) if there are too many queries, or one is too long. ``name`` is the field they are in."""
+    if len(queries) > limits.max_queries:
+        raise RequestError(422, f"{len(queries)} queries, at most {limits.max_queries}: split the request")
+    for index, query in enumerate(queries):
         if len(query) > limits.max_query_chars:
-            raise RequestError(422, f"queries[{index}] exceeds {limits.max_query_chars} characters")
-    top_k = request.topk or limits.default_top_k
+            where = name if name == "query" else f"{name}[{index}]"
+            raise RequestError(422, f"{where} exceeds {limits.max_query_chars} characters")
+
+
+def checked_top_k(asked: int | None, limits: RequestLimits) -> int:
+    """The number of passages for each query. Raises RequestError(422) if it is out of the limits."""
+    top_k = asked or limits.default_top_k
     if not 1 <= top_k <= limits.max_top_k:
         raise RequestError(422, f"topk={top_k}: give 1 to {limits.max_top_k}; 0 is {limits.default_top_k}")
-    return RetrieveRequest(tuple(request.queries), top_k, request.return_scores)
+    return top_k
 
 
-def encode_result(results: Sequence[Sequence[Hit]], *, scores: bool) -> bytes:
-    """The body of a reply."""
-    rows: list[list[Any]] = [[_row(hit, scores) for hit in hits] for hits in results]
-    return _encoder.encode({"result": rows})
+def encode_result(results: Sequence[Sequence[Hit]], request: RetrieveRequest) -> bytes:
+    """The body of the reply to ``request``, in its dialect."""
+    rows: list[list[Any]] = [[_row(hit, request) for hit in hits] for hits in results]
+    if not request.is_msgpack:
+        return _encoder.encode({"result": rows})
+    return _msgpack_encoder.encode({"result": rows[0] if request.is_single else rows})
 
 
-def _row(hit: Hit, scores: bool) -> _Document | _ScoredDocument:
+def _row(hit: Hit, request: RetrieveRequest) -> _Document | _ScoredDocument:
     document = _Document(hit.passage.id, contents_of(hit.passage))
-    return _ScoredDocument(document, hit.score) if scores else document
+    if request.return_scores:
+        return _ScoredDocument(document, hit.score)
+    return _ScoredDocument(document, None) if request.is_msgpack else document
 
 
 def contents_of(passage: Passage) -> str:

@@ -16,6 +16,7 @@ from sorl_tools.serve.app import App
 from sorl_tools.serve.backend import open_backend
 from sorl_tools.serve.batcher import Batcher
 from sorl_tools.serve.connections import ConnectionLimits, limited_config
+from sorl_tools.serve.mcp_route import McpRoute
 from sorl_tools.serve.metrics import Metrics
 from sorl_tools.serve.protocol import RequestLimits
 
@@ -33,6 +34,7 @@ class ServeSettings:
         source: an index folder or a corpus file.
         port: 0 takes a free one.
         model, device: folder or name of an embedding model that has moved since the build, and its torch device.
+        mcp: whether ``/mcp`` is served; needs the ``mcp`` package.
         max_batch, max_waiting: most queries in one search, and in the queue.
         timeout_s: a request that has waited longer for its search gets 503.
         connection: limits on a client that has not sent a whole request.
@@ -47,6 +49,7 @@ class ServeSettings:
     model: str | None = None
     device: str | None = None
     limits: RequestLimits = RequestLimits()
+    mcp: bool = False
     max_batch: int = 512
     max_waiting: int = 16384
     max_connections: int = 4096
@@ -123,7 +126,10 @@ def serve(
         on_ready=backend_opened,
     )
     body_timeout_s = settings.connection.body_timeout_s
-    app = App(batcher, metrics, settings.limits, token=settings.token, body_timeout_s=body_timeout_s)
+    route = McpRoute(batcher, settings.limits) if settings.mcp else None
+    app = App(
+        batcher, metrics, settings.limits, token=settings.token, mcp=route, body_timeout_s=body_timeout_s
+    )
     config = limited_config(
         app,
         settings.connection,

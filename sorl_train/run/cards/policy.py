@@ -46,6 +46,8 @@ def usage_options(config: TrainConfig) -> list[str]:
         options += [f"--task_args.{name}", json.dumps(value)]
     for name, value in dataclasses.asdict(config.limits).items():
         options += [] if value is None else [f"--limits.{name}", str(value)]
+    for _ in config.tools or ():
+        options += ["--tools", "MCP_SERVER"]
     if config.search.url:
         options += ["--search.url", "RETRIEVAL_SERVER"]
     if config.search.corpus:

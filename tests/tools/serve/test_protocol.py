@@ -7,10 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from sorl_tools.corpus import Passage
-from sorl_tools.serve.protocol import RequestError, RequestLimits, encode_result, parse_request
+from sorl_tools.serve.protocol import (
+    RequestError,
+    RequestLimits,
+    RetrieveRequest,
+    encode_result,
+    parse_request,
+)
 
 LIMITS = RequestLimits(max_queries=3, max_query_chars=5, max_top_k=10, default_top_k=4)
 EXCHANGES = json.loads((Path(__file__).parent / "data" / "search_r1_exchanges.json").read_text("utf-8"))
@@ -49,10 +56,12 @@ def test_what_a_request_says() -> None:
         (b'{"x": ' * 100_000, 4, "."),
         (b"null", 422, "Expected `object`"),
         (b'["a"]', 422, "Expected `object`"),
-        (b"{}", 422, "missing required field `queries`"),
-        (b'{"query": "a"}', 422, "missing required field `queries`"),
-        (b'{"queries": "a"}', 422, "Expected `array`, got `str`"),
-        (b'{"queries": null}', 422, "Expected `array`"),
+        (b"{}", 422, "neither of `queries` and `query`"),
+        (b'{"query": "a", "queries": ["a"]}', 422, "both of `queries` and `query`"),
+        (b'{"query": ["a"]}', 422, "query"),
+        (b'{"query": "sixsix"}', 422, "query exceeds 5 characters"),
+        (b'{"queries": "a"}', 422, "Expected `array | null`, got `str`"),
+        (b'{"queries": null}', 422, "neither of `queries` and `query`"),
         (b'{"queries": [1]}', 422, r"queries\[0\]"),
         (b'{"queries": ["a", null]}', 422, r"queries\[1\]"),
         (b'{"queries": ["a"], "topk": "3"}', 422, "topk"),
@@ -76,7 +85,7 @@ def test_what_is_no_request(body: bytes, status: int, message: str) -> None:
 
 def test_replies() -> None:
     hits = [Found(Passage("7", "A title", "a text"), 1.5), Found(Passage("8", "", "no title"), 0.25)]
-    scored = json.loads(encode_result([hits, []], scores=True))
+    scored = json.loads(encode_result([hits, []], RetrieveRequest((), 3, return_scores=True)))
     assert scored == {
         "result": [
             [
@@ -86,7 +95,7 @@ def test_replies() -> None:
             [],
         ]
     }
-    bare = json.loads(encode_result([hits, []], scores=False))
+    bare = json.loads(encode_result([hits, []], RetrieveRequest((), 3)))
     assert bare == {"result": [[hit["document"] for hit in hits] for hits in scored["result"]]}
     for hit, sent in zip(hits, scored["result"][0], strict=True):
         assert Passage.from_row(sent["document"]) == hit.passage
@@ -102,3 +111,50 @@ def test_recorded_exchanges_are_requests_to_us() -> None:
 def test_any_cut_of_a_request_is_refused(mutate: Callable[[bytes], bytes]) -> None:
     with pytest.raises(RequestError):
         parse_request(mutate(b'{"queries": ["a"], "topk": 3}'), LIMITS)
+
+
+def test_one_query_in_place_of_a_list() -> None:
+    request = parse_request(b'{"query": "a", "topk": 2, "return_scores": true}', LIMITS)
+    assert request == RetrieveRequest(("a",), 2, return_scores=True, is_single=True)
+    hits = [Found(Passage("7", "A", "b"), 1.5)]
+    assert json.loads(encode_result([hits], request)) == {
+        "result": [[{"document": {"id": "7", "contents": '"A"\nb'}, "score": 1.5}]]
+    }
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_messagepack(scores: bool) -> None:
+    hits = [Found(Passage("7", "A", "b"), 1.5)]
+    hit = {"document": {"id": "7", "contents": '"A"\nb'}, "score": 1.5 if scores else None}
+    asked: dict[str, Any] = {"topk": 2, "return_scores": scores}
+    one = parse_request(msgspec.msgpack.encode({"query": "é", **asked}), LIMITS)
+    assert one == RetrieveRequest(("é",), 2, scores, is_single=True, is_msgpack=True)
+    assert msgspec.msgpack.decode(encode_result([hits], one)) == {"result": [hit]}
+    assert msgspec.msgpack.decode(encode_result([[]], one)) == {"result": []}
+    several = parse_request(msgspec.msgpack.encode({"queries": ["a", "b"], **asked}), LIMITS)
+    assert several == RetrieveRequest(("a", "b"), 2, scores, is_msgpack=True)
+    assert msgspec.msgpack.decode(encode_result([hits, []], several)) == {"result": [[hit], []]}
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"\x80", 422),  # an empty map
+        (b"\xde", 400),
+        (b"\x81\xa7queries\xdd\xff\xff\xff\xff", 400),  # a list of four billion texts
+        (b"\xdf\xff\xff\xff\xff", 400),  # as many fields
+        (b"\x81\xa5query\xdb\xff\xff\xff\xffabc", 400),  # a text of four gigabytes
+        (b"\x81\xa5query\xa3\xed\xa0\x80", 400),  # half a surrogate pair
+        (b"\x81\xa5query\x01", 422),
+        (b"\x81\xa5query\xa6sixsix", 422),
+        (b"\x82\xa5query\xa1a\xa4topk\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00", 422),  # NaN
+        (b"\x82\xa5query\xa1a\xa4topk\x0b", 422),
+        (b"\x81\xa1x" * 100_000, 400),
+        (b"\x81\xa5query\xa1a\xc1", 400),  # more behind it
+        (b"\xff\xfe{\x00}\x00", 422),  # UTF-16 is not JSON here
+    ],
+)
+def test_what_is_no_messagepack_request(body: bytes, status: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request(body, LIMITS)
+    assert caught.value.status == status and len(str(caught.value)) < 500
