@@ -32,7 +32,7 @@ class StepScale:
     """Adds up what the losses of a mini-batch say, and scales the optimizer's step by it.
 
     The scale is delta / max(||C||, delta) of an algorithm that is normalized, times ``rate``. It is 0, which is no
-    step, for a mini-batch without loss tokens, and for one whose clipping bias is not finite; that is logged.
+    step, for a mini-batch without loss tokens, and for one whose ratios or clipping bias are not finite; that is logged.
 
     Args:
         normalize: whether the algorithm is normalized.
@@ -131,8 +131,8 @@ class StepScale:
             (square,) = sum_over_ranks(self._square)
             norm = norm / math.sqrt(square / max(float(stats.tokens), 1.0)) if square else 0.0
         factor = self.delta / max(norm, self.delta) if self.normalize else 1.0
-        if not math.isfinite(norm):
-            logger.warning("the clipping bias of a mini-batch is %s: no step is taken on it", norm)
+        if not math.isfinite(norm + float(stats.log_ratio_square_sum)):
+            logger.warning("the ratios of a mini-batch are not finite: no step is taken on it")
             factor = 0.0
         elif not float(stats.tokens) or (self.skip_without_signal and not float(stats.signal)):
             factor = 0.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sorl_train.algorithms import ALGORITHMS, Algorithm
-from sorl_train.plugins.objective import clip_range, objective_of_process
+from sorl_train.plugins.objective import clip_range, objective_of_process, turn_ids_of
 
 
 class SorlLoss:
@@ -73,6 +73,7 @@ class SorlLoss:
             known[None],
             aggregation="token_mean",
             denominator=total,
+            turn_ids=turn_ids_of(loss_mask[None]),  # a token that is left out does not split its turn
         )
         share = output.stats.tokens / total
         stats = output.stats.metrics()

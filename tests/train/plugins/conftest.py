@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sorl_env.env import ToolUseEnv
+from sorl_train.plugins.objective import _OBJECTIVES
 
 MARKS = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -28,6 +29,14 @@ class ToolPolicy(NamedTuple):
     folder: Path
     questions: list[dict[str, Any]]
     search: Callable[[str], str]
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """No loss of a test scales an optimizer's step in another one."""
+    yield
+    for made in _OBJECTIVES.values():
+        made.steps.clear()
 
 
 @pytest.fixture(scope="session")

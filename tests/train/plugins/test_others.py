@@ -25,13 +25,19 @@ def tensors(rows: int = 3, width: int = 14) -> dict[str, torch.Tensor]:
     }
 
 
-def expected(t: dict[str, torch.Tensor], mean: Any, denominator: float, level: Any = "turn") -> LossOutput:
+def expected(
+    t: dict[str, torch.Tensor],
+    mean: Any,
+    denominator: float,
+    level: Any = "turn",
+    turns: torch.Tensor | None = None,
+) -> LossOutput:
     return policy_loss(
         t["log_probs"],
         t["old"],
         t["advantages"],
         t["mask"],
-        turn_ids_of(t["mask"]),
+        turn_ids_of(t["mask"] if turns is None else turns),
         LossSettings(level, clip=ClipRange(0.1, 0.3), aggregation=mean),
         denominator=denominator,
     )
@@ -105,10 +111,11 @@ def test_torchtitan_packs_sequences_and_leaves_out_what_the_sampler_did_not_repo
         advantages=t["advantages"][0],
         loss_mask=mask,
     )
-    mask[1] = False
+    turns = mask[None].clone()
+    mask[1] = False  # it does not split its turn
     chosen = logits.log_softmax(-1)[torch.arange(20), labels.clamp(min=0)]
     t |= {"log_probs": chosen[None], "old": old[None], "mask": mask[None]}
-    whole = expected(t, "token_mean", 50.0)
+    whole = expected(t, "token_mean", 50.0, turns=turns)
     torch.testing.assert_close(loss, whole.loss)
     assert float(metrics["loss/ratio_clipped_frac"]) == pytest.approx(float(whole.stats.clipped) / 50.0)
     (gradient,) = torch.autograd.grad(loss, logits)

@@ -139,12 +139,14 @@ def test_an_evaluation_does_not_count() -> None:
     assert not o.steps.pending
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_what_is_not_finite_takes_no_step(broken: float, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("log_ratio", "advantage"), [(math.nan, 1.0), (math.log(2.0), math.inf)])
+def test_what_is_not_finite_takes_no_step(
+    log_ratio: float, advantage: float, caplog: pytest.LogCaptureFixture
+) -> None:
     o = objective()
     weight, optimizer = sgd()
     o.steps.attach(optimizer)
-    lose(o, advantage=broken)
+    lose(o, torch.full((1, 4), log_ratio), advantage)
     optimizer.step()
     assert weight.item() == 0.0 and "no step is taken" in caplog.text
     lose(o, torch.zeros(1, 4))  # nothing of it stays
