@@ -32,7 +32,7 @@ class StepScale:
     """Adds up what the losses of a mini-batch say, and scales the optimizer's step by it.
 
     The scale is delta / max(||C||, delta) of an algorithm that is normalized, times ``rate``. It is 0, which is no
-    step, for a mini-batch without loss tokens, and for one whose ratios or clipping bias are not finite; that is logged.
+    step, for a mini-batch without loss tokens, and for one whose ratios are not finite, which is logged.
 
     Args:
         normalize: whether the algorithm is normalized.

@@ -20,7 +20,7 @@ MARKS = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"),
 ]
-DIALOGUES = 12
+DIALOGUES = 4
 
 
 class ToolPolicy(NamedTuple):
@@ -41,7 +41,7 @@ def forgotten() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tool_policy(tmp_path_factory: pytest.TempPathFactory, minihop_env: ToolUseEnv) -> ToolPolicy:
-    """It has learned a dozen dialogues by heart, so that most of what it samples are valid calls of ``search``."""
+    """It has learned four dialogues by heart, so that most of what it samples are valid calls of ``search``."""
     template = Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / "qwen3.jinja"
 
     def search(query: str) -> str:
@@ -127,7 +127,7 @@ def _imitate(
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0)
-        for _ in range(150):
+        for _ in range(100):
             loss = model(input_ids=tokens, labels=labels).loss
             loss.backward()
             optimizer.step()
