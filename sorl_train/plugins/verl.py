@@ -79,10 +79,10 @@ def policy_loss(
         denominator=denominator,
         correction=rollout_is_weights,
     )
-    stats = output.stats.metrics()
+    mask = response_mask.bool()
     metrics = {
-        "actor/pg_clipfrac": stats["clip_frac"],
-        "actor/ppo_kl": stats["approx_kl"],
+        "actor/pg_clipfrac": output.stats.metrics()["clip_frac"],
+        "actor/ppo_kl": float((old_log_prob - log_prob.detach())[mask].sum() / mask.sum().clamp(min=1)),
         "actor/pg_clipfrac_lower": 0.0,
     }
     # of the last optimizer step, because this one's comes later
