@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sorl_train.algorithms import ALGORITHMS, Algorithm
 from sorl_train.losses.policy import LossSettings, policy_loss
@@ -24,14 +23,16 @@ def test_turns_are_runs_of_ones() -> None:
     assert turn_ids_of(mask[:, :0]).shape == (3, 0)
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=40))
-def test_turn_ids_against_a_loop(row: list[bool]) -> None:
-    expected, turn, last = [], -1, False
-    for here in row:
-        turn += here and not last
-        expected.append(turn if here else -1)
-        last = here
-    assert turn_ids_of(torch.tensor([row]))[0].tolist() == expected
+def test_turn_ids_against_a_loop() -> None:
+    """Every mask of eight tokens."""
+    masks = torch.tensor(list(itertools.product([0, 1], repeat=8)))
+    for mask, found in zip(masks.tolist(), turn_ids_of(masks).tolist(), strict=True):
+        expected, turn, last = [], -1, 0
+        for here in mask:
+            turn += here > last
+            expected.append(turn if here else -1)
+            last = here
+        assert found == expected
 
 
 @pytest.mark.parametrize("name", loss_algorithms())
