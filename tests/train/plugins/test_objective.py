@@ -1,0 +1,113 @@
+"""Algorithms as losses for other trainers: turns from a mask, agreement with ``policy_loss``, what it imports."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sorl_train.algorithms import ALGORITHMS, Algorithm
+from sorl_train.losses.policy import LossSettings, policy_loss
+from sorl_train.losses.surrogates import SURROGATES, ClipRange
+from sorl_train.plugins.objective import Objective, clip_range, loss_algorithms, turn_ids_of
+
+
+def test_turns_are_runs_of_ones() -> None:
+    mask = torch.tensor([[0, 1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0]])
+    expected = [[-1, 0, 0, -1, -1, 1, 1], [0, -1, 1, -1, 2, 2, -1], [-1] * 7]
+    assert turn_ids_of(mask).tolist() == expected
+    assert turn_ids_of(mask.bool()).tolist() == expected
+    assert turn_ids_of(mask[:, :0]).shape == (3, 0)
+
+
+def test_turn_ids_against_a_loop() -> None:
+    """Every mask of eight tokens."""
+    masks = torch.tensor(list(itertools.product([0, 1], repeat=8)))
+    for mask, found in zip(masks.tolist(), turn_ids_of(masks).tolist(), strict=True):
+        expected, turn, last = [], -1, 0
+        for here in mask:
+            turn += here > last
+            expected.append(turn if here else -1)
+            last = here
+        assert found == expected
+
+
+@pytest.mark.parametrize("name", loss_algorithms())
+def test_the_loss_is_that_of_the_table(name: str) -> None:
+    g = torch.Generator().manual_seed(3)
+    mask = torch.rand(5, 12, generator=g) < 0.6
+    old = -2 * torch.rand(5, 12, generator=g)
+    log_probs = (old + 0.4 * torch.randn(5, 12, generator=g)).requires_grad_()
+    advantages = torch.randn(5, 12, generator=g)
+    correction = torch.rand(5, 12, generator=g)
+    row = ALGORITHMS[name]
+    output = Objective(name).loss(
+        log_probs,
+        old,
+        advantages,
+        mask.long(),
+        aggregation="token_mean",
+        denominator=7.0,
+        correction=correction,
+    )
+    settings = LossSettings(
+        row.ratio, SURROGATES[row.surrogate_name or "clipped"].function, clip_range(row), "token_mean"
+    )
+    expected = policy_loss(
+        log_probs,
+        old,
+        advantages,
+        mask,
+        turn_ids_of(mask),
+        settings,
+        denominator=7.0,
+        correction=correction,
+    )
+    assert output.loss.item() == expected.loss.item()
+
+
+def test_the_clip_range_is_the_rows_unless_it_is_given() -> None:
+    assert clip_range(ALGORITHMS["cispo"]) == ClipRange(0.2, 4.0)
+    assert clip_range(ALGORITHMS["cispo"], eps_high=1.0, dual=None) == ClipRange(0.2, 1.0)
+    assert clip_range(ALGORITHMS["so_grpo"], eps=0.1) == ClipRange(0.1)
+
+
+def test_another_ratio_and_an_algorithm_of_ones_own() -> None:
+    assert Objective("so_grpo", ratio="turn").algorithm.ratio == "turn"
+    mine = Algorithm("turn", "group", surrogate=lambda ratio, advantage, clip: ratio * advantage)
+    assert Objective(mine).algorithm is mine
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rloo", "differs from 'grpo' in its advantages only.*take 'grpo'"),
+        ("gigpo", "states that turns started in"),
+        ("so_gpro", "Did you mean 'so_grpo'"),
+    ],
+)
+def test_mistakes(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Objective(name)
+
+
+def test_every_algorithm_is_a_loss_or_says_why_not() -> None:
+    for name in set(ALGORITHMS) - set(loss_algorithms()):
+        with pytest.raises(ValueError, match="in its advantages only"):
+            Objective(name)
+
+
+@pytest.mark.parametrize("module", ["objective", "step_scale", "skyrl", "prime_rl", "torchtitan", "nemo_rl"])
+def test_an_import_loads_torch_and_nothing_else_that_is_heavy(module: str) -> None:
+    """Beyond what torch itself loads."""
+    code = (
+        "import sys, torch; before = set(sys.modules); "
+        f"import sorl_train.plugins.{module}; "
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ours = set(loaded.stdout.split()) - set(sys.stdlib_module_names)
+    assert "sorl_train" in ours and ours <= {"sorl_train", "torch"}

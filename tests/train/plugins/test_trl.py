@@ -1,0 +1,284 @@
+"""TRL: its loss and ours on the same tensors, its optimizer steps against our engine's, and whole runs with tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.batch import Batch
+from sorl_train.learner.means import Means
+from sorl_train.learner.settings import update_settings
+from sorl_train.learner.update import PolicyUpdate
+from sorl_train.models.policy import load_policy
+from sorl_train.plugins.objective import turn_ids_of
+
+from ..conftest import short_config
+from .conftest import ToolPolicy
+
+pytest.importorskip("trl", reason="TRL is not installed (pip install 'sorl[interop]'); it needs Python 3.11")
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from sorl_train.plugins.trl import SorlGRPOTrainer, SorlOptions
+
+LR = 3e-3
+
+
+def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Varies within each group, whatever is sampled."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def trainer_of(
+    policy: ToolPolicy, folder: Path, kind: Any = SorlGRPOTrainer, tools: bool = True, **options: Any
+) -> Any:
+    sorl = {"sorl": options.pop("sorl", None)} if kind is SorlGRPOTrainer else {}
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 72,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "loss_type": "grpo",
+        "max_steps": 2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_dropout": True,
+        "max_tool_calling_iterations": 2,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    return kind(
+        model=AutoModelForCausalLM.from_pretrained(policy.folder),
+        processing_class=AutoTokenizer.from_pretrained(policy.folder),
+        reward_funcs=length_reward,
+        args=GRPOConfig(output_dir=str(folder), **(settings | options)),
+        train_dataset=Dataset.from_list(policy.questions),
+        tools=[policy.search] if tools else None,
+        **sorl,
+    )
+
+
+def weights(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+class Keep(TrainerCallback):
+    """Keeps the micro-batches of each generation as TRL made them."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.batches: list[list[dict[str, Any]]] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if not self.batches or self.batches[-1] is not self.trainer._buffered_inputs:
+            self.batches.append(self.trainer._buffered_inputs)
+
+
+def trained(
+    policy: ToolPolicy, folder: Path, kind: Any = SorlGRPOTrainer, **options: Any
+) -> tuple[Any, list[list[dict[str, Any]]]]:
+    """A trainer after its steps, and the micro-batches of each generation."""
+    trainer = trainer_of(policy, folder, kind, **options)
+    keep = Keep()
+    keep.trainer = trainer
+    trainer.add_callback(keep)
+    trainer.train()
+    return trainer, keep.batches
+
+
+OFF_POLICY = {"num_iterations": 2, "epsilon": 0.01, "adam_epsilon": 1e-5, "max_grad_norm": 0.5}
+
+
+def mask_of(micro: dict[str, Any]) -> torch.Tensor:
+    mask: torch.Tensor = micro["completion_mask"] * micro["tool_mask"]
+    return mask
+
+
+@pytest.mark.slow
+def test_a_run_with_tools_learns_from_several_turns(tool_policy: ToolPolicy, tmp_path: Path) -> None:
+    trainer, batches = trained(tool_policy, tmp_path, **OFF_POLICY)
+    assert max(int(turn_ids_of(mask_of(micro)).max()) for batch in batches for micro in batch) >= 1
+    first, second = [line for line in trainer.state.log_history if "sorl/normalizer" in line]
+    assert first["sorl/normalizer"] == 1.0 and first["sorl/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert second["sorl/normalizer"] < 1.0 and second["sorl/clip_frac"] > 0.0
+    assert first["tools/call_frequency"] > 0.0
+    assert trainer.optimizer.param_groups[0]["lr"] == LR  # scaled for single steps only
+    _losses_agree(trainer, batches[0][0])
+
+
+def _losses_agree(trainer: Any, inputs: dict[str, Any]) -> None:
+    """TRL's own loss on the same trainer and tensors, which are off-policy and have several turns."""
+    model = trainer.model
+    trainer.beta = 0.1
+    noise = torch.randn(inputs["old_per_token_logps"].shape, generator=torch.Generator().manual_seed(0))
+    inputs = inputs | {"ref_per_token_logps": inputs["old_per_token_logps"] + 0.1 * noise}
+    for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"):
+        trainer.loss_type = loss_type
+        losses = [trainer._compute_loss(model, inputs), GRPOTrainer._compute_loss(trainer, model, inputs)]
+        ours, theirs = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+        torch.testing.assert_close(*losses, atol=1e-6, rtol=0)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+
+
+def batch_of(micros: list[dict[str, Any]]) -> Batch:
+    """TRL's micro-batches as one batch of our engine."""
+    rows = [
+        {name: values[i] for name, values in micro.items() if values.ndim}
+        for micro in micros
+        for i in range(len(micro["prompt_ids"]))
+    ]
+    pieces = []
+    for row in rows:
+        prompt = row["prompt_ids"][row["prompt_mask"].bool()]
+        here = row["completion_mask"].bool()
+        ids = torch.cat([prompt, row["completion_ids"][here]])
+        drawn = torch.cat([torch.zeros(len(prompt)), row["tool_mask"][here]]).bool()
+        old = torch.cat([torch.zeros(len(prompt)), row["old_per_token_logps"][here]])
+        pieces.append((ids, drawn, old, row["advantages"]))
+    size, length = len(pieces), max(len(ids) for ids, *_ in pieces)
+    ids = torch.zeros(size, length, dtype=torch.long)
+    mask = torch.zeros(size, length, dtype=torch.bool)
+    old, advantages = torch.zeros(size, length), torch.zeros(size, length)
+    for i, (tokens, drawn, log_probs, advantage) in enumerate(pieces):
+        ids[i, : len(tokens)], mask[i, : len(tokens)] = tokens, drawn
+        old[i, : len(tokens)] = log_probs
+        advantages[i] = advantage
+    mask, old, advantages = mask[:, 1:], old[:, 1:] * mask[:, 1:], advantages[:, 1:] * mask[:, 1:]
+    zeros = torch.zeros_like(old)
+    return Batch(
+        token_ids=ids,
+        lengths=torch.tensor([len(tokens) for tokens, *_ in pieces]),
+        action_mask=mask,
+        loss_mask=mask,
+        turn_ids=turn_ids_of(mask),
+        rollout_log_probs=old,
+        rewards=torch.zeros(size),
+        token_rewards=zeros,
+        included=torch.ones(size, dtype=torch.bool),
+        group_ids=torch.zeros(size, dtype=torch.long),
+        ids=tuple(map(str, range(size))),
+        token_classes=torch.zeros_like(ids[:, 1:], dtype=torch.int8),
+        old_log_probs=old,
+        advantages=advantages,
+    )
+
+
+def by_our_engine(
+    policy: ToolPolicy, batch: Batch, config: TrainConfig, look: Batch | None = None
+) -> tuple[Any, dict[str, float]]:
+    """The model after two steps, and the means of their metrics."""
+    model = load_policy(str(policy.folder), "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-5, weight_decay=0.0)
+    update = PolicyUpdate(model, optimizer, update_settings(config))
+    update.begin_batch()
+    means = Means()
+    for _ in range(2):
+        update.step(batch, LR, means)
+    update.end_batch(batch if look is None else look, means)
+    return model, means.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_steps_are_those_of_our_engine(micro_batches: int, tool_policy: ToolPolicy, tmp_path: Path) -> None:
+    trainer, batches = trained(
+        tool_policy,
+        tmp_path,
+        per_device_train_batch_size=8 // micro_batches,
+        gradient_accumulation_steps=micro_batches,
+        sorl=SorlOptions("so_grpo", ratio="turn"),
+        **OFF_POLICY,
+    )
+    assert len(batches) == 1 and len(batches[0]) == micro_batches
+    config = short_config(
+        algo="so_grpo",
+        rollout__group_size=4,
+        loss__ratio="turn",
+        loss__clip_eps=0.01,
+        optim__max_grad_norm=0.5,
+    )
+    model, found = by_our_engine(tool_policy, batch_of(batches[0]), config)
+    assert found["loss/normalizer"] < 1.0
+    torch.testing.assert_close(weights(trainer.model), weights(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_the_trust_region_is_that_of_our_engine(tool_policy: ToolPolicy, tmp_path: Path) -> None:
+    trainer, batches = trained(
+        tool_policy,
+        tmp_path,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        sorl=SorlOptions("grpo", trust_kl=1e-4),
+        save_strategy="steps",
+        save_steps=2,
+        **OFF_POLICY,
+    )
+    line = [line for line in trainer.state.log_history if "sorl/trust_kl" in line][-1]
+    assert line["sorl/trust_moves_back"] >= 1 and line["sorl/trust_scale"] < 1.0
+    assert line["sorl/trust_kl"] <= 1e-4 < line["sorl/trust_kl_max"]
+    saved = json.loads((tmp_path / "checkpoint-2" / "sorl_trust_region.json").read_text())
+    assert saved["scale"] == trainer._trust.region.scale
+    config = short_config(
+        algo="grpo",
+        rollout__group_size=4,
+        loss__clip_eps=0.01,
+        optim__max_grad_norm=0.5,
+        update__trust_kl=1e-4,
+    )
+    look = batch_of(batches[0][:1])  # one of four micro-batches
+    model, found = by_our_engine(tool_policy, batch_of(batches[0]), config, look)
+    assert found["loss/trust_moves_back"] >= 1
+    torch.testing.assert_close(weights(trainer.model), weights(model), atol=1e-5, rtol=0)
+    resumed = trainer_of(tool_policy, tmp_path, sorl=SorlOptions("grpo", trust_kl=1e-4), **OFF_POLICY)
+    resumed.create_optimizer_and_scheduler(2)
+    resumed._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-2"))
+    assert resumed._trust.region.state() == saved
+
+
+@pytest.mark.slow
+def test_a_run_of_one_turn(tool_policy: ToolPolicy, tmp_path: Path) -> None:
+    """MiniHop's questions without tools, with TRL's default mean, and one step on each generation."""
+    trainer, _ = trained(tool_policy, tmp_path, tools=False, loss_type="dapo", max_completion_length=24)
+    lines = [line for line in trainer.state.log_history if "sorl/normalizer" in line]
+    assert [line["sorl/normalizer"] for line in lines] == [1.0, 1.0]  # on-policy: nothing is clipped
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "cispo"}, "loss_type='cispo': here it only chooses the mean"),
+        ({"importance_sampling_level": "sequence"}, "the algorithm has its level"),
+        ({"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5 changes TRL's own loss"),
+        ({"off_policy_mask_threshold": 1.0}, "off_policy_mask_threshold=1.0 changes"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    options: dict[str, Any], message: str, tool_policy: ToolPolicy, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer_of(tool_policy, tmp_path, tools=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": "so_ppo"}, "has no critic; choose from grpo, gspo, so_grpo"),
+        ({"algorithm": "rloo"}, "is not one that TRL's GRPOTrainer can run"),
+        ({"trust_kl": 0.0}, "trust_kl must be above 0"),
+        ({"trust_max_scale": 0.5}, "at least 1"),
+    ],
+)
+def test_mistakes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SorlOptions(**options)
