@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from trl import GRPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sorl_train.algorithms import ALGORITHMS, Aggregation, Algorithm, RatioLevel
 from sorl_train.learner.trust_region import TrustRegion

@@ -63,9 +63,9 @@ def _readable(schema: Any, depth: int) -> dict[str, Any]:
     for name in ("minimum", "maximum"):
         if isinstance(schema.get(name), (int, float)) and not isinstance(schema[name], bool):
             read[name] = schema[name]
-    options = schema.get("anyOf")
-    if isinstance(options, list) and options:
-        read["anyOf"] = [_readable(option, depth + 1) for option in options]
+    choices = schema.get("anyOf")
+    if isinstance(choices, list) and choices:
+        read["anyOf"] = [_readable(choice, depth + 1) for choice in choices]
     if isinstance(schema.get("items"), Mapping):
         read["items"] = _readable(schema["items"], depth + 1)
     properties = schema.get("properties")

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from mcp import Client
 
 TOKEN_VARIABLE = "SORL_MCP_TOKEN"
-_NAME = {"name": "sorl", "version": "1"}
 
 
 class Target:
@@ -66,7 +65,7 @@ class Target:
                 http = await stack.enter_async_context(limited_http_client(os.environ.get(TOKEN_VARIABLE)))
                 server = streamable_http_client(server, http_client=http)
             # no kept replies: what a call returns must not depend on earlier calls of other episodes
-            client = Client(server, client_info=Implementation(**_NAME), cache=None)
+            client = Client(server, client_info=Implementation(name="sorl", version="1"), cache=None)
             yield await stack.enter_async_context(client)
 
 
