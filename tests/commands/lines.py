@@ -38,6 +38,7 @@ COMMANDS = {  # as in pyproject.toml
     "sorl-report": "sorl_train.report.report",
     "sorl-serve": "sorl_tools.serve.cli",
     "sorl-serve-agent": "sorl_train.serve_agent.cli",
+    "sorl-serve-env": "sorl_tools.serve_env.cli",
     "sorl-train": "sorl_train.cli",
     "sorl-view": "sorl_train.report.viewer",
 }

@@ -76,6 +76,7 @@ OUTSIDE: dict[str, Any] = {
 INSIDE = frozenset(
     """
     sorl_env/tool.py:_NAME sorl_train/run/checkpoint.py:_NAME
+    tools/mcp/schema.py:_NOT_IN_A_TAG
     sorl_train/cli.py:_default_run_dir sorl_env/command.py:error sorl_env/command.py:read sorl_env/command.py:shortened
     sorl_train/config/run_settings.py:_DEVICE
     sorl_env/command.py:_underscored sorl_train/algorithms.py:check_choice sorl_train/config/files.py:-

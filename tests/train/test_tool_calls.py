@@ -163,7 +163,7 @@ def test_the_server_tells_the_turns_and_the_answer(env: ToolUseEnv, tokenizer: A
     settings = RolloutSettings(temperature=0.0, max_concurrency=1)
     agent = Agent(Policy(Script(env, tokenizer), tokenizer, nullcontext, settings), env)
     body = {"model": "agent", "messages": [{"role": "user", "content": "who?"}]}
-    told: list[str] = []
+    told: list[dict[str, Any]] = []
 
     async def ask() -> Trajectory:
         dialogue = await agent.prepare(parse_request(json.dumps(body).encode(), "agent"))
@@ -172,7 +172,8 @@ def test_the_server_tells_the_turns_and_the_answer(env: ToolUseEnv, tokenizer: A
     with agent.running():
         trajectory = asyncio.run(ask())
     assert [turn.kind for turn in trajectory.turns] == ["tool", "answer"]
-    assert told == [turn.text for turn in trajectory.turns] and told[1] == "employer"
+    texts = [event["turn"]["text"] for event in told if "turn" in event]
+    assert texts == [turn.text for turn in trajectory.turns] and texts[1] == "employer"
 
 
 def test_evaluation_in_one_turn_reads_messages_and_refuses_rag(env: ToolUseEnv, tokenizer: Any) -> None:

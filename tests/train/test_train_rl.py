@@ -260,7 +260,7 @@ def test_a_tool_that_is_out_for_good_ends_the_run(monkeypatch: pytest.MonkeyPatc
 def test_a_run_closes_its_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those of training and those of evaluation, whether it ends well or not."""
     closed: list[Toolbox] = []
-    monkeypatch.setattr(Toolbox, "close", lambda self: closed.append(self))
+    monkeypatch.setattr(Toolbox, "close", lambda self, only=None: closed.append(self))
     train_short(tmp_path / "run")
     assert len(set(map(id, closed))) == len(closed) == 2
     monkeypatch.setattr(LocalEngine, "update", lambda *_: 1 / 0)

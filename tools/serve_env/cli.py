@@ -83,7 +83,7 @@ def _serve(argv: Sequence[str]) -> int:
 def _open(args: argparse.Namespace) -> dict[str, TextEnv]:
     """An environment for each split."""
     task = load_task(args.task, **read_task_args(args))
-    settings = ToolSettings(corpus=args.corpus, search_url=args.search_url)
+    settings = ToolSettings(corpus=args.corpus, search_url=args.search_url, tools=tuple(args.tools))
     return {
         split: open_env(task, data=args.data, split=split, tool_settings=settings) for split in args.split
     }

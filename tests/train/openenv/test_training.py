@@ -43,7 +43,11 @@ def test_a_policys_greedy_trajectories_are_the_same_through_the_server(
         with sampler.session():
             found.append([record(t) for t in play(env, tokenizer, sampler)])
     server.kill()
+    # replies arrive in another order, so turns share other batches, whose matrix products round otherwise
+    here, there = ([trajectory.pop("rollout_log_probs") for trajectory in side] for side in found)
     assert found[1] == found[0]
+    for one, other in zip(here, there, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
     assert sum(len(t["token_ids"]) for t in found[0]) > 1000
 
 

@@ -259,7 +259,8 @@ def said(body: dict[str, Any], reply: httpx.Response) -> dict[str, Any]:
     chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
     *parts, last, usage = chunks
     told = [part["choices"][0]["delta"].get("content") for part in parts[1:]]
-    texts = [part["sorl"]["turn"]["text"] for part in parts[1:] if "sorl" in part]
+    events = [part["sorl"] for part in parts[1:] if "sorl" in part]
+    texts = [event["turn"]["text"] for event in events if "turn" in event]
     assert texts == [turn["text"] for turn in last["sorl"]["turns"]]
     answer = next((text for text in told if text is not None), None)
     finish = last["choices"][0]["finish_reason"]
