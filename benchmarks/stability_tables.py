@@ -1,4 +1,4 @@
-"""The tables of docs/stability.md and docs/normalization.md, from the committed results.
+"""The tables of docs/stability.md, docs/normalization.md and docs/algorithms.md, from the committed results.
 
 python benchmarks/stability_tables.py           # says which tables of the pages differ; exit status 1 if one does
 python benchmarks/stability_tables.py --write   # puts them into the pages
@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import algorithm_tables
 import numpy as np
 import trust_tables
 from stability_runs import (
@@ -37,7 +38,7 @@ from sorl_train.lab.alarm import AHEAD, Recorded, count, judge, read_runs
 from sorl_train.lab.study import interval, load_study
 from sorl_train.run.alarm import Alarm, CollapseAlarm
 
-PAGES = (DOCS / "stability.md", DOCS / "normalization.md")
+PAGES = (DOCS / "stability.md", DOCS / "normalization.md", DOCS / "algorithms.md")
 EARLY = 3  # steps after which strain says something
 STRAINS = (0.0, 0.07, 0.15, 0.2, 0.25, 1.0)
 CLASSES = ("tag", "reasoning", "query", "answer")
@@ -358,6 +359,7 @@ def tables() -> dict[str, Callable[[], str]]:
     orders = [f"so_ppo gradient target, clipped {order}" for order in ("last", "first")]
     return {
         **trust_tables.tables(),
+        **algorithm_tables.tables(),
         "severe": lambda: arms(severe, MAIN),
         "larger": lambda: arms(larger_mini_batch(), [*MAIN, "so_ppo rms .003", "so_grpo rms .003"]),
         "region_12": lambda: grid([run for run in region_runs if run["update.epochs"] == 3]),
