@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,26 +59,16 @@ def openenv_task(
     Raises:
         UserError: the server cannot be reached, or is not one of OpenEnv.
     """
-    for name, value, most in (("timeout_s", timeout_s, 86400), ("wait_s", wait_s, 86400)):
-        if not math.isfinite(value) or not 0 < value <= most:
-            raise UserError(f"{name} must be above 0 and at most {most}, not {value}")
-    for name, value, most in (("examples", examples, _MAX_EXAMPLES), ("max_reply_mb", max_reply_mb, 1024)):
-        if not 1 <= value <= most:
-            raise UserError(f"{name} must be from 1 to {most:,}, not {value}")
-    if format not in ("action", "raw"):
-        raise UserError(f"format must be action or raw, not {format!r}")
-    if find_spec("websockets") is None:
-        raise UserError(f"{_PREFIX}{url} needs the package websockets: pip install 'sorl[train]'")
+    _check_settings(format, {"timeout_s": timeout_s, "wait_s": wait_s}, examples, max_reply_mb)
     http = _Http(url)
     schema, state = http.get("/schema"), http.get("/state")
     facts = state.get(KEY)
+    form: Format = format if facts is None else "raw"
+    limits, ends = Limits(max_turns=max_turns), tuple(stop)
+    begins = instruction if instruction is not None else INSTRUCTION if format == "action" else ""
     if facts is not None:
-        form: Format = "raw"
-        limits, ends = _read_facts(url, facts)
         field, begins = "text", ""
-    else:
-        form, limits, ends = format, Limits(max_turns=max_turns), tuple(stop)
-        begins = instruction if instruction is not None else INSTRUCTION if format == "action" else ""
+        limits, ends = _read_facts(url, facts)
     server = Server(
         url=http.url,
         is_sorl=facts is not None,
@@ -90,25 +81,30 @@ def openenv_task(
     )
 
     def environment(task: Task, given: ExampleSet, chosen: Limits) -> SessionEnv:
-        return SessionEnv(
-            task,
-            given,
-            chosen,
-            lambda: OpenEnvSession(server),
-            format=form,
-            stop=ends,
-            instruction=begins,
-        )
+        opens = partial(OpenEnvSession, server)
+        return SessionEnv(task, given, chosen, opens, format=form, stop=ends, instruction=begins)
 
-    about = f"the OpenEnv environment at {http.url}"
     return session_task(
         f"{_PREFIX}{http.url}",
         limits,
-        about,
+        f"the OpenEnv environment at {http.url}",
         environment=environment,
         embedded=lambda split: _episodes(http, split, examples, is_sorl=facts is not None),
         system_prompt=None if facts is None else facts.get("system_prompt"),
     )
+
+
+def _check_settings(format: str, seconds: Mapping[str, float], examples: int, max_reply_mb: int) -> None:
+    for name, value in seconds.items():
+        if not math.isfinite(value) or not 0 < value <= 86400:
+            raise UserError(f"{name} must be above 0 and at most 86400, not {value}")
+    for name, number, most in (("examples", examples, _MAX_EXAMPLES), ("max_reply_mb", max_reply_mb, 1024)):
+        if not 1 <= number <= most:
+            raise UserError(f"{name} must be from 1 to {most:,}, not {number}")
+    if format not in ("action", "raw"):
+        raise UserError(f"format must be action or raw, not {format!r}")
+    if find_spec("websockets") is None:
+        raise UserError(f"{_PREFIX[:-1]} tasks need the package websockets: pip install 'sorl[train]'")
 
 
 def _read_facts(url: str, facts: Any) -> tuple[Limits, tuple[str, ...]]:

@@ -14,7 +14,7 @@ import pytest
 
 from sorl_env import StepResult, ToolUnavailableError, UserError, load_task, open_env
 
-pytest.importorskip("websockets")
+pytest.importorskip("websockets", reason="needs websockets: pip install 'sorl[train]'")
 from websockets.datastructures import Headers
 from websockets.http11 import Response
 from websockets.sync.server import serve

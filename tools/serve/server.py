@@ -125,14 +125,13 @@ def serve(
         timeout_s=settings.timeout_s,
         on_ready=backend_opened,
     )
-    body_timeout_s = settings.connection.body_timeout_s
-    route = McpRoute(batcher, settings.limits) if settings.mcp else None
-    app = App(
-        batcher, metrics, settings.limits, token=settings.token, mcp=route, body_timeout_s=body_timeout_s
-    )
+    limits, connection = settings.limits, settings.connection
+    mcp = McpRoute(batcher, limits) if settings.mcp else None
+    wait_s = connection.body_timeout_s
+    app = App(batcher, metrics, limits, token=settings.token, mcp=mcp, body_timeout_s=wait_s)
     config = limited_config(
         app,
-        settings.connection,
+        connection,
         metrics.refused,
         drain_s=settings.drain_s,
         backlog=BACKLOG,

@@ -20,7 +20,7 @@ from ...waiting import wait_until
 from . import servers
 
 pytest.importorskip("mcp", reason="needs pip install 'sorl[mcp]'")
-uvicorn = pytest.importorskip("uvicorn")
+uvicorn = pytest.importorskip("uvicorn", reason="needs the search extra: pip install 'sorl[search]'")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingP
 from sorl_env.text_env import TextEnv, open_env
 from tests.tools.serve_env.servers import Process, serve_task
 
-pytest.importorskip("websockets")
+pytest.importorskip("websockets", reason="needs websockets: pip install 'sorl[train]'")
 pytestmark = [pytest.mark.openenv, pytest.mark.slow]
 
 JOBS = [RolloutJob(f"g{i}/0", f"g{i}", i, 100 + i) for i in range(12)]

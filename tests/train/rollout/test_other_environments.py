@@ -33,7 +33,7 @@ def test_two_steps_on_a_gymnasium_environment(tiny_folder: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_two_steps_on_reasoning_gym(tiny_folder: str, tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym")
+    pytest.importorskip("reasoning_gym", reason="needs pip install 'sorl[reasoning-gym]'")
     knobs = {"task": "reasoning_gym:chain_sum", "task_args": {"examples": 16}}
     limits = {"limits__max_new_tokens": 8, "limits__max_trajectory_tokens": 256}
     _, summary = train_short(tmp_path / "run", model=tiny_folder, **knobs, **limits)

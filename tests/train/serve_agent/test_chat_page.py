@@ -106,7 +106,7 @@ def test_a_server_with_a_token_shows_no_questions_and_takes_the_token(
 
 # --- OpenAI's client ------------------------------------------------------------------------------------------
 def test_openai_s_client_asks_and_streams(server: Server) -> None:
-    openai = pytest.importorskip("openai")
+    openai = pytest.importorskip("openai", reason="needs OpenAI's client: pip install openai")
     question = "What is the employer of nobody?"
     with openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["agent"]
