@@ -16,11 +16,13 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 from sorl_env.control_tokens import ControlTokens
 from sorl_env.errors import UserError
 from sorl_env.parser import ParsedTurn
+from sorl_env.plain_chat import calls_as_content
 from sorl_env.text import quoted, valid_text
 from sorl_env.tokens import Tokenizer
 from sorl_env.tool import Tool
@@ -79,7 +81,8 @@ class ChatCodec:
     """Implements ``turn_codec.TurnCodec`` for tool calls.
 
     Raises:
-        UserError: the template renders no tools, or calls in a form that ``tool_call_parser`` does not know.
+        UserError: the template renders calls in a form that ``tool_call_parser`` does not know, or cannot render a
+            dialogue. A template that knows no calls gets them as text (``plain_chat``).
     """
 
     stop: tuple[str, ...] = ()
@@ -91,6 +94,8 @@ class ChatCodec:
         self._control = ControlTokens(tokenizer)
         self._specials = self._control.special_ids
         self._replies: dict[str, _Frame] = {}
+        self._plain = False
+        self._plain = not self._renders_calls()
         answer_end, self._correction = self._find_correction()
         syntax, call_end = None, answer_end
         for name in self._tools:
@@ -175,7 +180,7 @@ class ChatCodec:
             return whole[len(begun) :]
         if exact:
             return None
-        at = _common_prefix(begun, whole)
+        at = len(commonprefix([begun, whole]))
         return whole[self._control.start_of(whole, at) :]
 
     def _ended(self, text: str, end: int) -> list[int]:
@@ -185,6 +190,19 @@ class ChatCodec:
         return [*ids[:stop], end]
 
     # -- what the template writes --------------------------------------------------------------------------------
+    def _renders_calls(self) -> bool:
+        """Whether the template has a place for calls; some write nothing for them, and some fail."""
+        argument = "sorl argument"
+        call = _call(next(iter(self._tools), "tool"), {"sorl": argument})
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            return argument in self._render(messages)
+        except UserError:
+            return False
+
     def _find_prompt(self, system_prompt: str | None) -> _Frame:
         messages = [{"role": "user", "content": _MARK}]
         if system_prompt:
@@ -195,6 +213,7 @@ class ChatCodec:
         """The token that ends an answer, and what surrounds a user's message after it.
 
         Rendered without tools: some templates list them before the newest user message, and they are in the prompt.
+        Others (Hermes') cannot do without them.
         """
         said = "sorl answer"
         messages = [
@@ -202,8 +221,11 @@ class ChatCodec:
             {"role": "assistant", "content": said},
             {"role": "user", "content": _MARK},
         ]
-        text = self._render(messages, open_turn=True, tools=False)
-        end, rest = self._after_end(text, text.find(said) + len(said), "")
+        try:
+            text = self._render(messages, open_turn=True, tools=False)
+        except UserError:
+            text = self._render(messages, open_turn=True)
+        end, rest = self._after_end(text, said, "")
         return end, _frame(rest, "a second user's message")
 
     def _find_reply(self, tool: str) -> tuple[Syntax, str, _Frame]:
@@ -218,10 +240,8 @@ class ChatCodec:
         text = self._render(messages, open_turn=True)
         start = len(begun if text.startswith(begun) else self._render(messages[:1]))
         at = text.find(argument)
-        if at < 0:
-            raise UserError("the chat template does not render tool calls: use format tags, or another model")
         for syntax in SYNTAXES.values():
-            end, rest = self._after_end(text, at, syntax.close)
+            end, rest = self._after_end(text, argument, syntax.close)
             message = text[start : len(text) - len(rest)].removesuffix(end)
             for _, closing in REASONING_MARKERS:
                 message = message.rpartition(closing)[2] if closing in message else message
@@ -236,8 +256,13 @@ class ChatCodec:
             f"known here ({', '.join(SYNTAXES)}): use format tags, or another model"
         )
 
-    def _after_end(self, text: str, start: int, close: str) -> tuple[str, str]:
-        """The first special token from ``start`` on, after ``close``, and the text behind it."""
+    def _after_end(self, text: str, said: str, close: str) -> tuple[str, str]:
+        """The first special token after what the assistant said, and after ``close``, and the text behind it."""
+        start = text.find(said)
+        if start < 0:
+            raise UserError(
+                "the chat template drops the assistant's messages: use format tags, or another model"
+            )
         closed = text.find(close, start) if close else start
         start = start if closed < 0 else closed + len(close)
         found = [
@@ -256,10 +281,13 @@ class ChatCodec:
     ) -> str:
         from jinja2.exceptions import TemplateError
 
+        schemas = self._schemas if tools else []
+        if self._plain:
+            messages, schemas = calls_as_content(messages, schemas), []
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
-                tools=self._schemas if tools else None,
+                tools=schemas or None,
                 tokenize=False,
                 add_generation_prompt=open_turn,
             )
@@ -317,9 +345,3 @@ def _frame(text: str, what: str) -> _Frame:
 
 def _call(tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": _CALL_ID, "type": "function", "function": {"name": tool, "arguments": dict(arguments)}}
-
-
-def _common_prefix(one: str, other: str) -> int:
-    """The number of characters that both begin with."""
-    length = min(len(one), len(other))
-    return next((i for i in range(length) if one[i] != other[i]), length)

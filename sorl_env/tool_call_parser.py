@@ -3,7 +3,8 @@
 A template writes calls in one of the forms of ``SYNTAXES``:
 
 ========  =========================================================================  ===================================
-tagged    ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``, or with         Qwen, SmolLM, Hermes, Nemotron
+tagged    ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``, with a list     Qwen, SmolLM, Hermes, Nemotron
+          of one such object, or with
           ``<function=NAME><parameter=KEY>value</parameter></function>`` inside
 mistral   ``[TOOL_CALLS][{"name": .., "arguments": {..}}]``, ``[TOOL_CALLS]NAME``     Mistral
           ``[ARGS]{..}``
@@ -232,7 +233,18 @@ def _call_of(value: Any, *names: str) -> Call:
     )
 
 
+def _only_call(body: str, *names: str) -> Call:
+    """The call of a JSON list of one."""
+    calls = _object(body)
+    if len(calls) != 1:
+        error = FormatError.REPEATED if calls else FormatError.EMPTY
+        raise CallError(error, f"{len(calls)} calls in one message")
+    return _call_of(calls[0], *names)
+
+
 def _read_tagged(body: str) -> Call:
+    if body.startswith("["):  # SmolLM2's form
+        return _only_call(body, "arguments", "parameters")
     if not body.startswith("<function="):
         return _call_of(_object(body), "arguments", "parameters")
     head = _FUNCTION.match(body)
@@ -258,11 +270,7 @@ def _past_blanks(text: str, at: int) -> int:
 
 def _read_mistral(body: str) -> Call:
     if body.startswith("["):
-        calls = _object(body)
-        if len(calls) != 1:
-            error = FormatError.REPEATED if calls else FormatError.EMPTY
-            raise CallError(error, f"{len(calls)} calls in one message")
-        return _call_of(calls[0], "arguments")
+        return _only_call(body, "arguments")
     head, brace, arguments = body.partition("{")
     name, _, given = head.removesuffix("[ARGS]").partition("[CALL_ID]")
     if not brace:

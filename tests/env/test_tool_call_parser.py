@@ -80,6 +80,11 @@ def test_arguments_of_a_tool_with_several_are_json_of_the_types_that_its_schema_
     }  # the toolbox says what is wrong
 
 
+def test_smollm2_writes_a_list_of_one_call() -> None:
+    turn = parse_message('<tool_call>[{"name": "search", "arguments": {"query": "x"}}]</tool_call>', TOOLS)
+    assert (turn.kind, turn.tool, turn.content) == ("tool", "search", "x")
+
+
 WRONG = {
     "": FormatError.EMPTY,
     "<think>only thoughts</think>": FormatError.EMPTY,
@@ -90,7 +95,9 @@ WRONG = {
     HERMES + HERMES: FormatError.REPEATED,
     HERMES + " and more": FormatError.TRAILING_TEXT,
     "<tool_call>{search</tool_call>": FormatError.BAD_CALL,
-    "<tool_call>[]</tool_call>": FormatError.BAD_CALL,
+    "<tool_call>[]</tool_call>": FormatError.EMPTY,
+    '<tool_call>[{"name": "search"}, {"name": "search"}]</tool_call>': FormatError.REPEATED,
+    '<tool_call>["search"]</tool_call>': FormatError.BAD_CALL,
     '<tool_call>{"name": "search", "arguments": "query"}</tool_call>': FormatError.BAD_CALL,
     '<tool_call>{"name": "serach", "arguments": {"query": "x"}}</tool_call>': FormatError.UNKNOWN_TOOL,
     '<tool_call>{"name": "search", "arguments": {}}</tool_call>': FormatError.BAD_ARGUMENTS,
