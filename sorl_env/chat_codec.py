@@ -16,7 +16,6 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any
 
 from sorl_env.control_tokens import ControlTokens
@@ -180,7 +179,8 @@ class ChatCodec:
             return whole[len(begun) :]
         if exact:
             return None
-        at = len(commonprefix([begun, whole]))
+        differ = (i for i, (one, other) in enumerate(zip(begun, whole, strict=False)) if one != other)
+        at = next(differ, min(len(begun), len(whole)))
         return whole[self._control.start_of(whole, at) :]
 
     def _ended(self, text: str, end: int) -> list[int]:

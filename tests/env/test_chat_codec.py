@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +152,21 @@ NOT_APPEND_ONLY = {
 
 def _without(tokenizer: Any, ids: list[int], pattern: str) -> list[int]:
     return tokenizer.encode(re.sub(pattern, "", tokenizer.decode(ids)), add_special_tokens=False)
+
+
+@pytest.mark.slow
+def test_smollm2_itself_gets_calls_as_text(smollm2: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer, env = AutoTokenizer.from_pretrained(smollm2), _env()
+    codec = make_codec(env, tokenizer, use_chat_template=True)
+    call, answer = (codec.written_turn(turn, "")[1] for turn in (_calling("flux"), _answering("Smiljan")))
+    trajectory, sampler = _play(env, tokenizer, [call, answer])
+    assert trajectory.reward == 1 and trajectory.turns[0].content == "flux"
+    messages = calls_as_content(_messages(["flux"], "Smiljan"), [tool_schema(as_tool(search))])
+    whole = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False))
+    assert trajectory.token_ids.tolist() == whole[: len(trajectory.token_ids)]
+    assert sampler.params[0].stop_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
