@@ -34,6 +34,7 @@ from sorl_train.sft.cold_start import cold_start_key
 from sorl_train.sft.demos import expert_demos, expert_trajectory
 
 from .conftest import WORLD, short_config, train_short
+from .evaluate.completions_server import serving
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +187,10 @@ def test_evaluation_in_one_turn_reads_messages_and_refuses_rag(env: ToolUseEnv, 
     assert rows[0].answer == "employer" and rows[0].valid_turns == 1
 
 
+def _said(row: dict[str, Any]) -> list[Any]:
+    return [row["prompt"], row["answer"], row["valid_turns"], *(turn["text"] for turn in row["turns"])]
+
+
 @pytest.mark.slow
 def test_a_run_learns_is_evaluated_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir, summary = train_short(tmp_path / "run", format="tool_calls", update__steps=1, sft__steps=150)
@@ -204,5 +209,16 @@ def test_a_run_learns_is_evaluated_and_shown(tmp_path: Path, capsys: pytest.Capt
     assert evaluate(options) == 0
     rows = [json.loads(line) for line in (tmp_path / "eval" / "results.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and sum(row["valid_turns"] for row in rows) >= 4
+    policy = str(run_dir.path / "checkpoints" / "best" / "policy")
+    for vllm_like in (True, False):  # the latter sends neither tokens nor the end of the message
+        with serving(policy, vllm=vllm_like) as served:
+            there = tmp_path / f"served {vllm_like}"
+            model = ["--endpoint", served.url, "--model_name", "tiny", "--tokenizer", policy]
+            task = ["--task", "minihop", *(f"--task_args.{key}={value}" for key, value in WORLD.items())]
+            assert (
+                evaluate([*model, *task, "--format", "tool_calls", *options[1:3], "--out", str(there)]) == 0
+            )
+        lines = (there / "results.jsonl").read_text().splitlines()
+        assert [_said(json.loads(line)) for line in lines] == [_said(row) for row in rows]
     assert evaluate([*options, "--mode", "rag", "--out", str(tmp_path / "rag")]) == 2
     assert "leave the mode out" in capsys.readouterr().err

@@ -35,7 +35,12 @@ class Served:
         prompt = body["prompt"]
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         params = SamplingParams(
-            body["max_tokens"], body["temperature"], body["top_p"], tuple(body["stop"]), body["seed"]
+            body["max_tokens"],
+            body["temperature"],
+            body["top_p"],
+            tuple(body["stop"]),
+            body["seed"],
+            stop_ids=tuple(body.get("stop_token_ids", ())),
         )
         try:
             drawn = await self.sampler.generate(session, ids, params)
