@@ -99,6 +99,7 @@ def _check_inputs(config: TrainConfig) -> None:
 
 def _train(config: TrainConfig, arguments: Arguments) -> int:
     """Make or reopen the run folder, train, and return the exit status."""
+    from sorl_train.config.files import changed_defaults
     from sorl_train.run.display import make_display
     from sorl_train.run.folder import RunDir
 
@@ -110,7 +111,7 @@ def _train(config: TrainConfig, arguments: Arguments) -> int:
         display.message("\n".join([f"resuming {run_dir.path}", *(f"  {change}" for change in changes)]))
     else:
         run_dir = RunDir.create(config.run_dir, config, overwrite=arguments.overwrite)
-        display.message(f"run folder {run_dir.path}")
+        display.message("\n".join([f"run folder {run_dir.path}", *changed_defaults(config)]))
     keep = arguments.resume
     try:
         summary = _run_stage(config, run_dir, display, arguments.resume)

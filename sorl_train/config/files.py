@@ -31,7 +31,7 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_train.algorithms import ALGORITHMS, AdvantageKind
 from sorl_train.config.checks import validate
 from sorl_train.config.find_algorithm import find_algorithm, installed_algorithms
-from sorl_train.config.schema import build, fields, flatten, without_none
+from sorl_train.config.schema import as_text, build, fields, flatten, without_none
 from sorl_train.config.settings import TrainConfig
 
 DEFAULT_CONFIG = "quickstart"
@@ -66,6 +66,20 @@ def load_config(
     config = build(_merge(settings, top), source=str(path))
     validate(config)
     return config
+
+
+def changed_defaults(config: TrainConfig) -> list[str]:
+    """What the algorithm brings and the config has otherwise, a sentence each.
+
+    That may be meant, or come from the saved ``config.yaml`` of another algorithm's run, which holds every setting.
+    """
+    values = flatten(config)
+    brought = find_algorithm(config.algo).defaults if config.stage == "rl" else {}
+    return [
+        f"{name} is {as_text(values[name])}; {config.algo} comes with {as_text(own)}"
+        for name, own in brought.items()
+        if values[name] != own
+    ]
 
 
 def read_resolved(

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from sorl_env.env import ToolUseEnv
 from sorl_env.text_env import TextEnv
 from sorl_env.turn_codec import make_codec
+from sorl_train.config.files import changed_defaults
 from sorl_train.config.schema import as_text, flatten
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.models.forward import compute_dtype, pick_device
@@ -78,7 +79,7 @@ def _settings(config: TrainConfig) -> list[str]:
         same = value == default
         note = "" if same else f"  (default {as_text(default)})"
         lines.append(f"{' ' if same else '*'} {name}: {as_text(value)}{note}")
-    return lines
+    return lines + changed_defaults(config)
 
 
 def _source(name: str, env: TextEnv) -> str:

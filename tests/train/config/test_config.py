@@ -13,6 +13,7 @@ from sorl_env.errors import UserError
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.checks import validate
 from sorl_train.config.files import (
+    changed_defaults,
     config_hash,
     load_config,
     packaged_configs,
@@ -126,6 +127,16 @@ def test_an_algorithms_own_settings_are_the_lowest_layer(tmp_path: Path) -> None
     given = {"loss.clip_eps_high": None, "loss.aggregation": "trajectory_mean"}
     loss = load_config(top, given).loss
     assert (loss.clip_eps_high, loss.aggregation) == (None, "trajectory_mean")
+
+
+def test_what_an_algorithm_brings_and_a_saved_config_has_otherwise_is_named(tmp_path: Path) -> None:
+    assert changed_defaults(load_config("quickstart", {"algo": "cispo"})) == []
+    saved = write(tmp_path / "config.yaml", to_yaml(load_config("quickstart", {"algo": "grpo"})))
+    assert changed_defaults(load_config(saved, {"algo": "cispo"})) == [
+        "loss.clip_eps_high is null; cispo comes with 4.0",
+        "loss.aggregation is trajectory_mean; cispo comes with token_mean",
+    ]
+    assert changed_defaults(load_config(saved, {"algo": "cispo", "stage": "sft"})) == []
 
 
 def test_a_resumed_run_keeps_the_settings_that_its_algorithm_brought(tmp_path: Path) -> None:
