@@ -133,7 +133,7 @@ def test_what_an_algorithm_brings_and_a_saved_config_has_otherwise_is_named(tmp_
     assert changed_defaults(load_config("quickstart", {"algo": "cispo"})) == []
     saved = write(tmp_path / "config.yaml", to_yaml(load_config("quickstart", {"algo": "grpo"})))
     assert changed_defaults(load_config(saved, {"algo": "cispo"})) == [
-        "loss.clip_eps_high is null; cispo comes with 4.0",
+        "loss.clip_eps_high is none; cispo comes with 4.0",
         "loss.aggregation is trajectory_mean; cispo comes with token_mean",
     ]
     assert changed_defaults(load_config(saved, {"algo": "cispo", "stage": "sft"})) == []
