@@ -52,7 +52,10 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
             if points:
                 axis.plot(*zip(*points, strict=True), label=label, marker="o" if name == SUCCESS else "")
         axis.set_xlabel("training step")
-        axis.legend(fontsize=8, frameon=False)
+        if len(panel) == 1:
+            axis.set_title(*panel.values(), fontsize=9)
+        else:
+            axis.legend(fontsize=8, frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylim(0, 1)
     axes[1].set_ylim(0, 1.02)
