@@ -194,7 +194,7 @@ class ChatCodec:
         """Whether the template has a place for calls; some write nothing for them, and some fail."""
         argument = "sorl argument"
         call = _call(next(iter(self._tools), "tool"), {"sorl": argument})
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
