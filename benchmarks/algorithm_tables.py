@@ -48,4 +48,4 @@ def turn_credit() -> str:
 
 def tables() -> dict[str, Callable[[], str]]:
     """Name in the page to what makes the table."""
-    return {"which_one": which_one}
+    return {"which_one": which_one, "turn_credit": turn_credit}
