@@ -65,7 +65,7 @@ test-openenv: $(VENV)/.dev $(VENV)-openenv/.dev ## the tests that train on serve
 	SORL_OPENENV_PYTHON=$(openenv_bin)/python $(bin)/python -m pytest -m openenv $(ARGS)
 
 test-verl: $(VENV)-verl/.dev ## the tests of our losses inside verl, in a third environment (2 GB)
-	$(verl_bin)/python -m pytest -m verl tests/train/plugins/test_verl.py $(ARGS)
+	$(verl_bin)/python -m pytest -m verl tests/train/plugins/test_verl.py tests/train/losses/test_correction.py $(ARGS)
 
 clean: ## remove the environment and the caches of the tools; runs/ and models/ stay
 	rm -rf $(VENV) $(VENV)-openrlhf $(VENV)-openenv $(VENV)-verl build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

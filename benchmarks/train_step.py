@@ -1,20 +1,27 @@
 """One GRPO step next to TRL's, and multi-turn rollouts next to a loop around transformers' ``generate``.
 
-Both sides of each comparison have the same tiny policy, prompts, limits, batches and threads, and their rounds are
+Both sides of each comparison have the same policy, prompts, limits, batches, threads and dtype, and their rounds are
 interleaved in one process, so that a busy machine slows both. The ratios are medians over the rounds.
 
-- One GRPO step: 16 prompts with 8 completions each, every one of exactly 24 tokens (tokens that would end it have no
-  probability, in the model itself), a reward function, one optimizer step on two micro-batches of 64. Neither side
-  computes log-probabilities before the update, as it trains on what it has just sampled.
-- Multi-turn rollouts: 128 dialogues on MiniHop with its search tool. The loop takes the whole left-padded history of
-  all live dialogues to ``generate`` once a turn; ids of the closing tags end a row, finished dialogues leave.
+- One GRPO step: ``--prompts`` prompts with 8 completions each, every one of exactly 24 tokens (tokens that would end it
+  have no probability, in the model itself), a reward function, one optimizer step on micro-batches of
+  ``--micro_batch_size``. Neither side computes log-probabilities before the update, as it trains on what it has just
+  sampled.
+- Multi-turn rollouts: ``--dialogues`` dialogues on MiniHop with its search tool. The loop takes the whole left-padded
+  history of all live dialogues to ``generate`` once a turn; ids of the closing tags end a row, finished dialogues
+  leave.
 
     python benchmarks/train_step.py --json train_step.json --require-peers
+    python benchmarks/train_step.py --config minihop_smollm2 --model COLD_START --prompts 4 --micro_batch_size 8 \\
+        --dialogues 32 --rounds 3 --warm_up 1 --require-peers
+
+In bfloat16 both sides keep float32 weights: TRL's step runs under autocast, and ``generate`` in a bfloat16 copy.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -23,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,6 +47,7 @@ from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.engine import LocalEngine
 from sorl_train.learner.scored_batch import estimate_advantages
+from sorl_train.models.forward import compute_dtype
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.rollout.environments import make_env
 from sorl_train.rollout.jobs import run_jobs, training_jobs
@@ -50,9 +59,7 @@ from sorl_train.sft.cold_start import resolve_model
 
 INSTALL = "pip install trl==1.16.0 (or: pip install 'sorl[bench]')"
 STEP_RATIO, ROLLOUT_RATIO = 0.7, 1.5  # at most, at least
-PROMPTS, GROUP, TOKENS = 16, 8, 24
-BATCH = PROMPTS * GROUP
-MICRO_BATCH = 64  # the fastest for both
+GROUP, TOKENS = 8, 24
 LEARNING_RATE = 1e-5
 CLOSING = ("</search>", "</answer>")
 
@@ -62,10 +69,23 @@ def opens_answer(turn: ParsedTurn) -> float:
     return float(turn.error is FormatError.UNCLOSED)
 
 
-def single_turns() -> Task:
-    """Sixteen of MiniHop's questions, to be continued by one turn with no tool."""
+@dataclass(frozen=True)
+class StepSizes:
+    """What one step of either side is made of."""
+
+    prompts: int
+    micro_batch_size: int
+    dtype: str
+
+    @property
+    def batch(self) -> int:
+        return self.prompts * GROUP
+
+
+def single_turns(prompts: int) -> Task:
+    """Some of MiniHop's questions, to be continued by one turn with no tool."""
     minihop = ToolUseEnv("minihop")
-    examples = minihop.examples.examples[:PROMPTS]
+    examples = minihop.examples.examples[:prompts]
     return Task(
         name="single_turns",
         prompt=minihop.task.prompt,
@@ -73,7 +93,7 @@ def single_turns() -> Task:
         parse_row=lambda row: Example(id=str(row["id"]), question=str(row["question"])),
         embedded=lambda split: examples,
         limits=Limits(
-            max_turns=1, max_prompt_tokens=64, max_new_tokens=TOKENS, max_trajectory_tokens=64 + TOKENS
+            max_turns=1, max_prompt_tokens=320, max_new_tokens=TOKENS, max_trajectory_tokens=320 + TOKENS
         ),
     )
 
@@ -89,23 +109,25 @@ def forbid_ends(model: Any, tokenizer: Any) -> None:
     model.lm_head.bias = nn.Parameter(bias, requires_grad=False)
 
 
-def sorl_step(model: str, folder: Path) -> Callable[[int], int]:
+def sorl_step(model: str, folder: Path, sizes: StepSizes) -> Callable[[int], int]:
     """One training step as ``trainer.train`` takes it, without the log; returns the number of tokens drawn."""
-    sizes = {
-        "mini_batch_size": BATCH,
-        "micro_batch_size": MICRO_BATCH,
-        "log_prob_micro_batch_size": MICRO_BATCH,
-    }
     overrides = {
         "algo": "grpo",
         "task": f"{Path(__file__).resolve()}:TASK",
+        "task_args": {"prompts": sizes.prompts},
         "model": model,
-        "rollout.batch_size": BATCH,
+        "chat_template": False,  # TRL, too, gets the prompt as text
+        "hardware.dtype": sizes.dtype,
+        "sampler.max_concurrency": sizes.batch,
+        "rollout.batch_size": sizes.batch,
         "rollout.group_size": GROUP,
+        "update.mini_batch_size": sizes.batch,
+        "update.micro_batch_size": sizes.micro_batch_size,
+        "update.log_prob_micro_batch_size": sizes.micro_batch_size,
         "loss.kl_coef": 0.0,
         "optim.lr": LEARNING_RATE,
     }
-    config = load_config("quickstart", overrides | {f"update.{name}": size for name, size in sizes.items()})
+    config = load_config("quickstart", overrides)
     engine = LocalEngine(config, RunDir.create(folder, config), PlainDisplay(sys.stderr), model)
     engine.load(None)
     forbid_ends(engine.policy, engine.tokenizer)
@@ -120,13 +142,40 @@ def sorl_step(model: str, folder: Path) -> Callable[[int], int]:
     return step
 
 
-def compare_steps(model: str, rounds: int, warm_up: int) -> dict[str, Any]:
+def trl_settings(sizes: StepSizes, steps: int, folder: str) -> Any:
+    """The same step in TRL's words."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=sizes.micro_batch_size,
+        gradient_accumulation_steps=sizes.batch // sizes.micro_batch_size,
+        num_generations=GROUP,
+        max_completion_length=TOKENS,
+        shuffle_dataset=False,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        loss_type="grpo",
+        beta=0.0,
+        use_cpu=True,
+        bf16=sizes.dtype == "bfloat16",
+        gradient_checkpointing=False,
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+
+
+def compare_steps(model: str, sizes: StepSizes, rounds: int, warm_up: int) -> dict[str, Any]:
     """Seconds of each step of both; TRL's trainer runs, and one of our steps after each of its own."""
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
-    steps = rounds + warm_up
-    task = single_turns()
+    steps, tokens_of_a_step = rounds + warm_up, sizes.batch * TOKENS
+    task = single_turns(sizes.prompts)
     assert task.embedded is not None
     prompts = [task.prompt(example) for example in task.embedded("train")]
     tokenizer = load_tokenizer(model)
@@ -141,7 +190,7 @@ def compare_steps(model: str, rounds: int, warm_up: int) -> dict[str, Any]:
         return [opens_answer(parse_turn(text, ())) for text in completions]
 
     with tempfile.TemporaryDirectory() as folder:
-        step = sorl_step(model, Path(folder) / "run")
+        step = sorl_step(model, Path(folder) / "run", sizes)
 
         class Interleave(transformers.TrainerCallback):
             started = 0.0
@@ -152,44 +201,24 @@ def compare_steps(model: str, rounds: int, warm_up: int) -> dict[str, Any]:
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 between = time.perf_counter()
                 tokens = step(len(ours) + 1)
-                if not tokens == drawn[-1] == BATCH * TOKENS:
-                    raise RuntimeError(f"ours drew {tokens} tokens, TRL {drawn[-1]}, not {BATCH * TOKENS}")
+                if not tokens == drawn[-1] == tokens_of_a_step:
+                    raise RuntimeError(f"ours drew {tokens} tokens, TRL {drawn[-1]}, not {tokens_of_a_step}")
                 theirs.append(between - self.started)
                 self.started = time.perf_counter()
                 ours.append(self.started - between)
 
-        config = GRPOConfig(
-            output_dir=folder,
-            max_steps=steps,
-            per_device_train_batch_size=MICRO_BATCH,
-            gradient_accumulation_steps=BATCH // MICRO_BATCH,
-            num_generations=GROUP,
-            max_completion_length=TOKENS,
-            shuffle_dataset=False,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            optim="adamw_torch_fused",
-            loss_type="grpo",
-            beta=0.0,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            logging_strategy="no",
-            save_strategy="no",
-            disable_tqdm=True,
-        )
         trainer = GRPOTrainer(
             model=policy,
             reward_funcs=reward,
-            args=config,
+            args=trl_settings(sizes, steps, folder),
             train_dataset=Dataset.from_dict({"prompt": prompts * steps}),
             processing_class=tokenizer,
             callbacks=[Interleave()],
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-    return compare(ours[warm_up:], theirs[warm_up:], [BATCH * TOKENS] * rounds, [BATCH * TOKENS] * rounds)
+    counts = [tokens_of_a_step] * rounds
+    return compare(ours[warm_up:], theirs[warm_up:], counts, counts)
 
 
 def generate_rollouts(
@@ -243,9 +272,11 @@ def compare_rollouts(model: str, config: TrainConfig, rounds: int, warm_up: int)
     env, tokenizer = make_env(config), load_tokenizer(model)
     policy = load_policy(model, config.hardware.device).eval()
     sampler = TransformersSampler(policy, tokenizer, config.sampler.max_concurrency, config.hardware.dtype)
+    computed = compute_dtype(config.hardware.dtype, policy.device)
+    theirs = policy if policy.dtype == computed else copy.deepcopy(policy).to(computed)
     sides: tuple[Callable[[Sequence[RolloutJob]], list[Trajectory]], ...] = (
         lambda jobs: run_jobs(env, tokenizer, sampler, jobs, config, temperature=1.0),
-        lambda jobs: generate_rollouts(env, tokenizer, policy, jobs),
+        lambda jobs: generate_rollouts(env, tokenizer, theirs, jobs),
     )
     seconds: tuple[list[float], list[float]] = ([], [])
     tokens: tuple[list[int], list[int]] = ([], [])
@@ -311,9 +342,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=8, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--warm_up", type=int, default=2, help="rounds before that (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0: its own choice")
+    parser.add_argument("--config", default="quickstart", help="limits and dtype (default: %(default)s)")
     parser.add_argument(
-        "--model", help="folder of the policy (default: the quickstart's, cold-started if need be)"
+        "--model", help="folder of the policy (default: the config's, cold-started if need be)"
     )
+    parser.add_argument("--prompts", type=int, default=16, help="of a step (default: %(default)s)")
+    parser.add_argument(
+        "--micro_batch_size", type=int, default=64, help="completions of a pass (default: %(default)s)"
+    )
+    parser.add_argument("--dialogues", type=int, help="of a round of rollouts (default: the config's batch)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="(default: the config's)")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parser.add_argument("--require-peers", action="store_true", help="fail when TRL is missing")
     args = parser.parse_args()
@@ -322,7 +360,10 @@ def main() -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
-    config = load_config("quickstart")
+    overrides = {"rollout.batch_size": args.dialogues, "hardware.dtype": args.dtype}
+    given = {name: value for name, value in overrides.items() if value is not None}
+    config = load_config(args.config, given)
+    sizes = StepSizes(args.prompts, args.micro_batch_size, config.hardware.dtype)
     model = args.model or resolve_model(config, PlainDisplay(sys.stderr))
     figures: dict[str, Any] = {"machine": machine()}
     print(", ".join(f"{name} {value}" for name, value in figures["machine"].items()))
@@ -330,8 +371,8 @@ def main() -> int:
     if missing:
         print(f"\nTRL is not installed, its step is left out: {INSTALL}", file=sys.stderr)
     else:
-        figures["grpo_step"] = step = compare_steps(model, args.rounds, args.warm_up)
-        show(f"one GRPO step, {BATCH} completions of {TOKENS} tokens", f"TRL {version('trl')}", step)
+        figures["grpo_step"] = step = compare_steps(model, sizes, args.rounds, args.warm_up)
+        show(f"one GRPO step, {sizes.batch} completions of {TOKENS} tokens", f"TRL {version('trl')}", step)
         print(f"time, sorl / TRL: {step['time']:.2f} (at most {STEP_RATIO})")
     figures["rollouts"] = rollouts = compare_rollouts(model, config, args.rounds, args.warm_up)
     show(f"multi-turn rollouts, {config.rollout.batch_size} dialogues", "generate once a turn", rollouts)

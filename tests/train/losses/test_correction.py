@@ -125,6 +125,7 @@ def test_truncate_and_band_are_those_of_trl() -> None:
     torch.testing.assert_close(corrected(old, sampler, mask, mode="band", low=0.5, high=5.0), masked * mask)
 
 
+@pytest.mark.verl
 def test_weights_and_mask_are_those_of_verl() -> None:
     """TIS and IcePop of a token, and the rejection by the geometric mean."""
     verl = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
