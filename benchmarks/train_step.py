@@ -8,8 +8,8 @@ interleaved in one process, so that a busy machine slows both. The ratios are me
   ``--micro_batch_size``. Neither side computes log-probabilities before the update, as it trains on what it has just
   sampled.
 - Multi-turn rollouts: ``--dialogues`` dialogues on MiniHop with its search tool. The loop takes the whole left-padded
-  history of all live dialogues to ``generate`` once a turn; ids of the closing tags end a row, finished dialogues
-  leave.
+  history of all live dialogues to ``generate`` once a turn; closing tags end a row, by their ids or as stop strings,
+  and finished dialogues leave.
 
     python benchmarks/train_step.py --json train_step.json --require-peers
     python benchmarks/train_step.py --config minihop_smollm2 --model COLD_START --prompts 4 --micro_batch_size 8 \\
@@ -221,6 +221,14 @@ def compare_steps(model: str, sizes: StepSizes, rounds: int, warm_up: int) -> di
     return compare(ours[warm_up:], theirs[warm_up:], counts, counts)
 
 
+def turn_ends(tokenizer: Any) -> tuple[list[int], dict[str, Any]]:
+    """Ids that end a turn, and what ``generate`` needs to end one at closing tags that are several tokens."""
+    closing = [tokenizer.encode(tag, add_special_tokens=False) for tag in CLOSING]
+    if all(len(ids) == 1 for ids in closing):
+        return [ids[0] for ids in closing] + [tokenizer.eos_token_id], {}
+    return [tokenizer.eos_token_id], {"stop_strings": list(CLOSING), "tokenizer": tokenizer}
+
+
 def generate_rollouts(
     env: ToolUseEnv, tokenizer: Any, model: Any, jobs: Sequence[RolloutJob]
 ) -> list[Trajectory]:
@@ -231,7 +239,7 @@ def generate_rollouts(
         codec = make_codec(own, tokenizer, use_chat_template=True)
         prompt, _ = own.reset(seed=job.seed, options={"index": job.example_index})
         live.append((own, TrajectoryBuilder(own, codec, job, prompt)))
-    ends = tokenizer.convert_tokens_to_ids([*CLOSING, tokenizer.eos_token])
+    ends, stopping = turn_ends(tokenizer)
     finished = []
     while live:
         width = max(len(dialogue.token_ids) for _, dialogue in live)
@@ -249,10 +257,14 @@ def generate_rollouts(
             top_k=0,
             eos_token_id=ends,
             pad_token_id=tokenizer.pad_token_id,
+            **stopping,
         )
         going_on = []
         for (own, dialogue), ids in zip(live, output[:, width:].tolist(), strict=True):
-            last = next((place for place, token in enumerate(ids) if token in ends), len(ids) - 1)
+            written = len(ids)
+            while stopping and written > 1 and ids[written - 1] == tokenizer.pad_token_id:
+                written -= 1
+            last = next((place for place, token in enumerate(ids[:written]) if token in ends), written - 1)
             turn = SampledTurn(ids[: last + 1], [0.0] * (last + 1), "stop")
             text = turn_text(tokenizer, turn.token_ids, CLOSING)
             result = own.step(text)

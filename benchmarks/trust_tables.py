@@ -77,6 +77,26 @@ def _steps_to(run: Run) -> str:
     return next((str(step) for step, success in run["curve"] if success >= GOOD), "-")
 
 
+def second_scale(runs: Sequence[Run]) -> str:
+    """A line an arm: success after each evaluation, and what the updates were like."""
+    rows = []
+    for run in runs:
+        lost = run["collapse_step"]
+        rows.append(
+            [
+                run["arm"],
+                ", ".join(f"{success:.2f}" for _, success in run["curve"]),
+                "-" if lost is None else f"{lost:g}",
+                "-" if run["moves_back"] is None else f"{run['moves_back']:g}",
+                f"{run['max_grad_norm']:.1f}",
+                f"{run['clip_frac']:.3f}",
+            ]
+        )
+    steps = ", ".join(str(step) for step, _ in runs[0]["curve"])
+    header = f" | success after {steps} steps | collapsed | moves back | highest gradient norm | clip fraction"
+    return markdown_table(header.split(" | "), rows)
+
+
 def tables() -> Mapping[str, Callable[[], str]]:
     """Name in the page to what makes the table."""
     return {
@@ -87,5 +107,6 @@ def tables() -> Mapping[str, Callable[[], str]]:
         "trust_openrlhf": lambda: by_seed(read("trust_openrlhf")),
         "trust_free": lambda: by_seed(read("trust_free")),
         "trust_limit": lambda: by_seed(read("trust_limit")),
+        "trust_smollm2": lambda: second_scale(read("smollm2_severe")),
         "trust_weak": lambda: by_seed(read("trust_weak")),
     }

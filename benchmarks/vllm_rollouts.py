@@ -4,9 +4,10 @@
 
 Needs the second environment (``make openrlhf``). Each dialogue has a prompt, and turns with an observation between two
 of them, in tokens drawn at random; the policy's turns end at ``--turn`` tokens, or at an end-of-text token before that.
-Groups of 8 share a prompt, as in training. Both sides get all dialogues at once and take turns in one process, with
-weights that do not change: on a CPU vLLM packs the weights for its matrix products and cannot load new ones after that.
-vLLM keeps earlier turns in its prefix cache, ours in the rows of its own; both begin a round with nothing in it.
+Groups of 8 share a prompt, as in training. Both sides get all dialogues at once and take turns, each in a process of
+its own: in one that vLLM has set up, our sampler is half as fast. Weights do not change, because on a CPU vLLM packs
+them for its matrix products and cannot load new ones after that. vLLM keeps earlier turns in its prefix cache, ours in
+the rows of its own; both begin a round with nothing in it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from transformers import AutoTokenizer
 from sorl_env.rollout import SamplingParams
 from sorl_train.config.files import load_config
 from sorl_train.models.policy import load_policy
+from sorl_train.rollout.model_check import try_packing
 from sorl_train.rollout.sampler import TransformersSampler
 from sorl_train.rollout.vllm_sampler import VllmSampler
 
@@ -104,7 +108,6 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if args.dialogues % GROUP:
         parser.error(f"--dialogues is a multiple of {GROUP}, not {args.dialogues}")
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     figures: dict[str, Any] = {name: version(name) for name in ("torch", "transformers")}
     figures["vllm"] = importlib.import_module("vllm").__version__  # its package has other names on a CPU
     for dtype in args.dtypes:
@@ -113,8 +116,9 @@ def main() -> None:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def compare(args: argparse.Namespace, dtype: str) -> dict[str, float]:
-    """Tokens a second of both sides, medians over rounds, and the median of the rounds' ratios."""
+def serve(name: str, args: argparse.Namespace, dtype: str, rounds: Connection) -> None:
+    """One side in its own process: plays each round whose number comes, and answers with its tokens and seconds."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     longest = args.prompt + args.turns * (args.turn + args.observation)
     settings = {
         "model": str(args.model),
@@ -124,17 +128,39 @@ def compare(args: argparse.Namespace, dtype: str) -> dict[str, float]:
     }
     config = load_config("quickstart", settings)
     policy = load_policy(str(args.model), "cpu").eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    sides: dict[str, Any] = {
-        "sorl": TransformersSampler(policy, tokenizer, args.dialogues, dtype),
-        "vllm": FixedVllm(policy, str(args.model), longest, config),
-    }
+    sampler: Any
+    if why := try_packing(policy, longest):  # as the engine does when it loads a policy
+        print(f"rows of attention stay as they are: {why}")
+    if name == "vllm":
+        sampler = FixedVllm(policy, str(args.model), longest, config)
+    else:
+        sampler = TransformersSampler(
+            policy, AutoTokenizer.from_pretrained(args.model), args.dialogues, dtype
+        )
+    while (number := rounds.recv()) is not None:
+        rounds.send(play(sampler, args, number))
+
+
+def compare(args: argparse.Namespace, dtype: str) -> dict[str, float]:
+    """Tokens a second of both sides, medians over rounds, and the median of the rounds' ratios."""
+    spawn = get_context("spawn")
+    sides: dict[str, Connection] = {}
+    processes = []
+    for name in ("sorl", "vllm"):
+        sides[name], theirs = spawn.Pipe()
+        processes.append(spawn.Process(target=serve, args=(name, args, dtype, theirs)))
+        processes[-1].start()
+        theirs.close()  # if the process dies, receiving from it ends with an error
     speeds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(args.rounds + 1):
         for name in sides if number % 2 else reversed(sides):
-            written, seconds = play(sides[name], args, number)
+            sides[name].send(number)
+            written, seconds = sides[name].recv()
             if number:
                 speeds[name].append(written / seconds)
+    for side, process in zip(sides.values(), processes, strict=True):
+        side.send(None)
+        process.join()
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     ratio = statistics.median(a / b for a, b in zip(speeds["sorl"], speeds["vllm"], strict=True))
     print(f"{dtype}: sorl {medians['sorl']:.0f} tokens/s, vLLM {medians['vllm']:.0f}, ratio {ratio:.2f}")

@@ -14,38 +14,59 @@ result is that of padded rows, up to rounding. Models whose attention this canno
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 PACKED = "sorl_packed"  # the name of the attention, in ``model.config._attn_implementation``
 SAVES = 0.9  # rows are packed where that leaves at most this share of the padded tokens
+PLAIN = {
+    "dropout",
+    "scaling",
+    "sliding_window",
+    "position_ids",
+    "use_cache",
+}  # a window is in the mask already
+SHORTEST = 0.8  # rows of attention are padded to one length down to this share of it
+
+
+@dataclass(frozen=True)
+class Block:
+    """R rows of attention of similar lengths, at most W tokens behind shared prompts of at most P.
+
+    Attributes:
+        queries: (R, W) the packed tokens of each row, padded with 0.
+        keys: (R, P + W) those that the row may attend to: its shared prompt, then its own.
+        mask: (R, 1, W, P + W) bool, which it does attend to; None without shared prompts, where it is causal.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    mask: Tensor | None
 
 
 @dataclass(frozen=True)
 class Packed:
-    """N packed tokens of B trajectories; attention sees them as R rows of at most W tokens behind prompts of at most P.
+    """N packed tokens of B trajectories.
 
     Attributes:
         token_ids, positions: (1, N).
         where: (B, T) the packed token whose state scores token t + 1; 0 where nothing asks for it.
-        queries: (R, W) the packed tokens of each row, padded with 0.
-        keys: (R, P + W) those that the row may attend to: its shared prompt, then its own.
-        mask: (R, 1, W, P + W) bool, which it does attend to; None without shared prompts, where it is causal.
-        restore: (N,) the place of each packed token in the flattened ``queries``.
+        blocks: what attention sees, each packed token once among the queries.
+        restore: (N,) the place of each packed token in the flattened ``queries`` of all blocks.
     """
 
     token_ids: Tensor
     positions: Tensor
     where: Tensor
-    queries: Tensor
-    keys: Tensor
-    mask: Tensor | None
+    blocks: tuple[Block, ...]
     restore: Tensor
 
 
@@ -103,32 +124,49 @@ def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
         for row in members:
             places = add(row, len(prefix), ends[row], prefix)
             where[row, : ends[row]] = torch.cat([prefix, places])
-    queries, keys, seen, restore = _attention_rows(own, behind, count)
+    blocks, used = [], 0
+    restore = torch.zeros(count, dtype=torch.long)
+    for alike in _rows_alike(own, behind):
+        block = _block([own[row] for row in alike], [behind[row] for row in alike])
+        width = block.queries.shape[1]
+        for number, row in enumerate(alike):
+            restore[own[row]] = used + number * width + torch.arange(len(own[row]))
+        used += block.queries.numel()
+        blocks.append(
+            Block(
+                block.queries.to(device),
+                block.keys.to(device),
+                None if block.mask is None else block.mask.to(device),
+            )
+        )
     return Packed(
         tokens[None].to(device),
         positions[None].to(device),
         where.to(device),
-        queries.to(device),
-        keys.to(device),
-        None if seen is None else seen.to(device),
+        tuple(blocks),
         restore.to(device),
     )
 
 
-def _attention_rows(
-    own: list[Tensor], behind: list[Tensor], count: int
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """``queries``, ``keys``, ``mask`` and ``restore`` of ``Packed``.
+def _rows_alike(own: list[Tensor], behind: list[Tensor]) -> list[list[int]]:
+    """Rows of attention that have tokens, with and without a shared prompt apart, in lists of similar lengths."""
+    lists: list[list[int]] = []
+    for shares in (False, True):
+        rows = [row for row, prefix in enumerate(behind) if len(own[row]) and bool(len(prefix)) == shares]
+        longest = math.inf
+        for row in sorted(rows, key=lambda row: -len(own[row])):
+            if len(own[row]) < SHORTEST * longest:
+                lists.append([])
+                longest = len(own[row])
+            lists[-1].append(row)
+    return lists
 
-    Args:
-        own: the packed tokens of each row.
-        behind: those of the prompt that it shares, if any.
-        count: packed tokens in all.
-    """
+
+def _block(own: list[Tensor], behind: list[Tensor]) -> Block:
+    """Rows of these packed tokens, each with those of the prompt that it shares, if any."""
     width, before = max(map(len, own)), max(map(len, behind))
     queries = torch.zeros(len(own), width, dtype=torch.long)
     keys = torch.zeros(len(own), before + width, dtype=torch.long)
-    restore = torch.zeros(count, dtype=torch.long)
     seen = torch.zeros(len(own), 1, width, before + width, dtype=torch.bool)
     seen[..., before:] = torch.ones(
         width, width, dtype=torch.bool
@@ -137,8 +175,7 @@ def _attention_rows(
         queries[number, : len(places)] = places
         keys[number, : len(prefix)], keys[number, before : before + len(places)] = prefix, places
         seen[number, ..., : len(prefix)] = True
-        restore[places] = number * width + torch.arange(len(places))
-    return queries, keys, seen if before else None, restore
+    return Block(queries, keys, seen if before else None)
 
 
 def inputs(packed: Packed) -> dict[str, Any]:
@@ -164,33 +201,70 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of packed tokens, for transformers: (1, heads, N, d) to (1, N, heads, d). Of others as ever."""
     if packed is None:
+        shares = query.shape[1] > key.shape[1] and kwargs.keys() <= PLAIN and not kwargs.get("dropout")
+        if shares and attention_mask is not None and attention_mask.shape[1] == 1:
+            output = _shared_heads(query, key, value, attention_mask, kwargs.get("scaling"))
+            return output.transpose(1, 2).contiguous(), None
         found: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, **kwargs
         )
         return found
-    window, scaling = kwargs.get("sliding_window"), kwargs.get("scaling")
-    rows, width = packed.queries.shape
+    outputs = [
+        _attend(
+            block, query, key, value, packed.positions[0], kwargs.get("sliding_window"), kwargs.get("scaling")
+        )
+        for block in packed.blocks
+    ]
+    restored = torch.cat(outputs).index_select(0, packed.restore)
+    return restored[None].contiguous(), None
+
+
+def _attend(
+    block: Block,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    window: int | None,
+    scaling: float | None,
+) -> Tensor:
+    """Attention of one block's rows: (1, heads, N, d) to (R * W, heads, d)."""
+    rows, width = block.queries.shape
 
     def pick(tensor: Tensor, index: Tensor) -> Tensor:
         """(1, heads, N, d) -> (R, heads, columns, d)."""
         chosen = tensor[0].index_select(1, index.flatten())
         return chosen.view(len(chosen), rows, -1, tensor.shape[-1]).transpose(0, 1)
 
-    groups = query.shape[1] // key.shape[1]
-    keys, values = (pick(tensor, packed.keys).repeat_interleave(groups, dim=1) for tensor in (key, value))
-    mask = packed.mask
+    queries, keys, values = pick(query, block.queries), pick(key, block.keys), pick(value, block.keys)
+    mask = block.mask
     if window is not None:
-        near = packed.positions[0][packed.keys][:, None, None] > (
-            packed.positions[0][packed.queries][:, None, :, None] - window
-        )
+        near = positions[block.keys][:, None, None] > positions[block.queries][:, None, :, None] - window
         if mask is None:
             mask = torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
         mask = mask & near
-    output = torch.nn.functional.scaled_dot_product_attention(
-        pick(query, packed.queries), keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling
+    if mask is None:
+        shared = query.shape[1] // key.shape[1]
+        keys, values = (tensor.repeat_interleave(shared, dim=1) for tensor in (keys, values))
+        output = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling)
+    else:
+        output = _shared_heads(queries, keys, values, mask, scaling)
+    return output.transpose(1, 2).flatten(0, 1)
+
+
+def _shared_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Attention (b, heads, n, d) under a mask (b, 1, n, w), where several heads of queries may share one of keys.
+
+    Heads that share their keys become more queries of one head. So keys are not copied for each, and torch's kernel for
+    CPUs is faster on more queries at a time.
+    """
+    rows, heads, width, _ = query.shape
+    shared = heads // key.shape[1]
+    queries = query.reshape(rows, heads // shared, shared * width, -1)
+    output = scaled_dot_product_attention(
+        queries, key, value, attn_mask=mask.repeat(1, 1, shared, 1), scale=scaling
     )
-    restored = output.transpose(1, 2).flatten(0, 1).index_select(0, packed.restore)
-    return restored[None].contiguous(), None
+    return output.reshape(rows, heads, width, -1)
 
 
 AttentionInterface.register(PACKED, attention)

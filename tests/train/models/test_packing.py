@@ -113,7 +113,11 @@ def test_the_layout_by_hand() -> None:
     token_ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 3, 0, 0], [4, 4, 4, 4, 4]])
     mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
     packed = packing.pack(token_ids, mask)
-    assert packed is not None and packed.mask is not None
+    assert packed is not None
+    prompt, own = packed.blocks
+    assert prompt.queries.tolist() == prompt.keys.tolist() == [[0, 1]] and prompt.mask is None
+    assert own.queries.tolist() == [[2]] and own.keys.tolist() == [[0, 1, 2]]
+    assert own.mask is not None and own.mask.all()
     assert packed.token_ids.tolist() == [
         [5, 6, 7]
     ]  # the state of 6 scores both first tokens, that of 7 the 8
