@@ -89,11 +89,11 @@ def second_scale(runs: Sequence[Run]) -> str:
                 "-" if lost is None else f"{lost:g}",
                 "-" if run["moves_back"] is None else f"{run['moves_back']:g}",
                 f"{run['max_grad_norm']:.1f}",
-                f"{run['clip_frac']:.3f}",
+                _rate(run["mean_rate"]),
             ]
         )
     steps = ", ".join(str(step) for step, _ in runs[0]["curve"])
-    header = f" | success after {steps} steps | collapsed | moves back | highest gradient norm | clip fraction"
+    header = f" | success after {steps} steps | collapsed | moves back | highest gradient norm | mean rate"
     return markdown_table(header.split(" | "), rows)
 
 
