@@ -14,6 +14,7 @@ from transformers import AutoModel
 from sorl_train.models import packing
 from sorl_train.models.critic import Critic
 from sorl_train.models.forward import action_stats
+from sorl_train.rollout.kv_cache import RowCache, feed
 from sorl_train.rollout.model_check import try_packing, try_packing_critic
 
 from ..rollout.architectures import EXACT, MORE_EXACT, NEW, WINDOW, build
@@ -80,6 +81,21 @@ def test_more_models_are_packed_exactly_or_not_at_all(name: str) -> None:
     model = build(*MORE_EXACT[name])
     if try_packing(model, 256) is None:
         assert_same(model)
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name not in PADDED_ONLY])
+def test_a_sampler_reads_the_same_with_it(name: str) -> None:
+    """Prefill and decoding of two rows through the sampler's cache, where several heads may share their keys."""
+    model = build(*EXACT[name])
+
+    def logits() -> list[Tensor]:
+        cache = RowCache(model, 2, torch.float32, 64)
+        fed = ([[5, 6, 7, 8], [9, 10]], [[11], [12]], [[13, 14], [15]])
+        return [feed(model, cache, slice(0, 2), tokens) for tokens in fed]
+
+    expected = logits()
+    assert try_packing(model, 256) is None
+    torch.testing.assert_close(logits(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", EXACT)
