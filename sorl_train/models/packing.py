@@ -124,28 +124,36 @@ def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
         for row in members:
             places = add(row, len(prefix), ends[row], prefix)
             where[row, : ends[row]] = torch.cat([prefix, places])
-    blocks, used = [], 0
-    restore = torch.zeros(count, dtype=torch.long)
-    for alike in _rows_alike(own, behind):
-        block = _block([own[row] for row in alike], [behind[row] for row in alike])
-        width = block.queries.shape[1]
-        for number, row in enumerate(alike):
-            restore[own[row]] = used + number * width + torch.arange(len(own[row]))
-        used += block.queries.numel()
-        blocks.append(
-            Block(
-                block.queries.to(device),
-                block.keys.to(device),
-                None if block.mask is None else block.mask.to(device),
-            )
-        )
+    blocks, restore = _attention_blocks(own, behind, count, device)
     return Packed(
         tokens[None].to(device),
         positions[None].to(device),
         where.to(device),
-        tuple(blocks),
-        restore.to(device),
+        blocks,
+        restore,
     )
+
+
+def _attention_blocks(
+    own: list[Tensor], behind: list[Tensor], count: int, device: torch.device
+) -> tuple[tuple[Block, ...], Tensor]:
+    """``blocks`` and ``restore`` of ``Packed``.
+
+    Args:
+        own: the packed tokens of each row.
+        behind: those of the prompt that it shares, if any.
+        count: packed tokens in all.
+    """
+    blocks, used = [], 0
+    restore = torch.zeros(count, dtype=torch.long)
+    for alike in _rows_alike(own, behind):
+        block = _block([own[row] for row in alike], [behind[row] for row in alike], device)
+        for number, row in enumerate(alike):
+            start = used + number * block.queries.shape[1]
+            restore[own[row]] = start + torch.arange(len(own[row]))
+        used += block.queries.numel()
+        blocks.append(block)
+    return tuple(blocks), restore.to(device)
 
 
 def _rows_alike(own: list[Tensor], behind: list[Tensor]) -> list[list[int]]:
@@ -162,7 +170,7 @@ def _rows_alike(own: list[Tensor], behind: list[Tensor]) -> list[list[int]]:
     return lists
 
 
-def _block(own: list[Tensor], behind: list[Tensor]) -> Block:
+def _block(own: list[Tensor], behind: list[Tensor], device: torch.device) -> Block:
     """Rows of these packed tokens, each with those of the prompt that it shares, if any."""
     width, before = max(map(len, own)), max(map(len, behind))
     queries = torch.zeros(len(own), width, dtype=torch.long)
@@ -175,7 +183,7 @@ def _block(own: list[Tensor], behind: list[Tensor]) -> Block:
         queries[number, : len(places)] = places
         keys[number, : len(prefix)], keys[number, before : before + len(places)] = prefix, places
         seen[number, ..., : len(prefix)] = True
-    return Block(queries, keys, seen if before else None)
+    return Block(queries.to(device), keys.to(device), seen.to(device) if before else None)
 
 
 def inputs(packed: Packed) -> dict[str, Any]:
