@@ -1,11 +1,12 @@
-"""Trajectories in one row without padding, in which a prompt that several of them share is computed once.
+"""Trajectories in one row without padding, in which what several of them begin with is computed once.
 
 Everything in a transformer but its attention treats tokens alone. So the tokens of a batch lie one after another, each
-with its own position, and only attention sees trajectories: there each row has its own tokens as queries, and the
-shared prompt and its own tokens as keys::
+with its own position, and only attention sees trajectories. The trajectories form a tree: a prompt, often a first
+search and its results, and then what is a trajectory's own. Attention has a row for each branch, with its own tokens as
+queries, and those of the branches that it grows from and its own as keys::
 
-    three trajectories   P P P A A, P P P B, Q C C C    (the prompt P is that of the first two)
-    packed               P P P  A A  B  Q C C C
+    four trajectories   P P P A A S D, P P P A A S E E, P P P B, Q C C C
+    packed              P P P  A A S  D  E E  B  Q C C C
 
 What follows a trajectory's last loss token is left out, and so are trajectories without one: nothing asks for them. The
 result is that of padded rows, up to rounding. Models whose attention this cannot express keep padded rows:
@@ -34,17 +35,18 @@ PLAIN = {
     "position_ids",
     "use_cache",
 }  # a window is in the mask already
+WORTH_A_BRANCH = 8  # tokens that a common beginning must save
 SHORTEST = 0.8  # rows of attention are padded to one length down to this share of it
 
 
 @dataclass(frozen=True)
 class Block:
-    """R rows of attention of similar lengths, at most W tokens behind shared prompts of at most P.
+    """R rows of attention of similar lengths, at most W tokens behind a beginning of at most P that others share.
 
     Attributes:
         queries: (R, W) the packed tokens of each row, padded with 0.
-        keys: (R, P + W) those that the row may attend to: its shared prompt, then its own.
-        mask: (R, 1, W, P + W) bool, which it does attend to; None without shared prompts, where it is causal.
+        keys: (R, P + W) those that the row may attend to: its beginning, then its own.
+        mask: (R, 1, W, P + W) bool, which it does attend to; None without such beginnings, where it is causal.
     """
 
     queries: Tensor
@@ -92,46 +94,77 @@ def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
     present = columns.any(dim=1).nonzero()[:, 0].tolist()
     if not present:
         return None
-    prompts: dict[tuple[int, ...], list[int]] = {}  # rows by the tokens in front of their first masked one
-    ends: dict[int, int] = {}
-    for row in present:
-        scored = columns[row].nonzero()[:, 0]
-        ends[row] = int(scored[-1]) + 1  # the state of a token scores the next one, so the last is not read
-        prompts.setdefault(tuple(rows[row, : int(scored[0]) + 1].tolist()), []).append(row)
-    saved = sum(len(prompt) * (len(members) - 1) for prompt, members in prompts.items())
-    count = sum(ends.values()) - saved
-    if count > SAVES * len(rows) * (rows.shape[1] - 1):
+    ends = {
+        row: int(columns[row].nonzero()[-1, 0]) + 1 for row in present
+    }  # no one reads the last token's state
+    tree = _Tree(rows, ends)
+    if tree.count > SAVES * len(rows) * (rows.shape[1] - 1):
         return None
-
-    tokens = torch.zeros(count, dtype=torch.long)
-    positions, where = torch.zeros_like(tokens), torch.zeros_like(columns, dtype=torch.long)
-    own: list[Tensor] = []  # packed tokens of each row of attention
-    behind: list[Tensor] = []  # and those of its shared prompt
-    used, nothing = 0, torch.zeros(0, dtype=torch.long)
-
-    def add(row: int, start: int, stop: int, prompt: Tensor) -> Tensor:
-        """Pack these tokens of a row, which see ``prompt`` and one another."""
-        nonlocal used
-        places = torch.arange(used, used + stop - start)
-        tokens[places], positions[places] = rows[row, start:stop], torch.arange(start, stop)
-        used += stop - start
-        own.append(places)
-        behind.append(prompt)
-        return places
-
-    for prompt, members in prompts.items():
-        prefix = add(members[0], 0, len(prompt), nothing) if len(members) > 1 else nothing
-        for row in members:
-            places = add(row, len(prefix), ends[row], prefix)
-            where[row, : ends[row]] = torch.cat([prefix, places])
-    blocks, restore = _attention_blocks(own, behind, count, device)
+    where = torch.zeros_like(columns, dtype=torch.long)
+    for row, path in tree.paths.items():
+        where[row, : len(path)] = path
+    blocks, restore = _attention_blocks(tree.own, tree.behind, tree.count, device)
     return Packed(
-        tokens[None].to(device),
-        positions[None].to(device),
+        torch.cat(tree.tokens)[None].to(device),
+        torch.cat(tree.positions)[None].to(device),
         where.to(device),
         blocks,
         restore,
     )
+
+
+class _Tree:
+    """What the rows of ``token_ids`` (B, L) have in common at their beginning, each such branch packed once.
+
+    Attributes:
+        own, behind: of each branch, its packed tokens, and those of the branches that it grows from.
+        tokens, positions: of each branch, its token ids and their places in a trajectory.
+        paths: of each row, the packed tokens of all its branches.
+        count: packed tokens in all.
+    """
+
+    def __init__(self, token_ids: Tensor, ends: dict[int, int]) -> None:
+        self.own: list[Tensor] = []
+        self.behind: list[Tensor] = []
+        self.tokens: list[Tensor] = []
+        self.positions: list[Tensor] = []
+        self.paths: dict[int, Tensor] = {}
+        self.count = 0
+        self._token_ids, self._ends = token_ids, ends
+        waiting = [(list(ends), 0, torch.zeros(0, dtype=torch.long))]
+        while waiting:
+            waiting += self._grow(*waiting.pop())
+
+    def _grow(self, rows: list[int], start: int, path: Tensor) -> list[tuple[list[int], int, Tensor]]:
+        """Pack what the rows have in common from the token ``start`` on, behind ``path``; returns what is left."""
+        stop = self._alike_until(rows, start)
+        at_end = [row for row in rows if self._ends[row] == stop]
+        if len(at_end) == len(rows) or (stop - start) * (len(rows) - 1) >= WORTH_A_BRANCH:
+            path, start = self._branch(rows[0], start, stop, path), stop
+        branches: dict[int, list[int]] = {}
+        for row in rows:
+            if start == self._ends[row]:
+                self.paths[row] = path
+            else:  # a row that ends here is a branch of its own
+                branches.setdefault(-1 if row in at_end else int(self._token_ids[row, stop]), []).append(row)
+        return [(branch, start, path) for branch in branches.values()]
+
+    def _alike_until(self, rows: list[int], start: int) -> int:
+        """The first place from ``start`` on where the rows differ, or one of them ends."""
+        end = min(self._ends[row] for row in rows)
+        tokens = self._token_ids[rows, start:end]
+        differs = (tokens != tokens[0]).any(dim=0).nonzero()
+        return start + int(differs[0, 0]) if len(differs) else end
+
+    def _branch(self, row: int, start: int, stop: int, path: Tensor) -> Tensor:
+        """Pack the tokens ``[start, stop)`` of a row behind ``path``; returns the path with them."""
+        places = torch.arange(self.count, self.count + stop - start)
+        self.own.append(places)
+        self.behind.append(path)
+        self.tokens.append(self._token_ids[row, start:stop])
+        self.positions.append(torch.arange(start, stop))
+        self.count += len(places)
+        return torch.cat([path, places])
 
 
 def _attention_blocks(
@@ -141,7 +174,7 @@ def _attention_blocks(
 
     Args:
         own: the packed tokens of each row.
-        behind: those of the prompt that it shares, if any.
+        behind: those of the beginning that it shares, if any.
         count: packed tokens in all.
     """
     blocks, used = [], 0
@@ -157,7 +190,7 @@ def _attention_blocks(
 
 
 def _rows_alike(own: list[Tensor], behind: list[Tensor]) -> list[list[int]]:
-    """Rows of attention that have tokens, with and without a shared prompt apart, in lists of similar lengths."""
+    """Rows of attention, with and without a shared beginning apart, in lists of similar lengths."""
     lists: list[list[int]] = []
     for shares in (False, True):
         rows = [row for row, prefix in enumerate(behind) if len(own[row]) and bool(len(prefix)) == shares]
@@ -171,7 +204,7 @@ def _rows_alike(own: list[Tensor], behind: list[Tensor]) -> list[list[int]]:
 
 
 def _block(own: list[Tensor], behind: list[Tensor], device: torch.device) -> Block:
-    """Rows of these packed tokens, each with those of the prompt that it shares, if any."""
+    """Rows of these packed tokens, each with those of the beginning that it shares, if any."""
     width, before = max(map(len, own)), max(map(len, behind))
     queries = torch.zeros(len(own), width, dtype=torch.long)
     keys = torch.zeros(len(own), before + width, dtype=torch.long)

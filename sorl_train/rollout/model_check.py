@@ -98,8 +98,12 @@ def _try_packing(
         return f"it has {before!r} attention"
     with _undisturbed(model), short_spans(model, SPAN):
         rows = _random_rows(model, max_tokens)
-        shared = [rows[0][: len(rows[0]) // 2], rows[1].repeat(2)]  # a third row with the prompt of the first
-        rows.append(torch.cat(shared)[: len(rows[0])])
+        length = len(rows[0])
+        for shared in (
+            length // 2,
+            length * 3 // 4,
+        ):  # two rows with the prompt of the first, one with its turn, too
+            rows.append(torch.cat([rows[0][:shared], rows[1].repeat(2)])[:length])
         own = [alone(model, row) for row in rows]
         packing.enable_packing(model)
         try:

@@ -3,7 +3,8 @@
 Each trajectory in flight owns one row of a key-value cache from its first token to its last, so that a turn costs only
 its new tokens. Decoding rows are kept in front, in the slots ``[0, num_active)``: a decoding step is one forward pass
 over a contiguous part of the cache. Finished rows leave that part at once, and rows that wait for a tool cost nothing.
-New and returning rows are prefilled together; the prompt of a group is read once.
+New and returning rows are prefilled together. Rows with the same tokens so far, as a group has at its prompt and often
+after a first search, are read once.
 
 A row is dropped when its turn does not end properly, because its caller is cancelled or its trajectory is released.
 When the model raises, all rows are dropped. The next turn of such a trajectory reads all of its tokens again.
@@ -193,10 +194,10 @@ class TransformersSampler:
 
     def _prefill(self) -> None:
         """Feed the pending tokens of all waiting rows, similar lengths together, and sample their first tokens."""
-        # rows of one group wait for the same prompt: the first one reads it for all
-        readers: dict[Any, list[Row]] = {}
+        # rows of a group wait for the same prompt, and after the same first turn for the same reply: one reads for all
+        readers: dict[tuple[int, ...], list[Row]] = {}
         for row in sorted(self._waiting, key=lambda row: -len(row.pending)):
-            readers.setdefault(id(row) if row.cached else tuple(row.pending), []).append(row)
+            readers.setdefault((*row.cached, *row.pending), []).append(row)
         self._waiting = []
         groups = list(readers.values())
         limit = CPU_PREFILL if self._device.type == "cpu" else GPU_PREFILL
@@ -206,18 +207,20 @@ class TransformersSampler:
             groups = groups[count:]
 
     def _read(self, groups: Sequence[list[Row]]) -> None:
-        """One prefill pass over groups of rows; the rows of a group have the same pending tokens."""
+        """One prefill pass over groups of rows; the rows of a group have the same tokens, cached and pending."""
         slots = self._slots.activate([group[0] for group in groups])
         logits = self._forward(slots)
         rows = self._slots.rows_in(slots)
         pairs = [(group[0], row) for group in groups for row in group[1:]]
         if pairs:
             copies = [row for _, row in pairs]
+            for row in copies:
+                self._cache.free(row.slot)  # what it has cached comes with the rest
             self._slots.activate(copies)
             sources = [reader.slot for reader, _ in pairs]
             self._cache.copy(sources, [row.slot for row in copies])
-            for row in copies:
-                row.cached.extend(row.pending)
+            for reader, row in pairs:
+                row.cached = list(reader.cached)
             logits = torch.cat([logits, logits[[slot - slots.start for slot in sources]]])
             rows += copies
         self._accept(rows, logits)

@@ -27,10 +27,11 @@ PADDED_ONLY = {
 
 
 def rows(vocabulary: int = 97) -> tuple[Tensor, Tensor]:
-    """Two groups of shared prompts, lone rows, observations between turns, a row without loss tokens, padding."""
+    """Two groups of shared prompts, a shared turn, lone rows, observations, a row without loss tokens, padding."""
     draws = torch.Generator().manual_seed(0)
     token_ids = torch.randint(3, vocabulary, (8, 41), generator=draws)
     token_ids[1:3, :13] = token_ids[0, :13]
+    token_ids[2, :23] = token_ids[1, :23]
     token_ids[4, :6] = token_ids[3, :6]
     mask = torch.zeros(8, 40, dtype=torch.bool)
     for row, (start, stop) in enumerate([(12, 20), (12, 38), (12, 25), (5, 30), (5, 9), (0, 11), (30, 40)]):
@@ -124,8 +125,9 @@ def test_a_critic_on_packed_rows_gives_the_same_values(name: str) -> None:
         assert float((one - other).abs().max()) <= 1e-5 * scale
 
 
-def test_the_layout_by_hand() -> None:
+def test_the_layout_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows share a prompt of two tokens. What follows a last scored token is left out, as is a row without one."""
+    monkeypatch.setattr(packing, "WORTH_A_BRANCH", 2)
     token_ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 3, 0, 0], [4, 4, 4, 4, 4]])
     mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
     packed = packing.pack(token_ids, mask)
@@ -139,6 +141,42 @@ def test_the_layout_by_hand() -> None:
     ]  # the state of 6 scores both first tokens, that of 7 the 8
     assert packed.positions.tolist() == [[0, 1, 2]]
     assert packed.where.tolist() == [[0, 1, 2, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("worth", [1, 3, 8])
+def test_trees_of_any_shape(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows over two tokens branch anywhere, end inside of one another, and are equal; each finds all of its tokens."""
+    monkeypatch.setattr(packing, "WORTH_A_BRANCH", worth)
+    draws = torch.Generator().manual_seed(worth)
+    model = build("llama", NEW)
+    assert try_packing(model, 256) is None
+    saved = 0
+    for _ in range(40):
+        token_ids = torch.randint(3, 5, (9, 14), generator=draws)
+        token_ids[torch.rand(9, generator=draws) < 0.5, : int(torch.randint(0, 14, (), generator=draws))] = 3
+        mask = torch.rand(9, 13, generator=draws) < 0.3
+        packed = packing.pack(token_ids, mask)
+        if packed is None:
+            continue
+        ends = [int(row.nonzero()[-1, 0]) + 1 if row.any() else 0 for row in mask]
+        for row, end in enumerate(ends):
+            places = packed.where[row, :end]
+            assert packed.token_ids[0, places].tolist() == token_ids[row, :end].tolist()
+            assert packed.positions[0, places].tolist() == list(range(end))
+        prefixes = {
+            tuple(token_ids[row, :stop].tolist())
+            for row, end in enumerate(ends)
+            for stop in range(1, end + 1)
+        }
+        assert len(prefixes) <= packed.token_ids.numel() <= sum(ends)
+        assert worth > 1 or packed.token_ids.numel() == len(prefixes)  # nothing is computed twice
+        saved += sum(ends) - packed.token_ids.numel()
+    assert saved > 500
+    values, gradients = both(model, token_ids, mask)
+    model.set_attn_implementation("sdpa")
+    padded, padded_gradients = both(model, token_ids, mask)
+    torch.testing.assert_close(values, padded, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients, padded_gradients, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_that_would_gain_nothing_stay_padded() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 
 from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_train.rollout.sampler import TransformersSampler
+from sorl_train.rollout.slots import Row
 
 VOCABULARY = 30
 SEED = 1
@@ -29,6 +30,7 @@ class Dialogue:
     name: str
     prompt: list[int]
     turns: list[tuple[SamplingParams, list[int]]]
+    timing: int | None = None  # dialogues with the same number wait for the same times
 
 
 def dialogues(count: int, seed: int) -> list[Dialogue]:
@@ -53,6 +55,17 @@ def dialogues(count: int, seed: int) -> list[Dialogue]:
     for i in range(count):
         greedy, turns = bool(rng.integers(2)), int(rng.integers(2, 6))
         made.append(Dialogue(f"d{i}", prompts[rng.integers(PROMPTS)], [turn(greedy) for _ in range(turns)]))
+    return made
+
+
+def families(count: int, seed: int) -> list[Dialogue]:
+    """Dialogues in threes, whose first turns and replies are alike, as a group's often are."""
+    made = []
+    for number, (elder, *others) in enumerate(zip(*[iter(dialogues(3 * count, seed))] * 3, strict=True)):
+        made.append(replace(elder, timing=number))
+        for alike, other in enumerate(others, start=1):
+            turns = elder.turns[:alike] + other.turns
+            made.append(Dialogue(other.name, elder.prompt, turns, number))
     return made
 
 
@@ -113,7 +126,8 @@ class Traffic:
         places = asyncio.Semaphore(most_at_once)
 
         async def run(number: int, dialogue: Dialogue) -> None:
-            rng = np.random.default_rng([self.seed, 2, number])
+            timing = number if dialogue.timing is None else dialogue.timing
+            rng = np.random.default_rng([self.seed, 2, timing])
             await self._wait(rng, len(all_dialogues) * self.most_yields)
             async with places:
                 try:
@@ -233,6 +247,27 @@ def test_every_turn_is_that_of_the_dialogue_alone(random_policy: tuple[Any, Any]
     traffic.run(chosen, most_at_once=6)
     assert set(traffic.happened) == {*ALL, "given up"}
     assert expected.assert_equal(chosen, traffic) > 80
+
+
+def test_turns_that_are_alike_are_read_once_and_sampled_alone(
+    random_policy: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dialogues that go on alike after a reply are read by one of them, and are those of each alone all the same."""
+    chosen = families(16, SEED)
+    sampler = TransformersSampler(*random_policy, max_rows=9)
+    read, shared = sampler._read, 0
+
+    def count(groups: Sequence[list[Row]]) -> None:
+        nonlocal shared
+        shared += sum(len(group) - 1 for group in groups if group[0].cached)
+        read(groups)
+
+    monkeypatch.setattr(sampler, "_read", count)
+    few = {event: chance / 4 for event, chance in ALL.items()}
+    traffic = Traffic(sampler, seed=0, chance=few)
+    traffic.run(chosen, most_at_once=9)
+    assert shared > 10
+    assert Alone(random_policy).assert_equal(chosen, traffic) > 100
 
 
 @pytest.mark.slow
