@@ -92,7 +92,7 @@ class Batch:
         """Pieces of at most ``size`` trajectories, each with its rows in the batch.
 
         Trajectories of similar length go together, so that there is little padding; with ``by_group`` those of a group,
-        whose prompt is then computed once.
+        which have their beginning in common.
         """
         order = torch.argsort(self.lengths, descending=True, stable=True)
         if by_group:
