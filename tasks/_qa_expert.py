@@ -1,18 +1,22 @@
 """A scripted expert for question answering with a search tool: demonstrations from questions and passages alone.
 
-It searches for the question itself, and for each gold title that the passages do not have yet, quotes the sentence that
+It searches for the question itself, and for each gold title that the passages do not have yet, names the passage that
 holds an answer, and answers. Where the passages never hold one, there is nothing to imitate, and it gives up.
+
+It does not quote a sentence: each quoted word is one more to sample, and one more that the reward cannot tell from the
+answer. docs/recipes/smollm2.md has the figures of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 from sorl_env.rewards import normalize_answer
 from sorl_env.task import Example
 
-LONGEST_QUOTE = 240  # characters
 CHOICES = ("yes", "no")  # answers that follow from passages without being in them
+_LABEL = re.compile(r"(Doc \d+) \(.*?\): ")
 
 
 def qa_expert(example: Example, observations: Sequence[str]) -> str | None:
@@ -28,9 +32,9 @@ def qa_expert(example: Example, observations: Sequence[str]) -> str | None:
         if normalize_answer(answer) in CHOICES and gold_titles(example):
             names = " and ".join(gold_titles(example))
             return f"<think> The passages about {names} tell. </think>\n<answer> {answer} </answer>"
-        quote = _sentence_with(answer, example.question, observations)
-        if quote is not None:
-            return f"<think> A passage says: {quote} </think>\n<answer> {answer} </answer>"
+        passage = _passage_with(answer, example.question, observations)
+        if passage is not None:
+            return f"<think> {passage} says it. </think>\n<answer> {answer} </answer>"
     return None
 
 
@@ -53,22 +57,25 @@ def _missing(example: Example, observations: Sequence[str]) -> list[str]:
     return [title for title in gold_titles(example) if f"({title.lower()}):" not in seen]
 
 
-def _sentence_with(answer: str, question: str, observations: Sequence[str]) -> str | None:
-    """Of the sentences that hold the answer as whole words, the first with the most words of the question; or None."""
+def _passage_with(answer: str, question: str, observations: Sequence[str]) -> str | None:
+    """The passage, such as ``Doc 2``, with the best of the sentences that hold the answer as whole words; or None.
+
+    The best sentence has the most words of the question; of equal ones it is the first.
+    """
     wanted, asked = normalize_answer(answer).split(), set(normalize_answer(question).split())
     best: tuple[int, str | None] = (-1, None)
-    for sentence in (part for text in observations for part in _sentences(text)):
+    for passage, sentence in (pair for text in observations for pair in _sentences(text)):
         words = normalize_answer(sentence).split()
         holds = any(words[at : at + len(wanted)] == wanted for at in range(len(words))) if wanted else False
         if holds and len(asked.intersection(words)) > best[0]:
-            best = (len(asked.intersection(words)), sentence)
+            best = (len(asked.intersection(words)), passage)
     return best[1]
 
 
-def _sentences(text: str) -> list[str]:
-    """The sentences of an observation, whose lines are ``Doc 1 (Title): text``; too long ones are left out."""
-    found = []
+def _sentences(text: str) -> Iterator[tuple[str, str]]:
+    """The passages of an observation, whose lines are ``Doc 1 (Title): text``, with each of their sentences."""
     for line in text.splitlines():
-        passage = line.split("): ", 1)[-1]
-        found += [part.strip(" .") + "." for part in passage.split(". ") if part.strip(" .")]
-    return [sentence for sentence in found if len(sentence) <= LONGEST_QUOTE and "<" not in sentence]
+        label = _LABEL.match(line)
+        name, passage = (label[1], line[label.end() :]) if label else ("A passage", line)
+        for sentence in passage.split(". "):
+            yield name, sentence
