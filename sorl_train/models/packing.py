@@ -250,6 +250,11 @@ def attention(
             module, query, key, value, attention_mask, **kwargs
         )
         return found
+    unknown = [name for name, value in kwargs.items() if name not in PLAIN and value is not None]
+    if unknown or kwargs.get(
+        "dropout"
+    ):  # such as the cap of Gemma 2's scores: packed rows would do without it
+        raise TypeError(f"packed rows know no attention with {', '.join(unknown) or 'dropout'}")
     outputs = [
         _attend(
             block, query, key, value, packed.positions[0], kwargs.get("sliding_window"), kwargs.get("scaling")

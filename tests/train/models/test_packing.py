@@ -179,6 +179,20 @@ def test_trees_of_any_shape(worth: int, monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(gradients, padded_gradients, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("extra", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.1}])
+def test_an_attention_that_packed_rows_do_not_know_is_refused(extra: dict[str, Any]) -> None:
+    """A model that asks for it keeps padded rows, as ``try_packing`` takes the error for an answer."""
+    token_ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
+    packed = packing.pack(token_ids, torch.tensor([[0, 0, 1], [0, 0, 1]], dtype=torch.bool))
+    assert packed is not None
+    heads = torch.zeros(1, 2, packed.token_ids.shape[1], 4)
+    packing.attention(
+        None, heads, heads, heads, None, packed=packed, scaling=0.5, sliding_window=None, softcap=None
+    )
+    with pytest.raises(TypeError, match=next(iter(extra))):
+        packing.attention(None, heads, heads, heads, None, packed=packed, **extra)
+
+
 def test_rows_that_would_gain_nothing_stay_padded() -> None:
     token_ids = torch.arange(30).view(3, 10)
     mask = torch.zeros(3, 9, dtype=torch.bool)
