@@ -83,13 +83,14 @@ class RowCache:
         self.lengths[[a, b]] = self.lengths[[b, a]]
 
     @torch.inference_mode()
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy rows into empty rows, pair by pair."""
+    def copy(self, sources: Sequence[int], targets: Sequence[int], most: int | None = None) -> None:
+        """Copy rows, or at most so many of their first tokens, into empty rows, pair by pair."""
         assert not self.lengths[targets].any(), (
             f"rows {targets} are not empty: {self.lengths[targets]} tokens"
         )
-        self.lengths[targets] = self.lengths[sources]
-        width = int(self.lengths[targets].max())
+        lengths = self.lengths[sources]
+        self.lengths[targets] = lengths if most is None else np.minimum(lengths, most)
+        width = int(self.lengths[targets].max(initial=0))
         self.data[:, :, targets, :, :width] = self.data[:, :, sources, :, :width]
 
     def move(self, source: int, target: int) -> None:

@@ -4,7 +4,7 @@ Each trajectory in flight owns one row of a key-value cache from its first token
 its new tokens. Decoding rows are kept in front, in the slots ``[0, num_active)``: a decoding step is one forward pass
 over a contiguous part of the cache. Finished rows leave that part at once, and rows that wait for a tool cost nothing.
 New and returning rows are prefilled together. Rows with the same tokens so far, as a group has at its prompt and often
-after a first search, are read once.
+after a first search, are read once, and so is the instruction that new prompts begin with.
 
 A row is dropped when its turn does not end properly, because its caller is cancelled or its trajectory is released.
 When the model raises, all rows are dropped. The next turn of such a trajectory reads all of its tokens again.
@@ -24,11 +24,14 @@ from torch import Tensor
 from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_env.tokens import Tokenizer
 from sorl_train.models.forward import autocast, compute_copy, compute_dtype
+from sorl_train.rollout.draw import draw
 from sorl_train.rollout.kv_cache import COLUMNS, RowCache, feed
 from sorl_train.rollout.slots import Row, Slots
 
 # Tokens (rows x columns) of one prefill pass: on a CPU as many as fit its cache, on a GPU enough to keep it busy.
 CPU_PREFILL, GPU_PREFILL = 2048, 16384
+# A beginning of at least so many tokens that new prompts have in common, or have in common with a row, is read once.
+LONG_BEGINNING = 32
 # A cache of at most this many bytes is kept between batches: for a tiny policy, touching new memory takes a tenth of
 # the rollout. A larger cache is freed for the update.
 KEPT_CACHE = 1 << 28
@@ -194,6 +197,7 @@ class TransformersSampler:
 
     def _prefill(self) -> None:
         """Feed the pending tokens of all waiting rows, similar lengths together, and sample their first tokens."""
+        self._read_beginning([row for row in self._waiting if not row.cached])
         # rows of a group wait for the same prompt, and after the same first turn for the same reply: one reads for all
         readers: dict[tuple[int, ...], list[Row]] = {}
         for row in sorted(self._waiting, key=lambda row: -len(row.pending)):
@@ -205,6 +209,32 @@ class TransformersSampler:
             count = max(1, limit // len(groups[0][0].pending))
             self._read(groups[:count])
             groups = groups[count:]
+
+    def _read_beginning(self, rows: Sequence[Row]) -> None:
+        """Give new rows the longest beginning that all of them have in common; at least one token is left to each.
+
+        It comes from a row that has read it, or else the first of them reads it.
+        """
+        prompts = sorted({tuple(row.pending) for row in rows})
+        if not prompts:
+            return
+        # of sorted prompts, what the first and the last have in common is common to all
+        length = min(_common(prompts[0], prompts[-1]), min(map(len, prompts)) - 1)
+        beginning = prompts[0][:length]
+        source = max(self._slots.all_rows(), key=lambda row: _common(row.cached, beginning))
+        found = _common(source.cached, beginning)
+        if found < LONG_BEGINNING:
+            if length < LONG_BEGINNING or len(prompts) == 1:
+                return
+            source, found = rows[0], length
+            whole, source.pending = source.pending, list(beginning)
+            self._forward(self._slots.activate([source]))
+            self._slots.deactivate(source)
+            source.pending = whole[found:]
+        copies = [row for row in rows if row is not source]
+        self._cache.copy([source.slot] * len(copies), [row.slot for row in copies], found)
+        for row in copies:
+            row.cached, row.pending = row.pending[:found], row.pending[found:]
 
     def _read(self, groups: Sequence[list[Row]]) -> None:
         """One prefill pass over groups of rows; the rows of a group have the same tokens, cached and pending."""
@@ -236,7 +266,7 @@ class TransformersSampler:
     def _accept(self, rows: Sequence[Row], logits: Tensor) -> None:
         """Sample the next token of each of ``rows``, and reply where it ends a turn."""
         finished = []
-        for row, token, log_prob in zip(rows, *_draw(logits, rows), strict=True):
+        for row, token, log_prob in zip(rows, *draw(logits, rows), strict=True):
             row.drawn.append(token)
             row.log_probs.append(log_prob)
             row.pending = [token]
@@ -259,41 +289,10 @@ class TransformersSampler:
             self._slots.deactivate(row)
 
 
-@torch.inference_mode()
-def _draw(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
-    """Sample one token for each row from logits (b, V).
-
-    Returns the tokens and their log-probabilities, after the temperature and before ``top_p``.
-    """
-    temperatures = [row.params.temperature for row in rows]
-    scale = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
-    log_probs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
-    if not any(temperatures):
-        tokens = log_probs.argmax(dim=-1)
-    else:
-        uniforms = torch.tensor(
-            [row.draws.random() if row.params.temperature else 0.0 for row in rows],
-            dtype=torch.float64,
-            device=logits.device,
-        )
-        probs = _nucleus(log_probs.exp(), [row.params.top_p for row in rows])
-        cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-        points = (uniforms * cumulative[:, -1])[:, None]
-        tokens = torch.searchsorted(cumulative, points, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
-        if not all(temperatures):
-            greedy = torch.tensor([not t for t in temperatures], device=logits.device)
-            tokens = torch.where(greedy, log_probs.argmax(dim=-1), tokens)
-    return tokens.tolist(), log_probs.gather(-1, tokens[:, None])[:, 0].tolist()
-
-
-def _nucleus(probs: Tensor, top_p: Sequence[float]) -> Tensor:
-    """Zero all but the most likely tokens whose probabilities add up to ``top_p`` (the first one always stays)."""
-    if all(p >= 1.0 for p in top_p):
-        return probs
-    limits = torch.tensor(top_p, dtype=torch.float64, device=probs.device)[:, None]
-    ordered, order = probs.double().sort(dim=-1, descending=True, stable=True)
-    ordered[(ordered.cumsum(dim=-1) - ordered) >= limits] = 0.0
-    return torch.zeros_like(ordered).scatter(-1, order, ordered)
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    length = min(len(one), len(other))
+    return next((place for place in range(length) if one[place] != other[place]), length)
 
 
 def _eos_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:

@@ -62,6 +62,10 @@ class Slots:
         """The row of a session, if it has one."""
         return self._rows.get(session)
 
+    def all_rows(self) -> list[Row]:
+        """All rows, decoding or not."""
+        return list(self._rows.values())
+
     def admit(self, session: str) -> Row:
         """Give a session its row, in a free slot.
 

@@ -18,7 +18,8 @@ from sorl_env.trajectory import Trajectory
 from sorl_train.learner.batch import collate
 from sorl_train.models.forward import action_stats
 from sorl_train.models.policy import load_policy, load_tokenizer
-from sorl_train.rollout.sampler import TransformersSampler, _draw, _StopTokens
+from sorl_train.rollout.draw import draw
+from sorl_train.rollout.sampler import TransformersSampler, _StopTokens
 from sorl_train.rollout.slots import Row
 
 
@@ -183,6 +184,38 @@ def test_a_group_reads_the_reply_to_the_same_turn_once(tiny_folder: str) -> None
     assert len({tuple(tokens) for tokens in ended}) > 2
 
 
+def test_what_prompts_begin_with_is_read_once(tiny_folder: str) -> None:
+    """Three prompts with one instruction, then a fourth: each is sampled as if it were alone."""
+    model, tokenizer = load_policy(tiny_folder), load_tokenizer(tiny_folder)
+    instruction = [5 + i % 20 for i in range(40)]
+    prompts = [instruction + rest for rest in ([7, 8], [7, 9, 10], [11], [12, 13, 14])]
+    read: list[tuple[int, ...]] = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+
+    async def turns(sampler: TransformersSampler, *batches: Sequence[int]) -> list[SampledTurn]:
+        found: list[SampledTurn] = []
+        for batch in batches:
+            read.append((0, 0))
+            asked = (sampler.generate(f"{i}", prompts[i], SamplingParams(6, seed=i)) for i in batch)
+            found += await asyncio.gather(*asked)
+        return found
+
+    together = TransformersSampler(model, tokenizer, 4)
+    with together.session():
+        found = asyncio.run(turns(together, [0, 1, 2], [3]))
+    second = read.index((0, 0), 1)
+    assert read[1:3] == [(1, 40), (3, 3)]
+    assert read[second + 1] == (1, 3)  # it has the instruction from one of the rows
+    for number, turn in enumerate(found):
+        alone = TransformersSampler(model, tokenizer, 1)
+        with alone.session():
+            (expected,) = asyncio.run(turns(alone, [number]))
+        assert turn.token_ids == expected.token_ids
+        np.testing.assert_allclose(turn.log_probs, expected.log_probs, atol=1e-5)
+
+
 def test_what_a_sampler_did_before_leaves_no_trace(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
     """A resumed run starts with a small cache, the run it repeats had a grown one: not a bit may differ."""
     model, tokenizer = load_policy(tiny_folder), load_tokenizer(tiny_folder)
@@ -244,9 +277,9 @@ class Uniform:
         return self.value
 
 
-def draw(probs: list[float], uniform: float, **params: Any) -> tuple[int, float]:
+def draw_one(probs: list[float], uniform: float, **params: Any) -> tuple[int, float]:
     row = Row("s", 0, params=SamplingParams(1, **params), draws=Uniform(uniform))  # type: ignore[arg-type]
-    tokens, log_probs = _draw(torch.tensor([probs]).log(), [row])
+    tokens, log_probs = draw(torch.tensor([probs]).log(), [row])
     return tokens[0], log_probs[0]
 
 
@@ -254,19 +287,19 @@ def draw(probs: list[float], uniform: float, **params: Any) -> tuple[int, float]
     ("uniform", "token"), [(0.0, 0), (0.099, 0), (0.101, 1), (0.299, 1), (0.31, 2), (0.9999, 2)]
 )
 def test_draw_inverts_the_cumulative_distribution(uniform: float, token: int) -> None:
-    drawn, log_prob = draw([0.1, 0.2, 0.7], uniform)
+    drawn, log_prob = draw_one([0.1, 0.2, 0.7], uniform)
     assert drawn == token
     assert log_prob == pytest.approx(np.log([0.1, 0.2, 0.7][token]), abs=1e-6)
 
 
 def test_draw_greedy_and_nucleus() -> None:
-    assert draw([0.1, 0.2, 0.7], 0.0, temperature=0.0)[0] == 2
+    assert draw_one([0.1, 0.2, 0.7], 0.0, temperature=0.0)[0] == 2
     # the nucleus of .8 holds .7 and .2: a low number draws the first of them, never token 0
-    assert draw([0.1, 0.2, 0.7], 0.01, top_p=0.8)[0] == 1
-    assert draw([0.1, 0.2, 0.7], 0.01, top_p=0.5)[0] == 2
+    assert draw_one([0.1, 0.2, 0.7], 0.01, top_p=0.8)[0] == 1
+    assert draw_one([0.1, 0.2, 0.7], 0.01, top_p=0.5)[0] == 2
     # temperature 2 flattens: the log-probability is that of the scaled distribution
     root = np.sqrt([0.1, 0.2, 0.7])
-    assert draw([0.1, 0.2, 0.7], 0.99, temperature=2.0)[1] == pytest.approx(
+    assert draw_one([0.1, 0.2, 0.7], 0.99, temperature=2.0)[1] == pytest.approx(
         np.log(root[2] / root.sum()), abs=1e-6
     )
 

@@ -51,10 +51,13 @@ def dialogues(count: int, seed: int) -> list[Dialogue]:
         return params, tokens(20)
 
     prompts = [tokens(60) for _ in range(PROMPTS)]
+    prompts += [prompts[0][:9] + tokens(20), prompts[0][:9], prompts[0] + tokens(4)]
     made = []
     for i in range(count):
         greedy, turns = bool(rng.integers(2)), int(rng.integers(2, 6))
-        made.append(Dialogue(f"d{i}", prompts[rng.integers(PROMPTS)], [turn(greedy) for _ in range(turns)]))
+        made.append(
+            Dialogue(f"d{i}", prompts[rng.integers(len(prompts))], [turn(greedy) for _ in range(turns)])
+        )
     return made
 
 
@@ -234,6 +237,12 @@ class Alone:
                     wrong.append((dialogue.name, number, turn, expected))
         assert not wrong, f"{len(wrong)} of {compared} turns differ, the first: {wrong[0]}"
         return compared
+
+
+@pytest.fixture(autouse=True)
+def short_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts here are short; what they have in common is read once all the same."""
+    monkeypatch.setattr("sorl_train.rollout.sampler.LONG_BEGINNING", 3)
 
 
 @pytest.fixture(scope="module")
