@@ -4,7 +4,8 @@
 
 - A group of 8 trajectories that share a prompt, forward and backward (an update) and forward alone (scoring), in padded
   rows and packed. The prompt is as long as that of ``smollm2_hotpotqa`` (about 230 tokens), the rest 220 to 420 tokens,
-  of which the policy wrote 90: a thought with a query, an observation, an answer.
+  of which the policy wrote 90: a thought with a query, an observation, an answer. Then such a group whose rollouts
+  all searched for the same, of as many tokens: only their answers are their own.
 - Decoding steps of 8 and 32 dialogues of 250 tokens in float32, in bfloat16 under autocast, and in bfloat16 with
   matrices that were cast once.
 
@@ -27,7 +28,7 @@ from sorl_train.models import packing
 from sorl_train.models.forward import action_stats, autocast, compute_copy
 from sorl_train.rollout.kv_cache import RowCache, feed
 
-GROUP, PROMPT, SHORTEST, LONGEST = 8, 230, 220, 420
+GROUP, PROMPT, SHORTEST, LONGEST, ANSWER = 8, 230, 220, 420, 40
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -50,23 +51,30 @@ def smollm2(layers: int) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def group() -> tuple[Tensor, Tensor]:
-    """Token ids (B, L) of a group's trajectories, and the mask (B, T) of what the policy wrote."""
-    lengths = [PROMPT + int(rest) for rest in torch.linspace(SHORTEST, LONGEST, GROUP)]
+def group(alike: bool = False) -> tuple[Tensor, Tensor]:
+    """Token ids (B, L) of a group's trajectories, and the mask (B, T) of what the policy wrote.
+
+    Args:
+        alike: whether all searched for the same, so that all but their answers is equal, and their lengths are.
+    """
+    rest = [(SHORTEST + LONGEST) / 2] * GROUP if alike else torch.linspace(SHORTEST, LONGEST, GROUP).tolist()
+    lengths = [PROMPT + int(tokens) for tokens in rest]
     token_ids = torch.randint(3, 49152, (GROUP, max(lengths)))
-    token_ids[:, :PROMPT] = token_ids[0, :PROMPT]
+    shared = lengths[0] - ANSWER if alike else PROMPT
+    token_ids[:, :shared] = token_ids[0, :shared]
     mask = torch.zeros(GROUP, max(lengths) - 1, dtype=torch.bool)
     for row, length in enumerate(lengths):
         mask[row, PROMPT - 1 : PROMPT + 49] = True
-        mask[row, length - 40 : length - 1] = True
+        mask[row, length - ANSWER : length - 1] = True
     return token_ids, mask
 
 
 def rows(model: Any, dtype: str, train: bool) -> dict[str, Step]:
-    """A pass over the group in padded and in packed rows."""
-    token_ids, mask = group()
+    """A pass over the group in padded and in packed rows, and over one with equal first turns in packed rows."""
+    different, equal = group(), group(alike=True)
 
-    def step(attention: str) -> None:
+    def step(attention: str, rows: tuple[Tensor, Tensor] = different) -> None:
+        token_ids, mask = rows
         model.set_attn_implementation(attention)
         with torch.set_grad_enabled(train), autocast(dtype, torch.device("cpu")):
             stats = action_stats(model, token_ids, mask, entropy=train)
@@ -74,7 +82,11 @@ def rows(model: Any, dtype: str, train: bool) -> dict[str, Step]:
                 stats.log_probs.sum().backward()
         model.zero_grad()
 
-    return {"padded": lambda: step("sdpa"), "packed": lambda: step(packing.PACKED)}
+    return {
+        "padded": lambda: step("sdpa"),
+        "packed": lambda: step(packing.PACKED),
+        "packed, first turns alike": lambda: step(packing.PACKED, equal),
+    }
 
 
 def decoding(model: Any, dialogues: int, steps: int = 8) -> dict[str, Step]:
