@@ -19,13 +19,14 @@ from matplotlib import pyplot as plt
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 # What the panels show, and what a reader may want to look up.
-SUCCESS, SAMPLED, VALID, KL = "eval/success", "rollout/success", "rollout/valid_turn_rate", "loss/approx_kl"
+SUCCESS, SAMPLED, VALID = "eval/success", "rollout/success", "rollout/valid_turn_rate"
+KL, KL_AFTER = "loss/approx_kl", "loss/trust_kl"
 KEPT = (
     SUCCESS,
     SAMPLED,
     VALID,
     KL,
-    "loss/trust_kl",
+    KL_AFTER,
     "loss/trust_scale",
     "loss/trust_moves_back",
     "time/step_s",
@@ -44,7 +45,7 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
     panels: tuple[Mapping[str, str], ...] = (
         {SUCCESS: "held-out questions, greedy", SAMPLED: "training questions, sampled"},
         {VALID: "valid turns"},
-        {KL: "KL to the policy that sampled"},
+        {KL: "KL to the policy that sampled", KL_AFTER: "after the batch"},
     )
     for axis, panel in zip(axes, panels, strict=True):
         for name, label in panel.items():
