@@ -9,14 +9,12 @@ answer. docs/recipes/smollm2.md has the figures of both.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from sorl_env.rewards import normalize_answer
 from sorl_env.task import Example
 
 CHOICES = ("yes", "no")  # answers that follow from passages without being in them
-_LABEL = re.compile(r"(Doc \d+) \(.*?\): ")
 
 
 def qa_expert(example: Example, observations: Sequence[str]) -> str | None:
@@ -75,7 +73,9 @@ def _passage_with(answer: str, question: str, observations: Sequence[str]) -> st
 def _sentences(text: str) -> Iterator[tuple[str, str]]:
     """The passages of an observation, whose lines are ``Doc 1 (Title): text``, with each of their sentences."""
     for line in text.splitlines():
-        label = _LABEL.match(line)
-        name, passage = (label[1], line[label.end() :]) if label else ("A passage", line)
+        title, found, passage = line.partition("): ")
+        name = title.partition(" (")[0]
+        if not (found and name.startswith("Doc ") and name.removeprefix("Doc ").isdecimal()):
+            name, passage = "A passage", line
         for sentence in passage.split(". "):
             yield name, sentence
