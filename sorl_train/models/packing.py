@@ -94,9 +94,8 @@ def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
     present = columns.any(dim=1).nonzero()[:, 0].tolist()
     if not present:
         return None
-    ends = {
-        row: int(columns[row].nonzero()[-1, 0]) + 1 for row in present
-    }  # no one reads the last token's state
+    # the state of a token scores the next one, so that of the last is not read
+    ends = {row: int(columns[row].nonzero()[-1, 0]) + 1 for row in present}
     tree = _Tree(rows, ends)
     if tree.count > SAVES * len(rows) * (rows.shape[1] - 1):
         return None
@@ -193,7 +192,7 @@ def _rows_alike(own: list[Tensor], behind: list[Tensor]) -> list[list[int]]:
     """Rows of attention, with and without a shared beginning apart, in lists of similar lengths."""
     lists: list[list[int]] = []
     for shares in (False, True):
-        rows = [row for row, prefix in enumerate(behind) if len(own[row]) and bool(len(prefix)) == shares]
+        rows = [row for row, prefix in enumerate(behind) if bool(len(prefix)) == shares]
         longest = math.inf
         for row in sorted(rows, key=lambda row: -len(own[row])):
             if len(own[row]) < SHORTEST * longest:
@@ -251,9 +250,8 @@ def attention(
         )
         return found
     unknown = [name for name, value in kwargs.items() if name not in PLAIN and value is not None]
-    if unknown or kwargs.get(
-        "dropout"
-    ):  # such as the cap of Gemma 2's scores: packed rows would do without it
+    # such as the cap of Gemma 2's scores, which packed rows would do without
+    if unknown or kwargs.get("dropout"):
         raise TypeError(f"packed rows know no attention with {', '.join(unknown) or 'dropout'}")
     outputs = [
         _attend(

@@ -99,10 +99,8 @@ def _try_packing(
     with _undisturbed(model), short_spans(model, SPAN):
         rows = _random_rows(model, max_tokens)
         length = len(rows[0])
-        for shared in (
-            length // 2,
-            length * 3 // 4,
-        ):  # two rows with the prompt of the first, one with its turn, too
+        # two rows with the prompt of the first, one of them with its turn, too
+        for shared in (length // 2, length * 3 // 4):
             rows.append(torch.cat([rows[0][:shared], rows[1].repeat(2)])[:length])
         own = [alone(model, row) for row in rows]
         packing.enable_packing(model)
