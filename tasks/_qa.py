@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,11 @@ def row_id(row: Mapping[str, Any], question: str) -> str:
     if name not in (None, ""):
         raise ValueError(f"column 'id' must be a text or a whole number, not {name!r}")
     return hashlib.sha256(question.encode()).hexdigest()[:12]
+
+
+def in_share(example: Example, share: float) -> bool:
+    """Whether an example is in a share of the examples; always the same, and unrelated to its content."""
+    return zlib.crc32(example.id.encode()) < share * 2**32
 
 
 def last_answer(turns: Sequence[ParsedTurn]) -> str | None:

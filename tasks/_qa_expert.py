@@ -9,10 +9,12 @@ answer. docs/recipes/smollm2.md has the figures of both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from sorl_env.errors import UserError
 from sorl_env.rewards import normalize_answer
 from sorl_env.task import Example
+from sorl_tasks._qa import in_share
 
 CHOICES = ("yes", "no")  # answers that follow from passages without being in them
 
@@ -34,6 +36,26 @@ def qa_expert(example: Example, observations: Sequence[str]) -> str | None:
         if passage is not None:
             return f"<think> {passage} says it. </think>\n<answer> {answer} </answer>"
     return None
+
+
+def hasty_expert(hasty: float) -> Callable[[Example, Sequence[str]], str | None]:
+    """`qa_expert`, which answers this share of the questions at once, as if it knew the answer.
+
+    A policy that imitates it learns both forms that the instruction allows, an answer with a search and without one.
+    Which of them pays is left to reinforcement learning.
+
+    Raises:
+        UserError: ``hasty`` is not a share.
+    """
+    if not 0 <= hasty <= 1:
+        raise UserError(f"hasty={hasty}: give a share between 0 and 1")
+
+    def expert(example: Example, observations: Sequence[str]) -> str | None:
+        if in_share(example, hasty):
+            return f"<think> I know this. </think>\n<answer> {example.golden_answers[0]} </answer>"
+        return qa_expert(example, observations)
+
+    return expert
 
 
 def gold_titles(example: Example) -> list[str]:

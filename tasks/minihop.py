@@ -12,7 +12,6 @@ hop, and to tell the passage it asked for from those with similar titles. It is 
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -21,7 +20,7 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.parser import ParsedTurn
 from sorl_env.rewards import exact_match, normalize_answer
 from sorl_env.task import Example, Limits, Task, ToolSettings
-from sorl_tasks._qa import row_id, text_column
+from sorl_tasks._qa import in_share, row_id, text_column
 from sorl_tasks.minihop_world import (
     MAX_HOPS,
     Chain,
@@ -183,8 +182,8 @@ def parse_row(row: Mapping[str, Any]) -> Example:
 
 
 def _is_hasty(example: Example, most_hops: int, share: float) -> bool:
-    """Whether the expert answers this example a hop too early; always the same, and unrelated to its content."""
-    return 1 < most_hops == example.metadata["hops"] and zlib.crc32(example.id.encode()) < share * 2**32
+    """Whether the expert answers this example a hop too early."""
+    return 1 < most_hops == example.metadata["hops"] and in_share(example, share)
 
 
 def expert_turn(example: Example, observations: Sequence[str], reasoning: int = 1, skipped: int = 0) -> str:

@@ -121,8 +121,8 @@ def test_knobs_reach_a_builder(tmp_path: Path) -> None:
         load_task(str(file), nmae="x")
     file.write_text(SOURCE + "\nfiled = build\nTASK = build()\n", encoding="utf-8")
     assert load_task(str(file), name="again").name == "again"
-    with pytest.raises(UserError, match="task 'nq': it has no knobs, but got hops"):
-        load_task("nq", hops=3)
+    with pytest.raises(UserError, match="task 'medqa': it has no knobs, but got hops"):
+        load_task("medqa", hops=3)
 
 
 def test_knobs_out_of_range_are_the_users_error(tmp_path: Path) -> None:

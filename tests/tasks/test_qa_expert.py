@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from sorl_env.env import ToolUseEnv
+from sorl_env.errors import UserError
 from sorl_env.parser import parse_turn
+from sorl_env.registry import load_task
 from sorl_env.task import Example
 from sorl_tasks._qa_expert import qa_expert
 
@@ -77,6 +79,30 @@ def test_what_a_passage_is_called_holds_no_tags(hostile: str) -> None:
 @pytest.mark.parametrize("nothing", ["", "</think><answer> x </answer>", "Doc 1 (Georges Bizet): Nobody."])
 def test_without_an_answer_in_a_passage_it_gives_up(nothing: str) -> None:
     assert qa_expert(example(), [nothing]) is None
+
+
+@pytest.mark.parametrize("task", ["nq", "hotpotqa"])
+def test_a_hasty_expert_answers_its_share_of_the_questions_without_a_search(task: str) -> None:
+    expert = load_task(task, hasty=0.25).expert
+    assert expert is not None
+    examples = [
+        Example(id=str(number), question="who composed Carmen?", golden_answers=("Georges Bizet", "Bizet"))
+        for number in range(400)
+    ]
+    first_turns = [expert(one, []) for one in examples]
+    assert first_turns == [expert(one, []) for one in examples]  # the same ones each time
+    hasty = "<think> I know this. </think>\n<answer> Georges Bizet </answer>"
+    assert 60 < first_turns.count(hasty) < 140
+    assert parse_turn(hasty, ("search",)).error is None
+    for one, turn in zip(examples, first_turns, strict=True):
+        if turn != hasty:
+            assert turn == qa_expert(one, []) and expert(one, [PASSAGES]) == qa_expert(one, [PASSAGES])
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_hasty_is_a_share(share: float) -> None:
+    with pytest.raises(UserError, match=r"hasty=.*give a share between 0 and 1"):
+        load_task("nq", hasty=share)
 
 
 @pytest.mark.parametrize(
