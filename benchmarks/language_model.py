@@ -25,7 +25,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sorl_train.models import packing
-from sorl_train.models.forward import action_stats, autocast, compute_copy
+from sorl_train.models.compute_copy import compute_copy
+from sorl_train.models.forward import action_stats, autocast
 from sorl_train.rollout.kv_cache import RowCache, feed
 
 GROUP, PROMPT, SHORTEST, LONGEST, ANSWER = 8, 230, 220, 420, 40
@@ -91,12 +92,12 @@ def rows(model: Any, dtype: str, train: bool) -> dict[str, Step]:
 
 def decoding(model: Any, dialogues: int, steps: int = 8) -> dict[str, Step]:
     """Decoding steps of dialogues that have 250 tokens."""
-    cast = compute_copy(model, torch.bfloat16)
     sides: dict[str, Step] = {}
     for name, (decoder, dtype) in {
         "float32": (model, "float32"),
         "bfloat16": (model, "bfloat16"),
-        "bfloat16, cast once": (cast, "bfloat16"),
+        "float32, prepared": (compute_copy(model, torch.float32), "float32"),
+        "bfloat16, prepared": (compute_copy(model, torch.bfloat16), "bfloat16"),
     }.items():
         cache = RowCache(model, dialogues, DTYPES[dtype], 320)
         with torch.inference_mode(), autocast(dtype, torch.device("cpu")):

@@ -28,7 +28,8 @@ from losses import Step, measure
 from torch import Tensor, nn
 
 from sorl_train.models import packing
-from sorl_train.models.forward import action_stats, autocast, compute_copy
+from sorl_train.models.compute_copy import compute_copy
+from sorl_train.models.forward import action_stats, autocast
 from sorl_train.models.policy import load_policy
 from sorl_train.rollout.kv_cache import RowCache, feed
 
@@ -94,7 +95,7 @@ def update(model: Any, dtype: str, lengths: list[int], prompt: int) -> tuple[Ste
 
 def decoding(model: Any, dtype: str, dialogues: int) -> Step:
     """One token of each dialogue, all of which have the same context."""
-    decoder = compute_copy(model, DTYPES[dtype]) if dtype == "bfloat16" else model
+    decoder = compute_copy(model, DTYPES[dtype])
     decoder.set_attn_implementation("sdpa")
     cache = RowCache(decoder, dialogues, DTYPES[dtype], CONTEXT + 8)
     with torch.inference_mode(), autocast(dtype, torch.device("cpu")):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from sorl_env.errors import UserError
 from sorl_train.config.run_settings import device_problem
@@ -45,23 +43,6 @@ def autocast(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
     """
     computed = compute_dtype(dtype, device)
     return nullcontext() if computed == torch.float32 else torch.autocast(device.type, dtype=computed)
-
-
-def compute_copy(model: Any, dtype: torch.dtype) -> Any:
-    """A model for many small forward passes under ``autocast``, such as decoding steps, with the weights of now.
-
-    Autocast casts every matrix in every pass. Here they are cast once, which computes the same bits. In float32 it is
-    the model itself.
-    """
-    if dtype == torch.float32:
-        return model
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    copied = copy.deepcopy(model, shared)
-    for module in copied.modules():
-        if isinstance(module, nn.Linear | Conv1D):  # a subclass may be GPT-2's layer or one with adapters
-            for name, weight in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(weight.detach().to(dtype), requires_grad=False))
-    return copied
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_env.tokens import Tokenizer
-from sorl_train.models.forward import autocast, compute_copy, compute_dtype
+from sorl_train.models.compute_copy import compute_copy
+from sorl_train.models.forward import autocast, compute_dtype
 from sorl_train.rollout.draw import draw
 from sorl_train.rollout.kv_cache import COLUMNS, RowCache, feed
 from sorl_train.rollout.slots import Row, Slots

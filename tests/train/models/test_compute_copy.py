@@ -1,0 +1,129 @@
+"""Matrices that are prepared once compute what the model computes, and leave the model as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from sorl_train.models import compute_copy as module
+from sorl_train.models.compute_copy import LARGE, compute_copy
+from sorl_train.models.forward import autocast
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+needs_packing = pytest.mark.skipif(
+    not module._packs(CPU, torch.float32), reason="oneDNN packs no matrices on this processor"
+)
+
+
+def models() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "llama": LlamaForCausalLM(LlamaConfig(**SIZES)),
+        "tied": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+        "biases": Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+        "gpt2": GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_embd=256, n_layer=2, n_head=4)),
+    }
+
+
+def packed_layers(model: nn.Module) -> list[str]:
+    return [name for name, layer in model.named_modules() if "forward" in vars(layer)]
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "tied", "biases", "gpt2"])
+def test_a_copy_computes_what_the_model_computes(name: str, dtype: str) -> None:
+    model = models()[name].eval()
+    for parameter in model.parameters():  # biases start at 0
+        parameter.data.add_(torch.randn_like(parameter) * 0.02)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    copied = compute_copy(model, getattr(torch, dtype))
+    assert packed_layers(copied) and not packed_layers(model)
+    for shape in ((1, 1), (3, 7), (2, 150)):
+        token_ids = torch.randint(0, 1000, shape)
+        with torch.inference_mode(), autocast(dtype, CPU):
+            wanted, found = (one(input_ids=token_ids).logits for one in (model, copied))
+        assert wanted.dtype == found.dtype
+        if dtype == "bfloat16":
+            assert torch.equal(wanted, found)
+        else:
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()  # the model itself still trains
+
+
+@needs_packing
+def test_only_large_matrices_of_plain_layers_are_packed() -> None:
+    class Adapted(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    side = int(LARGE**0.5)
+    model = nn.ModuleDict(
+        {
+            "large": nn.Linear(side, side),
+            "small": nn.Linear(side, side - 1),
+            "adapted": Adapted(side, side),
+        }
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        copied = compute_copy(model, dtype)
+        assert packed_layers(copied) == ["large"]
+        inputs = torch.randn(5, 2 * side)[:, ::2]  # not contiguous
+        with torch.inference_mode(), autocast(str(dtype).removeprefix("torch."), CPU):
+            for name in model:
+                torch.testing.assert_close(copied[name](inputs), model[name](inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_with_nothing_to_prepare_it_is_the_model_itself() -> None:
+    model = LlamaForCausalLM(
+        LlamaConfig(**{**SIZES, "vocab_size": 100, "hidden_size": 96, "intermediate_size": 256})
+    )
+    assert compute_copy(model, torch.float32) is model
+
+
+@needs_packing
+def test_a_layer_with_lora_keeps_its_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        models()["llama"], peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    ).eval()
+    token_ids = torch.randint(0, 1000, (2, 9))
+    for dtype in ("float32", "bfloat16"):
+        copied = compute_copy(model, getattr(torch, dtype))
+        assert any("base_layer" in name for name in packed_layers(copied))
+        with torch.inference_mode(), autocast(dtype, CPU):
+            wanted, found = (one(input_ids=token_ids).logits for one in (model, copied))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_without_packing_matrices_are_only_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an ARM processor, or a GPU."""
+    monkeypatch.setattr(module, "_packs", lambda device, dtype: False)
+    model = models()["llama"].eval()
+    assert compute_copy(model, torch.float32) is model
+    copied = compute_copy(model, torch.bfloat16)
+    assert not packed_layers(copied)
+    assert copied.lm_head.weight.dtype == torch.bfloat16 and model.lm_head.weight.dtype == torch.float32
+    token_ids = torch.randint(0, 1000, (2, 9))
+    with torch.inference_mode(), autocast("bfloat16", CPU):
+        assert torch.equal(copied(input_ids=token_ids).logits, model(input_ids=token_ids).logits)
