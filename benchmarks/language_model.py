@@ -24,7 +24,7 @@ from losses import Step, measure, show
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sorl_train.models import packing
+from sorl_train.models import packed_attention
 from sorl_train.models.compute_copy import compute_copy
 from sorl_train.models.forward import action_stats, autocast
 from sorl_train.rollout.kv_cache import RowCache, feed
@@ -85,8 +85,8 @@ def rows(model: Any, dtype: str, train: bool) -> dict[str, Step]:
 
     return {
         "padded": lambda: step("sdpa"),
-        "packed": lambda: step(packing.PACKED),
-        "packed, first turns alike": lambda: step(packing.PACKED, equal),
+        "packed": lambda: step(packed_attention.PACKED),
+        "packed, first turns alike": lambda: step(packed_attention.PACKED, equal),
     }
 
 

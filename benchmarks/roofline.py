@@ -27,7 +27,7 @@ from language_model import DTYPES, GROUP, smollm2
 from losses import Step, measure
 from torch import Tensor, nn
 
-from sorl_train.models import packing
+from sorl_train.models import packed_attention
 from sorl_train.models.compute_copy import compute_copy
 from sorl_train.models.forward import action_stats, autocast
 from sorl_train.models.policy import load_policy
@@ -83,7 +83,7 @@ def update(model: Any, dtype: str, lengths: list[int], prompt: int) -> tuple[Ste
         written = min(WRITTEN, (length - prompt) // 2)
         mask[row, prompt - 1 : prompt - 1 + written] = True
         mask[row, length - 1 - written : length - 1] = True
-    model.set_attn_implementation(packing.PACKED)
+    model.set_attn_implementation(packed_attention.PACKED)
 
     def step() -> None:
         with autocast(dtype, torch.device("cpu")):

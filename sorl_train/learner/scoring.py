@@ -12,7 +12,7 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.models.forward import action_stats, autocast
-from sorl_train.models.packing import packs
+from sorl_train.models.packed_attention import packs
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from sorl_train.losses.policy import LossOutput, LossStats, policy_loss
 from sorl_train.losses.sums import sum_over_ranks
 from sorl_train.losses.value import value_loss
 from sorl_train.models.forward import action_stats, autocast, disable_dropout
-from sorl_train.models.packing import packs
+from sorl_train.models.packed_attention import packs
 
 
 class _Totals:

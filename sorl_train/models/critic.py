@@ -13,6 +13,7 @@ from transformers import AutoModel
 from sorl_train.models import packing
 from sorl_train.models.attention import text_config
 from sorl_train.models.forward import pick_device
+from sorl_train.models.packed_attention import packs
 from sorl_train.models.policy import load_weights
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -38,7 +39,7 @@ class Critic(nn.Module):
         Returns:
             (B, T) float32, 0 off the mask.
         """
-        packed = packing.pack(token_ids, mask) if packing.packs(self.backbone) else None
+        packed = packing.pack(token_ids, mask) if packs(self.backbone) else None
         if packed is None:
             inputs = {"input_ids": token_ids[:, :-1], "use_cache": False}
         else:

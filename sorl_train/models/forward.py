@@ -13,6 +13,7 @@ from sorl_env.errors import UserError
 from sorl_train.config.run_settings import device_problem
 from sorl_train.losses.log_probs import TokenStats, token_log_probs
 from sorl_train.models import packing
+from sorl_train.models.packed_attention import packs
 
 
 def pick_device(name: str) -> torch.device:
@@ -78,7 +79,7 @@ def action_stats(
         token_ids: (B, L).
         mask: bool (B, T), T = L - 1.
     """
-    packed = packing.pack(token_ids, mask) if packing.packs(model) else None
+    packed = packing.pack(token_ids, mask) if packs(model) else None
     if packed is None:
         inputs = {"input_ids": token_ids[:, :-1], "use_cache": False}
         logits = picked_logits(model, lambda hidden: hidden[mask], inputs)  # (N, V)

@@ -21,20 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-PACKED = "sorl_packed"  # the name of the attention, in ``model.config._attn_implementation``
 SAVES = 0.9  # rows are packed where that leaves at most this share of the padded tokens
-PLAIN = {
-    "dropout",
-    "scaling",
-    "sliding_window",
-    "position_ids",
-    "use_cache",
-}  # a window is in the mask already
 WORTH_A_BRANCH = 8  # tokens that a common beginning must save
 SHORTEST = 0.8  # rows of attention are padded to one length down to this share of it
 
@@ -70,16 +58,6 @@ class Packed:
     where: Tensor
     blocks: tuple[Block, ...]
     restore: Tensor
-
-
-def packs(model: Any) -> bool:
-    """Whether ``enable_packing`` was called on the model."""
-    return getattr(getattr(model, "config", None), "_attn_implementation", None) == PACKED
-
-
-def enable_packing(model: Any) -> None:
-    """Let a model with torch's fast attention take packed rows, too; all else stays as it is."""
-    model.set_attn_implementation(PACKED)
 
 
 def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
@@ -227,89 +205,3 @@ def inputs(packed: Packed) -> dict[str, Any]:
         "use_cache": False,
         "packed": packed,
     }
-
-
-def attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packed: Packed | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of packed tokens, for transformers: (1, heads, N, d) to (1, N, heads, d). Of others as ever."""
-    if packed is None:
-        shares = query.shape[1] > key.shape[1] and kwargs.keys() <= PLAIN and not kwargs.get("dropout")
-        if shares and attention_mask is not None and attention_mask.shape[1] == 1:
-            output = _shared_heads(query, key, value, attention_mask, kwargs.get("scaling"))
-            return output.transpose(1, 2).contiguous(), None
-        found: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, **kwargs
-        )
-        return found
-    unknown = [name for name, value in kwargs.items() if name not in PLAIN and value is not None]
-    # such as the cap of Gemma 2's scores, which packed rows would do without
-    if unknown or kwargs.get("dropout"):
-        raise TypeError(f"packed rows know no attention with {', '.join(unknown) or 'dropout'}")
-    outputs = [
-        _attend(
-            block, query, key, value, packed.positions[0], kwargs.get("sliding_window"), kwargs.get("scaling")
-        )
-        for block in packed.blocks
-    ]
-    restored = torch.cat(outputs).index_select(0, packed.restore)
-    return restored[None].contiguous(), None
-
-
-def _attend(
-    block: Block,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    window: int | None,
-    scaling: float | None,
-) -> Tensor:
-    """Attention of one block's rows: (1, heads, N, d) to (R * W, heads, d)."""
-    rows, width = block.queries.shape
-
-    def pick(tensor: Tensor, index: Tensor) -> Tensor:
-        """(1, heads, N, d) -> (R, heads, columns, d)."""
-        chosen = tensor[0].index_select(1, index.flatten())
-        return chosen.view(len(chosen), rows, -1, tensor.shape[-1]).transpose(0, 1)
-
-    queries, keys, values = pick(query, block.queries), pick(key, block.keys), pick(value, block.keys)
-    mask = block.mask
-    if window is not None:
-        near = positions[block.keys][:, None, None] > positions[block.queries][:, None, :, None] - window
-        if mask is None:
-            mask = torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
-        mask = mask & near
-    if mask is None:
-        shared = query.shape[1] // key.shape[1]
-        keys, values = (tensor.repeat_interleave(shared, dim=1) for tensor in (keys, values))
-        output = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling)
-    else:
-        output = _shared_heads(queries, keys, values, mask, scaling)
-    return output.transpose(1, 2).flatten(0, 1)
-
-
-def _shared_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Attention (b, heads, n, d) under a mask (b, 1, n, w), where several heads of queries may share one of keys.
-
-    Heads that share their keys become more queries of one head. So keys are not copied for each, and torch's kernel for
-    CPUs is faster on more queries at a time.
-    """
-    rows, heads, width, _ = query.shape
-    shared = heads // key.shape[1]
-    queries = query.reshape(rows, heads // shared, shared * width, -1)
-    output = scaled_dot_product_attention(
-        queries, key, value, attn_mask=mask.repeat(1, 1, shared, 1), scale=scaling
-    )
-    return output.reshape(rows, heads, width, -1)
-
-
-AttentionInterface.register(PACKED, attention)
-AttentionMaskInterface.register(PACKED, sdpa_mask)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sorl_env.errors import UserError
-from sorl_train.models import packing
+from sorl_train.models import packed_attention, packing
 from sorl_train.models.attention import (
     OTHER_SAMPLER,
     check_length,
@@ -92,7 +92,7 @@ def _try_packing(
     what: str,
 ) -> str | None:
     before = model.config._attn_implementation
-    if before == packing.PACKED:
+    if before == packed_attention.PACKED:
         return None
     if before != "sdpa":
         return f"it has {before!r} attention"
@@ -103,7 +103,7 @@ def _try_packing(
         for shared in (length // 2, length * 3 // 4):
             rows.append(torch.cat([rows[0][:shared], rows[1].repeat(2)])[:length])
         own = [alone(model, row) for row in rows]
-        packing.enable_packing(model)
+        packed_attention.enable_packing(model)
         try:
             found = gap(model, rows, own)
         except torch.OutOfMemoryError:

@@ -22,7 +22,7 @@ from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import PolicyUpdate
 from sorl_train.losses.surrogates import SURROGATES
 from sorl_train.models import packing
-from sorl_train.models.packing import enable_packing
+from sorl_train.models.packed_attention import enable_packing
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.rollout.sampler import TransformersSampler
 

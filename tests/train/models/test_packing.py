@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from sorl_train.models import packing
+from sorl_train.models import packed_attention, packing
 from sorl_train.models.critic import Critic
 from sorl_train.models.forward import action_stats
 from sorl_train.rollout.kv_cache import RowCache, feed
@@ -56,7 +56,7 @@ def assert_same(model: Any) -> None:
     token_ids, mask = rows()
     model.set_attn_implementation("sdpa")
     values, gradients = both(model, token_ids, mask)
-    packing.enable_packing(model)
+    packed_attention.enable_packing(model)
     packed, packed_gradients = both(model, token_ids, mask)
     torch.testing.assert_close(packed, values, atol=1e-5, rtol=1e-5)
     scale = max(float(g.abs().max()) for g in gradients)
@@ -70,7 +70,7 @@ def test_packed_rows_compute_what_padded_ones_do(name: str) -> None:
     why = try_packing(model, 256)
     if name in PADDED_ONLY:
         assert why is not None and PADDED_ONLY[name] in why
-        assert model.config._attn_implementation == before and not packing.packs(model)
+        assert model.config._attn_implementation == before and not packed_attention.packs(model)
     else:
         assert why is None
         assert_same(model)
@@ -106,7 +106,7 @@ def test_a_critic_on_packed_rows_gives_the_same_values(name: str) -> None:
     torch.nn.init.normal_(critic.head.weight, std=0.5, generator=torch.Generator().manual_seed(0))
     before = critic.backbone.config._attn_implementation
     why = try_packing_critic(critic, 256)
-    assert (why is None) == (name not in PADDED_ONLY) == packing.packs(critic.backbone)
+    assert (why is None) == (name not in PADDED_ONLY) == packed_attention.packs(critic.backbone)
     token_ids, mask = rows()
 
     def values_and_gradients() -> tuple[Tensor, list[Tensor]]:
@@ -186,11 +186,11 @@ def test_an_attention_that_packed_rows_do_not_know_is_refused(extra: dict[str, A
     packed = packing.pack(token_ids, torch.tensor([[0, 0, 1], [0, 0, 1]], dtype=torch.bool))
     assert packed is not None
     heads = torch.zeros(1, 2, packed.token_ids.shape[1], 4)
-    packing.attention(
+    packed_attention.attention(
         None, heads, heads, heads, None, packed=packed, scaling=0.5, sliding_window=None, softcap=None
     )
     with pytest.raises(TypeError, match=next(iter(extra))):
-        packing.attention(None, heads, heads, heads, None, packed=packed, **extra)
+        packed_attention.attention(None, heads, heads, heads, None, packed=packed, **extra)
 
 
 def test_rows_that_would_gain_nothing_stay_padded() -> None:
@@ -234,5 +234,5 @@ def test_the_saved_model_does_not_know_of_it(tmp_path: Path) -> None:
     model = build("llama", NEW)
     assert try_packing(model, 256) is None
     model.save_pretrained(tmp_path)
-    assert packing.PACKED not in (tmp_path / "config.json").read_text()
+    assert packed_attention.PACKED not in (tmp_path / "config.json").read_text()
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
