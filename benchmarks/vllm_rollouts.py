@@ -129,7 +129,7 @@ def serve(name: str, args: argparse.Namespace, dtype: str, rounds: Connection) -
     config = load_config("quickstart", settings)
     policy = load_policy(str(args.model), "cpu").eval()
     sampler: Any
-    if why := try_packing(policy, longest):  # as the engine does when it loads a policy
+    if why := try_packing(policy, longest, sampled=True):  # as the engine does when it loads a policy
         print(f"rows of attention stay as they are: {why}")
     if name == "vllm":
         sampler = FixedVllm(policy, str(args.model), longest, config)

@@ -132,7 +132,7 @@ class LocalEngine:
         """Refuse models that compute something else in sampling or training than in their own forward pass."""
         sampled = self.config.sampler.backend == "transformers"
         check_policy(self.policy, self.longest, sampled=sampled, trained=self.config.stage == "rl")
-        if why := try_packing(self.policy, self.longest):
+        if why := try_packing(self.policy, self.longest, sampled=sampled):
             self.recorder.display.message(
                 f"padding is computed, too, because this model's rows cannot be packed: {why}"
             )

@@ -157,7 +157,7 @@ def make_policy(args: argparse.Namespace, source: PolicySource | None, envs: Ite
     from transformers.utils import logging as transformers_logging
 
     from sorl_train.models.policy import load_policy, load_tokenizer
-    from sorl_train.rollout.model_check import check_policy
+    from sorl_train.rollout.model_check import check_policy, try_packing
     from sorl_train.rollout.sampler import TransformersSampler
 
     transformers_logging.disable_progress_bar()
@@ -168,6 +168,7 @@ def make_policy(args: argparse.Namespace, source: PolicySource | None, envs: Ite
     model = load_policy(source.folder, hardware.device)
     longest = max(env.limits.max_trajectory_tokens for env in envs)
     check_policy(model, longest, sampled=True, trained=False)
+    try_packing(model, longest, sampled=True)  # a model that cannot is sampled with its own attention
     local = TransformersSampler(model, tokenizer, settings.max_concurrency, hardware.dtype)
     return Policy(local, tokenizer, local.session, settings)
 

@@ -27,6 +27,7 @@ from sorl_train.models.attention import (
     position_table,
     short_spans,
 )
+from sorl_train.models.compute_copy import compute_copy
 from sorl_train.models.forward import action_stats
 from sorl_train.rollout.kv_cache import COLUMNS, RowCache, feed
 
@@ -68,12 +69,23 @@ def check_policy(model: Any, max_tokens: int, *, sampled: bool, trained: bool) -
             _compare(_sampler_gap, model, rows, own, "sampler.backend=transformers", OTHER_SAMPLER)
 
 
-def try_packing(model: Any, max_tokens: int) -> str | None:
-    """Let the trainer pack rows of a model that ``check_policy`` passed, if it then computes the same.
+def try_packing(model: Any, max_tokens: int, *, sampled: bool = False) -> str | None:
+    """Give a model that ``check_policy`` passed the attention of ``packed_attention``, if it then computes the same.
 
-    Returns why it does not, in words, and leaves the model as it was; None: it does from now on.
+    The trainer then packs rows, and on a CPU both it and the sampler are faster.
+
+    Args:
+        sampled: our sampler draws from the model, so it is compared, too.
+
+    Returns:
+        Why it keeps its own attention, in words. None: it has the new one.
     """
-    return _try_packing(model, max_tokens, _own_log_probs, _trainer_gap, TOLERANCE, "log-probabilities")
+
+    def gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:
+        trainer = _trainer_gap(model, rows, own)
+        return max(trainer, _sampler_gap(model, rows, own)) if sampled else trainer
+
+    return _try_packing(model, max_tokens, _own_log_probs, gap, TOLERANCE, "log-probabilities")
 
 
 def try_packing_critic(critic: Any, max_tokens: int) -> str | None:
@@ -243,11 +255,11 @@ def _states_gap(backbone: Any, rows: list[Tensor], own: list[Tensor]) -> float:
 
 def _sampler_gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:
     """The largest difference of the sampler's log-probabilities (V) after each part of two turns."""
-    cache = RowCache(model, len(rows), torch.float32, COLUMNS)
+    cache, decoder = RowCache(model, len(rows), torch.float32, COLUMNS), compute_copy(model, torch.float32)
     gaps = []
     for parts in zip(*(_parts(len(row)) for row in rows), strict=True):
         new = [row[part].tolist() for row, part in zip(rows, parts, strict=True)]
-        log_probs = torch.log_softmax(feed(model, cache, slice(0, len(rows)), new).float(), dim=-1)
+        log_probs = torch.log_softmax(feed(decoder, cache, slice(0, len(rows)), new).float(), dim=-1)
         expected = torch.stack([own[i][part.stop - 1] for i, part in enumerate(parts)])
         gaps.append((log_probs - expected).abs().max())
     return float(torch.stack(gaps).max())

@@ -99,6 +99,19 @@ def test_a_sampler_reads_the_same_with_it(name: str) -> None:
     torch.testing.assert_close(logits(), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_model_keeps_its_attention_where_the_sampler_would_be_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decoding has an attention of its own, which the trainer's packed rows say nothing about."""
+    model = build(*EXACT[next(name for name in EXACT if name not in PADDED_ONLY)])
+    one_token = packed_attention._one_token
+    monkeypatch.setattr(packed_attention, "_one_token", lambda *args: one_token(*args) * 1.01)
+    why = try_packing(model, 256, sampled=True)
+    assert why is not None and "log-probabilities would differ" in why and not packed_attention.packs(model)
+    monkeypatch.undo()
+    assert try_packing(model, 256, sampled=True) is None and packed_attention.packs(model)
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_a_critic_on_packed_rows_gives_the_same_values(name: str) -> None:
     model_type, settings = EXACT[name]
