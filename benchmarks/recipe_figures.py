@@ -20,11 +20,14 @@ from matplotlib import pyplot as plt
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 # What the panels show, and what a reader may want to look up.
 SUCCESS, SAMPLED, VALID = "eval/success", "rollout/success", "rollout/valid_turn_rate"
+TURNS, TURNS_SAMPLED = "eval/num_turns", "rollout/num_turns"
 KL, KL_AFTER = "loss/approx_kl", "loss/trust_kl"
 KEPT = (
     SUCCESS,
     SAMPLED,
     VALID,
+    TURNS,
+    TURNS_SAMPLED,
     KL,
     KL_AFTER,
     "loss/trust_scale",
@@ -40,18 +43,22 @@ def kept(metrics: Path) -> list[dict[str, Any]]:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
-    """Three panels over training steps: success, valid turns, KL."""
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3), layout="constrained")
-    panels: tuple[Mapping[str, str], ...] = (
+    """Panels over training steps: success, valid turns, KL, and turns of a trajectory where they were kept."""
+    panels: list[Mapping[str, str]] = [
         {SUCCESS: "held-out questions, greedy", SAMPLED: "training questions, sampled"},
         {VALID: "valid turns"},
         {KL: "KL to the policy that sampled", KL_AFTER: "after the batch"},
-    )
+    ]
+    if any(TURNS in row for row in rows):
+        panels.append({TURNS: "turns, greedy", TURNS_SAMPLED: "turns, sampled"})
+    figure, axes = plt.subplots(1, len(panels), figsize=(11, 3), layout="constrained")
     for axis, panel in zip(axes, panels, strict=True):
         for name, label in panel.items():
             points = [(row["step"], row[name]) for row in rows if name in row]
             if points:
-                axis.plot(*zip(*points, strict=True), label=label, marker="o" if name == SUCCESS else "")
+                axis.plot(
+                    *zip(*points, strict=True), label=label, marker="o" if name in (SUCCESS, TURNS) else ""
+                )
         axis.set_xlabel("training step")
         if len(panel) == 1:
             axis.set_title(*panel.values(), fontsize=9)
@@ -60,7 +67,8 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylim(0, 1)
     axes[1].set_ylim(0, 1.02)
-    axes[2].set_ylim(bottom=0)
+    for axis in axes[2:]:
+        axis.set_ylim(0, axis.get_ylim()[1] * 1.3)  # room for the legend
     figure.savefig(out, dpi=130)
     plt.close(figure)
 
