@@ -52,6 +52,7 @@ from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.rollout.environments import make_env
 from sorl_train.rollout.jobs import run_jobs, training_jobs
 from sorl_train.rollout.metrics import rollout_metrics
+from sorl_train.rollout.model_check import try_packing
 from sorl_train.rollout.sampler import TransformersSampler
 from sorl_train.run.display import PlainDisplay
 from sorl_train.run.folder import RunDir
@@ -283,9 +284,10 @@ def compare_rollouts(model: str, config: TrainConfig, rounds: int, warm_up: int)
     """Seconds and action tokens of both on the same questions, taking turns in going first."""
     env, tokenizer = make_env(config), load_tokenizer(model)
     policy = load_policy(model, config.hardware.device).eval()
+    theirs = copy.deepcopy(policy).to(compute_dtype(config.hardware.dtype, policy.device))
+    if why := try_packing(policy, env.limits.max_trajectory_tokens, sampled=True):  # as the engine does
+        raise SystemExit(f"the policy keeps torch's attention: {why}")
     sampler = TransformersSampler(policy, tokenizer, config.sampler.max_concurrency, config.hardware.dtype)
-    computed = compute_dtype(config.hardware.dtype, policy.device)
-    theirs = policy if policy.dtype == computed else copy.deepcopy(policy).to(computed)
     sides: tuple[Callable[[Sequence[RolloutJob]], list[Trajectory]], ...] = (
         lambda jobs: run_jobs(env, tokenizer, sampler, jobs, config, temperature=1.0),
         lambda jobs: generate_rollouts(env, tokenizer, theirs, jobs),
