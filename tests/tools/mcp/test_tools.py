@@ -142,7 +142,6 @@ def test_odd_answers(box: Box, lie: str, reply: str, is_ok: bool) -> None:
     [
         ("die", "Connection closed"),
         ("no content", "content"),
-        ("null", ""),
         ("bug", "something broke"),
     ],
 )
@@ -150,6 +149,11 @@ def test_what_is_an_outage(box: Box, lie: str, message: str) -> None:
     toolbox = box(command("liar", *lie.split()))
     assert message in outage(toolbox, "shelf", "x")
     assert "unavailable after 1 tries" in outage(toolbox, "shelf", "x")
+
+
+def test_a_reply_that_is_null_is_an_outage(box: Box) -> None:
+    """Versions of the client refuse it, or go on waiting for another one until the deadline."""
+    assert outage(box(command("liar", "null"), timeout_s=2.0), "shelf", "x")
 
 
 @pytest.mark.parametrize("lie", ["hang", "wrong id", "no JSON", "surrogate"])
