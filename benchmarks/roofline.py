@@ -96,7 +96,7 @@ def update(model: Any, dtype: str, lengths: list[int], prompt: int) -> tuple[Ste
 def decoding(model: Any, dtype: str, dialogues: int) -> Step:
     """One token of each dialogue, all of which have the same context."""
     decoder = compute_copy(model, DTYPES[dtype])
-    decoder.set_attn_implementation("sdpa")
+    decoder.set_attn_implementation(packed_attention.PACKED)
     cache = RowCache(decoder, dialogues, DTYPES[dtype], CONTEXT + 8)
     with torch.inference_mode(), autocast(dtype, torch.device("cpu")):
         feed(decoder, cache, slice(0, dialogues), [list(range(3, 3 + CONTEXT))] * dialogues)
