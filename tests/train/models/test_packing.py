@@ -20,9 +20,12 @@ from sorl_train.rollout.model_check import try_packing, try_packing_critic
 from ..rollout.architectures import EXACT, MORE_EXACT, NEW, WINDOW, build
 
 PADDED_ONLY = {
-    "gpt_oss": "it has 'eager' attention",  # attention sinks
-    "gemma2": "it has 'eager' attention",  # capped scores
-    "llama4, chunks": "would differ",  # chunks are in the mask alone
+    "gpt_oss": ["it has 'eager' attention"],  # attention sinks
+    "gemma2": [
+        "it has 'eager' attention",
+        "softcap",
+    ],  # capped scores; transformers says the first or the second
+    "llama4, chunks": ["would differ"],  # chunks are in the mask alone
 }
 
 
@@ -69,7 +72,7 @@ def test_packed_rows_compute_what_padded_ones_do(name: str) -> None:
     before = model.config._attn_implementation
     why = try_packing(model, 256)
     if name in PADDED_ONLY:
-        assert why is not None and PADDED_ONLY[name] in why
+        assert why is not None and any(reason in why for reason in PADDED_ONLY[name])
         assert model.config._attn_implementation == before and not packed_attention.packs(model)
     else:
         assert why is None
