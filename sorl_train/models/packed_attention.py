@@ -28,7 +28,7 @@ def packs(model: Any) -> bool:
 
 
 def enable_packing(model: Any) -> None:
-    """Let a model with torch's fast attention take packed rows, too; all else stays as it is."""
+    """Give a model that has torch's fast attention this one, which takes packed rows, too."""
     model.set_attn_implementation(PACKED)
 
 
@@ -42,7 +42,13 @@ def attention(
     packed: Packed | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of packed tokens, for transformers: (1, heads, N, d) to (1, N, heads, d). Of others as ever."""
+    """The attention that transformers calls in each layer: (b, heads, n, d) to (b, n, heads, d).
+
+    With ``packed``, b is 1, and the n tokens are those of all branches. Without, it computes what torch's does.
+
+    Raises:
+        TypeError: packed rows, and an attention with more than scores, a window and a scale.
+    """
     if packed is None:
         is_plain = kwargs.keys() <= PLAIN and not kwargs.get("dropout")
         if is_plain and attention_mask is not None and attention_mask.shape[1] == 1:
