@@ -65,7 +65,6 @@ class LocalEngine:
         self.step = 0  # training steps done
         self.waiting: deque[Collected] = deque()  # batches to train on, oldest first
         self.replay = ReplayBuffer(config.replay, is_success)
-        self.lr_scale = 1.0  # learning rates are times this; each roll-back lowers it
         # of a step whose trajectories are kept: its batch, and what the update saw of each trajectory
         self.visited: tuple[Batch, dict[str, tuple[Tensor, Tensor]]] | None = None
 
@@ -84,9 +83,7 @@ class LocalEngine:
         )
         if folder and config.lora.rank:
             load_adapters(self.policy, folder / "policy")
-        if not hasattr(self, "sampler"):  # after a roll-back the old one stays: a second vLLM would not fit
-            self.sampler: LocalSampler = self._make_sampler()
-        self.sampler.model = self.policy
+        self.sampler: LocalSampler = self._make_sampler()
         trained = [p for p in self.policy.parameters() if p.requires_grad]
         optimizer = adamw(trained, config.optim, config.optim.lr)
         settings = update_settings(config)
@@ -102,14 +99,12 @@ class LocalEngine:
             self.reference = load_policy(self.model_folder, **loading)
             self.reference.requires_grad_(False).eval()
         self._check_models()
-        self.waiting.clear()
-        self.replay.stored.clear()
         if folder:
             self.replay.load(folder)
             load_optimizers(folder / "optimizer.safetensors", self.optimizers)
             self.waiting.extend(load_waiting(folder, self.usable))
             state = self.recorder.restore(folder)
-            self.step, self.lr_scale = state["step"], state["lr_scale"]
+            self.step = state["step"]
             if self.policy_update.trust is not None and "trust" in state:  # older versions have none
                 self.policy_update.trust.load(state["trust"])
 
@@ -264,10 +259,10 @@ class LocalEngine:
                 done = (step - 1) * per_step + number
                 if self.critic_update is not None:
                     lr = learning_rate(optim, optim.critic_lr, optim.critic_warmup_ratio, done, total)
-                    self.critic_update.step(mini, lr * self.lr_scale, means)
+                    self.critic_update.step(mini, lr, means)
                 if train_policy:
                     lr = learning_rate(optim, optim.lr, optim.warmup_ratio, done, total)
-                    log_probs, entropies = self.policy_update.step(mini, lr * self.lr_scale, means)
+                    log_probs, entropies = self.policy_update.step(mini, lr, means)
                     if self.recorder.is_saved(step):
                         seen |= zip(mini.ids, zip(log_probs, entropies, strict=True), strict=True)
                     if self.on_policy:
@@ -315,7 +310,7 @@ class LocalEngine:
     def save(self) -> None:
         """Write a checkpoint of the current step."""
         trust = self.policy_update.trust
-        state = {"lr_scale": self.lr_scale} | ({} if trust is None else {"trust": trust.state()})
+        state = {} if trust is None else {"trust": trust.state()}
         self.recorder.save_checkpoint(self.step, self._save_policy, self._save_rest, state)
 
     def save_best(self) -> None:

@@ -24,13 +24,11 @@ from sorl_train.learner.replay import replay_metrics
 from sorl_train.learner.scored_batch import estimate_advantages, state_metrics
 from sorl_train.rollout.environments import env_facts
 from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
-from sorl_train.run.alarm import Alarm
-from sorl_train.run.checkpoint import drop_later, last_whole_before, resume_point, rewind, set_aside
+from sorl_train.run.checkpoint import resume_point, rewind
 from sorl_train.run.display import Display
-from sorl_train.run.files import atomic_write, read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.interrupt import finish_step_on_interrupt
-from sorl_train.run.recorder import append_event, tell_damage
+from sorl_train.run.recorder import next_moves, tell_damage
 from sorl_train.sft.cold_start import resolve_model
 
 
@@ -59,9 +57,8 @@ def train(engine: LocalEngine, interrupted: threading.Event) -> None:
         engine.save_trajectories(step, trajectories)
         if recorder.record(step, metrics | tool_timings(trajectories), trajectories):
             engine.save_best()
-        if alarm := recorder.watch(step, metrics, trajectories):
-            roll_back(engine, alarm)
-        if recorder.checkpoint_due(engine.step):
+        recorder.watch(step, metrics, trajectories)
+        if recorder.checkpoint_due(step):
             engine.save()
         recorder.stop_if_lost()
 
@@ -101,38 +98,12 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
                     engine.save_best()
                 engine.save()  # so that a run that is killed in its first steps can be resumed too
             train(engine, interrupted)
-        if engine.recorder.ended:
-            display.message(engine.recorder.ended)
-        elif interrupted.is_set() and engine.step < config.update.steps:
+        if interrupted.is_set() and engine.step < config.update.steps and not engine.recorder.ended:
             engine.save()
             raise KeyboardInterrupt
     is_sample = engine.env.examples.is_sample or engine.eval_env.examples.is_sample
     facts = {"steps": engine.step, "parameters": engine.num_parameters, "is_sample": is_sample}
-    return engine.recorder.finish(facts)
-
-
-def roll_back(engine: LocalEngine, alarm: Alarm) -> None:
-    """Go on from the newest whole checkpoint before the signs of the alarm, with a lower learning rate: the same rate
-    would lead to the same place. The metrics of the steps that are taken back are kept in a file of their own.
-
-    A run that is killed in this function comes to the same alarm when it is resumed, and rolls back again: the new
-    rate, the cut metrics and the event count only after ``engine.save``, which writes all of them at once.
-    """
-    run_dir, recorder = engine.run_dir, engine.recorder
-    times = 1 + sum(event["kind"] == "roll_back" for event in read_jsonl(run_dir.events))
-    kept = run_dir.path / f"rolled_back_{times}.jsonl"
-    atomic_write(kept, run_dir.metrics.read_bytes())
-    point = last_whole_before(run_dir, alarm.since)
-    set_aside(point.damaged)
-    drop_later(point.path)  # a resume would go on from them, and pruning would keep them in place of new ones
-    recorder.cut_back(point.path)
-    engine.load(point.path)
-    engine.lr_scale *= engine.config.alarm.roll_back_lr
-    why = f"the collapse alarm of step {alarm.step}; from here learning rates are times {engine.lr_scale:g}"
-    event = {"step": engine.step, "kind": "roll_back", "from_step": alarm.step, "lr_scale": engine.lr_scale}
-    append_event(run_dir, event | {"reason": "; ".join([*point.passed_over, why])})
-    engine.save()
-    recorder.display.message(
-        f"back to step {engine.step}, with learning rates times {engine.lr_scale:g}; the metrics of the steps taken "
-        f"back are in {kept}" + "".join(f"; {reason}" for reason in point.passed_over)
-    )
+    summary = engine.recorder.finish(facts)
+    if engine.recorder.ended:
+        display.message(f"{engine.recorder.ended}. {next_moves(config, run_dir, summary['best_step'])}")
+    return summary

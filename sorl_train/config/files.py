@@ -31,7 +31,7 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_train.algorithms import ALGORITHMS, AdvantageKind
 from sorl_train.config.checks import validate
 from sorl_train.config.find_algorithm import find_algorithm, installed_algorithms
-from sorl_train.config.schema import as_text, build, fields, flatten, without_none
+from sorl_train.config.schema import REMOVED, as_text, build, fields, flatten, without_none
 from sorl_train.config.settings import TrainConfig
 
 DEFAULT_CONFIG = "quickstart"
@@ -93,7 +93,12 @@ def read_resolved(
     """
     top = _nest(overrides or {})
     build(top)
-    config = build(_merge(_read_yaml(path), top), source=str(path))
+    saved = _read_yaml(path)
+    for name in REMOVED:  # an earlier version saved every setting that it had
+        section, _, key = name.rpartition(".")
+        if isinstance(saved.get(section), dict):
+            saved[section].pop(key, None)
+    config = build(_merge(saved, top), source=str(path))
     if check:
         validate(config)
     return config

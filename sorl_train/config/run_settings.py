@@ -83,10 +83,9 @@ class AlarmConfig:
     sudden changes.
     """
 
-    action: Literal["off", "warn", "stop", "roll_back"] = opt(
+    action: Literal["off", "warn", "stop"] = opt(
         "warn",
-        "warn: print a message and write events.jsonl; stop: also save and end the run; roll_back: also continue from "
-        "the last good checkpoint at a lower learning rate",
+        "warn: print a message and write events.jsonl; stop: also save, end the run and say what to do next",
     )
     strain: float = opt(
         0.07,
@@ -100,7 +99,6 @@ class AlarmConfig:
     entropy: float = opt(
         2.0, "limit of the log of the entropy over the entropy of the first steps, up or down", above=0
     )
-    roll_back_lr: float = opt(0.5, "factor on the learning rates after each roll_back", above=0, high=1)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,12 @@ RENAMED = {
     "hardware.lora_alpha": "lora.alpha",
     "hardware.tiny": "tiny",
 }
+_NO_ROLL_BACK = (
+    "There is no roll-back any more: use alarm.action=stop, which says how to go on, and update.trust_kl=0.01, which "
+    "takes bad steps back one by one."
+)
+# Settings, and values of settings, that no longer exist, and what to use instead.
+REMOVED = {"alarm.roll_back_lr": _NO_ROLL_BACK, "alarm.action=roll_back": _NO_ROLL_BACK}
 
 
 class ConfigField(NamedTuple):
@@ -126,7 +132,9 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         return None
     if get_origin(inner) is Literal:
         if value not in get_args(inner):
-            raise UserError(f"{where}: unknown value {value!r}. {did_you_mean(str(value), get_args(inner))}")
+            hint = next((text for name, text in REMOVED.items() if f"{where}={value}".endswith(name)), None)
+            hint = hint or did_you_mean(str(value), get_args(inner))
+            raise UserError(f"{where}: unknown value {value!r}. {hint}")
         return value
     if inner is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
@@ -171,6 +179,8 @@ def suggest_key(name: str, *, extra: Iterable[str] = (), prefix: str = "") -> st
     for old, new in RENAMED.items():
         if name == old or name.startswith(f"{old}."):
             return f"It is called '{prefix}{new}{name.removeprefix(old)}' now."
+    if name in REMOVED:
+        return REMOVED[name]
     if name in sections():
         inside = [f"{prefix}{field.name}" for field in fields() if field.name.startswith(f"{name}.")]
         return f"It is a section: set its fields, {', '.join(inside)}."

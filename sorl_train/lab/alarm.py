@@ -35,9 +35,7 @@ SEEN = (  # what the alarm reads
     "rollout/valid_turn_rate",
 )
 TRUST = "loss/trust_kl"  # read too, where a run has a trust region
-LIMITS = tuple(
-    field.name for field in dataclasses.fields(AlarmConfig) if field.name not in ("action", "roll_back_lr")
-)
+LIMITS = tuple(field.name for field in dataclasses.fields(AlarmConfig) if field.name != "action")
 
 
 @dataclass(frozen=True)

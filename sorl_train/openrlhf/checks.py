@@ -80,9 +80,6 @@ def _problems(config: TrainConfig) -> list[str]:
         "and cluster.gpus_per_node": device not in ("auto", "cpu", "cuda"),
         f"cluster.zero_stage is 2 or 3, not {cluster.zero_stage}": cluster.zero_stage not in (2, 3),
         "cluster.partial_rollout needs cluster.async_rollout": cluster.partial_rollout and not is_async,
-        "alarm.action=roll_back is for engine=local: use stop, then --resume with a lower rate": (
-            alarm.action == "roll_back"
-        ),
         "eval.patience and alarm.action=stop end synchronous runs only: use 0 and warn": (
             is_async and (config.eval.patience > 0 or alarm.action == "stop")
         ),

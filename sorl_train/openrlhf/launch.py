@@ -31,7 +31,7 @@ from sorl_train.run.display import Display
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.interrupt import finish_step_on_interrupt
-from sorl_train.run.recorder import tell_damage
+from sorl_train.run.recorder import ENDED, next_moves, tell_damage
 from sorl_train.sft.cold_start import resolve_model
 
 LOG = "openrlhf.log"
@@ -98,7 +98,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         raise UserError(_breakdown(process.returncode, run_dir))
     summary: dict[str, Any] = json.loads(run_dir.summary.read_text(encoding="utf-8"))
     if summary["steps"] < config.update.steps:
-        display.message(f"ended after step {summary['steps']} (eval.patience or alarm.action)")
+        display.message(next_moves(config, run_dir, summary["best_step"]))
     return summary
 
 
@@ -121,8 +121,9 @@ def follow(
                 display.step(shown, metrics)
             events = _lines(run_dir.events)
             for event in events[told:]:
-                what = "collapse alarm in " if event["kind"] == ALARM else ""
-                display.message(f"{what}step {event['step']}: {event['reason']}")
+                at = f"step {event['step']}: "
+                what = {ALARM: f"collapse alarm in {at}", ENDED: ""}.get(event["kind"], at)
+                display.message(what + event["reason"])
             told = len(events)
             if ended:
                 break

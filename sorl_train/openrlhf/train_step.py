@@ -95,7 +95,8 @@ class TrainStep:
             self.begin()
             with closing(self.recorder):
                 with suppress(Ended):
-                    super().fit(global_step)  # type: ignore[misc]
+                    if not self.recorder.ended:  # it was killed between its last checkpoint and its summary
+                        super().fit(global_step)  # type: ignore[misc]
                 self.end()
 
     def begin(self) -> None:
@@ -178,7 +179,6 @@ class TrainStep:
         metrics = self.metrics | recorder.evaluate_if_due(step, self.evaluate_policy)
         if recorder.record(step, metrics | tool_timings(self.trajectories), self.trajectories):
             recorder.save_best(step, self.save_policy)
-        # its alarm asks for a roll-back, which this engine refuses at the start (``checks``)
         recorder.watch(step, metrics, self.trajectories)
         stop = self.run_dir.stop_file.exists()
         if stop or recorder.checkpoint_due(step):

@@ -33,13 +33,11 @@ class Alarm:
 
     Attributes:
         step: the step in which the alarm was raised.
-        since: the first of the last ``WINDOW`` steps; the steps before it count as good.
         reason: what the signs are, in words.
         signals: the signals that are above their limits, by name.
     """
 
     step: int
-    since: int
     reason: str
     signals: Mapping[str, float]
 
@@ -49,7 +47,6 @@ class Alarm:
             "step": self.step,
             "kind": ALARM,
             "reason": self.reason,
-            "since": self.since,
             "action": action,
             "signals": {
                 name: round(value, 6) if math.isfinite(value) else None
@@ -70,7 +67,7 @@ class CollapseAlarm:
         self._entropies: list[float] = []
         self._best_valid = 0.0
         self._strain, self._steps_seen = 0.0, 0.0  # sums in which older steps have less weight
-        self._recent: deque[tuple[int, dict[str, float]]] = deque(maxlen=WINDOW)
+        self._recent: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._raised = False
 
     @property
@@ -83,13 +80,13 @@ class CollapseAlarm:
         if self._config.action == "off" or "loss/grad_norm" not in metrics:
             return None
         sudden = self._sudden(metrics)
-        self._recent.append((step, sudden))
+        self._recent.append(sudden)
         kept = math.exp(-1.0 / MEMORY)  # the weight of a step falls by a factor of e in MEMORY steps
         self._strain = kept * self._strain + min(sudden["ratio_tail"], SPIKE)
         self._steps_seen = kept * self._steps_seen + 1.0
         # a trust region bounds the strain by design, and keeps it high at high rates, where it does no harm
         signals = {} if "loss/trust_kl" in metrics else {"strain": self.strain}
-        signals |= {name: math.fsum(one[name] for _, one in self._recent) / WINDOW for name in sudden}
+        signals |= {name: math.fsum(one[name] for one in self._recent) / WINDOW for name in sudden}
         beyond = {name: value for name, value in signals.items() if value > getattr(self._config, name)}
         if self._raised or not beyond:
             return None
@@ -98,7 +95,7 @@ class CollapseAlarm:
             f"{_DESCRIBED[name].format(value=value)} (limit alarm.{name} = {getattr(self._config, name):g})"
             for name, value in beyond.items()
         )
-        return Alarm(step, self._recent[0][0], reason, beyond)
+        return Alarm(step, reason, beyond)
 
     def _sudden(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         grad_norm = _number(metrics, "loss/grad_norm_max")

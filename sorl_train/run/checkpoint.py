@@ -97,18 +97,6 @@ def logs_at(checkpoint: Path) -> Lengths:
     return lengths
 
 
-def last_whole_before(run_dir: RunDir, step: int) -> Whole:
-    """The newest whole checkpoint before ``step``; the oldest whole one if there is none before it.
-
-    Raises:
-        UserError: no checkpoint is whole.
-    """
-    found = list_checkpoints(run_dir.checkpoints)
-    earlier = [path for path in found if step_of(path) < step]
-    candidates = [*reversed(earlier), *found[len(earlier) :]]
-    return _first_whole(run_dir.checkpoints, candidates, run_dir.run_id)
-
-
 def _first_whole(folder: Path, candidates: Iterable[Path], run_id: str) -> Whole:
     damaged: dict[Path, list[str]] = {}
     for path in candidates:
@@ -133,20 +121,29 @@ def set_aside(damaged: Iterable[Path]) -> None:
         path.rename(free_name(path.with_name(f"damaged_{path.name}")))
 
 
-def drop_later(checkpoint: Path) -> None:
-    """Delete the checkpoints of later steps than this one, which are to be taken again."""
-    found = list_checkpoints(checkpoint.parent)
-    for path in reversed(found[found.index(checkpoint) + 1 :]):
-        remove_folder(path)
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints by their names, oldest first, whether they are whole or not."""
     return sorted((path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Delete all but the ``keep`` newest checkpoints (at least one stays), and what a killed run left half written."""
-    for path in list_checkpoints(folder)[: -max(1, keep)]:
-        remove_folder(path)
+    """Delete all but ``keep`` checkpoints (at least one stays), and what a killed run left half written.
+
+    The newest stays, and before it the newest of those that ``checkpoint.every`` asked for: one that a signal asked for
+    leaves no trace after the next, so a run that was stopped and resumed keeps the same ones as one that was not.
+    """
+    found = list_checkpoints(folder)
+    older = [path for path in found[:-1] if _is_scheduled(path)]
+    kept = {*found[-1:], *older[max(0, len(older) - keep + 1) :]}
+    for path in found:
+        if path not in kept:
+            remove_folder(path)
     remove_leftovers(folder)
+
+
+def _is_scheduled(checkpoint: Path) -> bool:
+    """Whether ``checkpoint.every`` asked for it. One of an older version, or a damaged one, counts as such."""
+    try:
+        return bool(read_own_json(checkpoint / STATE).get("scheduled", True))
+    except UserError:
+        return True

@@ -7,7 +7,7 @@
     metrics.jsonl    one line a step; reproducible  checkpoints/    best policy and newest checkpoints
     summary.json     final and best figures         events/         TensorBoard
     report.html      curves and tables              viewer.html     its dialogues, token by token
-    events.jsonl     collapse alarms, roll-backs, damaged checkpoints
+    events.jsonl     collapse alarms, steps taken back, damaged checkpoints
 
 Files that are written at once appear under their name only when they are complete (``atomic_write``).
 """

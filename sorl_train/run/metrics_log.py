@@ -56,7 +56,7 @@ class MetricsLog:
             if self._writer is None:
                 from torch.utils.tensorboard import SummaryWriter
 
-                # TensorBoard hides what a killed or rolled-back run logged at this step or later.
+                # TensorBoard hides what a killed run logged at this step or later.
                 self._writer = SummaryWriter(log_dir=str(self._run_dir.tensorboard), purge_step=step)
             for name, value in finite.items():
                 self._writer.add_scalar(name, value, step)
@@ -64,16 +64,6 @@ class MetricsLog:
         if self._wandb_project is not None:
             self._wandb = self._wandb or _start_wandb(self._wandb_project, self._run_dir)
             self._wandb.log(finite, step=step)
-
-    def cut_back(self, lengths: Lengths) -> None:
-        """Cut metrics and timings back to where they were when a checkpoint was written; events are kept.
-
-        W&B accepts no earlier step again: after a roll-back its curves continue where the steps are new.
-        """
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None  # the next one makes TensorBoard hide the steps that are taken again
-        cut_logs(self._run_dir, lengths, keep_events=True)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -149,10 +139,10 @@ def check_logs(run_dir: RunDir, lengths: Lengths) -> None:
         )
 
 
-def cut_logs(run_dir: RunDir, lengths: Lengths, *, keep_events: bool = False) -> None:
-    """Cut the log files back to their lengths in the checkpoint; with ``keep_events``, all but ``events.jsonl``."""
+def cut_logs(run_dir: RunDir, lengths: Lengths) -> None:
+    """Cut the log files back to their lengths in the checkpoint."""
     for path in _logs(run_dir):
-        if not path.is_file() or (keep_events and path == run_dir.events):
+        if not path.is_file():
             continue
         if lengths[path.name]["bytes"]:
             os.truncate(path, lengths[path.name]["bytes"])

@@ -8,6 +8,7 @@ functions that write them.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.config.settings import TrainConfig
-from sorl_train.run.alarm import Alarm, CollapseAlarm
+from sorl_train.run.alarm import CollapseAlarm
 from sorl_train.run.cards.policy import write_policy_card
 from sorl_train.run.cards.trajectories import write_trajectory_card
 from sorl_train.run.checkpoint import (
@@ -28,17 +29,17 @@ from sorl_train.run.checkpoint import (
     Whole,
     checkpoint_name,
     list_checkpoints,
-    logs_at,
     prune_checkpoints,
     set_aside,
 )
 from sorl_train.run.display import Advance, Display
-from sorl_train.run.files import append_line, read_jsonl
+from sorl_train.run.files import append_line, free_name, read_jsonl
 from sorl_train.run.folder import NON_FINITE, RunDir, read_own_json
 from sorl_train.run.hashed_folder import write_folder
 from sorl_train.run.metrics_log import MetricsLog, log_lengths
 from sorl_train.run.summary import Summary
 
+ENDED = "ended"  # the kind of the event of a run that ends before its last step
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
 
 Writer = Callable[[Path], None]  # writes weights into a folder
@@ -129,6 +130,7 @@ class Recorder:
         config = self.config
         method = {"algo": config.algo} if config.stage == "rl" else {"stage": config.stage}
         summary = {**method, "task": self.task.name, "seed": config.seed, **facts, **self._summary.figures()}
+        prune_checkpoints(self.run_dir.checkpoints, config.checkpoint.keep)  # unless a kill has come between
         self.run_dir.write_summary(summary)
         return summary
 
@@ -162,13 +164,8 @@ class Recorder:
 
     # -- what ends a run ------------------------------------------------------------------------------------------
 
-    def watch(
-        self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory]
-    ) -> Alarm | None:
-        """Look for a collapse that has come or is coming, and for tools that are out; set ``ended`` as configured.
-
-        Returns the collapse alarm if the run is to be rolled back because of it.
-        """
+    def watch(self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory]) -> None:
+        """Look for a collapse that has come or is coming, and for tools that are out; set ``ended`` as configured."""
         self._count_lost(step, trajectories)
         if metrics.get("loss/trust_moves_back"):
             append_event(self.run_dir, _moved_back(step, metrics))
@@ -181,13 +178,14 @@ class Recorder:
         if alarm is not None:
             append_event(self.run_dir, alarm.event(action))
             self.display.message(f"collapse alarm in step {alarm.step}: {alarm.reason}")
-            if action == "roll_back":
-                return alarm  # patience starts again, as the summary comes from a checkpoint
             if action == "stop":
-                self.ended = f"ended by the collapse alarm after step {alarm.step} (alarm.action)"
+                self._end(step, f"ended by the collapse alarm after step {step} (alarm.action=stop)")
         if not self.ended and 0 < self.config.eval.patience <= self._summary.evaluations_below:
-            self.ended = self._summary.out_of_patience()
-        return None
+            self._end(step, self._summary.out_of_patience())
+
+    def _end(self, step: int, why: str) -> None:
+        self.ended = why
+        append_event(self.run_dir, {"step": step, "kind": ENDED, "reason": why})
 
     def _watch_dynamic_sampling(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say that a batch could not be filled: in ``events.jsonl``, and to the user if it made no step."""
@@ -259,7 +257,7 @@ class Recorder:
     def save_checkpoint(
         self, step: int, save_policy: Writer, save_rest: Writer, state: Mapping[str, Any] | None = None
     ) -> None:
-        """Write the checkpoint of ``step`` and delete the oldest ones.
+        """Write the checkpoint of ``step`` and delete those that are no longer kept.
 
         Args:
             save_policy: writes the policy as a transformers folder.
@@ -267,10 +265,13 @@ class Recorder:
             state: the engine's own values, which ``restore`` gives back.
         """
 
+        scheduled = step == 0 or _is_due(step, self.config.checkpoint.every)
+
         def write(folder: Path) -> None:
             self._write_policy(folder, step, save_policy, best=False)
             save_rest(folder)
             own = {"step": step, "lost_steps": self._lost_steps, "summary": self._summary.state()}
+            own |= {"scheduled": scheduled, "ended": self.ended, "update_steps": self.config.update.steps}
             content = {**own, **(state or {}), "logs": log_lengths(self.run_dir)}
             (folder / STATE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -288,11 +289,9 @@ class Recorder:
         self._summary = Summary.from_state(state["summary"])
         self._lost_steps = state["lost_steps"]
         self._alarm = alarm_so_far(self.config.alarm, self.run_dir)
+        if state.get("update_steps") == self.config.update.steps:  # otherwise it is to train on after its end
+            self.ended = state["ended"]
         return state
-
-    def cut_back(self, checkpoint: Path) -> None:
-        """Cut metrics and timings back to where they were at a checkpoint. Events stay: they say why."""
-        self._log.cut_back(logs_at(checkpoint))
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -315,6 +314,23 @@ def _moved_back(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
 def append_event(run_dir: RunDir, event: Mapping[str, Any]) -> None:
     """Append a line to ``events.jsonl``."""
     append_line(run_dir.events, json.dumps(event) + "\n")
+
+
+def next_moves(config: TrainConfig, run_dir: RunDir, best_step: int | None) -> str:
+    """What to do after a run that ended before its last step: its own settings would lead to the same place again."""
+    lower, trust_kl = f"--optim.lr {config.optim.lr / 2:g}", config.update.trust_kl
+    if trust_kl is None:
+        change = "--update.trust_kl 0.01"
+        advice = f"a trust region ({change}), which takes bad steps back, or a lower rate ({lower})"
+    else:
+        change = lower
+        advice = (
+            f"a lower rate ({change}), or a limit of the trust region (update.trust_kl) below {trust_kl:g}"
+        )
+    start = run_dir.checkpoints / "best" / "policy"
+    words = ["sorl-train", "--config", run_dir.config, "--model", start, *change.split()]
+    command = shlex.join(map(str, [*words, "--run_dir", free_name(run_dir.path)]))
+    return f"Go on from the last good policy, that of step {best_step}, with {advice}:\n  {command}"
 
 
 def alarm_so_far(config: AlarmConfig, run_dir: RunDir) -> CollapseAlarm:

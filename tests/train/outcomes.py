@@ -36,16 +36,17 @@ class Killed(BaseException):
 
 
 def outcome(run: RunDir) -> dict[str, Any]:
-    """What the same run always leaves: its metrics, events and cards to the byte, its weights, the names of its files,
-    its summary but for the clock."""
-    final, best = list_checkpoints(run.checkpoints)[-1], run.checkpoints / "best"
+    """What the same run always leaves: its metrics, events and cards to the byte, its weights, the names of its
+    checkpoints and files, its summary but for the clock."""
+    saved, best = list_checkpoints(run.checkpoints), run.checkpoints / "best"
     summary = json.loads(run.summary.read_text())
     files = {path.relative_to(run.path) for path in run.trajectories.iterdir()}
     return {
         "metrics": run.metrics.read_bytes(),
         "events": run.events.read_bytes() if run.events.exists() else b"",
         "timed steps": [line["step"] for line in read_jsonl(run.timings)],
-        "weights": [hash_file(folder / "policy" / "model.safetensors") for folder in (final, best)],
+        "checkpoints": [path.name for path in saved],
+        "weights": [hash_file(folder / "policy" / "model.safetensors") for folder in (saved[-1], best)],
         "trajectory files": sorted(map(str, files)),
         "trajectory card": re.sub("Code at commit .*", "", (run.trajectories / "README.md").read_text()),
         "summary": {name: value for name, value in summary.items() if name not in ("wall_s", "peak_rss_mb")},

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from sorl_train import train_rl as trainer
 from sorl_train.engine import LocalEngine
+from sorl_train.run.checkpoint import list_checkpoints
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.recorder import Recorder
 
 from .conftest import train_short
-from .outcomes import SMALL, Killed, outcome
+from .outcomes import SMALL, UNDERSCORED, Killed, outcome
 
 
 def test_a_run_that_ends_in_its_first_steps_resumes_as_if_it_had_not(
@@ -42,6 +42,30 @@ def test_a_run_that_ends_in_its_first_steps_resumes_as_if_it_had_not(
         train_short(tmp_path / "killed", **settings)
     assert [line["step"] for line in read_jsonl(tmp_path / "killed" / "metrics.jsonl")] == [0, 1]
     resumed, _ = train_short(tmp_path / "killed", resume=True, **settings)
+    assert outcome(resumed) == outcome(whole)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_signal_between_two_checkpoints_leaves_no_trace(
+    step: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The checkpoint that it asks for takes no place among those of ``checkpoint.keep``."""
+    settings = UNDERSCORED | {"checkpoint__every": 2, "checkpoint__keep": 2}
+    whole, _ = train_short(tmp_path / "whole", **settings)
+    update = LocalEngine.update
+
+    def interrupted(self: LocalEngine, batch: Any, number: int) -> Any:
+        if number == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(self, batch, number)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(LocalEngine, "update", interrupted)
+        train_short(tmp_path / "stopped", **settings)
+    stopped = RunDir(tmp_path / "stopped")
+    names = [path.name for path in list_checkpoints(stopped.checkpoints)]
+    assert names == [f"step_{step - 1:06d}", f"step_{step:06d}"]
+    resumed, _ = train_short(stopped.path, resume=True, **settings)
     assert outcome(resumed) == outcome(whole)
 
 
@@ -153,64 +177,3 @@ def test_thirty_kills_leave_no_trace(forked: ForkedRuns, tmp_path: Path) -> None
         assert outcome(run) == expected
         assert not [path for path in run.checkpoints.iterdir() if path.name.startswith((".", "damaged"))]
     assert min(counts.values()) >= 3, counts
-
-
-ROLL_BACK: dict[str, Any] = {
-    "update__steps": 4,
-    "checkpoint__every": 1,
-    "rollout__batch_size": 8,
-    "update__mini_batch_size": 4,
-    "update__epochs": 2,
-    "optim__lr": 1e-3,
-    "optim__warmup_ratio": 0.0,
-    "optim__schedule": "constant",
-    "alarm__action": "roll_back",
-    "alarm__roll_back_lr": 0.1,
-    "alarm__ratio_tail": 0.01,
-}
-ROLL_BACK_PARTS = ("atomic_write", "last_whole_before", "drop_later", "append_event")
-
-
-@pytest.mark.slow
-def test_a_kill_anywhere_in_a_roll_back(tmp_path: Path) -> None:
-    """Before each part of it, and before each part of the checkpoint that ends it: the resumed run does it again."""
-    whole, _ = train_short(tmp_path / "whole", **ROLL_BACK)
-    kept = (whole.path / "rolled_back_1.jsonl").read_bytes()
-    assert b"roll_back" in whole.events.read_bytes()
-
-    def killed_when_rolling_back(name: str) -> Any:
-        original = getattr(LocalEngine, name)
-
-        def maybe(self: LocalEngine, *arguments: Any) -> Any:
-            if list(self.run_dir.path.glob("rolled_back_*")):
-                raise Killed
-            return original(self, *arguments)
-
-        return maybe
-
-    def killed(*_: Any, **__: Any) -> None:
-        raise Killed
-
-    for part in (*ROLL_BACK_PARTS, "load", "save"):
-        path = tmp_path / part
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            if part in ROLL_BACK_PARTS:
-                original = trainer.append_event
-                if part == "append_event":  # the alarm's own event comes first
-
-                    def append_or_die(run_dir: RunDir, event: Any, original: Any = original) -> None:
-                        if event["kind"] == "roll_back":
-                            raise Killed
-                        original(run_dir, event)
-
-                    patch.setattr(trainer, part, append_or_die)
-                else:
-                    patch.setattr(trainer, part, killed)
-            else:
-                patch.setattr(LocalEngine, part, killed_when_rolling_back(part))
-            train_short(path, **ROLL_BACK)
-        resumed, _ = train_short(path, resume=True, **ROLL_BACK)
-        assert outcome(resumed) == outcome(whole), part
-        assert (path / "rolled_back_1.jsonl").read_bytes() == kept
-        names = [sorted(p.name for p in run.path.glob("rolled_back_*")) for run in (whole, resumed)]
-        assert names[0] == names[1]

@@ -220,6 +220,7 @@ def test_loading_leaves_its_input_alone() -> None:
         ("hardware: {gradient_checkpointing: 1}", ["expected true or false, got 1"]),
         ("task_args: [1]", ["task_args: expected a mapping, got [1]"]),
         ("algo: so_pppo", ["c.yaml: algo: unknown algorithm 'so_pppo'", "Did you mean 'so_ppo'"]),
+        ("alarm: {action: roll_back}", ["alarm.action: unknown value 'roll_back'", "update.trust_kl=0.01"]),
         ("loss: {kl_type: k9}", ["loss.kl_type: unknown value 'k9'"]),
         ("algos: {soppo: {}}", ["unknown algorithm 'soppo' in 'algos'", "'so_ppo'"]),
         ("algos: {grpo: {rolout: {}}}", ["algos.grpo: unknown key 'rolout'", "'rollout"]),
@@ -268,6 +269,7 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
         ("hardware.tiny.num_heads", "It is called 'tiny.num_heads' now."),
         ("lora", "It is a section: set its fields, lora.rank, lora.alpha."),
         ("zzz", "sorl-train --help"),
+        ("alarm.roll_back_lr", "There is no roll-back any more: use alarm.action=stop"),
     ],
 )
 def test_suggestions(name: str, suggestion: str) -> None:
@@ -396,6 +398,19 @@ def test_a_saved_config_comes_back_equal(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "config.yaml", to_yaml(config))
     assert read_resolved(path) == config
     assert read_resolved(path, {"update.steps": 3}).update.steps == 3
+
+
+def test_a_run_of_an_earlier_version_is_read_without_the_settings_that_are_gone(tmp_path: Path) -> None:
+    """It saved all of them. A roll-back that it asked for is refused by name."""
+    path, config = tmp_path / "config.yaml", load_config()
+    text = to_yaml(config)
+    path.write_text(text.replace("alarm:\n", "alarm:\n  roll_back_lr: 0.5\n"))
+    assert "roll_back_lr" in path.read_text() and read_resolved(path) == config
+    path.write_text(text.replace("  action: warn\n", "  action: roll_back\n"))
+    with pytest.raises(
+        UserError, match=r"alarm\.action: unknown value 'roll_back'\. There is no roll-back any more"
+    ):
+        read_resolved(path, check=False)
 
 
 def test_the_hash_sees_every_setting_but_the_run_folder() -> None:

@@ -234,27 +234,22 @@ def test_a_run_that_cannot_be_measured(make_run: MakeRun, tmp_path: Path) -> Non
 def test_events(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=2, batch=3)
     lines = [
-        '{"step": 9, "kind": "collapse_alarm", "reason": "</td><script>", "action": "roll_back"}',
-        '{"step": 4, "kind": "roll_back"}',
+        '{"step": 9, "kind": "collapse_alarm", "reason": "</td><script>", "action": "stop"}',
+        '{"step": 4, "kind": "moved_back"}',
         '{"step": 5}',
         "[]",
     ]
     (run / "events.jsonl").write_text("\n".join(lines))
     read_back = read_run(run, "run", 0)
     assert read_back.events == [
-        {"step": 9, "kind": "collapse_alarm", "reason": "</td><script>", "action": "roll_back"},
-        {
-            "step": 4,
-            "kind": "roll_back",
-            "reason": "",
-            "action": "",
-        },  # came after the alarm that it goes back from
+        {"step": 9, "kind": "collapse_alarm", "reason": "</td><script>", "action": "stop"},
+        {"step": 4, "kind": "moved_back", "reason": "", "action": ""},
     ]
     assert [note.partition(" ")[0] for note in read_back.notes] == ["events.jsonl:3", "events.jsonl:4"]
     assert chart_data([read_back], group_runs([read_back]), ["run"])["runs"][0]["alarms"] == [9]
     text = write_report([run], tmp_path / "report.html").read_text()
     assert "&lt;/td&gt;&lt;script&gt;" in text and "</td><script>" not in text
-    assert "collapse alarm (roll back)</td>" in text and ">roll back</td>" in text
+    assert "collapse alarm (stop)</td>" in text and ">moved back</td>" in text
 
 
 def test_an_event_leads_to_the_dialogues_nearest_before_it(make_run: MakeRun, tmp_path: Path) -> None:

@@ -117,33 +117,6 @@ def test_two_steps_of_training(vllm_on_cpu: None, tmp_path: Path) -> None:
     assert summary["steps"] == 2
 
 
-@pytest.mark.openrlhf
-def test_a_run_that_is_rolled_back_keeps_its_engine(
-    vllm_on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A second one beside it would want its share of the GPU's memory once more."""
-    built: list[VllmSampler] = []
-    build = VllmSampler.__init__
-
-    def counted(self: VllmSampler, *arguments: Any) -> None:
-        built.append(self)
-        build(self, *arguments)
-
-    monkeypatch.setattr(VllmSampler, "__init__", counted)
-    limits = {"alarm__action": "roll_back", "alarm__ratio_tail": 0.005, "alarm__roll_back_lr": 1e-3}
-    rates = {"optim__lr": 1e-2, "optim__warmup_ratio": 0.0, "update__epochs": 2, "checkpoint__every": 1}
-    run_dir, _ = train_short(
-        tmp_path / "run",
-        sampler__backend="vllm",
-        **{f"tiny__{name}": size for name, size in SIZES.items()},
-        **limits,
-        **rates,
-    )
-    assert "roll_back" in [event["kind"] for event in read_metrics(run_dir.events)]
-    assert len(built) == 1
-    assert max(line["rollout/mismatch_max"] for line in read_metrics(run_dir.metrics)[1:]) < 1e-3
-
-
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_the_error_says_what_to_install(tiny_folder: str) -> None:
     with pytest.raises(UserError, match=r"pip install vllm, or use sampler\.backend=transformers"):

@@ -20,7 +20,7 @@ from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.run.files import atomic_write, read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.manifest import environment_facts, git_facts
-from sorl_train.run.metrics_log import MetricsLog, log_lengths
+from sorl_train.run.metrics_log import MetricsLog, cut_logs, log_lengths
 
 
 def with_steps(steps: int) -> TrainConfig:
@@ -228,7 +228,8 @@ def test_tensorboard_shows_a_step_that_was_taken_back_once(run: RunDir) -> None:
         lengths = log_lengths(run)
         for step in (2, 3):
             log.log(step, {"loss/a": float(step)})
-        log.cut_back(lengths)
+    cut_logs(run, lengths)  # as a resume does
+    with closing(MetricsLog(run)) as log:
         log.log(2, {"loss/a": 20.0})
     events = EventAccumulator(str(run.tensorboard)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss/a")] == [(1, 1.0), (2, 20.0)]

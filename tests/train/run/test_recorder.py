@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from sorl_env.registry import load_task
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_env.trajectory_io import read_jsonl as read_trajectories
 from sorl_train.config.files import load_config
-from sorl_train.config.run_settings import AlarmConfig
+from sorl_train.config.run_settings import AlarmConfig, CheckpointConfig
 from sorl_train.run.alarm import CollapseAlarm
 from sorl_train.run.checkpoint import list_checkpoints, prune_checkpoints, resume_point
 from sorl_train.run.files import read_jsonl
@@ -174,7 +175,7 @@ def test_a_damaged_checkpoint_of_a_later_step_is_told_and_never_pruned_in_place_
     tmp_path: Path,
 ) -> None:
     """A run that is resumed from step 2 because step 9 is damaged must not delete what it saves at step 3."""
-    record = recorder(tmp_path / "run", checkpoint__keep=2)
+    record = recorder(tmp_path / "run", checkpoint__every=1, checkpoint__keep=2)
     save(record, 2)
     flip_a_bit(save(record, 9) / "policy" / "weights")
     display = QuietDisplay()
@@ -188,6 +189,19 @@ def test_a_damaged_checkpoint_of_a_later_step_is_told_and_never_pruned_in_place_
     prune_checkpoints(record.run_dir.checkpoints, 1)
     assert [path.name for path in list_checkpoints(record.run_dir.checkpoints)] == ["step_000003"]
     assert (record.run_dir.checkpoints / "damaged_step_000009").is_dir()
+
+
+def test_a_checkpoint_that_a_signal_asked_for_goes_with_the_next(tmp_path: Path) -> None:
+    """It never takes the place of one that ``checkpoint.every`` asked for, whatever that is in the resumed run."""
+    record = recorder(tmp_path / "run", checkpoint__every=3, checkpoint__keep=3)
+    kept = {0: "0", 3: "03", 4: "034", 5: "035", 6: "036", 7: "367", 9: "369"}
+    for step, names in kept.items():
+        save(record, step)
+        found = list_checkpoints(record.run_dir.checkpoints)
+        assert [path.name for path in found] == [f"step_{int(name):06d}" for name in names]
+    record.config = dataclasses.replace(record.config, checkpoint=CheckpointConfig(every=4, keep=2))
+    save(record, 12)
+    assert [path.name[-2:] for path in list_checkpoints(record.run_dir.checkpoints)] == ["09", "12"]
 
 
 def test_a_step_is_saved_again_in_the_place_of_a_damaged_one(tmp_path: Path) -> None:
@@ -241,7 +255,7 @@ def test_steps_that_were_taken_back_are_an_event(tmp_path: Path) -> None:
     figures = {"trust_kl": 0.0049, "trust_kl_max": 0.731, "trust_scale": 0.25}
     for step, moves in ((1, 0.0), (2, 3.0)):
         line = {f"loss/{name}": value for name, value in (figures | {"trust_moves_back": moves}).items()}
-        assert record.watch(step, CALM | line, [trajectory("a")]) is None
+        record.watch(step, CALM | line, [trajectory("a")])
     (event,) = read_jsonl(record.run_dir.events)
     assert (event["step"], event["kind"]) == (2, "moved_back")
     for number in ("0.73", "3 times", "0.0049", "times 0.25"):
@@ -251,6 +265,6 @@ def test_steps_that_were_taken_back_are_an_event(tmp_path: Path) -> None:
 def test_events_are_lines_of_json(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     append_event(run_dir, {"step": 1, "kind": "collapse_alarm"})
-    append_event(run_dir, {"step": 2, "kind": "roll_back"})
+    append_event(run_dir, {"step": 2, "kind": "moved_back"})
     assert [line["step"] for line in read_jsonl(run_dir.events)] == [1, 2]
-    assert json.loads(run_dir.events.read_text().splitlines()[1])["kind"] == "roll_back"
+    assert json.loads(run_dir.events.read_text().splitlines()[1])["kind"] == "moved_back"
