@@ -11,7 +11,6 @@ from stability_runs import DOCS, read
 from sorl_env.figures import markdown_table
 from sorl_train.lab import compare
 from sorl_train.lab.study import load_study
-from sorl_train.run.bootstrap import bootstrap, percentile_interval
 
 GOOD = 0.8  # on questions that are rarely paid, less than ``compare.GOOD``
 
@@ -33,14 +32,13 @@ def turn_credit() -> str:
         own = sorted((run for run in runs if run["arm"] == arm), key=lambda run: run["seed"])
         steps = [compare.steps_to(run, GOOD) for run in own]
         finals = [run["final"] for run in own]
-        low, high = percentile_interval(bootstrap(finals, np.mean, draws=2000))
         begun = [run["curve"][0][1] for run in own]
         rows.append(
             [
                 arm,
                 f"{np.mean(begun):.2f}",
                 " ".join("-" if np.isinf(step) else f"{step:g}" for step in steps),
-                f"{np.mean(finals):.2f} ({low:.2f} to {high:.2f})",
+                compare.mean_and_range(finals),
             ]
         )
     return markdown_table(["", "success before", f"steps to {GOOD:g}, by seed", "final success"], rows)

@@ -20,14 +20,12 @@ from stability_runs import (
     REUSE,
     TRUST,
     Run,
-    average,
     cells_of,
     larger_mini_batch,
     read,
+    share_above,
     whole_grid,
 )
-
-from sorl_train.lab.study import interval
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -49,7 +47,7 @@ def heat_maps(runs: Sequence[Run], out: Path) -> None:
                 number = f"{np.median(final[reuse, rate]):.2f}"
                 axis.text(column, row, number, ha="center", va="center", color=colour, fontsize=9)
         image = axis.imshow(kept, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower")
-        share, low, high = average(cells, bar=0.95)
+        share, low, high = share_above(0.95, cells)
         axis.set_title(f"{arm}: {share:.0%} ({low:.0%} to {high:.0%})", fontsize=10)
         axis.set_xticks(range(len(RATES)), [f"{rate:.1e}".replace("e-0", "e-") for rate in RATES], fontsize=8)
         axis.set_yticks(range(len(REUSE)), REUSE, fontsize=9)
@@ -87,16 +85,15 @@ def curves(settings: Mapping[str, Sequence[Run]], out: Path) -> None:
 
 
 def remedies(runs: Sequence[Run], out: Path) -> None:
-    """Final over peak of every arm in the severe setting, a dot a seed and the median with its interval."""
+    """Final over peak of every arm in the severe setting, a dot a seed, their range and median."""
     arms = list(dict.fromkeys(run["arm"] for run in runs))
     values = {arm: [run["kept_mean"] for run in runs if run["arm"] == arm] for arm in arms}
     arms.sort(key=lambda arm: float(np.median(values[arm])))
     figure, axis = plt.subplots(figsize=(7, 0.27 * len(arms) + 0.8), layout="constrained")
     for row, arm in enumerate(arms):
-        median, low, high = interval(values[arm])
-        axis.plot([low, high], [row, row], color="#888888", linewidth=3, solid_capstyle="round")
+        axis.hlines(row, min(values[arm]), max(values[arm]), color="#888888", linewidth=3, capstyle="round")
         axis.plot(values[arm], [row] * len(values[arm]), "o", color=COLOURS.get(arm, "#555555"), markersize=4)
-        axis.plot([median], [row], "|", color="black", markersize=12, markeredgewidth=2)
+        axis.plot([np.median(values[arm])], [row], "|", color="black", markersize=12, markeredgewidth=2)
     axis.set_yticks(range(len(arms)), arms, fontsize=8)
     axis.axvline(0.95, color="#1f6f8b", linestyle=":", linewidth=1)
     axis.set(xlabel="final / peak (means of three evaluations)", xlim=(-0.02, 1.05))

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from sorl_train.evaluate.intervals import mean_interval, paired
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MAIN = ("ppo", "so_ppo", "grpo", "so_grpo")
@@ -74,27 +75,34 @@ def cells_of(runs: Sequence[Run], arm: str, figure: str) -> dict[tuple[str, floa
 Cells = Mapping[tuple[str, float], Sequence[float]]
 
 
-def average(
-    cells: Cells, without: Cells | None = None, bar: float | None = None, draws: int = 2000
-) -> tuple[float, float, float]:
-    """Over the grid, the mean of medians over seeds, or the share of them above ``bar``; with a 95% bootstrap interval.
+def average(cells: Cells, without: Cells | None = None, draws: int = 2000) -> tuple[float, float, float]:
+    """Over the grid, the mean of medians over seeds, with a 95% bootstrap interval.
 
     With ``without``, how much more that is than theirs. Drawn again are the points of the grid, for both the same
     ones, and the seeds within each.
     """
     generator = np.random.default_rng(0)
     points = sorted(cells)
-
-    def of(medians: NDArray[np.float64]) -> NDArray[np.float64]:
-        return medians if bar is None else (medians > bar).astype(np.float64)
-
     value, drawn = 0.0, np.zeros((len(points), draws))
     for sign, arm in ((1.0, cells), (-1.0, without)):
         for row, point in enumerate(points if arm is not None else ()):
             values = np.asarray(arm[point])
             seeds = generator.integers(0, len(values), size=(draws, len(values)))
-            drawn[row] += sign * of(np.median(values[seeds], axis=1))
-            value += sign * float(of(np.median(values))) / len(points)
+            drawn[row] += sign * np.median(values[seeds], axis=1)
+            value += sign * float(np.median(values)) / len(points)
     again = generator.integers(0, len(points), size=(draws, len(points)))
     low, high = np.quantile(drawn[again, np.arange(draws)[:, None]].mean(axis=1), [0.025, 0.975])
     return value, float(low), float(high)
+
+
+def share_above(bar: float, cells: Cells, without: Cells | None = None) -> tuple[float, float, float]:
+    """The share of the grid whose median over seeds is above ``bar``, with Wilson's interval.
+
+    With ``without``, how much more that is than theirs, with the interval of a paired difference of shares.
+    """
+    own = [float(np.median(cells[point]) > bar) for point in sorted(cells)]
+    if without is None:
+        found = mean_interval(own)
+    else:
+        found = paired([float(np.median(without[point]) > bar) for point in sorted(cells)], own).difference
+    return found.mean, found.low, found.high

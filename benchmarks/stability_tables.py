@@ -30,12 +30,13 @@ from stability_runs import (
     larger_mini_batch,
     read,
     reuse_of,
+    share_above,
 )
 
 from sorl_env.figures import markdown_table
 from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.lab.alarm import AHEAD, Recorded, count, judge, read_runs
-from sorl_train.lab.study import interval, load_study
+from sorl_train.lab.study import load_study
 from sorl_train.run.alarm import Alarm, CollapseAlarm
 
 PAGES = (DOCS / "stability.md", DOCS / "normalization.md", DOCS / "algorithms.md")
@@ -49,7 +50,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def arms(runs: Sequence[Run], chosen: Mapping[str, str] | Sequence[str]) -> str:
-    """A line an arm that has runs: medians over seeds, and intervals of final over peak."""
+    """A line an arm that has runs: medians over seeds, and the range of final over peak."""
     named = chosen if isinstance(chosen, Mapping) else {arm: arm for arm in chosen}
     rows = []
     for arm, label in named.items():
@@ -68,8 +69,8 @@ def _measured(runs: Sequence[Run]) -> list[str]:
     return [
         f"{_median(runs, 'peak'):.2f}",
         f"{_median(runs, 'final'):.2f}",
-        _interval([run["kept"] for run in runs]),
-        _interval([run["kept_mean"] for run in runs]),
+        _spread([run["kept"] for run in runs]),
+        _spread([run["kept_mean"] for run in runs]),
         f"{_median(runs, 'worst_drop'):.2f}",
         f"{len(steps)} of {len(runs)}" + (f", from step {np.median(steps):g}" if steps else ""),
         f"{_median(runs, 'max_grad_norm'):.1f}",
@@ -83,9 +84,9 @@ def _median(runs: Sequence[Run], name: str) -> float:
     return float(np.median([run[name] for run in runs]))
 
 
-def _interval(values: Sequence[float]) -> str:
-    median, low, high = interval(values)
-    return f"{median:.2f} ({low:.2f} to {high:.2f})" if len(values) > 1 else f"{median:.2f}"
+def _spread(values: Sequence[float]) -> str:
+    spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
+    return f"{np.median(values):.2f}{spread}"
 
 
 def grid(runs: Sequence[Run], chosen: Sequence[str] = MAIN) -> str:
@@ -130,12 +131,12 @@ def shares(runs: Sequence[Run]) -> str:
     for arm, base in (("ppo", None), ("so_ppo", "ppo"), ("grpo", None), ("so_grpo", "grpo")):
         cells, row = cells_of(runs, arm, "kept_mean"), [arm]
         without = cells_of(runs, base, "kept_mean") if base else None
-        for bar in (0.95, 0.8, None):
-            own, more = ("{:.0%} ({:.0%} to {:.0%})", "{:+.0%} ({:+.0%} to {:+.0%})")
-            if bar is None:
-                own, more = ("{:.2f} ({:.2f} to {:.2f})", "{:+.2f} ({:+.2f} to {:+.2f})")
-            row.append(own.format(*average(cells, bar=bar)))
-            row.append(more.format(*average(cells, without, bar)) if without else "")
+        for bar in (0.95, 0.8):
+            row.append("{:.0%} ({:.0%} to {:.0%})".format(*share_above(bar, cells)))
+            more = "{:+.0%} ({:+.0%} to {:+.0%})"
+            row.append(more.format(*share_above(bar, cells, without)) if without else "")
+        row.append("{:.2f} ({:.2f} to {:.2f})".format(*average(cells)))
+        row.append("{:+.2f} ({:+.2f} to {:+.2f})".format(*average(cells, without)) if without else "")
         rows.append([*row, f"{len(cells)} cells, {sum(map(len, cells.values()))} runs"])
     header = "share above .95 | more | share above .80 | more | mean of final / peak | more | of"
     return markdown(["", *header.split(" | ")], rows)

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from stability_runs import RATES, REUSE, TRUST, Run, average, cells_of, read, reuse_of, whole_grid
+from stability_runs import (
+    RATES,
+    REUSE,
+    TRUST,
+    Run,
+    average,
+    cells_of,
+    read,
+    reuse_of,
+    share_above,
+    whole_grid,
+)
 
 from sorl_env.figures import markdown_table
 
@@ -41,7 +52,7 @@ def shares(runs: Sequence[Run]) -> str:
             if not kept:
                 continue
             figures = [
-                "{:.0%} ({:.0%} to {:.0%})".format(*average(kept, bar=0.95)),
+                "{:.0%} ({:.0%} to {:.0%})".format(*share_above(0.95, kept)),
                 "{:.2f} ({:.2f} to {:.2f})".format(*average(final)),
                 f"{min(float(np.median(values)) for values in final.values()):.2f}",
             ]

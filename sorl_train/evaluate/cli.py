@@ -49,7 +49,7 @@ EXAMPLES = """\
   sorl-eval MODEL --task medqa nq --data medqa=FILE nq=FILE --search.corpus PASSAGES
   sorl-eval --endpoint URL --model_name NAME --tokenizer MODEL --task nq --search.url URL
 commands on its results, each with a --help of its own:
-  sorl-eval compare A B                             paired bootstrap, McNemar, questions gained and lost
+  sorl-eval compare A B                             paired interval and test, questions gained and lost
   sorl-eval rescore FOLDER --reward NAME            score the same answers with another reward
   sorl-eval table FOLDER .. --latex                 several policies beside the paper's published rows
 """

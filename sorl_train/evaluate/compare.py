@@ -14,7 +14,7 @@ from typing import Any
 from sorl_env.command import Parser, add_json_option, print_json, whole
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.figures import markdown_table
-from sorl_train.evaluate.intervals import Paired, paired
+from sorl_train.evaluate.intervals import SIGNIFICANT, Paired, paired
 from sorl_train.evaluate.journal import read_folder
 from sorl_train.evaluate.prompts import MODES
 from sorl_train.evaluate.rows import Row
@@ -155,7 +155,7 @@ def _content(side: Side) -> str:
     return f"{side.name} has {', '.join(f'{task} ({mode})' for task, mode in side.groups) or 'nothing'}"
 
 
-HEAD = "task, mode, metric, questions, A, B, B - A, 95%, bootstrap p, McNemar p, gained, lost".split(", ")
+HEAD = "task, mode, metric, questions, A, B, B - A, 95%, p, test, gained, lost".split(", ")
 
 
 def report(comparisons: Sequence[Comparison], show: int = 5) -> str:
@@ -166,27 +166,26 @@ def report(comparisons: Sequence[Comparison], show: int = 5) -> str:
         result, same = found.result, found.mode_a == found.mode_b
         mode = found.mode_a if same else f"{found.mode_a} / {found.mode_b}"
         difference = result.difference
-        mcnemar = "-" if result.mcnemar_p is None else f"{result.mcnemar_p:.2g}"
         percents = [
             f"{100 * result.mean_a:.2f}",
             f"{100 * result.mean_b:.2f}",
             f"{100 * difference.mean:+.2f}",
         ]
         interval = f"[{100 * difference.low:+.2f}, {100 * difference.high:+.2f}]"
-        tests = [f"{result.bootstrap_p:.2g}", mcnemar, result.gained, result.lost]
+        tests = [f"{result.p:.2g}", result.test, result.gained, result.lost]
         rows.append([found.task, mode, found.metric, result.questions, *percents, interval, *tests])
         details += ["", f"{found.task}, {mode}: {verdict(result)}"]
         for word, questions in (("gained", found.gained), ("lost", found.lost)):
             details += [f"  {word}: {name}  {text}" for name, text in questions[:show]]
             if len(questions) > show:
                 details.append(f"  .. and {len(questions) - show} more {word}")
-    return "\n".join([markdown_table(HEAD, rows, "lllrrrrlrrrr"), *details])
+    return "\n".join([markdown_table(HEAD, rows, "lllrrrrlrlrr"), *details])
 
 
 def verdict(result: Paired) -> str:
-    """The result in words. There is a difference if its interval does not contain 0."""
-    if result.difference.low > 0:
-        return "B is better: the interval of the difference is above 0."
-    if result.difference.high < 0:
-        return "A is better: the interval of the difference is below 0."
-    return "no difference that these questions could show."
+    """The result in words."""
+    if result.better is None:
+        needs = f"an interval without 0 and a p below {SIGNIFICANT:.2g}"
+        return f"no difference that these questions could show; that would take {needs}."
+    side = "above" if result.better == "B" else "below"
+    return f"{result.better} is better: the interval of the difference is {side} 0, and p is {result.p:.2g}."

@@ -33,9 +33,10 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 @dataclass(frozen=True)
 class Rescored:
-    """One answer, its score before, and its score now."""
+    """One answer, its score before, and its score now; answers to one question share its name."""
 
     group: str
+    question: str
     id: str
     answer: str | None
     before: float
@@ -72,6 +73,7 @@ def rescore(folder: Path, reward: str) -> list[Rescored]:
         return [
             Rescored(
                 f"{row.task}, {row.mode}",
+                str(row.index),
                 f"{row.example_id}/{row.sample}",
                 row.answer,
                 row.main_score,
@@ -102,7 +104,8 @@ def _rescore(trajectory: Trajectory, examples: Mapping[str, Example], reward: st
         )
     answer = final_answer(trajectory)
     after = score(reward, answer, example.golden_answers, example.options)
-    return Rescored(f"{trajectory.task}, {trajectory.split}", trajectory.id, answer, trajectory.reward, after)
+    group = f"{trajectory.task}, {trajectory.split}"
+    return Rescored(group, example.id, trajectory.id, answer, trajectory.reward, after)
 
 
 def _trajectory_files(path: Path) -> tuple[list[Path], Path]:
@@ -140,16 +143,22 @@ def _read(file: Path) -> Iterator[Trajectory]:
 
 
 def summarize(rows: Sequence[Rescored]) -> list[dict[str, Any]]:
-    """For each group of answers: how many, the mean before and now, and how many scores changed."""
+    """For each group of answers: how many, the mean before and now, and how many scores changed.
+
+    Means and intervals are over questions, so the answers to a question are averaged first.
+    """
     groups: dict[str, list[Rescored]] = {}
+    questions: dict[str, dict[str, list[Rescored]]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
+        questions.setdefault(row.group, {}).setdefault(row.question, []).append(row)
     return [
         {
             "group": name,
             "answers": len(group),
-            "before": fmean(row.before for row in group),
-            "now": mean_interval([row.after for row in group]),
+            "questions": len(questions[name]),
+            "before": fmean(fmean(row.before for row in own) for own in questions[name].values()),
+            "now": mean_interval([fmean(row.after for row in own) for own in questions[name].values()]),
             "changed": sum(row.before != row.after for row in group),
         }
         for name, group in groups.items()
@@ -162,5 +171,5 @@ def report(rows: Sequence[Rescored], reward: str) -> str:
     for found in summarize(rows):
         now = found["now"]
         figures = (f"{found['before']:.4f}", f"{now.mean:.4f}", f"[{now.low:.4f}, {now.high:.4f}]")
-        lines.append([found["group"], found["answers"], *figures, found["changed"]])
-    return markdown_table(["", "answers", "before", reward, "95%", "changed"], lines, "lrrrlr")
+        lines.append([found["group"], found["answers"], found["questions"], *figures, found["changed"]])
+    return markdown_table(["", "answers", "questions", "before", reward, "95%", "changed"], lines, "lrrrrlr")

@@ -50,7 +50,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """The columns, and the lines by the name of their group."""
+    """The columns, and the lines by the name of their group; beside no published rows ours need no name."""
 
     columns: tuple[Column, ...]
     groups: tuple[tuple[str, tuple[Line, ...]], ...]
@@ -126,7 +126,7 @@ def _table(
         for summary in summaries:
             lines += [line for mode in group["modes"] if (line := _line(columns, summary, mode))]
         if lines:
-            groups.append((group["name"], tuple(lines)))
+            groups.append((group["name"] if with_published else "", tuple(lines)))
     return Table(tuple(columns), tuple(groups), tuple(_notes(columns, summaries, with_published)))
 
 
@@ -158,7 +158,7 @@ def _notes(
     if with_published:
         notes.append("† in-domain, * out-of-domain benchmarks.")
         notes.append(f"Rows marked published: {published()['source']}. All others are ours.")
-    notes.append("Ours: percent (exact match, or choice accuracy), 95% bootstrap interval over questions.")
+    notes.append("Ours: percent (exact match, or choice accuracy), 95% interval over questions.")
     shown = {task for column in columns for task in column.tasks}
     for summary in summaries:
         notes += [_about(entry, summary) for entry in summary["entries"] if entry["task"] in shown]
@@ -180,7 +180,8 @@ def markdown(tables: Sequence[Table]) -> str:
         head = ["Model", *(f"{column.name}{_MARKS[column.domain]}" for column in table.columns), "Avg."]
         rows: list[list[str]] = []
         for name, lines in table.groups:
-            rows.append([f"*{name}*"] + [""] * (len(head) - 1))
+            if name:
+                rows.append([f"*{name}*"] + [""] * (len(head) - 1))
             for line in lines:
                 mark = ", published" if line.published else ""
                 rows.append(
@@ -211,7 +212,9 @@ def _latex(table: Table) -> str:
         rf"\textbf{{Model}} & {head} & \textbf{{Avg.}} \\",
     ]
     for name, rows in table.groups:
-        lines += [r"\midrule", rf"\multicolumn{{{width}}}{{c}}{{\textit{{{_tex(name)}}}}} \\", r"\midrule"]
+        lines.append(r"\midrule")
+        if name:
+            lines += [rf"\multicolumn{{{width}}}{{c}}{{\textit{{{_tex(name)}}}}} \\", r"\midrule"]
         for row in rows:
             mark = r" \textit{(published)}" if row.published else ""
             figures = [*map(_tex_cell, row.values, row.intervals), _tex_cell(row.average, None)]

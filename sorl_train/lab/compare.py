@@ -18,7 +18,6 @@ import numpy as np
 from sorl_env.errors import UserError
 from sorl_env.figures import markdown_table
 from sorl_train.lab.study import Run, Study
-from sorl_train.run.bootstrap import bootstrap, percentile_interval
 from sorl_train.run.folder import NON_FINITE, RunDir
 from sorl_train.run.stability import step_seconds, success_curve
 
@@ -113,7 +112,7 @@ def steps_to(result: Mapping[str, Any], success: float = GOOD) -> float:
 
 
 def table(study: Study, results: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table with a line an arm, the highest final success first: means over seeds, with intervals."""
+    """A Markdown table with a line an arm, the highest final success first: means over seeds, with their range."""
     rates, best = rates_of(study), best_rates(study, results)
     cost = {arm: _cost(_at(results, arm, best[arm])) for arm in best}
     cheapest = min((value for value in cost.values() if value > 0), default=1.0)
@@ -124,9 +123,9 @@ def table(study: Study, results: Sequence[Mapping[str, Any]]) -> str:
         row = [
             arm,
             f"{rate:g}",
-            _spread([run["final"] for run in own]),
+            mean_and_range([run["final"] for run in own]),
             " ".join(_step(steps_to(run)) for run in own),
-            _spread([run["final"] for run in tenfold]) if tenfold else "not run",
+            mean_and_range([run["final"] for run in tenfold]) if tenfold else "not run",
             f"{lost} of {len(tenfold)}" if tenfold else "",
             f"{cost[arm] / cheapest:.2f}" if cost[arm] > 0 else "",
         ]
@@ -158,7 +157,7 @@ def _step(step: float) -> str:
     return "-" if np.isinf(step) else f"{step:g}"
 
 
-def _spread(values: Sequence[float]) -> str:
-    """The mean and, of several values, its 95% bootstrap interval."""
-    low, high = percentile_interval(bootstrap(values, np.mean, draws=2000))
-    return f"{np.mean(values):.2f}" + (f" ({low:.2f} to {high:.2f})" if len(values) > 1 else "")
+def mean_and_range(values: Sequence[float]) -> str:
+    """The mean and, of several values, the lowest and highest: a bootstrap of so few could not say more."""
+    spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
+    return f"{np.mean(values):.2f}{spread}"

@@ -28,7 +28,6 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.figures import markdown_table
 from sorl_train.config.files import STUDIES, config_folder, config_hash, find_config, load_config, parse_yaml
 from sorl_train.config.settings import TrainConfig
-from sorl_train.run.bootstrap import bootstrap, percentile_interval
 from sorl_train.run.folder import RunDir
 from sorl_train.run.stability import infinite_if_none, measure, success_curve
 
@@ -138,12 +137,6 @@ def _check_form(path: Path, study: Mapping[str, Any]) -> None:
         check("seed" not in (place or {}), "seed", "the seeds in the key seeds: [0, 1, 2]")
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95% bootstrap interval; for one value that value three times."""
-    low, high = percentile_interval(bootstrap(values, np.median, draws=2000))
-    return float(np.median(values)), low, high
-
-
 # name in the results, heading, format
 _COLUMNS = (
     ("peak", "peak", ".3f"),
@@ -158,7 +151,7 @@ _COLUMNS = (
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table with a row per cell: medians over the seeds and, of several seeds, their 95% intervals."""
+    """A Markdown table with a row per cell: medians over the seeds and, of several, the lowest and highest."""
     cells: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         cells.setdefault(result["cell"], []).append(result)
@@ -181,9 +174,9 @@ def _collapses(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _spread(values: Sequence[float], form: str) -> str:
-    """The median and, of several values, its interval."""
-    median, low, high = interval(values)
-    return f"{median:{form}}" + (f" ({low:{form}}-{high:{form}})" if len(values) > 1 else "")
+    """The median and, of several values, the lowest and highest: a bootstrap of so few could not say more."""
+    spread = f" ({min(values):{form}}-{max(values):{form}})" if len(values) > 1 else ""
+    return f"{np.median(values):{form}}{spread}"
 
 
 def results_of(study: Study, folder: Path) -> list[dict[str, Any]]:

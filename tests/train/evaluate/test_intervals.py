@@ -1,4 +1,4 @@
-"""Intervals against all resamples, counted; paired tests against hand arithmetic."""
+"""Intervals against published values and all resamples, counted; paired tests against hand arithmetic."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from sorl_train.evaluate.intervals import mcnemar_exact, mean_interval, paired
-from sorl_train.run.bootstrap import bootstrap
+from sorl_train.evaluate.intervals import bootstrap, mcnemar_exact, mean_interval, paired
 
 
 def test_resampled_means_follow_the_exact_distribution() -> None:
@@ -19,12 +18,12 @@ def test_resampled_means_follow_the_exact_distribution() -> None:
         assert np.isclose(means, value).mean() == pytest.approx(share, abs=0.004)
 
 
-def test_an_interval_is_that_of_all_resamples() -> None:
-    values = [0.0, 0.25, 0.5, 1.0, 1.0, 0.0]
-    every = [sum(draw) / 6 for draw in itertools.product(values, repeat=6)]  # 46,656
+def test_an_interval_is_that_of_all_resamples_with_two_made_up_questions() -> None:
+    """Of (.25, .5) with 0 and 1 there are 256 resamples."""
+    every = [sum(draw) / 4 for draw in itertools.product([0.25, 0.5, 0.0, 1.0], repeat=4)]
     low, high = np.quantile(every, [0.025, 0.975])
-    found = mean_interval(values, draws=50_000)
-    assert found.mean == pytest.approx(2.75 / 6)
+    found = mean_interval([0.25, 0.5], draws=50_000)
+    assert found.mean == 0.375
     assert (found.low, found.high) == (pytest.approx(low, abs=0.01), pytest.approx(high, abs=0.01))
 
 
@@ -33,30 +32,47 @@ def test_two_draws_by_hand() -> None:
     values = [1.0, 2.0, 4.0, 8.0]
     by_hand = [sum(values[i] for i in row) / 4 for row in indices]
     assert bootstrap(values, draws=2, seed=7).tolist() == by_hand
-    found = mean_interval(values, draws=2, seed=7)
-    below, above = sorted(by_hand)  # quantiles of two values lie between them
-    assert found.low == pytest.approx(below + 0.025 * (above - below))
-    assert found.high == pytest.approx(below + 0.975 * (above - below))
 
 
-def test_the_interval_of_a_share_is_as_wide_as_it_should_be() -> None:
-    found = mean_interval([1.0] * 600 + [0.0] * 400)
-    spread = 1.96 * math.sqrt(0.6 * 0.4 / 1000)
-    assert found.mean == 0.6
-    assert (found.low, found.high) == (
-        pytest.approx(0.6 - spread, abs=0.003),
-        pytest.approx(0.6 + spread, abs=0.003),
-    )
+@pytest.mark.parametrize(
+    ("right", "of", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),  # Newcombe 1998, Table I, method 3, as the next three
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (30, 30, 0.8865, 1.0),
+        (0, 10, 0.0, 0.2775),
+    ],
+)
+def test_a_share_has_wilsons_interval(right: int, of: int, low: float, high: float) -> None:
+    found = mean_interval([1.0] * right + [0.0] * (of - right))
+    assert (found.low, found.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
 
-def test_intervals_repeat_and_cover_the_true_mean_about_as_often_as_they_say() -> None:
-    assert mean_interval([0.0, 1.0, 1.0]) == mean_interval([0.0, 1.0, 1.0])
-    generator = np.random.default_rng(0)
-    hits = 0
-    for _ in range(300):
-        found = mean_interval((generator.random(100) < 0.3).astype(float).tolist(), draws=500)
-        hits += found.low <= 0.3 <= found.high
-    assert 0.90 <= hits / 300 <= 0.98
+@pytest.mark.parametrize("values", [[1.0] * 30, [0.0] * 10, [0.5] * 30, [0.3], [-2.0] * 5, [7.0] * 5])
+def test_no_finite_sample_is_certain(values: list[float]) -> None:
+    """30 of 30 was 1.00 to 1.00, and 30 values of .5 had no width either."""
+    found = mean_interval(values)
+    assert found.low < found.high and found.low <= found.mean <= found.high
+    for difference in (paired(values, values), paired([0.0] * len(values), values)):
+        assert difference.difference.low < difference.difference.high
+        assert difference.difference.low <= difference.difference.mean <= difference.difference.high
+
+
+def test_a_rare_score_is_covered_although_the_sample_may_lack_it() -> None:
+    """3% of the questions have a score between 0 and 1; the plain bootstrap covers the mean in 55 of 100 samples."""
+    generator, hits = np.random.default_rng(0), 0
+    for _ in range(200):
+        values = np.where(generator.random(30) < 0.97, 1.0, generator.random(30))
+        found = mean_interval(values.tolist(), draws=500)
+        hits += found.low <= 0.985 <= found.high
+    assert hits / 200 >= 0.93
+
+
+def test_intervals_repeat() -> None:
+    assert mean_interval([0.0, 0.5, 1.0]) == mean_interval([0.0, 0.5, 1.0])
+    assert paired([0.0, 0.5, 1.0], [0.5, 0.5, 0.5]) == paired([0.0, 0.5, 1.0], [0.5, 0.5, 0.5])
 
 
 def test_many_questions_are_resampled_in_parts() -> None:
@@ -75,7 +91,7 @@ def test_no_values_have_no_interval() -> None:
         (3, 3, 1.0),
         (5, 0, 2 / 32),
         (0, 5, 2 / 32),
-        (10, 2, 2 * (1 + 12 + 66) / 4096),
+        (10, 2, 2 * (1 + 12 + 66) / 4096),  # .0386
         (1, 8, 2 * (1 + 9) / 512),
     ],
 )
@@ -91,5 +107,49 @@ def test_pairs_count_what_changed() -> None:
     found = paired([0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0])
     assert (found.gained, found.lost, found.questions) == (2, 1, 4)
     assert (found.mean_a, found.mean_b, found.difference.mean) == (0.5, 0.75, 0.25)
-    assert found.mcnemar_p == 1.0
-    assert paired([0.5, 1.0], [1.0, 1.0]).mcnemar_p is None  # means of samples: no coin to flip
+    assert (found.p, found.test) == (1.0, "McNemar")
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "of", "low", "high"),
+    [
+        (5, 0, 5, 0.1958, 1.0),  # 5/7 -+ 1.96 sqrt((1 - 25/49) / 7)
+        (0, 0, 30, -0.0866, 0.0866),  # 1.96 sqrt(2) / 32
+        (9, 1, 50, 0.0302, 0.2775),  # 8/52 -+ 1.96 sqrt((12/52 - (8/52)^2) / 52)
+    ],
+)
+def test_a_difference_of_shares_by_hand(gained: int, lost: int, of: int, low: float, high: float) -> None:
+    a = [0.0] * gained + [1.0] * lost + [1.0] * (of - gained - lost)
+    b = [1.0] * gained + [0.0] * lost + [1.0] * (of - gained - lost)
+    found, turned = paired(a, b).difference, paired(b, a).difference
+    assert (found.low, found.high) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+    assert (turned.low, turned.high) == (pytest.approx(-found.high), pytest.approx(-found.low))
+
+
+def test_five_of_five_gained_do_not_tell_six_do() -> None:
+    """The verdict was that B is better, with p = 1e-4 and the interval [1, 1]."""
+    five, six = paired([0.0] * 5, [1.0] * 5), paired([0.0] * 6, [1.0] * 6)
+    assert (five.p, five.better) == (0.0625, None) and five.difference.low > 0
+    assert (six.p, six.better) == (0.03125, "B")
+    assert paired([1.0] * 6, [0.0] * 6).better == "A"
+
+
+def test_signs_are_flipped_where_scores_are_no_shares() -> None:
+    """Five changes of .5 are as likely by chance as five questions gained: 2 of the 32 choices of signs."""
+    five, six = paired([0.0] * 5, [0.5] * 5), paired([0.25] * 9, [0.5] * 6 + [0.25] * 3)
+    assert (five.test, six.test) == ("sign flips", "sign flips")
+    assert five.p == pytest.approx(2 / 32, abs=0.008) and five.better is None
+    assert six.p == pytest.approx(2 / 64, abs=0.006) and six.better == "B"
+    # (.5, .25, -.25): signs with a sum of at least .5 in size are those of (1, 1, *), (1, -1, 1), and their opposites
+    assert paired([0.0, 0.0, 0.25], [0.5, 0.25, 0.0]).p == pytest.approx(6 / 8, abs=0.015)
+    assert paired([0.1, 0.2, 0.3], [0.1, 0.2, 0.3]).p == 1.0
+    assert paired([0.0, 0.5], [0.0, 0.5]).better is None
+
+
+def test_equal_policies_are_seldom_told_apart() -> None:
+    """Of 400 comparisons of a policy with itself, in 40 questions of two samples each, at most 5% find a difference."""
+    generator, found = np.random.default_rng(0), 0
+    for _ in range(400):
+        a, b = generator.binomial(2, 0.7, size=(2, 40)) / 2
+        found += paired(a.tolist(), b.tolist(), draws=300).better is not None
+    assert found / 400 <= 0.05

@@ -21,16 +21,22 @@ def test_the_tables_of_the_page_are_made_from_the_results() -> None:
 
 def test_averages_over_a_grid() -> None:
     """Shares of cells above a bar, means, and differences at the same points, with intervals."""
-    average = runpy.run_path(str(ROOT / "benchmarks/stability_runs.py"))["average"]
+    runs = runpy.run_path(str(ROOT / "benchmarks/stability_runs.py"))
+    average, share_above = runs["average"], runs["share_above"]
     three = {("a", 1.0): [1.0, 1.0, 1.0], ("b", 1.0): [0.2, 0.3, 0.1], ("c", 1.0): [1.0, 0.2, 1.0]}
-    assert average(three, bar=0.95) == (pytest.approx(2 / 3), 0.0, 1.0)  # three cells say little
+    # Wilson: three cells say little
+    assert share_above(0.95, three) == pytest.approx((2 / 3, 0.2077, 0.9385), abs=1e-4)
+    all_above = {point: [1.0] for point in three}
+    assert share_above(0.95, all_above)[1:] == pytest.approx((0.4385, 1.0), abs=1e-4)  # it was 100% to 100%
     assert average(three)[0] == pytest.approx((1.0 + 0.2 + 1.0) / 3)
     halves = {("x", float(i)): [float(i % 2)] for i in range(40)}
-    share, low, high = average(halves, bar=0.95)
+    mean, low, high = average(halves)
     spread = 1.96 * math.sqrt(0.25 / 40)
-    assert share == pytest.approx(0.5)
+    assert mean == pytest.approx(0.5)
     assert (low, high) == pytest.approx((0.5 - spread, 0.5 + spread), abs=0.03)
-    assert average(halves, halves, bar=0.95) == pytest.approx((0.0, 0.0, 0.0))  # the same points are drawn
+    assert average(halves, halves) == pytest.approx((0.0, 0.0, 0.0))  # the same points are drawn
+    none_differ = 1.96 * math.sqrt(2) / 42
+    assert share_above(0.95, halves, halves) == pytest.approx((0.0, -none_differ, none_differ), abs=1e-4)
     shifted = {point: [values[0] / 2] for point, values in halves.items()}
     more, low, high = average(halves, shifted)
     assert more == pytest.approx(0.25) and low == pytest.approx(0.25 - spread / 2, abs=0.02) and high > more

@@ -7,13 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sorl_env.errors import UserError
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.lab.cli import main, write_results
-from sorl_train.lab.study import interval, load_study, table
+from sorl_train.lab.study import load_study, table
 from sorl_train.run.folder import RunDir
 from sorl_train.run.stability import measure
 
@@ -176,14 +175,6 @@ def test_results_are_json_and_a_table_of_medians(tmp_path: Path) -> None:
     assert ppo.startswith("| ppo | 2 | 0.800 (0.800-0.800) | 0.400 (0.200-0.600) | 0.50 (0.25-0.75) |")
     assert "| 1/2, median step 2 | inf (2-inf) | 0.25 (0.25-0.25) | 2.0e-04 |" in ppo
     assert so_grpo.startswith("| so_grpo | 1 | 0.800 | 0.600 | 0.75 |") and "| 0/1 | 2 | 0.25 |" in so_grpo
-
-
-def test_interval() -> None:
-    assert interval([0.5]) == (0.5, 0.5, 0.5)
-    assert interval([1.0, math.inf, math.inf]) == (math.inf, 1.0, math.inf)
-    values = np.random.default_rng(1).normal(0.7, 0.1, size=25)
-    middle, low, high = interval(values.tolist())
-    assert low < middle < high and high - low < 0.2 and middle == pytest.approx(np.median(values))
 
 
 @pytest.mark.slow
