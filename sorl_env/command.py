@@ -16,6 +16,7 @@ import math
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any, NoReturn
@@ -81,6 +82,11 @@ class Parser(argparse.ArgumentParser):
         said = re.sub(r"^argument (.+?): (must|cannot|expected)", r"\1 \2", message)
         raise UserError(f"{said}; {self.prog} --help explains all options")
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        if message:
+            sys.stderr.write(message)
+        raise _LeaveError(status)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, with dashes in the names of options read as underscores."""
         words = self._underscored(sys.argv[1:] if args is None else args)
@@ -116,6 +122,10 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 for parser in action.choices.values():
                     yield from parser._options()
+
+
+class _LeaveError(SystemExit):
+    """The parser's own end of the process, after ``--help`` or ``--version``."""
 
 
 class _ShowVersion(argparse.Action):
@@ -257,8 +267,17 @@ def run_command(
         _drop_output()
         say(program, message)
         return refused
-    except Exception as error:
+    except _LeaveError:
+        raise
+    except (Exception, SystemExit) as error:
         lines = their_lines(error)
+        if lines is None and isinstance(
+            error, SystemExit
+        ):  # never success: nobody here ends a command in this way
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"ended by SystemExit({error}) in {last.filename}:{last.lineno}, before its work was done"
+            say(program, said)
+            return FAILED
         if lines is None:
             _own_fault(program)
             raise

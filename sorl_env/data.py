@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sorl_env.declared import place_of
 from sorl_env.errors import UserError, did_you_mean, no_such_file
-from sorl_env.task import Example, Task
+from sorl_env.task import Example, ExampleError, Task
 from sorl_env.text import read_json
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,13 @@ def _load_embedded(task: Task, split: str) -> ExampleSet:
             "task %s uses its embedded sample, which is not the benchmark: give data= for real questions",
             task.name,
         )
-    examples = tuple(task.embedded(split))
+    where = f"task {task.name}: its embedded examples{place_of(task.embedded)}"
+    try:
+        examples = tuple(task.embedded(split))
+    except ExampleError as error:
+        raise UserError(f"{where}: {error}") from error
+    if wrong := [one for one in examples if not isinstance(one, Example)]:
+        raise UserError(f"{where}: there is {wrong[0]!r} among them; return a list of Example(..)")
     return ExampleSet(examples, "embedded", split, _hash_examples(examples), task.embedded_is_sample)
 
 
@@ -201,11 +208,15 @@ def _parse_rows(
                 "Choose another split or file, or evaluate with split=test (--split test)"
             )
         try:
-            examples.append(task.parse_row(row))
+            example: object = task.parse_row(row)
         except KeyError as error:
             raise UserError(
                 f"{source}:{number}: no column {error} for task {task.name}; the row has {', '.join(row) or 'none'}"
             ) from error
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{source}:{number}: not a row of task {task.name}: {error}") from error
+        if not isinstance(example, Example):
+            what = f"task {task.name}: its parse_row{place_of(task.parse_row)} returned {example!r}"
+            raise UserError(f"{what} for {source}:{number}; return an Example(..)")
+        examples.append(example)
     return tuple(examples), is_test

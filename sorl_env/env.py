@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 
 from sorl_env.data import ExampleSet, load_examples
+from sorl_env.declared import ask_for_items
 from sorl_env.env_parts import equip, read_index_option, warn_of_sample
 from sorl_env.episode_clock import EpisodeClock
 from sorl_env.episode_tools import EpisodeTools, draw_tool_seeds
@@ -20,7 +21,6 @@ from sorl_env.errors import UserError
 from sorl_env.parser import ParsedTurn
 from sorl_env.registry import load_task
 from sorl_env.render import render_dialogue
-from sorl_env.rewards import check_reward_items
 from sorl_env.spaces import UnicodeText
 from sorl_env.step import EPISODE_INFO, EnvState, EpisodeRow, StepResult, TurnRow, turn_row
 from sorl_env.task import Example, Limits, Task, ToolSettings
@@ -165,7 +165,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._items = {}
         self._clock = EpisodeClock()
         return (
-            valid_text(self.format.prompt(self.task, example)),
+            self.format.prompt(self.task, example),
             example.id,
             index,
             example.question,
@@ -174,6 +174,9 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             examples.split,
             examples.is_sample,
         )
+
+    def _ask(self, reward: Callable[..., Any]) -> dict[str, float]:
+        return ask_for_items(self.task.name, reward, self.example, self._turns)
 
     def step(self, action: str) -> StepResult:
         """One turn of the policy: parse it, call its tool, reply."""
@@ -217,7 +220,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             self._calls = [outcome]
             observation = self.format.observation(outcome.reply)
         if self.task.turn_reward is not None:
-            self._items = check_reward_items(self.task.turn_reward(self.example, self._turns), self.task.name)
+            self._items = self._ask(self.task.turn_reward)
         if parsed.kind == "answer":
             return self._end(_ANSWER)
         if len(self._turns) >= self.limits.max_turns:
@@ -267,7 +270,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
     def _end(self, reason: StopReason, error: str | None = None) -> TurnRow:
         items: dict[str, float] = {}
         if reason is not _ERROR and reason is not _ABORTED:
-            items = check_reward_items(self.task.reward(self.example, self._turns), self.task.name)
+            items = self._ask(self.task.reward)
             if self._items:  # reward items of the last turn
                 items = {
                     name: items.get(name, 0.0) + self._items.get(name, 0.0)

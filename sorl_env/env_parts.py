@@ -11,9 +11,11 @@ import numpy as np
 
 from sorl_env.command import add_search_options
 from sorl_env.data import ExampleSet
+from sorl_env.declared import place_of
 from sorl_env.errors import UserError
 from sorl_env.replay import recorded
 from sorl_env.task import Task, ToolSettings
+from sorl_env.task_file import their_lines
 from sorl_env.text import read_json
 from sorl_env.tool import Tool, ToolLike
 from sorl_env.tool_sources import close_tools, open_tools, with_description
@@ -47,10 +49,9 @@ def equip(
         UserError: a text names no tools, their server does not answer, or two tools share a name.
     """
     is_built = tools is None and callable(task.tools)
+    named: Any = tools
     if tools is None:
-        named = task.tools(settings) if callable(task.tools) else task.tools
-    else:
-        named = tools
+        named = _build_tools(task, settings) if callable(task.tools) else task.tools
     opened: list[Tool] = []
     try:
         given = open_tools(named, settings, opened)
@@ -63,13 +64,31 @@ def equip(
         )
     except (TypeError, ValueError) as error:
         close_tools(opened)
-        if opened and not isinstance(error, UserError):  # such as two tools of one name
-            raise UserError(f"tools: {error}") from error
-        raise
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"task {task.name}: {error}") from error  # such as a parameter without a type hint
     if added:
         task = with_description(task, toolbox.tools[len(given) :])
     owned = frozenset(toolbox.names) if is_built else frozenset(tool.name for tool in opened)
     return Equipment(task, toolbox, owned)
+
+
+def _build_tools(task: Task, settings: ToolSettings) -> Sequence[ToolLike | str]:
+    assert callable(task.tools)
+    name = getattr(task.tools, "__name__", repr(task.tools))
+    what = f"task {task.name}: tools={name}{place_of(task.tools)}, called with the settings,"
+    advice = f"return a list of tools; if {name} is a tool itself, write tools=[{name}]"
+    try:
+        built: object = task.tools(settings)
+    except UserError:
+        raise
+    except Exception as error:
+        if (lines := their_lines(error)) is None:
+            raise
+        raise UserError(f"{what} failed; {advice}:\n{lines}") from error
+    if isinstance(built, str) or not isinstance(built, Sequence):
+        raise UserError(f"{what} returned {built!r}; {advice}")
+    return built
 
 
 def warn_of_sample(toolbox: Toolbox, task: Task, examples: ExampleSet) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +13,12 @@ from gymnasium.spaces import Text
 
 from sorl_env.data import ExampleSet
 from sorl_env.errors import UserError, did_you_mean
+from sorl_env.outside import Threads
 from sorl_env.session_env import INSTRUCTION, Format, Reply, SessionEnv, seeded_examples, session_task
 from sorl_env.spaces import UnicodeText
 from sorl_env.task import Example, Limits, Task
 from sorl_env.task_file import import_file, import_module, remember
 from sorl_env.tool import ToolInputError, ToolUnavailableError
-from sorl_env.toolbox import start_thread
 from sorl_env.trajectory import StopReason
 
 logger = logging.getLogger(__name__)
@@ -154,6 +153,7 @@ class _Pool:
     def __init__(self, make: Callable[[], TextGym], timeout_s: float) -> None:
         self.make = make
         self.timeout_s = timeout_s
+        self.threads = Threads()
         self._idle: list[TextGym] = []
 
     def take(self) -> TextGym:
@@ -199,8 +199,9 @@ class _GymSession:
     async def _call(self, what: str, function: Callable[[Any], Any], argument: Any) -> Any:
         timeout_s = self._pool.timeout_s
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(start_thread(function, argument)), timeout_s)
-        except asyncio.TimeoutError as error:
+            return await self._pool.threads.acall(function, argument, timeout_s)
+        except TimeoutError as error:
+            self._pool.threads.check("the Gymnasium environment", timeout_s)
             raise self._broken(f"{what} took more than {timeout_s:g} s (task_args.timeout_s)") from error
         except Exception as error:
             logger.exception("the environment raised in %s", what)

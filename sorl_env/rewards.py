@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import string
 from collections import Counter
@@ -77,15 +76,3 @@ def multiple_choice(prediction: str, answer_letter: str, options: Mapping[str, s
         return 1.0
     option = (options or {}).get(letter)
     return float(option is not None and option_words(text) == option_words(option))
-
-
-def check_reward_items(items: Mapping[str, float], task: str) -> dict[str, float]:
-    """A copy of the items.
-
-    Raises:
-        ValueError: one of them is NaN or infinite, which would make the loss of a whole batch NaN.
-    """
-    for name, value in items.items():
-        if not math.isfinite(value):
-            raise ValueError(f"task {task}: reward item {name!r} is {value}")
-    return dict(items)

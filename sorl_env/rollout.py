@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from sorl_env.errors import UserError
+from sorl_env.outside import HungError
 from sorl_env.step import StepResult
 from sorl_env.text import valid_text
 from sorl_env.text_env import TextEnv
@@ -212,7 +213,7 @@ async def collect(
     A tool outage or an exception of the task ends only its own trajectory, with ``StopReason.ERROR``.
 
     Raises:
-        UserError: a prompt is longer than ``max_prompt_tokens``.
+        UserError: a prompt is longer than ``max_prompt_tokens``, or too many calls of a tool never return.
     """
     slots = asyncio.Semaphore(settings.max_concurrency)
     prompts: dict[str, list[int]] = {}
@@ -290,6 +291,8 @@ async def _reply(env: TextEnv, text: str) -> StepResult:
     """The environment's reply to one turn. An exception of the task ends this trajectory only."""
     try:
         return await env.astep(text)
+    except HungError:
+        raise
     except Exception as error:  # noqa: BLE001  the task is user code, and one bad row must not end a run of days
         return await _contain(env, error)
 

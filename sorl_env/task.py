@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sorl_env.errors import UserError
 from sorl_env.parser import ParsedTurn
 from sorl_env.text import valid_text
 from sorl_env.tool import ToolLike
 
 # Several times as many as a token of running text has, so that cutting a reply never shortens the observation.
 CHARS_A_TOKEN = 16
+
+
+class ExampleError(UserError):
+    """An example was made of something else than texts."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,9 @@ class Example:
         golden_answers: each of these is right.
         options: letter -> text, for multiple choice.
         metadata: JSON values for the task's own use, never shown to the policy.
+
+    Raises:
+        ExampleError: a text is something else, or ``golden_answers`` is a single text.
     """
 
     id: str
@@ -31,15 +39,30 @@ class Example:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # a text would be taken for its letters
+        golds: object = self.golden_answers
+        if isinstance(golds, str) or not isinstance(golds, Iterable):
+            raise ExampleError(
+                f"example {self.id!r}: golden_answers is {golds!r}; give a tuple of texts, as ('Paris',)"
+            )
         texts: dict[str, Any] = {
-            "id": valid_text(self.id),
-            "question": valid_text(self.question),
-            "golden_answers": tuple(map(valid_text, self.golden_answers)),
+            "id": self._text("id", self.id),
+            "question": self._text("question", self.question),
+            "golden_answers": tuple(self._text("golden_answers", one) for one in self.golden_answers),
         }
         if self.options is not None:
-            texts["options"] = {letter: valid_text(text) for letter, text in self.options.items()}
+            given = dict(self.options)
+            texts["options"] = {letter: self._text("options", text) for letter, text in given.items()}
         for name, value in texts.items():
             object.__setattr__(self, name, value)
+
+    def _text(self, field_name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            kind = type(value).__name__
+            raise ExampleError(
+                f"example {self.id!r}: {field_name} holds {value!r} ({kind}); give a text, as str(..)"
+            )
+        return valid_text(value)
 
 
 @dataclass(frozen=True)
@@ -153,6 +176,9 @@ class Task:
         environment: builds the environment from the task, its examples and the limits, where the episodes are not
             ``ToolUseEnv``'s dialogues with tools; see ``sorl_env.text_env``. ``prompt`` and ``reward`` are then not
             used.
+
+    Raises:
+        UserError: a field is of another kind.
     """
 
     name: str
@@ -174,3 +200,35 @@ class Task:
     tool_call_prompt: Callable[[Example], str] | None = None
     description: str = ""
     environment: Callable[[Task, Any, Limits], Any] | None = None
+
+    def __post_init__(self) -> None:
+        wanted: dict[str, tuple[bool, str]] = {
+            "name": (isinstance(self.name, str) and bool(self.name), "give a text"),
+            "limits": (isinstance(self.limits, Limits), "give Limits(..)"),
+            "tools": (
+                isinstance(self.tools, (list, tuple)) or callable(self.tools),
+                "give a list, as [search]",
+            ),
+        }
+        for name in ("prompt", "reward", "parse_row"):
+            wanted[name] = (callable(getattr(self, name)), "give a function")
+        for name in ("turn_reward", "wrong_answer", "expert", "vocabulary", "embedded", "tool_call_prompt"):
+            value = getattr(self, name)
+            wanted[name] = (value is None or callable(value), "give a function, or None")
+        for name, (fits, advice) in wanted.items():
+            if not fits:
+                raise UserError(f"task {self.name!r}: {name}={getattr(self, name)!r}; {advice}")
+        if callable(self.tools) and not takes_settings(self.tools):
+            tool = getattr(self.tools, "__name__", repr(self.tools))
+            raise UserError(
+                f"task {self.name!r}: tools={tool} is a tool itself; give a list, as tools=[{tool}]"
+            )
+
+
+def takes_settings(tools: Callable[..., Any]) -> bool:
+    """Whether ``tools`` of a task may be a function from ``ToolSettings``, and shows no sign of being a tool."""
+    if hasattr(tools, "schema"):
+        return False
+    hints = [hint for name, hint in getattr(tools, "__annotations__", {}).items() if name != "return"]
+    plain = ("str", "int", "float", "bool", "list", "dict", "Literal")
+    return not any(str(getattr(hint, "__name__", hint)).startswith(plain) for hint in hints)

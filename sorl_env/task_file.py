@@ -74,7 +74,7 @@ def _failed(what: str, error: BaseException) -> UserError:
     if isinstance(error, SystemExit):
         return UserError(f"{what} ends Python while it is imported (sys.exit): remove that from the file")
     if isinstance(error, UserError):
-        return error
+        return UserError(f"{what}: {error}")
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_IMPORTERS)]
     return UserError(f"{what} cannot be imported; correct it:\n{_shown(theirs, error)}")

@@ -9,14 +9,14 @@ import inspect
 import logging
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from sorl_env.errors import did_you_mean
+from sorl_env.outside import Threads, await_outside, call_outside, contained
 from sorl_env.text import quoted, valid_text
 from sorl_env.tool import (
     MAX_REPLY_CHARS,
@@ -45,7 +45,8 @@ class Toolbox:
 
     ``call``, ``call_batch`` and ``acall`` return a ``ToolCall``, or a ``ToolUnavailableError`` once the retries or the
     time are used up. A malformed request gives a ``ToolCall`` with ``ok=False`` and a reply that says why. A tool that
-    raises anything else has a bug: it counts as unavailable at once, and its traceback is logged once.
+    raises anything else has a bug: it counts as unavailable at once, and its traceback is logged once. Where too many
+    calls of a tool never return, a call raises ``HungError`` (see ``sorl_env.outside``).
 
     Args:
         timeout_s: seconds for one call in all, with retries and the waits before them.
@@ -77,7 +78,7 @@ class Toolbox:
         self.max_threads = max_threads
         self.max_reply_chars = max_reply_chars
         self.stateful: frozenset[str] = frozenset(tool.name for tool in self.tools if keeps_state(tool))
-        self._bound = {tool.name: _bind(tool) for tool in self.tools}
+        self._bound = {tool.name: _bind(tool, Threads()) for tool in self.tools}
         self._logged_bugs: set[tuple[str, type[BaseException]]] = set()
 
     def for_episode(self, seed: int) -> Toolbox:
@@ -89,9 +90,11 @@ class Toolbox:
         box = copy.copy(self)
         groups: dict[int, Mapping[str, Tool]] = {}
         box.tools = tuple(
-            begin_episode(tool, seed, groups) if keeps_state(tool) else tool for tool in self.tools
+            call_outside(begin_episode, tool, seed, groups) if keeps_state(tool) else tool
+            for tool in self.tools
         )
-        box._bound = self._bound | {tool.name: _bind(tool) for tool in box.tools if keeps_state(tool)}
+        own = (tool for tool in box.tools if keeps_state(tool))
+        box._bound = self._bound | {tool.name: _bind(tool, self._bound[tool.name].threads) for tool in own}
         return box
 
     def is_inline(self, name: str) -> bool:
@@ -114,7 +117,7 @@ class Toolbox:
                 if bound.inline:
                     result = bound.run(argument)
                 else:
-                    result = start_thread(bound.run, argument).result(self._remaining_s(started))
+                    result = bound.threads.call(bound.run, argument, self._remaining_s(started))
             except Exception as error:  # noqa: BLE001  any error of a tool becomes the outcome of its own call
                 result = error
             verdict = self._settle(request, result, time.perf_counter() - started, attempts)
@@ -137,11 +140,9 @@ class Toolbox:
                 if bound.inline:
                     result = bound.run(argument)
                 elif bound.arun is not None:
-                    running = asyncio.ensure_future(bound.arun(argument))
-                    result = await _within(running, self._remaining_s(started))
+                    result = await await_outside(bound.arun, argument, self._remaining_s(started))
                 else:
-                    running = asyncio.wrap_future(start_thread(bound.run, argument))
-                    result = await _within(running, self._remaining_s(started))
+                    result = await bound.threads.acall(bound.run, argument, self._remaining_s(started))
             except Exception as error:  # noqa: BLE001  as in ``call``
                 result = error
             verdict = self._settle(request, result, time.perf_counter() - started, attempts)
@@ -197,7 +198,7 @@ class Toolbox:
             if bound.inline:
                 results = bound.run_batch(arguments)
             else:
-                results = start_thread(bound.run_batch, arguments).result(self._remaining_s(started))
+                results = bound.threads.call(bound.run_batch, arguments, self._remaining_s(started))
             if len(results) != len(arguments):
                 raise TypeError(f"call_batch returned {len(results)} results for {len(arguments)} requests")
         except Exception as error:  # noqa: BLE001  as in ``call``
@@ -244,7 +245,9 @@ class Toolbox:
                 return wait_s
             reason = _say(result)
             if latency_s >= self.timeout_s:
-                url = getattr(self._bound[request.tool].tool, "url", "") or ""
+                bound = self._bound[request.tool]
+                bound.threads.check(f"tool {request.tool}", self.timeout_s)
+                url = getattr(bound.tool, "url", "") or ""
                 reason = f"no reply{url and f' from {url}'} within {self.timeout_s:g} s ({reason})"
         else:
             reason = f"bug in the tool: {_say(result)}"
@@ -274,19 +277,21 @@ class _BoundTool:
     run: Callable[[Any], Any]
     arun: Callable[[Any], Any] | None
     run_batch: Callable[[list[Any]], Sequence[Any]] | None
+    threads: Threads
 
 
-def _bind(tool: Tool) -> _BoundTool:
+def _bind(tool: Tool, threads: Threads) -> _BoundTool:
     raw_text = takes_raw_text(tool.schema)
-    acall = getattr(tool, "acall", None)
+    acall, run_batch = getattr(tool, "acall", None), getattr(tool, "call_batch", None)
     return _BoundTool(
         tool=tool,
         signature=inspect.signature(tool),
         raw_text=raw_text,
         inline=getattr(tool, "inline", False),
-        run=tool.__call__ if raw_text else lambda arguments: tool(**arguments),
+        run=contained(tool.__call__ if raw_text else lambda arguments: tool(**arguments)),
         arun=acall if raw_text or acall is None else lambda arguments: acall(**arguments),
-        run_batch=getattr(tool, "call_batch", None),
+        run_batch=None if run_batch is None else contained(run_batch),
+        threads=threads,
     )
 
 
@@ -316,33 +321,3 @@ def _is_outage(error: Exception) -> bool:
     kinds += (asyncio.TimeoutError, concurrent.futures.TimeoutError)
     httpx = sys.modules.get("httpx")  # errors of httpx can only come from a tool that has imported it
     return isinstance(error, kinds if httpx is None else (*kinds, httpx.TransportError))
-
-
-def start_thread(function: Callable[[Any], Any], argument: Any) -> Future[Any]:
-    """Run ``function`` in a daemon thread, for which Python does not wait when it ends."""
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            result = function(argument)
-        except BaseException as error:  # noqa: BLE001  passed to the waiting side, which raises it
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=work, name="sorl-tool", daemon=True).start()
-    return future
-
-
-async def _within(future: asyncio.Future[Any], timeout_s: float) -> Any:
-    """Await with a deadline, which holds even if what is awaited ignores its cancellation."""
-    try:
-        done, _ = await asyncio.wait({future}, timeout=max(timeout_s, 0.0))
-    finally:
-        if not future.done():
-            future.cancel()
-    if not done:
-        raise TimeoutError
-    return future.result()

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
+from sorl_env.declared import ask_for_prompt
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.parser import ParsedTurn, neutralise, parse_turn
 from sorl_env.step import INVALID_TURN_OBSERVATION
@@ -58,7 +59,7 @@ class TagFormat:
     invalid_observation: str = INVALID_TURN_OBSERVATION
 
     def prompt(self, task: Task, example: Example) -> str:
-        return task.prompt(example)
+        return ask_for_prompt(task.name, task.prompt, example)
 
     def parse(self, text: str, toolbox: Toolbox, require_think: bool) -> ParsedTurn:
         return parse_turn(text, toolbox.names, require_think)
@@ -86,8 +87,8 @@ class ToolCallFormat:
             UserError: the task has only a prompt that asks for tags.
         """
         if task.tool_call_prompt is not None:
-            return task.tool_call_prompt(example)
-        text = task.prompt(example)
+            return ask_for_prompt(task.name, task.tool_call_prompt, example)
+        text = ask_for_prompt(task.name, task.prompt, example)
         if "<answer>" in text.replace(example.question, ""):
             raise UserError(
                 f"the prompt of task {task.name} asks for <answer> tags, which format tool_calls does not read: give "

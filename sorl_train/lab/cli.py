@@ -270,9 +270,10 @@ def _run_side_by_side(runs: Sequence[Run], folder: Path, jobs: int, lock: int) -
                 run, started = running.pop(process)
                 done += 1
                 took = time.monotonic() - started
-                state = "done" if process.returncode == 0 else "FAILED"
+                succeeded = process.returncode == 0 and _finished(run, folder)
+                state = "done" if succeeded else "FAILED"
                 _progress(f"{done}/{len(runs)} {state:<6} {took:5.0f} s  {run.cell}, seed {run.seed}")
-                if process.returncode:
+                if not succeeded:
                     failed.append(run)
             time.sleep(POLL_S)
     except BaseException:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sorl_env.errors import UserError
+from sorl_env.outside import call_outside
 from sorl_train.algorithms import ClipBiasNorm, KLKind, Scope, Target
 from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.policy import LossSettings
@@ -72,8 +74,8 @@ def update_settings(config: TrainConfig) -> UpdateSettings:
     algorithm, loss, update, optim = config.algorithm, config.loss, config.update, config.optim
     clip = ClipRange(loss.clip_eps, loss.clip_eps_high, loss.dual_clip, loss.sapo_tau_pos, loss.sapo_tau_neg)
     if callable(algorithm.surrogate):
-        surrogate = algorithm.surrogate
-        _try_surrogate(config.algo, surrogate, clip)
+        _try_surrogate(config.algo, algorithm.surrogate, clip)
+        surrogate: Surrogate = functools.partial(call_outside, algorithm.surrogate)
     else:
         surrogate = SURROGATES[algorithm.surrogate or "clipped"].function
     per_trajectory = algorithm.normalize and loss.clip_bias_scope == "trajectory"
@@ -119,7 +121,7 @@ def _try_surrogate(algo: str, surrogate: Surrogate, clip: ClipRange) -> None:
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
     what = f"algo {algo}: its surrogate {getattr(surrogate, '__qualname__', surrogate)}"
     try:
-        values: object = surrogate(log_ratio.exp(), advantage, clip)
+        values: object = call_outside(surrogate, log_ratio.exp(), advantage, clip)
         if (
             not isinstance(values, Tensor)
             or values.shape != log_ratio.shape

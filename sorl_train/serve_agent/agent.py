@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from sorl_env.env import ToolUseEnv
@@ -71,6 +71,9 @@ class Agent:
         self._slots: asyncio.Semaphore  # belongs to that loop, as the next one does
         self._ending: asyncio.Event
         self.open = 0  # dialogues in the batch or waiting
+        self.on_failure: Callable[[], None] = lambda: (
+            None
+        )  # called on the agent's thread, when its loop has died
 
     @property
     def task(self) -> str:
@@ -86,13 +89,22 @@ class Agent:
         return list(self._env.examples.examples[:number])
 
     @property
+    def failed(self) -> bool:
+        """Whether its event loop has died, so that it will never answer again."""
+        return self._failure is not None
+
+    @property
     def in_flight(self) -> int:
         """The number of dialogues in the batch."""
         return min(self.open, self._places)
 
     @contextmanager
     def running(self) -> Iterator[Agent]:
-        """Answer questions inside this context. Dialogues that are open at its end are given up."""
+        """Answer questions inside this context. Dialogues that are open at its end are given up.
+
+        Raises:
+            BaseException: whatever the event loop died of.
+        """
         opened = threading.Event()
         thread = threading.Thread(target=self._run, args=(opened,), name="agent", daemon=True)
         thread.start()
@@ -103,9 +115,13 @@ class Agent:
             yield self
         finally:
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._ending.set)
+            if not self.failed:
+                with suppress(RuntimeError):  # it dies at this moment
+                    self._loop.call_soon_threadsafe(self._ending.set)
             thread.join()
             self._loop = None
+        if self._failure is not None:
+            raise self._failure
 
     def _run(self, opened: threading.Event) -> None:
         async def serve() -> None:
@@ -118,6 +134,7 @@ class Agent:
             in_session(self._policy, serve)
         except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
             self._failure = error
+            self.on_failure()
         finally:
             opened.set()
 
@@ -148,7 +165,19 @@ class Agent:
     async def _there(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the agent's loop. It is cancelled with the task that waits for it."""
         assert self._loop is not None, "use it inside running()"
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        ended = RequestError(503, "the policy has failed, and the server ends", code="policy_failed")
+        if self.failed:
+            work.close()
+            raise ended
+        waiting = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        try:
+            await asyncio.wait({waiting})
+        finally:
+            waiting.cancel()
+        # the end of that loop cancels it, and what ended the loop must not end this one as well
+        if waiting.cancelled() or isinstance(waiting.exception(), (SystemExit, KeyboardInterrupt)):
+            raise ended
+        return waiting.result()
 
     async def _prepare(self, request: ChatRequest) -> Dialogue:
         example = Example(id="asked", question=request.question, options=request.options)

@@ -105,7 +105,7 @@ class App:
         if scope["method"] != method:
             raise RequestError(405, f"{path} takes {method}")
         if path == "/health":
-            await _send_json(send, self._health())
+            await _send_json(send, self._health(), 503 if self._agent.failed else 200)
             return
         if path == "/":
             await _send(send, self._page, b"text/html; charset=utf-8")
@@ -125,7 +125,7 @@ class App:
         agent = self._agent
         waiting = agent.open - agent.in_flight
         return {
-            "status": "ok",
+            "status": "failed" if agent.failed else "ok",
             "model": self._model,
             "task": agent.task,
             "in_flight": agent.in_flight,

@@ -84,14 +84,14 @@ def _serve(args: argparse.Namespace) -> int:
                 _say(args.host, bound.getsockname()[1], f"{name} on {env.task.name}", token)
                 limits = connection_limits(args)
                 app = App(agent, name, token=token, body_timeout_s=limits.body_timeout_s)
-                _run(app, bound, limits, args.drain_s)
+                _run(app, agent, bound, limits, args.drain_s)
     finally:
         env.close()
     return 0
 
 
-def _run(app: App, bound: socket.socket, limits: ConnectionLimits, drain_s: int) -> None:
-    """Serve until SIGTERM or SIGINT, then finish the open dialogues."""
+def _run(app: App, agent: Agent, bound: socket.socket, limits: ConnectionLimits, drain_s: int) -> None:
+    """Serve until SIGTERM or SIGINT, then finish the open dialogues; or until the agent fails."""
     import uvicorn
 
     from sorl_tools.serve.connections import limited_config
@@ -99,8 +99,16 @@ def _run(app: App, bound: socket.socket, limits: ConnectionLimits, drain_s: int)
     config = limited_config(app, limits, app.refused, drain_s=drain_s)
     # After its shutdown, uvicorn raises the signal again for the handler that it found.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
+    server = uvicorn.Server(config)
+
+    def end() -> None:
+        server.should_exit = True
+
+    agent.on_failure = end
+    if agent.failed:  # before it could say so
+        end()
     try:
-        uvicorn.Server(config).run(sockets=[bound])
+        server.run(sockets=[bound])
     finally:
         signal.signal(signal.SIGTERM, before)
 

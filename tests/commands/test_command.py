@@ -59,6 +59,23 @@ def test_how_a_command_ends(
     assert capsys.readouterr() == ("", said)
 
 
+@pytest.mark.parametrize("code", [0, None, 3, "some library's last words"])
+def test_what_ends_python_inside_a_command_is_no_success(
+    code: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ends(SystemExit(code)) == 1
+    assert capsys.readouterr().err.startswith(
+        f"sorl-x: ended by SystemExit({SystemExit(code)}) in {__file__}:"
+    )
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_parsers_own_end_is_a_success(option: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_command("sorl-x", lambda words: Parser(prog="sorl-x").parse_args(words) or 0, [option])
+    assert ended.value.code == 0
+
+
 @pytest.mark.parametrize(
     "fault", [KeyError("x"), ConnectionResetError(), OSError("no number"), MemoryError()]
 )

@@ -315,14 +315,6 @@ def test_a_batch_of_a_plain_function_runs_concurrently() -> None:
     assert [outcome.reply for outcome in outcomes if isinstance(outcome, ToolCall)] == list("01234567")
 
 
-def test_a_failure_of_the_process_is_not_contained() -> None:
-    def search(query: str) -> str:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        Toolbox([search]).call(REQUEST)
-
-
 def test_closing_closes_the_tools_that_can_be() -> None:
     class Closing(Scripted):
         closed = 0

@@ -58,7 +58,9 @@ def test_a_file_is_trained_resumed_and_reported(
 
     saved = read_resolved(run_dir.config)  # as the workers of OpenRLHF do
     assert saved.algo == algo and saved.rollout.group_size == 8  # that of all group algorithms
-    assert update_settings(saved).loss.surrogate is find_algorithm(algo).surrogate
+    assert update_settings(saved).loss.surrogate.args == (
+        find_algorithm(algo).surrogate,
+    )  # inside call_outside
     _, summary = train_short(run_dir.path, resume=True, algo=algo, update__steps=3)
     assert summary["steps"] == 3 and len(calls(algo)) == first + 2
 

@@ -108,11 +108,9 @@ class App:
         if scope["method"] not in (method, "HEAD" if method == "GET" else method):
             raise RequestError(405, f"{path} takes {method}")
         if path == "/health":
-            return _Reply(
-                encode_json(
-                    {"status": "ok", "ready": self._batcher.ready, "pid": os.getpid(), **self._facts()}
-                )
-            )
+            failed = self._batcher.failure is not None
+            state = {"status": "failed" if failed else "ok", "ready": self._batcher.ready, "pid": os.getpid()}
+            return _Reply(encode_json(state | self._facts()), 503 if failed else 200)
         if path == "/ready":
             ready = self._batcher.ready
             return _Reply(encode_json({"ready": ready}), 200 if ready else 503)

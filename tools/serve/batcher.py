@@ -41,7 +41,7 @@ class Batcher:
         max_batch: most queries in one search; a single request may have more.
         max_waiting: most queries in the queue; further ones get 503 with Retry-After.
         timeout_s: a request that has waited longer gets 503 and is not searched.
-        on_ready: called on the thread once the backend is open and warm, or has failed.
+        on_ready: called on the thread once the backend is open and warm, and once it has failed.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Batcher:
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self.backend: Backend | None = None
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.ready = False
         self._open_backend = open_backend
         self._metrics = metrics
@@ -106,16 +106,22 @@ class Batcher:
             self.backend = self._open_backend()
             self.backend.search(["warm-up"], 1)
             self.ready = True
-        except Exception as error:  # noqa: BLE001  the server reports it and stops
-            self.failure = error
-        self._on_ready()
-        while self.ready:
-            batch = self._take()
-            if not batch:
-                break
-            self._serve(batch)
+            self._on_ready()
+            while batch := self._take():
+                self._serve(batch)
+        except BaseException as error:  # noqa: BLE001  the server reports it and stops
+            self._fail(error)
         if self.backend is not None:
             self.backend.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing can be searched any more; the requests that wait are refused."""
+        with self._changed:
+            self.failure, self.ready, self._closing = error, False, True
+            waiting, self._num_waiting = list(self._queue), 0
+            self._queue.clear()
+        _post([(one, RequestError(503, "the search has failed, and the server ends")) for one in waiting])
+        self._on_ready()
 
     def _take(self) -> list[_Waiting]:
         """Wait for requests and take a batch of them; empty when the server is stopping and none is left."""
@@ -142,7 +148,7 @@ class Batcher:
         self._metrics.wait_s.observe(now - batch[0].since)
         try:
             found = self._search(batch)
-        except Exception as error:  # noqa: BLE001  a batch that fails must not end the server
+        except BaseException as error:  # noqa: BLE001  a batch that fails must not end the server
             self._metrics.failed(error)
             _post([(one, RequestError(500, f"the search failed: {type(error).__name__}")) for one in batch])
             return

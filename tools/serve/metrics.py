@@ -65,7 +65,7 @@ class Metrics:
         self.batch_size.observe(num_queries)
         self.search_s.observe(seconds)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """Count a batch whose search raised. Each type of error is logged once, with its traceback."""
         self.failures.inc()
         if type(error) not in self._logged:

@@ -48,6 +48,14 @@ def test_a_run_that_fails_is_told_with_its_reason(tmp_path: Path, capsys: pytest
     assert failed in error and error.rstrip().endswith(".log), so it is not in the table")
 
 
+def test_a_run_that_ends_with_status_0_and_no_summary_has_failed(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(sys.executable).write_text("#!/bin/bash\nexit 0\n")
+    assert run_all([run], tmp_path, 1) == [run]
+    assert "1/1 FAILED" in capsys.readouterr().err
+
+
 @pytest.fixture(name="ctrl_c")
 def ctrl_c_fixture() -> Iterator[None]:
     """Ctrl-C as ``main`` has it: pytest's own may be ignored."""

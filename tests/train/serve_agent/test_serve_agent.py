@@ -23,11 +23,14 @@ pytest.importorskip("msgspec", reason="needs the search extra: pip install 'sorl
 pytest.importorskip("prometheus_client", reason="needs the search extra: pip install 'sorl[search]'")
 pytest.importorskip("uvicorn", reason="needs the search extra: pip install 'sorl[search]'")
 
+from sorl_env.command import run_command
 from sorl_env.env import ToolUseEnv
 from sorl_env.rollout import RolloutSettings, SampledTurn, SamplingParams
 from sorl_env.task import Example
 from sorl_env.tool import ToolReply, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
+from sorl_tools.serve.connections import ConnectionLimits
+from sorl_tools.serve.server import bind
 from sorl_train.evaluate.arguments import find_source, make_envs, make_policy
 from sorl_train.evaluate.ask import _parser as ask_parser
 from sorl_train.evaluate.ask import ask
@@ -35,7 +38,7 @@ from sorl_train.evaluate.runner import Policy
 from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.app import App
 from sorl_train.serve_agent.chat import ChatRequest, RequestError, parse_request
-from sorl_train.serve_agent.cli import main
+from sorl_train.serve_agent.cli import _run, main
 
 from ...waiting import wait_until
 from ..evaluate.completions_server import serving
@@ -416,6 +419,46 @@ def test_a_bug_of_a_task_is_told_and_ends_no_other_dialogue(minihop: ToolUseEnv,
     with agent.running():
         assert post(agent, asking("a bug?")).status_code == 500
         assert post(agent, asking("who?")).status_code == 200
+
+
+def test_a_policy_whose_event_loop_dies_ends_the_server(
+    minihop: ToolUseEnv, tokenizer: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An answer of 500 for ever, beside a health of ok, would keep a dead server in its place."""
+    script, agent = scripted(minihop, tokenizer, TURNS)
+
+    async def leave(*_: Any) -> SampledTurn:
+        raise SystemExit(0)
+
+    script.generate = leave  # type: ignore[method-assign]
+    seen: list[httpx.Response] = []
+
+    def serve(_: list[str]) -> int:
+        with bind("127.0.0.1", 0) as bound, agent.running():
+            bound.listen()
+            url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+            asker = threading.Thread(
+                target=lambda: seen.append(httpx.post(url + CHAT, json=asking("who?"), timeout=60))
+            )
+            asker.start()
+            _run(App(agent, "agent"), agent, bound, ConnectionLimits(), 30)
+            asker.join()
+        return 0
+
+    assert run_command("sorl-serve-agent", serve, []) == 1
+    assert seen[0].status_code == 503 and seen[0].json()["error"]["code"] == "policy_failed"
+    assert "ended by SystemExit(0)" in capfd.readouterr().err
+    scope = {"type": "http", "path": "/health", "method": "GET", "headers": []}
+    sent: list[Any] = []
+
+    async def ask() -> None:
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await App(agent, "agent")(scope, lambda: asyncio.sleep(0), send)  # type: ignore[arg-type, return-value]
+
+    asyncio.run(ask())
+    assert sent[0]["status"] == 503 and json.loads(sent[1]["body"])["status"] == "failed"
 
 
 # --- the command ----------------------------------------------------------------------------------------------

@@ -1,0 +1,153 @@
+"""Call code from outside: tools, tasks, and what an algorithm computes.
+
+Such code may do anything. Whatever it raises becomes an ``Exception`` here, so that ``sys.exit`` in a reward is a bug
+of that reward: it neither ends the process with status 0 nor stops an event loop. Only Ctrl-C in the main thread
+passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from sorl_env.errors import UserError
+
+# Twice as many calls as a rollout has at once by default. So a server that hangs for a while, with all of them waiting,
+# ends no run; a tool that never returns does so before its threads fill the memory.
+MAX_GIVEN_UP = 256
+_T = TypeVar("_T")
+
+
+class OutsideError(RuntimeError):
+    """Code from outside raised what is no ``Exception``, such as ``SystemExit``; that is its ``__cause__``."""
+
+
+class HungError(UserError):
+    """Too many calls of one tool never returned; the run has to end."""
+
+
+def call_outside(function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
+    """Call ``function``, which may raise anything.
+
+    Raises:
+        OutsideError: it raised something that is no ``Exception``. Other exceptions pass.
+    """
+    try:
+        return function(*arguments, **named)
+    except Exception:
+        raise
+    except BaseException as error:
+        raise _exception(error).with_traceback(error.__traceback__) from error
+
+
+def contained(function: Callable[..., _T]) -> Callable[..., _T]:
+    """``function``, called by ``call_outside``."""
+
+    def call(*arguments: Any, **named: Any) -> _T:
+        return call_outside(function, *arguments, **named)
+
+    return call
+
+
+def _exception(error: BaseException) -> OutsideError:
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise error  # the user's Ctrl-C
+    return OutsideError(f"it raised {type(error).__name__}({error}), which may not end this process")
+
+
+async def await_outside(function: Callable[..., Awaitable[_T]], argument: Any, timeout_s: float) -> _T:
+    """Await what ``function`` returns, for at most ``timeout_s``, even if it ignores that it is cancelled.
+
+    Raises:
+        TimeoutError: the time is over.
+        OutsideError: it raised something that is no ``Exception``, or cancelled itself.
+    """
+
+    async def call() -> _T:
+        try:
+            return await function(argument)
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            raise _exception(error).with_traceback(error.__traceback__) from error
+
+    return await within(asyncio.ensure_future(call()), timeout_s)
+
+
+async def within(future: asyncio.Future[_T], timeout_s: float) -> _T:
+    """Await a future that code from outside fulfils. Raises as ``await_outside`` does."""
+    try:
+        done, _ = await asyncio.wait({future}, timeout=max(timeout_s, 0.0))
+    finally:
+        if not future.done():
+            future.cancel()
+    if not done:
+        raise TimeoutError
+    try:
+        return future.result()
+    except asyncio.CancelledError as error:  # not of the caller, who would not have come here
+        raise OutsideError("it cancelled its own call") from error
+
+
+def start_thread(function: Callable[[Any], _T], argument: Any) -> Future[_T]:
+    """Call ``function`` in a daemon thread, for which Python does not wait when it ends."""
+    future: Future[_T] = Future()
+
+    def work() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = call_outside(function, argument)
+        except StopIteration as error:  # a future of asyncio refuses this one, and would never be done
+            future.set_exception(RuntimeError(f"it raised StopIteration({error})"))
+        except BaseException as error:  # noqa: BLE001  passed to the waiting side, which raises it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=work, name="sorl-tool", daemon=True).start()
+    return future
+
+
+class Threads:
+    """Calls of one tool in threads, each of which is given up at its deadline.
+
+    Nothing can end a thread from outside, so one whose call never returns stays. They are counted; a call that returns
+    late is counted no longer.
+    """
+
+    def __init__(self) -> None:
+        self._given_up: set[Future[Any]] = set()
+
+    def call(self, function: Callable[[Any], _T], argument: Any, timeout_s: float) -> _T:
+        """Wait for the call. Raises ``concurrent.futures.TimeoutError`` at the deadline."""
+        future = start_thread(function, argument)
+        try:
+            return future.result(timeout_s)
+        finally:
+            self._leave(future)
+
+    async def acall(self, function: Callable[[Any], _T], argument: Any, timeout_s: float) -> _T:
+        """``call`` on an event loop. Raises as ``await_outside`` does."""
+        future = start_thread(function, argument)
+        try:
+            return await within(asyncio.wrap_future(future), timeout_s)
+        finally:
+            self._leave(future)
+
+    def _leave(self, future: Future[Any]) -> None:
+        if not future.done():
+            self._given_up.add(future)
+            future.add_done_callback(self._given_up.discard)
+
+    def check(self, what: str, timeout_s: float) -> None:
+        """Raise ``HungError`` if ``MAX_GIVEN_UP`` calls were given up and have not returned since."""
+        if (count := len(self._given_up)) >= MAX_GIVEN_UP:
+            raise HungError(
+                f"{what}: {count} calls have not returned, although each was given up after {timeout_s:g} s, and every "
+                "one of them holds a thread. Give it a time-out of its own for what it waits for (a connection, a "
+                "process), so that a call always ends, and start again (a run: with --resume)"
+            )

@@ -1,0 +1,196 @@
+"""What tools and tasks raise that is no ``Exception``, and calls that never return."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from sorl_env import (
+    Example,
+    ParsedTurn,
+    Task,
+    Toolbox,
+    ToolCall,
+    ToolRequest,
+    ToolUnavailableError,
+    ToolUseEnv,
+    UserError,
+    outside,
+)
+from sorl_env.outside import OutsideError
+from sorl_env.rollout import RolloutJob, RolloutSettings, collect
+from sorl_env.tool import as_tool
+from sorl_env.trajectory import StopReason, Trajectory
+
+from ..waiting import wait_until
+from .test_episode_tools import Characters, Scripted
+
+REQUEST = ToolRequest("search", "q")
+RAISED = [
+    SystemExit(0),
+    asyncio.CancelledError(),
+    concurrent.futures.CancelledError(),
+    GeneratorExit(),
+    StopIteration("x"),
+    BaseException("odd"),
+]
+
+
+def box_of(kind: str, act: Callable[[], str]) -> Toolbox:
+    """A toolbox whose only tool is called in the way that ``kind`` says."""
+
+    def search(query: str) -> str:
+        return act()
+
+    if kind == "inline":
+        search.inline = True  # type: ignore[attr-defined]
+    if kind in ("thread", "inline"):
+        return Toolbox([search], timeout_s=30)
+
+    class Search:
+        name, description, schema = "search", "", as_tool(search).schema
+
+        def __call__(self, query: str) -> str:
+            return act()
+
+    async def acall(query: str) -> str:
+        await asyncio.sleep(0)
+        return act()
+
+    tool: Any = Search()
+    if kind == "awaited":
+        tool.acall = acall
+    else:
+        tool.call_batch = lambda queries: [act() for _ in queries]
+    return Toolbox([tool], timeout_s=30)
+
+
+@pytest.mark.parametrize("on_loop", [False, True])
+@pytest.mark.parametrize("kind", ["thread", "inline", "awaited", "batched"])
+@pytest.mark.parametrize(
+    "raised", RAISED, ids=lambda error: f"{type(error).__module__}.{type(error).__name__}"
+)
+def test_whatever_a_tool_raises_is_a_bug_of_the_tool(raised: BaseException, kind: str, on_loop: bool) -> None:
+    script = [raised]
+
+    def act() -> str:
+        if script:
+            raise script.pop()
+        return "fine"
+
+    box = box_of(kind, act)
+
+    async def both() -> list[ToolCall | ToolUnavailableError]:
+        return [await box.acall(REQUEST), await box.acall(REQUEST)]
+
+    if on_loop:
+        first, second = asyncio.run(both())
+    else:
+        (first,), (second,) = box.call_batch([REQUEST]), box.call_batch([REQUEST])
+    assert isinstance(first, ToolUnavailableError) and "bug in the tool" in str(first)
+    assert isinstance(second, ToolCall) and second.reply == "fine"
+
+
+def test_ctrl_c_in_the_main_thread_is_the_users_and_elsewhere_the_tools() -> None:
+    def act() -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        box_of("inline", act).call(REQUEST)
+    outcome = box_of("thread", act).call(REQUEST)
+    assert "raised KeyboardInterrupt()" in str(outcome)
+
+
+def play(task: Task, count: int = 4) -> list[Trajectory]:
+    scripts = {str(i): [f"<think>b</think><answer>gold {i}</answer>"] for i in range(count)}
+    jobs = [RolloutJob(name, name, int(name), seed=0) for name in scripts]
+    settings = RolloutSettings(use_chat_template=False)
+    return asyncio.run(collect(ToolUseEnv(task), Characters(), Scripted(scripts), jobs, settings))
+
+
+@pytest.mark.parametrize("field", ["reward", "turn_reward"])
+@pytest.mark.parametrize("raised", [SystemExit(0), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_a_reward_that_ends_python_ends_its_own_trajectory(
+    make_task: Callable[..., Task], field: str, raised: BaseException
+) -> None:
+    def reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:
+        if example.id == "2":
+            raise raised
+        return {"exact_match": 1.0}
+
+    found: list[Any] = []
+    # a dead event loop would take the others with it; in a thread, because Ctrl-C in the main thread is the user's
+    thread = threading.Thread(target=lambda: found.extend(play(make_task(**{field: reward}))))
+    thread.start()
+    thread.join()
+    assert [one.stop_reason for one in found] == [
+        StopReason.ERROR if i == 2 else StopReason.ANSWER for i in range(4)
+    ]
+    assert type(raised).__name__ in found[2].error
+
+
+def test_a_prompt_that_ends_python_is_an_error_with_its_lines(make_task: Callable[..., Task]) -> None:
+    def prompt(example: Example) -> str:
+        raise SystemExit(0)
+
+    with pytest.raises(OutsideError, match=r"it raised SystemExit\(0\)") as raised:
+        ToolUseEnv(make_task(prompt=prompt)).reset()
+    assert raised.traceback[-1].path.name == "test_outside.py"
+
+
+@pytest.mark.parametrize("kind", ["thread", "batched"])
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_calls_that_never_return_are_counted_and_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, kind: str, on_loop: bool
+) -> None:
+    monkeypatch.setattr(outside, "MAX_GIVEN_UP", 3)
+    release = threading.Event()
+
+    def act() -> str:
+        release.wait(60)
+        return "late"
+
+    box = box_of(kind, act)
+    box.timeout_s = 0.01
+
+    def call() -> Any:
+        return asyncio.run(box.acall(REQUEST)) if on_loop else box.call_batch([REQUEST])[0]
+
+    for _ in range(2):
+        assert isinstance(call(), ToolUnavailableError)
+    release.set()
+    wait_until(lambda: not box._bound["search"].threads._given_up)  # they have returned, and count no longer
+    release.clear()
+    for _ in range(2):
+        assert isinstance(call(), ToolUnavailableError)
+    said = "tool search: 3 calls have not returned, although each was given up after 0.01 s"
+    with pytest.raises(UserError, match=said):
+        call()
+    release.set()
+
+
+def test_a_run_ends_where_a_tool_hangs_too_often(
+    monkeypatch: pytest.MonkeyPatch, make_task: Callable[..., Task]
+) -> None:
+    monkeypatch.setattr(outside, "MAX_GIVEN_UP", 2)
+    release = threading.Event()
+
+    def search(query: str) -> str:
+        """Hangs."""
+        release.wait(60)
+        return query
+
+    env = ToolUseEnv(make_task(tools=[search]))
+    env.toolbox.timeout_s = 0.01
+    scripts = {str(i): ["<think>a</think><search>who</search>"] for i in range(4)}
+    jobs = [RolloutJob(name, name, int(name), seed=0) for name in scripts]
+    with pytest.raises(UserError, match="tool search: 2 calls have not returned"):
+        asyncio.run(
+            collect(env, Characters(), Scripted(scripts), jobs, RolloutSettings(use_chat_template=False))
+        )
+    release.set()
