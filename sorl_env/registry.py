@@ -16,6 +16,7 @@ from typing import Any
 import gymnasium
 
 from sorl_env.errors import UserError, did_you_mean
+from sorl_env.neighbours import PREFIX
 from sorl_env.task import Task
 from sorl_env.task_file import import_file, import_module, remember
 
@@ -171,7 +172,7 @@ def _pick(module: ModuleType, attribute: str | None, reference: str, knobs: Mapp
     found = getattr(module, name, None)
     if found is None:
         hint = did_you_mean(name, tasks) if tasks else f"Declare one there: {name} = Task(..)"
-        where = "the file" if module.__name__.startswith("sorl_task_") else module.__name__
+        where = "the file" if module.__name__.startswith(PREFIX) else module.__name__
         raise UserError(f"task {reference!r}: {where} has no {name}. {hint}")
     if isinstance(found, Task) and not knobs:
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import sys
@@ -10,31 +9,29 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
+from sorl_env import neighbours
 from sorl_env.errors import UserError, no_such_file
+from sorl_env.neighbours import FILES, file_spec
 
-_files: set[str] = set()  # imported files of users, as tracebacks name them
-_IMPORTERS = (__file__, importlib.__file__, "<frozen importlib")
+_IMPORTERS = (__file__, neighbours.__file__, importlib.__file__, "<frozen importlib")
 
 
 def import_file(path: Path) -> ModuleType:
-    """The module in a ``.py`` file.
+    """The module in a ``.py`` file, which may import the files beside it (see ``neighbours``).
 
     Raises:
         UserError: there is no such file, or running it fails; the message shows the file's own lines.
     """
     if not path.is_file():
         raise UserError(no_such_file(path, (".py",)))
-    # each file is a module with a name of its own: two files called task.py must not replace each other
-    name = f"sorl_task_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, path  # always so for a .py file
+    spec = file_spec(path)
+    assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look it up
-    _files.add(str(spec.origin))
+    sys.modules[spec.name] = module  # dataclasses and pickling look it up
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # any error here comes from the user's file
-        del sys.modules[name]
+        del sys.modules[spec.name]
         raise _failed(str(path), error) from error
     return module
 
@@ -59,13 +56,13 @@ def import_module(name: str, wanted_by: str) -> ModuleType:
 def remember(module: ModuleType) -> None:
     """Count errors in this module as the user's own (see `their_lines`)."""
     if file := getattr(module, "__file__", None):
-        _files.add(file)
+        FILES.add(file)
 
 
 def their_lines(error: BaseException) -> str | None:
     """The traceback of an error, from the first line in a user's file on; None if it passes through no such file."""
     frames = traceback.extract_tb(error.__traceback__)
-    first = next((i for i, frame in enumerate(frames) if frame.filename in _files), None)
+    first = next((i for i, frame in enumerate(frames) if frame.filename in FILES), None)
     return None if first is None else _shown(frames[first:], error)
 
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from sorl_env.data import ExampleSet, load_examples
+from sorl_env.declared import ask_for_prompt
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_env.task import Example, Limits, Task, ToolSettings
-from sorl_env.text import valid_text
 from sorl_env.text_env import TextEnv, need_tools, open_env
 from sorl_env.tool import ToolReply
 from sorl_env.toolbox import Toolbox
@@ -151,7 +151,7 @@ def env_facts(env: TextEnv) -> dict[str, Any]:
     tools = env.toolbox.tools if isinstance(env, ToolUseEnv) else ()
     prompts = hashlib.sha256()
     for example in env.examples.examples:
-        prompts.update(valid_text(env.task.prompt(example)).encode() + b"\0")
+        prompts.update(ask_for_prompt(env.task.name, env.task.prompt, example).encode() + b"\0")
     return {
         "task": env.task.name,
         "source": env.examples.source,

@@ -15,6 +15,7 @@ import pytest
 
 from sorl_env import ToolUseEnv, ToolUseVectorEnv
 from sorl_env.check_task import check_task
+from sorl_env.check_task import main as check
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 
@@ -48,6 +49,19 @@ def url() -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_address[1]}/prices"
     server.shutdown()
     server.server_close()
+
+
+def test_a_task_of_two_files_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The task of the other page and the tool of this one, put together in a third file."""
+    tool, _, both = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[:3]
+    task = re.findall(
+        r"```python\n(.*?)```", DOCUMENT.with_name("add_a_task.md").read_text("utf-8"), re.DOTALL
+    )[0]
+    for name, source in (("shop_tools", tool), ("stockroom", task), ("both", both)):
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+    assert check([str(tmp_path / "both.py")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("task stockroom_with_lengths") and "ok    tool convert" in out
 
 
 def test_a_function_with_typed_parameters(shop: ModuleType) -> None:

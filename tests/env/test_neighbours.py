@@ -1,0 +1,139 @@
+"""Task files that import the files beside them: in this process, in others, and beside other tasks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import gymnasium
+import pytest
+
+from sorl_env import UserError, load_task
+from sorl_env.command import run_command
+
+TASK = """\
+import helper
+import parts.words as words
+from helper import GOLD
+from parts.words import shout
+from sorl_env import Example, Task
+
+
+def reward(example, turns):
+    import late  # when the reward is computed, and not with the file
+
+    return {"right": late.judge(turns[-1].content, GOLD)}
+
+
+TASK = Task(
+    name="at_" + helper.NAME,
+    prompt=lambda example: words.shout(example.question) + shout(helper.NAME),
+    reward=reward,
+    parse_row=lambda row: Example(row["id"], row["question"]),
+    embedded=lambda split: [Example("0", "who?")],
+)
+"""
+
+
+def folder_of(base: Path, name: str) -> Path:
+    folder = base / name
+    (folder / "parts").mkdir(parents=True)
+    (folder / "shop.py").write_text(TASK)
+    (folder / "helper.py").write_text(f"import os\nNAME = {name!r}\nGOLD = 'gold ' + NAME\n")
+    (folder / "late.py").write_text(
+        "from helper import NAME\ndef judge(a, b):\n    return float(a == b) + len(NAME)\n"
+    )
+    (folder / "parts" / "__init__.py").write_text("")
+    (folder / "parts" / "words.py").write_text(
+        "from helper import NAME\nfrom .loud import up\ndef shout(text):\n    return up(text + NAME)\n"
+    )
+    (folder / "parts" / "loud.py").write_text("def up(text):\n    return text.upper()\n")
+    return folder / "shop.py"
+
+
+def play(file: str) -> tuple[str, str, float]:
+    """The task's name, prompt and reward; other processes run this, too."""
+    env = gymnasium.make("sorl/Task-v0", task=file)
+    prompt, _ = env.reset()
+    task = load_task(file)
+    _, reward, *_ = env.step(f"<think>x</think><answer>gold {task.name[3:]}</answer>")
+    return task.name, prompt, float(reward)
+
+
+@pytest.mark.parametrize("method", ["here", "fork", "spawn"])
+def test_two_tasks_have_their_own_neighbours(method: str, tmp_path: Path) -> None:
+    files = [str(folder_of(tmp_path, name)) for name in ("a", "bcd")]
+    if method == "here":
+        seen = [play(file) for file in [*files, *files]]
+    else:
+        play(files[0])  # a forked process has these modules already
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as pool:
+            seen = list(pool.map(play, [*files, *files]))
+    assert seen == [("at_a", "WHO?AAA", 2.0), ("at_bcd", "WHO?BCDBCDBCD", 4.0)] * 2
+    assert not {"helper", "late", "parts"} & set(sys.modules)
+    loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    assert {str(tmp_path / "a" / "helper.py"), str(tmp_path / "a" / "shop.py")} <= loaded
+
+
+def test_a_neighbour_hides_no_module_of_others(tmp_path: Path) -> None:
+    """A task may be called as a library is, and its neighbours see that file; libraries see the library."""
+    (tmp_path / "json.py").write_text("raise AssertionError('the standard library keeps its names')\n")
+    (tmp_path / "yaml.py").write_text("import yaml\nMINE, LIBRARY = True, yaml.safe_load\n")
+    (tmp_path / "sorl_env.py").write_text("raise AssertionError('not this one')\n")
+    source = "import json, yaml\nassert yaml.MINE and json.loads('1') == 1 and yaml.LIBRARY('2') == 2\n"
+    (tmp_path / "task.py").write_text(
+        source + TASK.replace("import helper\n", "").partition("import parts")[0]
+    )
+    with pytest.raises(UserError, match="has no TASK"):
+        load_task(str(tmp_path / "task.py"))
+    import yaml
+
+    assert not hasattr(yaml, "MINE")
+
+
+def test_what_python_finds_by_itself_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "known_to_all.py").write_text("VALUE = object()\n")
+    (tmp_path / "task.py").write_text("import known_to_all\nTASK = known_to_all.VALUE\n")
+    import known_to_all  # type: ignore[import-not-found]
+
+    from sorl_env.task_file import import_file
+
+    assert import_file(tmp_path / "task.py").TASK is known_to_all.VALUE
+
+
+def test_errors_in_a_neighbour_are_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder_of(tmp_path, "a")
+    (tmp_path / "a" / "late.py").write_text("def judge(a, b):\n    return a / b\n")
+
+    def main(_: list[str]) -> int:
+        return play(str(file))[0] == ""
+
+    assert run_command("sorl-x", main, []) == 1
+    error = capsys.readouterr().err
+    assert "the task's own code failed" in error and 'late.py", line 2, in judge' in error
+    (tmp_path / "a" / "helper.py").write_text("NAME = 1 / 0\n")
+    for name in [name for name in sys.modules if name.endswith((".helper", ".words"))]:
+        del sys.modules[name]
+    with pytest.raises(UserError, match=r'helper\.py", line 1') as raised:
+        load_task(str(file))
+    assert "neighbours.py" not in str(raised.value) and "importlib" not in str(raised.value)
+
+
+@pytest.mark.openrlhf
+def test_in_a_worker_of_ray(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray")
+    files = [str(folder_of(tmp_path, name)) for name in ("a", "bcd")]
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR")
+
+    def names_of(files: list[str]) -> list[str]:
+        from sorl_env import load_task
+
+        return [load_task(file).name for file in files]
+
+    try:
+        assert ray.get(ray.remote(names_of).remote(files)) == ["at_a", "at_bcd"]
+    finally:
+        ray.shutdown()
