@@ -47,7 +47,7 @@ def heat_maps(runs: Sequence[Run], out: Path) -> None:
                 number = f"{np.median(final[reuse, rate]):.2f}"
                 axis.text(column, row, number, ha="center", va="center", color=colour, fontsize=9)
         image = axis.imshow(kept, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower")
-        share, low, high = share_above(0.95, cells)
+        share, low, high = share_above(0.95, cells_of(shown, arm, "held"))
         axis.set_title(f"{arm}: {share:.0%} ({low:.0%} to {high:.0%})", fontsize=10)
         axis.set_xticks(range(len(RATES)), [f"{rate:.1e}".replace("e-0", "e-") for rate in RATES], fontsize=8)
         axis.set_yticks(range(len(REUSE)), REUSE, fontsize=9)

@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 
 from sorl_train.evaluate.intervals import mean_interval, paired
+from sorl_train.run.stability import learned
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MAIN = ("ppo", "so_ppo", "grpo", "so_grpo")
 REUSE = ("4, of 8", "4, 2 steps stale", "3, of 32", "6, of 16", "12, of 8")  # optimizer steps on a batch
 TRUST = " + trust region"  # behind an algorithm's name, in the runs that have one
 RATES = (5e-5, 1.6e-4, 5e-4, 1.6e-3, 5e-3)  # those that all rows of the grid have
+
+QUESTIONS = 64  # of an evaluation, in all studies that are asked how much a run kept
 
 Run = Mapping[str, Any]
 
@@ -63,12 +66,23 @@ def reuse_of(run: Run) -> str:
     return f"{4 * run['update.epochs']}, of 8"
 
 
+def has_learned(run: Run) -> bool:
+    """Whether its success was ever clearly above the cold start's."""
+    return learned([success for _, success in run["curve"]], QUESTIONS)
+
+
+def unlearned(runs: Sequence[Run]) -> str:
+    """How many of the runs learned nothing."""
+    return f"{sum(not has_learned(run) for run in runs)} of {len(runs)}"
+
+
 def cells_of(runs: Sequence[Run], arm: str, figure: str) -> dict[tuple[str, float], list[float]]:
-    """A figure's values, one a seed, by reuse and rate."""
+    """A figure's values, one a seed, by reuse and rate. ``held`` is ``kept_mean`` of a run that learned, else 0."""
     cells: dict[tuple[str, float], list[float]] = defaultdict(list)
     for run in runs:
         if run["arm"] == arm:
-            cells[reuse_of(run), run["optim.lr"]].append(run[figure])
+            value = run["kept_mean"] * has_learned(run) if figure == "held" else run[figure]
+            cells[reuse_of(run), run["optim.lr"]].append(value)
     return cells
 
 

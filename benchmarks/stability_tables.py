@@ -31,6 +31,7 @@ from stability_runs import (
     read,
     reuse_of,
     share_above,
+    unlearned,
 )
 
 from sorl_env.figures import markdown_table
@@ -58,8 +59,8 @@ def arms(runs: Sequence[Run], chosen: Mapping[str, str] | Sequence[str]) -> str:
         if own:
             rows.append([label, str(len(own)), *_measured(own)])
     header = (
-        "arm | seeds | peak | final | final / peak | of means | worst drop | collapsed | highest gradient norm "
-        "| clip fraction | normalized | mean rate"
+        "arm | seeds | peak | final | final / peak | of means | worst drop | learned nothing | collapsed "
+        "| highest gradient norm | clip fraction | normalized | mean rate"
     )
     return markdown(header.split(" | "), rows)
 
@@ -72,6 +73,7 @@ def _measured(runs: Sequence[Run]) -> list[str]:
         _spread([run["kept"] for run in runs]),
         _spread([run["kept_mean"] for run in runs]),
         f"{_median(runs, 'worst_drop'):.2f}",
+        unlearned(runs),
         f"{len(steps)} of {len(runs)}" + (f", from step {np.median(steps):g}" if steps else ""),
         f"{_median(runs, 'max_grad_norm'):.1f}",
         f"{_median(runs, 'clip_frac'):.3f}",
@@ -108,12 +110,15 @@ def _cell(runs: Sequence[Run]) -> str:
 
 
 def held(runs: Sequence[Run], bars: Sequence[float] = (0.95, 0.8)) -> str:
-    """By reuse: the highest rate up to which the median of final over peak, of means, stays above a bar."""
+    """By reuse: the highest rate up to which the median of final over peak, of means, stays above a bar.
+
+    A run that learned nothing held nothing.
+    """
     rows = []
     for reuse in REUSE:
         row = [reuse]
         for arm in MAIN:
-            cells = cells_of([run for run in runs if reuse_of(run) == reuse], arm, "kept_mean")
+            cells = cells_of([run for run in runs if reuse_of(run) == reuse], arm, "held")
             kept = {rate: float(np.median(values)) for (_, rate), values in sorted(cells.items())}
             row.append(" / ".join(_highest(kept, bar) for bar in bars))
         rows.append(row)
@@ -129,16 +134,18 @@ def shares(runs: Sequence[Run]) -> str:
     """Over the grid, how much of what it had an algorithm keeps, and how much more that is than without SO."""
     rows = []
     for arm, base in (("ppo", None), ("so_ppo", "ppo"), ("grpo", None), ("so_grpo", "grpo")):
-        cells, row = cells_of(runs, arm, "kept_mean"), [arm]
-        without = cells_of(runs, base, "kept_mean") if base else None
+        held, row = cells_of(runs, arm, "held"), [arm]
+        less = cells_of(runs, base, "held") if base else None
         for bar in (0.95, 0.8):
-            row.append("{:.0%} ({:.0%} to {:.0%})".format(*share_above(bar, cells)))
+            row.append("{:.0%} ({:.0%} to {:.0%})".format(*share_above(bar, held)))
             more = "{:+.0%} ({:+.0%} to {:+.0%})"
-            row.append(more.format(*share_above(bar, cells, without)) if without else "")
+            row.append(more.format(*share_above(bar, held, less)) if less else "")
+        cells = cells_of(runs, arm, "kept_mean")
+        without = cells_of(runs, base, "kept_mean") if base else None
         row.append("{:.2f} ({:.2f} to {:.2f})".format(*average(cells)))
         row.append("{:+.2f} ({:+.2f} to {:+.2f})".format(*average(cells, without)) if without else "")
-        rows.append([*row, f"{len(cells)} cells, {sum(map(len, cells.values()))} runs"])
-    header = "share above .95 | more | share above .80 | more | mean of final / peak | more | of"
+        rows.append([*row, unlearned([run for run in runs if run["arm"] == arm]), str(len(cells))])
+    header = "held above .95 | more | held above .80 | more | mean of final / peak | more | learned nothing | cells"
     return markdown(["", *header.split(" | ")], rows)
 
 

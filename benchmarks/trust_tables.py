@@ -15,6 +15,7 @@ from stability_runs import (
     read,
     reuse_of,
     share_above,
+    unlearned,
     whole_grid,
 )
 
@@ -48,16 +49,18 @@ def shares(runs: Sequence[Run]) -> str:
     rows = []
     for algo in ("ppo", "grpo"):
         for arm in (algo, f"so_{algo}", algo + TRUST, f"so_{algo}{TRUST}"):
-            kept, final = cells_of(runs, arm, "kept_mean"), cells_of(runs, arm, "final")
-            if not kept:
+            held, final = cells_of(runs, arm, "held"), cells_of(runs, arm, "final")
+            if not held:
                 continue
             figures = [
-                "{:.0%} ({:.0%} to {:.0%})".format(*share_above(0.95, kept)),
+                "{:.0%} ({:.0%} to {:.0%})".format(*share_above(0.95, held)),
                 "{:.2f} ({:.2f} to {:.2f})".format(*average(final)),
                 f"{min(float(np.median(values)) for values in final.values()):.2f}",
             ]
-            rows.append([arm, *figures, f"{len(kept)} cells, {sum(map(len, kept.values()))} runs"])
-    return markdown_table(["", "final / peak above .95", "mean final success", "lowest", "of"], rows)
+            nothing = unlearned([run for run in runs if run["arm"] == arm])
+            rows.append([arm, *figures, nothing, str(len(held))])
+    header = " | held above .95 | mean final success | lowest | learned nothing | cells"
+    return markdown_table(header.split(" | "), rows)
 
 
 def by_seed(runs: Sequence[Run]) -> str:

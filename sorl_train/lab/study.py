@@ -144,6 +144,7 @@ _COLUMNS = (
     ("kept", "final / peak", ".2f"),
     ("kept_mean", "of means", ".2f"),
     ("worst_drop", "worst drop", ".2f"),
+    ("learned", "learned nothing", ""),
     ("collapse_step", "collapsed", ""),
     ("max_grad_norm", "max grad norm", ".2g"),
     ("normalized", "normalized", ".2f"),
@@ -158,8 +159,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for cell, runs in cells.items():
         figures = [
-            _collapses(runs)
-            if name == "collapse_step"
+            _COUNTED[name](runs)
+            if name in _COUNTED
             else _spread([infinite_if_none(run[name]) for run in runs], form)
             for name, _, form in _COLUMNS
         ]
@@ -171,6 +172,14 @@ def _collapses(runs: Sequence[Mapping[str, Any]]) -> str:
     steps = [run["collapse_step"] for run in runs if run["collapse_step"] is not None]
     at = f", median step {np.median(steps):g}" if steps else ""
     return f"{len(steps)}/{len(runs)}{at}"
+
+
+def _unlearned(runs: Sequence[Mapping[str, Any]]) -> str:
+    known = [run["learned"] for run in runs if run["learned"] is not None]
+    return f"{known.count(0.0)}/{len(known)}"
+
+
+_COUNTED = {"learned": _unlearned, "collapse_step": _collapses}  # runs, not medians
 
 
 def _spread(values: Sequence[float], form: str) -> str:

@@ -105,6 +105,7 @@ def eval_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics = {"eval/excluded_rate": 1.0 - len(counted) / len(trajectories)}
     if counted:
         metrics |= {
+            "eval/questions": float(len(counted)),
             "eval/success": success_rate(counted),
             "eval/valid_turn_rate": valid_turn_rate(counted),
             "eval/num_turns": _mean([len(t.turns) for t in counted]),

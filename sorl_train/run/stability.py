@@ -16,7 +16,7 @@ from sorl_train.run.folder import RunDir
 from sorl_train.run.summary import COLLAPSED
 
 WINDOW = 3  # evaluations that ``kept_mean`` averages
-SMALLEST_PEAK = 0.05  # below it a run has learned nothing that it could keep
+SMALLEST_PEAK = 0.05  # below it a run has nothing that it could keep
 
 
 def success_curve(run_dir: Path) -> list[tuple[int, float]]:
@@ -24,6 +24,21 @@ def success_curve(run_dir: Path) -> list[tuple[int, float]]:
     lines = read_jsonl(RunDir(run_dir).metrics)
     evaluated = [line for line in lines if "eval/success" in line]
     return [(line["step"], success) for line in evaluated if (success := line["eval/success"]) is not None]
+
+
+def learned(success: Sequence[float], questions: float) -> bool:
+    """Whether success was ever clearly above that of the cold start, by two standard errors.
+
+    A run that never was can have kept all of nothing: its final / peak is 1. Evaluations ask the same questions, so
+    that two of one policy differ by less than the standard error of a sample. It is that of Agresti and Coull, with
+    four made-up questions, of which two are right: a start at 0 has an error, too.
+
+    Args:
+        success: that of the cold start, then of the other evaluations.
+        questions: how many an evaluation has.
+    """
+    share = (success[0] * questions + 2) / (questions + 4)
+    return max(success) > share + 2 * math.sqrt(share * (1 - share) / (questions + 4))
 
 
 def step_seconds(run_dir: Path) -> float:
@@ -40,9 +55,10 @@ def measure(run_dir: Path) -> dict[str, float]:
 
     Returns:
         peak, final: highest and last greedy success.
-        kept: final / peak, 0 if nothing was learned. As the highest of many noisy evaluations is above what the policy
-            can do, it is below 1 even for a run that lost nothing.
+        kept: final / peak, 0 if hardly a question was ever solved. As the highest of many noisy evaluations is above
+            what the policy can do, it is below 1 even for a run that lost nothing.
         kept_mean: the same of means over ``WINDOW`` evaluations in a row.
+        learned: 1 if success was ever clearly above the cold start's, else 0; NaN if that was not evaluated.
         worst_drop: the deepest fall of success from its peak so far.
         collapse_step: the evaluation from which on success stayed below half of its peak.
         max_grad_norm, grad_norm: the highest and the mean gradient norm.
@@ -55,11 +71,12 @@ def measure(run_dir: Path) -> dict[str, float]:
     Raises:
         UserError: the run has no evaluation or no training step in its metrics.
     """
-    curve = success_curve(run_dir)
-    trained = [line for line in read_jsonl(RunDir(run_dir).metrics) if "loss/grad_norm" in line]
-    if not curve or not trained:
+    lines = list(read_jsonl(RunDir(run_dir).metrics))
+    evaluated = [line for line in lines if "eval/success" in line and line["eval/success"] is not None]
+    trained = [line for line in lines if "loss/grad_norm" in line]
+    if not evaluated or not trained:
         raise UserError(f"{run_dir}: no evaluation or no training step in its metrics")
-    steps, success = zip(*curve, strict=True)
+    steps, success = zip(*((line["step"], line["eval/success"]) for line in evaluated), strict=True)
     peaks = list(itertools.accumulate(success, max))
     peak, final = peaks[-1], success[-1]
     below = [value < COLLAPSED * top for value, top in zip(success, peaks, strict=True)]
@@ -74,6 +91,7 @@ def measure(run_dir: Path) -> dict[str, float]:
         "final": final,
         "kept": _kept(success),
         "kept_mean": _kept(_means(success)),
+        "learned": _learned(evaluated),
         "worst_drop": max(top - value for value, top in zip(success, peaks, strict=True)),
         "collapse_step": float(lasting),
         "max_grad_norm": max(infinite_if_none(line["loss/grad_norm_max"]) for line in trained),
@@ -100,14 +118,22 @@ def _clipped_classes(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return figures
 
 
+def _learned(evaluated: Sequence[Mapping[str, Any]]) -> float:
+    known = all("eval/questions" in line for line in evaluated)  # older versions did not say how many
+    if evaluated[0]["step"] != 0 or not known:
+        return math.nan
+    fewest = min(line["eval/questions"] for line in evaluated)
+    return float(learned([line["eval/success"] for line in evaluated], fewest))
+
+
 def _means(success: Sequence[float]) -> list[float]:
-    """Means of ``WINDOW`` values in a row, or of all values if there are fewer."""
-    width = min(WINDOW, len(success))
+    """Means of ``WINDOW`` values in a row; the values themselves if there are not more, as one mean loses nothing."""
+    width = WINDOW if len(success) > WINDOW else 1
     return [math.fsum(success[i : i + width]) / width for i in range(len(success) - width + 1)]
 
 
 def _kept(curve: Sequence[float]) -> float:
-    """The last value divided by the highest; 0 if nothing was learned."""
+    """The last value divided by the highest; 0 if that is next to nothing."""
     return curve[-1] / max(curve) if max(curve) >= SMALLEST_PEAK else 0.0
 
 

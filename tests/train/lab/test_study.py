@@ -104,10 +104,10 @@ def test_mistakes_are_named(changes: dict[str, Any], complaint: str, tmp_path: P
         load_study("sevre")
 
 
-def run_with(folder: Path, curve: list[float], grad_norm: float | None = 1.0) -> Path:
+def run_with(folder: Path, curve: list[float], grad_norm: float | None = 1.0, questions: int = 64) -> Path:
     """A run folder with a success curve, one evaluation a step."""
     folder.mkdir()
-    lines = [{"step": 0, "eval/success": curve[0]}]
+    lines = [{"step": 0, "eval/success": curve[0], "eval/questions": questions}]
     for step, success in enumerate(curve[1:], start=1):
         figures = {
             "grad_norm": 0.5,
@@ -118,6 +118,7 @@ def run_with(folder: Path, curve: list[float], grad_norm: float | None = 1.0) ->
         line = {
             "step": step,
             "eval/success": success,
+            "eval/questions": questions,
             **{f"loss/{name}": value for name, value in figures.items()},
         }
         lines.append(line | {"loss/clip_frac": 0.1})
@@ -139,6 +140,42 @@ def test_measures_by_hand(tmp_path: Path) -> None:
     )
     never = measure(run_with(tmp_path / "never", [0.0, 0.02]))
     assert never["kept"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("curve", "questions", "learned"),
+    [
+        ([0.65625] * 4, 64, 0.0),  # final / peak is 1
+        ([0.65625, 0.75, 0.75], 64, 0.0),  # two standard errors are 44/68 + 2 * .0580 = .763
+        ([0.65625, 0.765625, 0.1], 64, 1.0),
+        ([0.65625, 0.765625], 16, 0.0),
+        (
+            [0.0, 4 / 128],
+            128,
+            0.0,
+        ),  # 2/132 + 2 * .0106 = .0364: a start at 0 may be a policy that solves one in 40
+        ([0.0, 5 / 128], 128, 1.0),
+        ([1.0, 1.0], 64, 0.0),
+    ],
+)
+def test_who_learned_is_clearly_above_the_cold_start(
+    curve: list[float], questions: int, learned: float, tmp_path: Path
+) -> None:
+    assert measure(run_with(tmp_path / "run", curve, questions=questions))["learned"] == learned
+
+
+def test_without_a_cold_start_or_the_number_of_questions_it_is_not_known(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", [0.5, 0.9, 0.9])
+    first, *rest = RunDir(run).metrics.read_text().splitlines(keepends=True)
+    RunDir(run).metrics.write_text("".join(rest))
+    assert math.isnan(measure(run)["learned"])
+    RunDir(run).metrics.write_text(first.replace("eval/questions", "eval/other") + "".join(rest))
+    assert math.isnan(measure(run)["learned"])
+
+
+def test_a_mean_over_all_evaluations_does_not_hide_a_fall(tmp_path: Path) -> None:
+    """Of three evaluations there is one mean of three, which is all of itself: it was 1."""
+    assert measure(run_with(tmp_path / "run", [0.64, 0.6, 0.16]))["kept_mean"] == pytest.approx(0.25)
 
 
 def test_what_was_not_finite_is_in_no_mean(tmp_path: Path) -> None:
@@ -173,8 +210,10 @@ def test_results_are_json_and_a_table_of_medians(tmp_path: Path) -> None:
     assert [row["collapse_step"] for row in results] == [None, None, 2.0]
     *_, ppo, so_grpo = table(results).splitlines()
     assert ppo.startswith("| ppo | 2 | 0.800 (0.800-0.800) | 0.400 (0.200-0.600) | 0.50 (0.25-0.75) |")
-    assert "| 1/2, median step 2 | inf (2-inf) | 0.25 (0.25-0.25) | 2.0e-04 |" in ppo
-    assert so_grpo.startswith("| so_grpo | 1 | 0.800 | 0.600 | 0.75 |") and "| 0/1 | 2 | 0.25 |" in so_grpo
+    assert "| 0/2 | 1/2, median step 2 | inf (2-inf) | 0.25 (0.25-0.25) | 2.0e-04 |" in ppo
+    assert (
+        so_grpo.startswith("| so_grpo | 1 | 0.800 | 0.600 | 0.75 |") and "| 0/1 | 0/1 | 2 | 0.25 |" in so_grpo
+    )
 
 
 @pytest.mark.slow
