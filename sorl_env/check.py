@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from sorl_env.errors import UserError
+from sorl_env.neighbours import FILES
+from sorl_env.outside import OutsideError
+from sorl_env.text import quoted
 
 
 @dataclass(frozen=True)
@@ -23,3 +29,16 @@ def describe_checks(checks: Sequence[Check], width: int) -> str:
     failed = sum(not check.passed for check in checks)
     summary = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"
     return "\n".join([*lines, summary])
+
+
+def raised(error: BaseException) -> str:
+    """An exception in one line: what it is, and where in the user's own files it was raised."""
+    if isinstance(error, UserError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((one for one in reversed(frames) if one.filename in FILES), frames[-1] if frames else None)
+    where = "" if frame is None else f" ({frame.filename}:{frame.lineno})"
+    said = quoted(str(error), 200)[1:-1]
+    return (
+        f"{said if isinstance(error, OutsideError) else f'it raised {type(error).__name__}: {said}'}{where}"
+    )

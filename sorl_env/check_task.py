@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from sorl_env.check import Check, describe_checks
+from sorl_env.check import Check, describe_checks, raised
 from sorl_env.check_episodes import check_episodes, requests
 from sorl_env.check_session import check_session
+from sorl_env.check_tools import check_tool
 from sorl_env.command import (
     FAILED,
     Parser,
@@ -23,16 +26,20 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.env_parts import add_task_options, read_task_args
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
+from sorl_env.rewards import normalize_answer
 from sorl_env.session_env import SessionEnv
+from sorl_env.step import StepResult
 from sorl_env.task import Example, Task, ToolSettings
+from sorl_env.text import quoted
 from sorl_env.text_env import need_tools, open_env
 from sorl_env.tokens import Tokenizer, encode_prompt
-from sorl_env.tool import Tool, ToolUnavailableError
+from sorl_env.tool import RESERVED_NAMES
 
 __all__ = ["WRONG_ANSWER", "Check", "check_task", "main"]
 
 WRONG_ANSWER = "surely not the answer"
 _SEEDS = (0, 1, 2)
+_TAG = re.compile(r"</?([A-Za-z_][A-Za-z0-9_-]*)>")
 
 
 def check_task(env: ToolUseEnv, *, limit: int = 200, tokenizer: Tokenizer | None = None) -> list[Check]:
@@ -46,17 +53,27 @@ def check_task(env: ToolUseEnv, *, limit: int = 200, tokenizer: Tokenizer | None
     checks = [
         _check_rows(task, len(env.examples)),
         *_check_reward(env, len(examples)),
-        _check_prompts(task, examples, tokenizer),
-        *(_check_tool(env, tool, examples[0]) for tool in env.toolbox.tools),
+        *_check_prompts(env, examples, tokenizer),
+        *(check_tool(env, tool, examples[0].question) for tool in env.toolbox.tools),
     ]
     if any(check.tool_is_out for check in checks):
         return checks  # every episode that uses the tool would wait for it again
-    checks.append(_check_seeds(env))
+    checks.append(_contained("seeds", lambda: _check_seeds(env)))
     if env.toolbox.tools:
         checks.append(check_episodes(env))
-    if task.expert is not None:
-        checks.append(_check_expert(env.spawn(), task.expert, len(examples)))
+    if (expert := task.expert) is not None:
+        checks.append(_check_expert(env.spawn(), expert, len(examples)))
     return checks
+
+
+def _contained(name: str, check: Callable[[], Check]) -> Check:
+    """A check in which the task's own code may raise, which must not hide the other checks."""
+    try:
+        return check()
+    except UserError:
+        raise  # says which contract is broken, and would do so in every check
+    except Exception as error:  # noqa: BLE001  as the rollout contains it
+        return Check(name, False, raised(error))
 
 
 def _check_rows(task: Task, count: int) -> Check:
@@ -82,15 +99,26 @@ def _check_reward(env: ToolUseEnv, count: int) -> list[Check]:
     wrong = task.wrong_answer or (lambda example: WRONG_ANSWER)
     cases: dict[str, tuple[float, Callable[[Example], Sequence[str]]]] = {
         "gold answer": (1.0, lambda example: example.golden_answers),
-        "empty answer": (0.0, lambda example: ("",)),
+        "empty answer": (0.0, lambda example: _nothing(example.golden_answers)),
         "wrong answer": (0.0, lambda example: (wrong(example),)),
     }
     if not any(example.golden_answers for example in env.examples.examples[:count]):
         del cases["gold answer"]  # nothing to compare with, so the expert has to show that 1.0 can be reached
-    checks = [_score_answers(once, name, count, *case) for name, case in cases.items()]
+    checks = [
+        _contained(name, functools.partial(_score_answers, once, name, count, *case))
+        for name, case in cases.items()
+    ]
     if "gold answer" not in cases and task.expert is None:
         checks.append(Check("gold answer", False, "there are no golden_answers and no expert"))
     return checks
+
+
+def _nothing(golds: Sequence[str]) -> Sequence[str]:
+    """Answers that say nothing. A gold answer such as ``A`` or ``!!``, of which normalization leaves nothing, must not
+    make them right."""
+    if all(normalize_answer(gold) for gold in golds):
+        return ("",)
+    return ("", *(text for text in ("...", "the") if text not in golds))
 
 
 def _score_answers(
@@ -116,10 +144,11 @@ def _score_answers(
     return Check(name, True, f"{scored} score {expected:g}")
 
 
-def _check_prompts(task: Task, examples: Sequence[Example], tokenizer: Tokenizer | None) -> Check:
+def _check_prompts(env: ToolUseEnv, examples: Sequence[Example], tokenizer: Tokenizer | None) -> list[Check]:
+    task = env.task
     sizes: list[tuple[int, str]] = []
-    for example in examples:
-        prompt = task.prompt(example)
+    prompts = [env.format.prompt(task, example) for example in examples]
+    for example, prompt in zip(examples, prompts, strict=True):
         if tokenizer is None:
             sizes.append((len(f"{task.system_prompt or ''} {prompt}".split()), example.id))
         else:
@@ -127,31 +156,26 @@ def _check_prompts(task: Task, examples: Sequence[Example], tokenizer: Tokenizer
     longest, example_id = max(sizes)
     unit = "words; count tokens with --tokenizer FOLDER" if tokenizer is None else "tokens"
     limit = task.limits.max_prompt_tokens
-    detail = f"longest {longest}, example {example_id!r} (limit {limit}; {unit})"
-    return Check("prompts", longest <= limit, detail)
+    detail = f"longest {longest}, example {quoted(example_id)} (limit {limit}; {unit})"
+    problem = _find_tag_problem(task, env.toolbox.names, prompts)
+    return [Check("prompts", longest <= limit, detail), *([Check("tags", False, problem)] if problem else [])]
 
 
-def _check_tool(env: ToolUseEnv, tool: Tool, example: Example) -> Check:
-    """The tool answers within its deadline, alone and in a batch. A refusal counts as an answer."""
-    name = f"tool {tool.name}"
-    request = next(requests(tool, example.question))
-    fresh = env.spawn()
-    fresh.begin_episode(0)
-    outcomes = [fresh.toolbox.call(request)]
-    if not isinstance(outcomes[0], ToolUnavailableError):
-        outcomes += fresh.toolbox.call_batch([request, request])
-    fresh.end_episode()
-    for outcome in outcomes:
-        if isinstance(outcome, ToolUnavailableError):
-            detail = f"{outcome}; start it, or correct its address. Episodes were not checked"
-            return Check(name, False, detail, tool_is_out=True)
-        if not outcome.reply.strip():
-            detail = f"an empty reply to {request.argument[:60]!r}, which tells the policy nothing"
-            return Check(name, False, detail)
-    first = outcomes[0]
-    assert not isinstance(first, ToolUnavailableError)
-    hits = "" if first.hits is None else f", {first.hits} hits"
-    return Check(name, True, f"{first.latency_s * 1000:.1f} ms{hits}: {' '.join(first.reply.split())[:60]!r}")
+def _find_tag_problem(task: Task, tools: Sequence[str], prompts: Sequence[str]) -> str | None:
+    """What is wrong with the tags that all prompts name; others come with the data."""
+    named = set.intersection(*(set(_TAG.findall(f"{task.system_prompt or ''} {one}")) for one in prompts))
+    if unknown := sorted(named - {*tools, "answer", *RESERVED_NAMES}):
+        have = ", ".join(f"<{tool}>" for tool in (*tools, "answer"))
+        return f"the prompt names <{unknown[0]}>, which no tool reads; the tags are {have}"
+    if task.expert is not None:
+        return None  # its demonstrations may teach the tags
+    for tag in (*tools, "answer"):
+        if tag not in named:
+            return (
+                f"the prompt does not name <{tag}>, so no policy can know of it: say what to write between <{tag}> and "
+                f"</{tag}>"
+            )
+    return None
 
 
 def _check_seeds(env: ToolUseEnv) -> Check:
@@ -187,23 +211,39 @@ def _check_expert(
 ) -> Check:
     """An expert that plays must solve something; it may give up where the tools do not return what it needs."""
     solved = given_up = 0
+    failed = ""  # the first episode that it did not solve
     for index in range(count):
         env.reset(options={"index": index})
         observations: list[str] = []
         while True:
-            turn = expert(env.example, observations)
+            try:
+                turn = expert(env.example, observations)
+            except Exception as error:  # noqa: BLE001  as in _contained
+                saw = f", after it saw {quoted(observations[-1].strip(), 300)}" if observations else ""
+                where = f"example {quoted(env.example.id)}, turn {len(observations)}"
+                return Check("expert", False, f"{where}: {raised(error)}{saw}")
             if turn is None:
                 given_up += 1
                 break
             result = env.step(turn)
             observations.append(result.observation)
             if result.terminated or result.truncated:
-                solved += abs(result.reward - 1.0) <= 1e-6
+                right = abs(result.reward - 1.0) <= 1e-6
+                solved += right
+                if not right and not failed:
+                    failed = f"; the first that it does not: {_told(env, turn, result)}"
                 break
     left_out = f", gives up on {given_up}" if given_up else ""
     # without gold answers nothing else shows that a reward of 1 can be reached
     may_give_up = given_up == count and any(one.golden_answers for one in env.examples.examples[:count])
-    return Check("expert", solved > 0 or may_give_up, f"solves {solved} of {count}{left_out}")
+    said = f"solves {solved} of {count}{left_out}"
+    return Check("expert", solved > 0 or may_give_up, said if solved else said + failed)
+
+
+def _told(env: ToolUseEnv, turn: str, result: StepResult) -> str:
+    """How an episode ended, and its last turn."""
+    why = result.info["error"] or result.info["format_error"] or result.info["stop_reason"]
+    return f"example {quoted(env.example.id)} ends with {why}, reward {result.reward:g}, turn {quoted(turn, 120)}"
 
 
 def load_tokenizer(folder: str) -> Tokenizer:

@@ -33,6 +33,25 @@ def exact_match(prediction: str, golds: Iterable[str]) -> float:
 _normalize_gold = lru_cache(maxsize=4096)(normalize_answer)
 
 
+def answer_match(prediction: str, golds: Iterable[str]) -> float:
+    """``exact_match`` as a reward. It compares a gold answer of which normalization leaves nothing as it is written.
+
+    ``A+``, ``!!!`` and ``The The`` all become the empty text. ``exact_match``, which agrees with published scorers,
+    counts each of them, and ``...`` and ``the``, as right for any other.
+
+    >>> [answer_match(p, ["A+"]) for p in ("a+", "...", "the")]
+    [1.0, 0.0, 0.0]
+    """
+    normal, plain = normalize_answer(prediction), prediction.strip().lower()
+    return float(
+        any(normal == form if (form := _normalize_gold(gold)) else _is(plain, gold) for gold in golds)
+    )
+
+
+def _is(plain: str, gold: str) -> bool:
+    return bool(plain) and plain == gold.strip().lower()
+
+
 def substring_match(prediction: str, golds: Iterable[str]) -> float:
     """1.0 if a gold answer occurs in the prediction after normalization, else 0.0."""
     normal = normalize_answer(prediction)

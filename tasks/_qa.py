@@ -11,7 +11,7 @@ from typing import Any
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.parser import ParsedTurn
-from sorl_env.rewards import exact_match
+from sorl_env.rewards import answer_match
 from sorl_env.task import Example, ToolSettings
 from sorl_env.tool import ToolLike
 from sorl_tools.search.bm25_search import search_tool
@@ -51,9 +51,9 @@ def qa_tool_call_prompt(example: Example) -> str:
 
 
 def qa_reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:
-    """1 if the policy's answer matches exactly after SQuAD's normalization, else 0; 0 without an answer."""
+    """1 if the policy's answer matches after SQuAD's normalization (`answer_match`), else 0; 0 without an answer."""
     answer = last_answer(turns)
-    return {"exact_match": 0.0 if answer is None else exact_match(answer, example.golden_answers)}
+    return {"exact_match": 0.0 if answer is None else answer_match(answer, example.golden_answers)}
 
 
 def parse_qa_row(row: Mapping[str, Any]) -> Example:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sorl_env.parser import parse_turn
 from sorl_env.rewards import (
+    answer_match,
     exact_match,
     f1,
     multiple_choice,
@@ -183,3 +184,20 @@ def test_letters_that_look_like_others_do_not_score() -> None:
 def test_only_the_letter_scores(prediction: str) -> None:
     scored = multiple_choice(prediction, "A", OPTIONS) == 1.0
     assert scored == (prediction.strip() in {"A", "a", "A.", "a.", "(A)", "(a)"})
+
+
+def test_a_gold_answer_that_normalizes_to_nothing_rewards_its_own_text_alone() -> None:
+    for gold in ("A", "!!", "The The", "A+", "---"):
+        assert answer_match(f" {gold.lower()}", [gold]) == 1.0
+        for prediction in ("", " ", "...", "the", "a an", "#"):
+            assert exact_match(prediction, [gold]) == 1.0  # as published scorers count it
+            assert answer_match(prediction, [gold]) == 0.0
+    assert answer_match("", [""]) == answer_match(" ", [" "]) == 0.0
+
+
+def test_elsewhere_it_is_the_exact_match(shared_data: Path) -> None:
+    with gzip.open(shared_data / "cases" / "exact_match.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    same = [row for row in rows if all(map(normalize_answer, row["golds"]))]
+    assert len(same) > 1300
+    assert [row for row in same if answer_match(row["prediction"], row["golds"]) != row["expected_em"]] == []

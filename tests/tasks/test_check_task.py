@@ -13,7 +13,7 @@ import pytest
 
 from sorl_env import Example, Limits, Task, ToolUnavailableError, ToolUseEnv
 from sorl_env.check_task import check_task, main
-from sorl_env.rewards import exact_match
+from sorl_env.rewards import answer_match, exact_match
 
 
 def reward(example: Example, turns: Sequence[Any]) -> Mapping[str, float]:
@@ -30,9 +30,10 @@ def add(left: int, right: int = 1) -> str:
     return str(left + right)
 
 
+TAGS = "<echo> <add> <answer>"  # a policy would be told more
 GOOD = Task(
     name="good",
-    prompt=lambda example: f"Answer: {example.question}",
+    prompt=lambda example: f"{TAGS} {example.question}",
     reward=reward,
     parse_row=lambda row: Example(row["id"], row["question"], (row["gold"],)),
     tools=[echo, add],
@@ -40,8 +41,17 @@ GOOD = Task(
 )
 
 
+def changed(**changes: Any) -> Task:
+    """The good task with other fields; its prompt names the tags of its tools."""
+    names = [
+        getattr(tool, "name", getattr(tool, "__name__", "")) for tool in changes.get("tools", (echo, add))
+    ]
+    tags = " ".join(f"<{name}>" for name in (*names, "answer"))
+    return dataclasses.replace(GOOD, **{"prompt": lambda example: f"{tags} {example.question}", **changes})
+
+
 def failures(**changes: Any) -> dict[str, str]:
-    env = ToolUseEnv(dataclasses.replace(GOOD, **changes))
+    env = ToolUseEnv(changed(**changes))
     return {check.name: check.detail for check in check_task(env) if not check.passed}
 
 
@@ -86,7 +96,10 @@ def test_a_task_without_gold_answers_needs_an_expert() -> None:
     good = lambda example, observations: "<think>x</think><answer>2</answer>"  # noqa: E731
     assert failures(**changes, expert=good) == {}
     bad = lambda example, observations: "<think>x</think><answer>3</answer>"  # noqa: E731
-    assert failures(**changes, expert=bad) == {"expert": "solves 0 of 1"}
+    assert failures(**changes, expert=bad) == {
+        "expert": "solves 0 of 1; the first that it does not: example '0' ends with answer, reward 0, turn "
+        "'<think>x</think><answer>3</answer>'"
+    }
     assert failures(**changes, expert=lambda *_: None) == {"expert": "solves 0 of 1, gives up on 1"}
     assert (
         failures(expert=lambda *_: None) == {}
@@ -95,7 +108,7 @@ def test_a_task_without_gold_answers_needs_an_expert() -> None:
 
 def test_prompts_that_are_too_long() -> None:
     detail = failures(limits=Limits(max_prompt_tokens=3))["prompts"]
-    assert "longest 4, example '4' (limit 3; words" in detail
+    assert "longest 6, example '4' (limit 3; words" in detail
 
 
 def test_a_tokenizer_counts_exactly() -> None:
@@ -113,7 +126,9 @@ def test_a_tokenizer_counts_exactly() -> None:
             raise AssertionError("there is no template")
 
     checks = check_task(ToolUseEnv(GOOD), tokenizer=Letters())
-    assert next(check.detail for check in checks if check.name == "prompts").startswith("longest 14")
+    assert next(check.detail for check in checks if check.name == "prompts").startswith(
+        f"longest {len(TAGS) + 7}"
+    )
 
 
 def test_tools_that_are_out_or_silent_or_random() -> None:
@@ -134,7 +149,7 @@ def test_tools_that_are_out_or_silent_or_random() -> None:
 
     from sorl_env import ToolSettings
 
-    env = ToolUseEnv(dataclasses.replace(GOOD, tools=[out]), tool_settings=ToolSettings(retries=0))
+    env = ToolUseEnv(changed(tools=[out]), tool_settings=ToolSettings(retries=0))
     assert any("the cable is cut" in check.detail for check in check_task(env) if check.name == "tool out")
     assert "an empty reply" in failures(tools=[silent])["tool silent"]
     assert "seed 0, turn 1: first " in failures(tools=[forgetful])["seeds"]
@@ -270,7 +285,7 @@ def counter() -> Any:
 @pytest.mark.parametrize("inline", [True, False])
 def test_a_tool_that_keeps_state_as_it_should_passes(inline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Notebook, "inline", inline)
-    env = ToolUseEnv(dataclasses.replace(GOOD, tools=[echo, Notebook()]))
+    env = ToolUseEnv(changed(tools=[echo, Notebook()]))
     checks = {check.name: check for check in check_task(env)}
     assert all(check.passed for check in checks.values())
     assert "note keeps a state of its own in each" in checks["episodes"].detail
@@ -290,3 +305,97 @@ def test_a_tool_that_keeps_state_as_it_should_passes(inline: bool, monkeypatch: 
 def test_state_that_reaches_another_episode_is_found_and_named(tools: list[Any], said: str) -> None:
     found = failures(tools=tools)
     assert re.search(said, found["episodes"]), found
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (
+            "<query> <echo> <add> <answer>",
+            r"the prompt names <query>, which no tool reads; .* <echo>, <add>, <answer>",
+        ),
+        ("<echo> <answer>", "the prompt does not name <add>, so no policy can know of it"),
+        ("<echo> and <add>", "the prompt does not name <answer>"),
+        ("Answer:", "the prompt does not name <echo>"),
+    ],
+)
+def test_tags_that_the_prompt_names_wrongly_or_not_at_all(prompt: str, said: str) -> None:
+    assert re.match(said, failures(prompt=lambda example: f"{prompt} {example.question}")["tags"])
+
+
+def test_tags_in_the_data_and_those_that_an_expert_teaches_are_no_mistake() -> None:
+    asked = [Example(str(i), f"What is <tag{i}> ?", ("x",)) for i in range(2)]
+    assert failures(embedded=lambda split: asked) == {}
+    expert = lambda example, observations: f"<think>x</think><answer>{2 * int(example.id)}</answer>"  # noqa: E731
+    assert failures(prompt=lambda example: example.question, expert=expert) == {}
+
+
+def divide(left: float, right: float) -> str:
+    """Divide two numbers."""
+    return str(left / right)
+
+
+def look_up(name: str) -> str:
+    """Look a name up."""
+    return {"0 + 0?": "zero", "the answer": "42"}[name]
+
+
+def leave(name: str) -> str:
+    """Look a name up, or leave."""
+    if "+" not in name:
+        raise SystemExit(0)
+    return name
+
+
+def short(text: str) -> str:
+    """Say it back, if it is short."""
+    return text if len(text) < 1000 else ""
+
+
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        (divide, r"asked for '.*\"right\": 0.*': it raised ZeroDivisionError: .* \(.*py:\d+\); raise"),
+        (look_up, r"asked for '\?': it raised KeyError: .*; raise ToolInputError, whose text the policy then reads"),
+        (leave, r"asked for '\?': it raised SystemExit\(0\), which may not end this process"),
+        (short, r"an empty reply to 'xxx.*\.\.\.', which tells the policy nothing"),
+    ],
+)  # fmt: skip
+def test_a_tool_that_trips_over_junk(tool: Any, said: str) -> None:
+    found = failures(tools=[tool])
+    assert re.match(said, found[f"tool {tool.__name__}"]), found
+
+
+def test_an_expert_that_trips_hides_no_other_check() -> None:
+    def expert(example: Example, observations: Sequence[str]) -> str:
+        if not observations:
+            return "<echo>no thought</echo>"
+        return f"<think>x</think><answer>{re.search('said (.*)', observations[-1])[1]}</answer>"  # type: ignore[index]
+
+    found = failures(expert=expert, limits=Limits(max_prompt_tokens=3))
+    assert list(found) == ["prompts", "expert"]
+    assert re.match(
+        r"example '0', turn 1: it raised TypeError: .* \(.*\.py:\d+\), after it saw '<info", found["expert"]
+    )
+    assert "Invalid turn" in found["expert"]
+
+
+def test_a_reward_that_trips_hides_no_other_check() -> None:
+    def trips(example: Example, turns: Sequence[Any]) -> Mapping[str, float]:
+        raise KeyError("gold")
+
+    found = failures(reward=trips, tools=[divide])
+    assert "it raised KeyError: 'gold'" in found["gold answer"] and "tool divide" in found
+
+
+@pytest.mark.parametrize("gold", ["A", "!!", "The The", "A+"])
+def test_gold_answers_of_which_normalization_leaves_nothing(gold: str) -> None:
+    def judged(match: Any) -> dict[str, str]:
+        def judge(example: Example, turns: Sequence[Any]) -> Mapping[str, float]:
+            answered = turns[-1].kind == "answer"
+            return {"match": match(turns[-1].content, example.golden_answers) if answered else 0.0}
+
+        return failures(embedded=lambda split: [Example("0", "which?", (gold,))], reward=judge)
+
+    assert "'...' scores 1" in judged(exact_match)["empty answer"]
+    assert judged(answer_match) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sorl_env import ToolUseEnv, ToolUseVectorEnv
+from sorl_env import ToolUseEnv, ToolUseVectorEnv, load_task
 from sorl_env.check_task import check_task
 from sorl_env.check_task import main as check
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
@@ -99,7 +100,9 @@ def test_the_notebook_keeps_the_contract() -> None:
     (text,) = [block for block in source if "class Notebook" in block]
     module = ModuleType("notebook")
     exec(compile(text, str(DOCUMENT), "exec"), module.__dict__)
-    env = ToolUseEnv("nq", tools=[module.Notebook()])
+    task = load_task("nq")
+    noting = dataclasses.replace(task, prompt=lambda example: f"Use <note> and <answer>. {example.question}")
+    env = ToolUseEnv(noting, tools=[module.Notebook()])
     checks = {check.name: check for check in check_task(env, limit=3)}
     assert all(check.passed for check in checks.values()), checks
     assert "note keeps a state of its own" in checks["episodes"].detail
