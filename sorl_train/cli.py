@@ -27,6 +27,7 @@ except ModuleNotFoundError as error:  # the core alone is installed
 if TYPE_CHECKING:
     from sorl_train.run.display import Display
     from sorl_train.run.folder import RunDir
+    from sorl_train.run.lock import FolderLock
 
 # torch and the terminal display are imported where they are needed, so that --help and messages appear at once.
 
@@ -98,6 +99,19 @@ def _check_inputs(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig, arguments: Arguments) -> int:
+    """Keep other processes out of the run folder before anything in it changes, train, and return the exit status."""
+    from sorl_train.run.folder import RunDir
+    from sorl_train.run.lock import FolderLock
+
+    assert config.run_dir is not None
+    folder = Path(config.run_dir)
+    if arguments.resume:
+        RunDir(folder).check_config()
+    with FolderLock(folder, "--run_dir") as lock:
+        return _train_alone(config, arguments, lock)
+
+
+def _train_alone(config: TrainConfig, arguments: Arguments, lock: FolderLock) -> int:
     """Make or reopen the run folder, train, and return the exit status."""
     from sorl_train.config.files import changed_defaults
     from sorl_train.run.display import make_display
@@ -107,10 +121,10 @@ def _train(config: TrainConfig, arguments: Arguments) -> int:
     display = make_display()
     if arguments.resume:
         _check_finished_run(config)
-        run_dir, changes = RunDir.resume(config.run_dir, config)
+        run_dir, changes = RunDir.resume(config.run_dir, config, lock=lock)
         display.message("\n".join([f"resuming {run_dir.path}", *(f"  {change}" for change in changes)]))
     else:
-        run_dir = RunDir.create(config.run_dir, config, overwrite=arguments.overwrite)
+        run_dir = RunDir.create(config.run_dir, config, overwrite=arguments.overwrite, lock=lock)
         display.message("\n".join([f"run folder {run_dir.path}", *changed_defaults(config)]))
     keep = arguments.resume
     try:

@@ -43,6 +43,7 @@ from sorl_train.evaluate.summary import summarize
 from sorl_train.evaluate.tables import latex, make_tables, markdown, table_main
 from sorl_train.rollout.environments import env_facts
 from sorl_train.run.files import atomic_write
+from sorl_train.run.lock import FolderLock
 
 EXAMPLES = """\
   sorl-eval RUN --mode direct cot rag agent         a run's best checkpoint on the run's own task
@@ -103,15 +104,26 @@ def _parser() -> argparse.ArgumentParser:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Answer all questions that the folder does not hold yet, then write the summary and the tables."""
-    modes = list(dict.fromkeys(args.mode))
+    args.mode = modes = list(dict.fromkeys(args.mode))
     _check(args, modes)
     source = find_source(args, args.model)
     envs = make_envs(args, args.task, source.config if source else None)
     check_search(envs, modes)
     label = args.label or (source.label if source else args.model_name)
     settings = _settings(args, source, envs, modes, label)
-    journal = Journal(args.out or _default_folder(source, label), settings)
-    jobs = plan_jobs(envs, modes, args.limit, args.samples, args.seed)
+    with FolderLock(args.out or _default_folder(source, label), "--out") as lock:
+        return _evaluate_in(lock.folder, args, source, envs, settings)
+
+
+def _evaluate_in(
+    folder: Path,
+    args: argparse.Namespace,
+    source: PolicySource | None,
+    envs: Mapping[str, TextEnv],
+    settings: Mapping[str, Any],
+) -> int:
+    journal = Journal(folder, settings)
+    jobs = plan_jobs(envs, args.mode, args.limit, args.samples, args.seed)
     open_jobs = [job for job in jobs if job.key not in journal.rows]
     if open_jobs:
         with journal.dropped_if_empty():

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_env.folders import missing_folders, remove_empty
+from sorl_env.folders import remove_empty
 from sorl_env.text import read_json
 from sorl_train.evaluate.rows import Job, Key, Row
 from sorl_train.run.files import append_line, atomic_write, read_jsonl
+from sorl_train.run.lock import LOCK
 from sorl_train.run.manifest import environment_facts
 
 
@@ -46,7 +47,7 @@ class Journal:
         self.folder = folder
         self.results = folder / "results.jsonl"
         self.timings = folder / "timings.jsonl"
-        self._made = missing_folders(folder)
+        self._is_new = not (folder / "settings.json").exists()
         self._check(settings)
         self.rows: dict[Key, Row] = {}
         self.seconds: dict[Key, dict[str, Any]] = {}
@@ -67,7 +68,7 @@ class Journal:
             if old != fresh:
                 atomic_write(file, json.dumps(fresh, indent=2) + "\n")
             return
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+        if self.folder.exists() and any(path.name != LOCK for path in self.folder.iterdir()):
             raise UserError(f"{self.folder} holds no evaluation of ours; give another folder with --out")
         self.folder.mkdir(parents=True, exist_ok=True)
         atomic_write(self.folder / "manifest.json", json.dumps(environment_facts(), indent=2) + "\n")
@@ -87,14 +88,14 @@ class Journal:
 
     @contextmanager
     def dropped_if_empty(self) -> Iterator[None]:
-        """If the block raises before there is a row, delete the folder if it was created for this evaluation."""
+        """If the block raises before there is a row, delete a new evaluation's files, and its folder."""
         try:
             yield
         except BaseException:
-            if self._made and not self.rows:
+            if self._is_new and not self.rows:
                 for name in ("manifest.json", "settings.json", self.results.name, self.timings.name):
                     (self.folder / name).unlink(missing_ok=True)
-                remove_empty(self._made)
+                remove_empty([self.folder])  # what holds the lock removes it otherwise
             raise
 
     def add(self, row: Row, seconds: Mapping[str, float]) -> None:

@@ -8,15 +8,13 @@ rate, and what is left at ten times that rate. ``sorl-lab alarm`` judges the ala
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +38,7 @@ from sorl_train.report.groups import find_runs
 from sorl_train.report.report import write_report
 from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import RunDir
+from sorl_train.run.lock import FolderLock
 
 POLL_S = 0.2
 
@@ -239,22 +238,10 @@ def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "configs").mkdir(exist_ok=True)
-    with _alone_in(folder) as lock:
-        return _run_side_by_side(runs, folder, jobs, lock)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[int]:
-    """Hold the folder's lock. The runs inherit its descriptor, so they still hold it if sorl-lab is killed."""
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another sorl-lab, or a run that it started, is still working in {folder}; wait until it has ended, "
-                "or choose another --out"
-            ) from error
-        yield file.fileno()
+    with FolderLock(
+        folder, "--out"
+    ) as lock:  # the runs inherit it, so they still hold it if sorl-lab is killed
+        return _run_side_by_side(runs, folder, jobs, lock.descriptor)
 
 
 def _run_side_by_side(runs: Sequence[Run], folder: Path, jobs: int, lock: int) -> list[Run]:

@@ -87,6 +87,9 @@ def main() -> None:
     from openrlhf.trainer.ray import ppo_actor, ppo_critic, vllm_engine
 
     from sorl_train.openrlhf import trainers, workers
+    from sorl_train.run.lock import join_lock
+
+    join_lock()
 
     gpus = os.environ.get("SORL_LOGICAL_GPUS")  # on a CPU, Ray counts GPUs that do not exist
     resources = {"num_gpus": int(gpus), "num_cpus": 2 * int(gpus) + 6} if gpus else {}

@@ -31,6 +31,7 @@ from sorl_train.run.display import Display
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.interrupt import finish_step_on_interrupt
+from sorl_train.run.lock import HELD
 from sorl_train.run.recorder import ENDED, next_moves, tell_damage
 from sorl_train.sft.cold_start import resolve_model
 
@@ -166,8 +167,15 @@ def _process(
     run_dir.stop_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "sorl_train.openrlhf.driver", *arguments]
     with (run_dir.path / LOG).open("ab") as log:
+        # it trains on if this process is killed, and so it holds the run's lock as well
+        lock = None if run_dir.lock is None else run_dir.lock.descriptor
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment | ({} if lock is None else {HELD: str(lock)}),
+            start_new_session=True,
+            pass_fds=() if lock is None else (lock,),
         )
         try:
             yield process

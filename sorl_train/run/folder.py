@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_env.folders import missing_folders, remove_empty
+from sorl_env.folders import remove_empty
 from sorl_env.text import read_json
 from sorl_train.config.files import config_hash, read_resolved, to_yaml
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
 from sorl_train.run.files import atomic_write, free_name
 from sorl_train.run.hashed_folder import hash_json
+from sorl_train.run.lock import LOCK, FolderLock, check_place
 from sorl_train.run.manifest import environment_facts
 
 # Settings that may change when a run is resumed: none of them alters a step already taken.
@@ -70,11 +71,15 @@ def read_own_json(path: Path) -> dict[str, Any]:
 
 
 class RunDir:
-    """Paths and small files of one run. ``create`` and ``resume`` make it."""
+    """Paths and small files of one run. ``create`` and ``resume`` make it.
 
-    def __init__(self, path: Path) -> None:
+    Attributes:
+        lock: what keeps other processes out of the folder, where this process holds it (``sorl-train`` does).
+    """
+
+    def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
         self.path = path
-        self._made: list[Path] = []  # this folder, and the folders above it that were created for it
+        self.lock = lock
         self.config = path / "config.yaml"
         self.manifest = path / "manifest.json"
         self.metrics = path / "metrics.jsonl"
@@ -88,13 +93,17 @@ class RunDir:
         self.stop_file = path / ".stop"  # asks a run in another process to finish its step, save and end
 
     @classmethod
-    def create(cls, path: str | Path, config: TrainConfig, *, overwrite: bool = False) -> RunDir:
+    def create(
+        cls, path: str | Path, config: TrainConfig, *, overwrite: bool = False, lock: FolderLock | None = None
+    ) -> RunDir:
         """A new run folder. An earlier run there is an error; with ``overwrite`` it is moved aside, never deleted."""
-        run = cls(Path(path))
+        run = cls(Path(path), lock)
         run.check_free(overwrite=overwrite)
-        if run.path.is_dir() and any(run.path.iterdir()):
-            run.path.rename(free_name(run.path))
-        run._made = missing_folders(run.path)
+        if run._is_taken():
+            aside = run.path.rename(free_name(run.path))
+            if lock is not None:
+                lock.take()
+                (aside / LOCK).unlink()
         run.trajectories.mkdir(parents=True, exist_ok=True)
         run.checkpoints.mkdir(exist_ok=True)
         text = to_yaml(config)
@@ -112,21 +121,24 @@ class RunDir:
 
     def check_free(self, *, overwrite: bool = False) -> None:
         """Raise ``UserError`` unless a new run can use this folder; ``overwrite`` allows an earlier run in it."""
-        for part in (self.path, *self.path.parents):
-            if part.exists() and not part.is_dir():
-                raise UserError(f"run_dir {self.path}: {part} is a file; choose another --run_dir")
-        if self.path.is_dir() and any(self.path.iterdir()) and not (overwrite and self.config.is_file()):
+        check_place(self.path, "--run_dir")
+        if self._is_taken() and not (overwrite and self.config.is_file()):
             raise UserError(self._taken())
 
+    def _is_taken(self) -> bool:
+        return self.path.is_dir() and any(path.name != LOCK for path in self.path.iterdir())
+
     @classmethod
-    def resume(cls, path: str | Path, config: TrainConfig) -> tuple[RunDir, list[str]]:
+    def resume(
+        cls, path: str | Path, config: TrainConfig, *, lock: FolderLock | None = None
+    ) -> tuple[RunDir, list[str]]:
         """An existing run folder, and the settings that have changed since, as ``name: old -> new``.
 
         Raises:
             UserError: there is no run, its config or manifest is damaged or belongs to another run, or a setting
                 changed that may not change.
         """
-        run = cls(Path(path))
+        run = cls(Path(path), lock)
         manifest = run.intact_manifest()
         old, new = flatten(saved_config(path)), flatten(config)
         changed = [name for name in new if old[name] != new[name]]
@@ -229,11 +241,10 @@ class RunDir:
         for folder in (self.trajectories, self.checkpoints):
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
-        if {path.name for path in self.path.iterdir()} <= {self.config.name, self.manifest.name}:
+        if {path.name for path in self.path.iterdir()} <= {self.config.name, self.manifest.name, LOCK}:
             self.config.unlink(missing_ok=True)
             self.manifest.unlink(missing_ok=True)
-            self.path.rmdir()
-            remove_empty(self._made[1:])
+            remove_empty([self.path])  # what holds the lock is removed with it
 
     def remove_leftovers(self) -> None:
         """Delete the temporary files that a killed run left."""

@@ -24,6 +24,7 @@ from sorl_env.tool import ToolReply, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory_io import read_jsonl
 from sorl_train.algorithms import ALGORITHMS
+from sorl_train.cli import main
 from sorl_train.engine import LocalEngine
 from sorl_train.learner import scoring
 from sorl_train.run import recorder
@@ -161,19 +162,35 @@ def test_gradient_checkpointing_recomputes_both_models_and_scoring_is_in_eval_mo
         pytest.param({"rollout__max_staleness": 2, "update__epochs": 2}, id="stale", marks=pytest.mark.slow),
     ],
 )
-def test_resume_after_kill_9_repeats_the_uninterrupted_run(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_resume_after_kill_9_repeats_the_uninterrupted_run(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As long as the first process lives, no other gets at its folder."""
     settings = {"update__steps": 8, "checkpoint__every": 2, "eval__every": 3} | settings
+    words = command(tmp_path, **SHORT, **settings)[5:]
     whole, _ = train_short(tmp_path / "whole", **settings)
     killed = tmp_path / "killed"
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command(killed, **SHORT, **settings), stdout=log, stderr=subprocess.STDOUT)
         wait_for_step(killed / "metrics.jsonl", 3, process, tmp_path / "log")
         time.sleep(random.uniform(0.0, 1.0))
+        process.send_signal(signal.SIGSTOP)
+        before = contents(killed)
+        for more in (["--resume"], ["--overwrite", *words], words):
+            assert main(["--run_dir", str(killed), *more]) == 2
+            assert f"{killed} is in use by process {process.pid}: " in capsys.readouterr().err
+        assert contents(killed) == before and len(list(tmp_path.iterdir())) == 3
         process.send_signal(signal.SIGKILL)
         process.wait()
     resumed, summary = train_short(killed, resume=True, **settings)
     assert resumed.metrics.read_bytes() == whole.metrics.read_bytes()
     assert summary["steps"] == 8
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Each file with its time and content."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -15,6 +15,7 @@ from sorl_env.errors import UserError
 from sorl_train.lab import cli as lab
 from sorl_train.lab.cli import main, run_all
 from sorl_train.lab.study import Run, load_study
+from sorl_train.run.lock import FolderLock
 
 from ...waiting import wait_until
 
@@ -91,12 +92,12 @@ def test_a_folder_is_one_studys_at_a_time(run: Run, tmp_path: Path) -> None:
     """Also while a run goes on whose sorl-lab was killed: two processes would write into one run folder."""
     for name in ("logs", "configs"):
         (tmp_path / name).mkdir()
-    with lab._alone_in(tmp_path) as lock:
-        with pytest.raises(UserError, match="another sorl-lab, or a run that it started"):
+    with FolderLock(tmp_path, "--out") as lock:
+        with pytest.raises(UserError, match=f"is in use by process {os.getpid()}: .* give another --out"):
             run_all([], tmp_path, 1)
-        process = lab._start(run, tmp_path, lock)
+        process = lab._start(run, tmp_path, lock.descriptor)
     try:
-        with pytest.raises(UserError, match=f"is still working in {tmp_path}"):
+        with pytest.raises(UserError, match=f"{tmp_path} is in use by"):
             run_all([], tmp_path, 1)
     finally:
         process.kill()

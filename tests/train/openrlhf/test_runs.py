@@ -22,6 +22,7 @@ from sorl_env.trajectory_io import read_jsonl
 from sorl_train.models.critic import load_critic
 from sorl_train.models.tiny import build_tiny_policy
 
+from ...waiting import wait_until
 from .conftest import TINY, WORLD, command, metrics, train
 
 pytestmark = pytest.mark.openrlhf
@@ -281,3 +282,37 @@ def test_ctrl_c_saves_and_says_how_to_resume(tmp_path: Path) -> None:
     assert process.returncode == 130, stderr
     assert f"sorl-train --resume --run_dir {run_dir}" in stderr
     assert list((run_dir / "checkpoints").glob("step_*"))
+
+
+def test_a_killed_launcher_leaves_the_folder_to_the_process_that_trains_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        command(run_dir, update__steps=400, checkpoint__every=1), stderr=subprocess.PIPE, text=True
+    )
+    log = run_dir / "openrlhf.log"
+    wait_until(lambda: (run_dir / "checkpoints" / "step_000001").is_dir(), log.read_text)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (driver,) = (number for number, title in processes_of(run_dir) if "openrlhf.driver" in title)
+    for word in ("--resume", "--overwrite"):
+        refused = train(run_dir, word)
+        assert refused.returncode == 2 and f"{run_dir} is in use by process {driver}:" in refused.stderr
+    before = len(metrics(run_dir))
+    wait_until(lambda: len(metrics(run_dir)) > before, log.read_text)
+    os.kill(driver, signal.SIGINT)
+    wait_until_nothing_is_left(run_dir)
+    saved = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
+    done = train(run_dir, "--resume", update__steps=saved + 1, checkpoint__every=1)
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(run_dir)] == list(range(saved + 2))
+
+
+def test_the_alarm_stops_a_run_and_gives_the_command_that_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = {"alarm__action": "stop", "alarm__ratio_tail": 1e-9, "update__epochs": 2}
+    done = train(run_dir, update__steps=400, **settings)
+    assert done.returncode == 0, done.stderr
+    steps = json.loads((run_dir / "summary.json").read_text())["steps"]
+    assert steps < 4 and f"ended by the collapse alarm after step {steps} (alarm.action=stop)" in done.stdout
+    again = f"sorl-train --config {run_dir}/config.yaml --model {run_dir}/checkpoints/best/policy --update.trust_kl"
+    assert again in done.stdout
