@@ -94,7 +94,9 @@ class AlarmConfig:
         above=0,
     )
     ratio_tail: float = opt(0.5, "limit of the RMS log-ratio to the old policy, over three steps", above=0)
-    invalid_turns: float = opt(0.25, "limit of the fall of the share of valid turns below its best", above=0)
+    invalid_turns: float = opt(
+        0.25, "limit of the fall of the share of valid turns below its best, beyond chance", above=0
+    )
     grad_norm: float = opt(15.0, "limit of the gradient norm over the highest of the first steps", above=0)
     entropy: float = opt(
         2.0, "limit of the log of the entropy over the entropy of the first steps, up or down", above=0

@@ -34,7 +34,10 @@ SEEN = (  # what the alarm reads
     "loss/entropy",
     "rollout/valid_turn_rate",
 )
-TRUST = "loss/trust_kl"  # read too, where a run has a trust region
+SOME = (
+    "loss/trust_kl",
+    "rollout/turns",
+)  # read too, where a run has them: a trust region, a count of its turns
 LIMITS = tuple(field.name for field in dataclasses.fields(AlarmConfig) if field.name != "action")
 
 
@@ -113,13 +116,13 @@ def _read_run(path: Path, cell: str) -> Recorded:
     run_dir = RunDir(path)
     if not run_dir.metrics.is_file():
         raise UserError(f"{path} is not a run folder: it has no {run_dir.metrics.name}")
-    kept = ("step", SUCCESS, *SEEN, TRUST)
+    kept = ("step", SUCCESS, *SEEN, *SOME)
     lines = []
     for number, line in enumerate(_read_metrics(run_dir.metrics), start=1):
         where = f"{run_dir.metrics}, line {number}"
         if not isinstance(line, dict) or type(line.get("step")) is not int:
             raise UserError(f"{where}: this is not the metrics of a step; give the folder of another run")
-        for name in (SUCCESS, *SEEN, TRUST):
+        for name in kept[1:]:
             if not isinstance(line.get(name), int | float | None):
                 raise UserError(f"{where}: {name} must be a number, it is {line[name]!r}; give another run")
         lines.append({name: line[name] for name in kept if name in line})
@@ -138,7 +141,7 @@ def _read_records(path: Path) -> list[Recorded]:
     for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             run = read_json(text)
-            named = ("step", SUCCESS, *SEEN, *([TRUST] if TRUST in run else []))
+            named = ("step", SUCCESS, *SEEN, *(name for name in SOME if name in run))
             columns = {name: run[name] for name in named}
             rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
             lines = [
@@ -160,10 +163,10 @@ def write_records(runs: Sequence[Recorded], path: Path) -> None:
     """Write one line per run: which it is, and for each metric its values over the steps, with four digits."""
     lines = []
     for run in runs:
-        trusts = any(TRUST in line for line in run.lines)
+        some = [name for name in SOME if any(name in line for line in run.lines)]
         columns = {
             name: [_recorded(line[name]) if name in line else None for line in run.lines]
-            for name in (SUCCESS, *SEEN, *([TRUST] if trusts else []))
+            for name in (SUCCESS, *SEEN, *some)
         }
         which = {"study": run.study, "cell": run.cell, "seed": run.seed}
         lines.append(which | {"step": [line["step"] for line in run.lines]} | columns)

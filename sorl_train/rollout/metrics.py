@@ -55,6 +55,7 @@ def rollout_metrics(
             "rollout/success": success_rate(counted),
             "rollout/valid_turn_rate": valid_turn_rate(counted),
             "rollout/num_turns": _mean([len(t.turns) for t in counted]),
+            "rollout/turns": float(sum(len(t.turns) for t in counted)),
             "rollout/response_tokens": _mean([t.num_action_tokens for t in counted]),
             "rollout/observation_tokens": _mean([_observation_tokens(t) for t in counted]),
             "rollout/trajectory_tokens": _mean([len(t.token_ids) for t in counted]),

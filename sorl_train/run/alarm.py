@@ -22,6 +22,7 @@ from sorl_train.config.run_settings import AlarmConfig
 WINDOW = 3  # steps that sudden signals are averaged over
 MEMORY = 50  # steps after which a step's weight in the strain has fallen by a factor of e
 SPIKE = 0.3  # the most that one step counts in the strain: healthy runs have single steps far above it
+CHANCE = 3.5  # standard errors of a share of turns that chance is held to explain
 BASELINE = 3  # gradient norms and entropies are compared with those of so many first training steps
 
 ALARM = "collapse_alarm"  # the kind of its events
@@ -65,7 +66,10 @@ class CollapseAlarm:
         self._config = config
         self._grad_norms: list[float] = []
         self._entropies: list[float] = []
-        self._best_valid = 0.0
+        self._valid: deque[tuple[float, float]] = deque(
+            maxlen=WINDOW
+        )  # shares of valid turns, numbers of turns
+        self._best_valid = (0.0, 1.0)
         self._strain, self._steps_seen = 0.0, 0.0  # sums in which older steps have less weight
         self._recent: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._raised = False
@@ -87,6 +91,7 @@ class CollapseAlarm:
         # a trust region bounds the strain by design, and keeps it high at high rates, where it does no harm
         signals = {} if "loss/trust_kl" in metrics else {"strain": self.strain}
         signals |= {name: math.fsum(one[name] for one in self._recent) / WINDOW for name in sudden}
+        signals["invalid_turns"] = self._fall_of_valid_turns(metrics)
         beyond = {name: value for name, value in signals.items() if value > getattr(self._config, name)}
         if self._raised or not beyond:
             return None
@@ -100,11 +105,8 @@ class CollapseAlarm:
     def _sudden(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         grad_norm = _number(metrics, "loss/grad_norm_max")
         entropy = _number(metrics, "loss/entropy")
-        valid = _number(metrics, "rollout/valid_turn_rate")
-        self._best_valid = max(self._best_valid, valid)
         signals = {
             "ratio_tail": math.sqrt(2.0 * _number(metrics, "loss/approx_kl")),
-            "invalid_turns": self._best_valid - valid,
             "grad_norm": _relative(grad_norm, self._grad_norms, max),
             "entropy": abs(math.log(_relative(entropy, self._entropies, median) or 1e-9)),
         }
@@ -113,6 +115,32 @@ class CollapseAlarm:
             if usable and len(history) < BASELINE:
                 history.append(value)
         return signals
+
+    def _fall_of_valid_turns(self, metrics: Mapping[str, Any]) -> float:
+        """How far the share of valid turns of the last ``WINDOW`` steps is below the best share so far, and 0 if chance
+        explains it: of many steps of few turns, the best and the worst are far apart where nothing has changed."""
+        share = _number(metrics, "rollout/valid_turn_rate")
+        if share == math.inf:
+            return share
+        # earlier versions did not count turns: as if there were so many that chance plays no part
+        self._valid.append((share, _number(metrics, "rollout/turns", missing=1e12)))
+        shares = [_pooled([*self._valid][-steps:]) for steps in range(1, len(self._valid) + 1)]
+        self._best_valid = max(self._best_valid, *shares, key=lambda valid: valid[0] - _chance(0.5, valid[1]))
+        (best, best_turns), (now, turns) = self._best_valid, shares[-1]
+        middle = (best + now) / 2.0
+        explained = _chance(middle, best_turns) + _chance(middle, turns)
+        return best - now if len(shares) == WINDOW and best - now > explained else 0.0
+
+
+def _pooled(valid: list[tuple[float, float]]) -> tuple[float, float]:
+    """The share of valid turns over several steps, and the number of their turns."""
+    turns = math.fsum(number for _, number in valid)
+    return math.fsum(share * number for share, number in valid) / max(turns, 1.0), turns
+
+
+def _chance(share: float, turns: float) -> float:
+    """The most that chance is held to take away from a share of ``turns`` turns, or to add to it."""
+    return CHANCE * math.sqrt(share * (1.0 - share) / turns) if turns else math.inf
 
 
 _DESCRIBED = {
@@ -124,9 +152,9 @@ _DESCRIBED = {
 }
 
 
-def _number(metrics: Mapping[str, Any], name: str) -> float:
-    """A metric: 0 if the run does not have it, infinite if it was not finite (None if it was read from the log)."""
-    value = metrics.get(name, 0.0)
+def _number(metrics: Mapping[str, Any], name: str, missing: float = 0.0) -> float:
+    """A metric, or ``missing``; infinite if it was not finite (None if it was read from the log)."""
+    value = metrics.get(name, missing)
     return float(value) if value is not None and math.isfinite(value) else math.inf
 
 

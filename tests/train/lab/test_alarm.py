@@ -60,7 +60,7 @@ def test_strain_is_that_of_the_steps_with_time_left() -> None:
 
 def test_records_are_read_back(tmp_path: Path) -> None:
     """A figure that was not finite stays one, and what a step does not have stays away."""
-    odd = run((0.5, 0.25, 0.125), **{"loss/approx_kl": None})
+    odd = run((0.5, 0.25, 0.125), **{"loss/approx_kl": None, "rollout/turns": 36.0})
     bare = Recorded("a study", "cold start", 0, [{"step": 0, "eval/success": 0.5}])
     write_records([odd, bare], tmp_path / "records.jsonl")
     assert read_runs([tmp_path / "records.jsonl"]) == [odd, bare]

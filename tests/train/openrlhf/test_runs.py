@@ -250,14 +250,18 @@ def wait_until_nothing_is_left(run_dir: Path) -> None:
         time.sleep(0.2)
 
 
+def wait_for_checkpoint(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Ray, vLLM and DeepSpeed take a minute to start, and more on a busy machine."""
+    deadline = time.monotonic() + 240
+    while not (run_dir / "checkpoints" / f"step_{step:06d}").is_dir():
+        log = run_dir / "openrlhf.log"
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.2)
+
+
 def kill_when_training(run_dir: Path, name: str, process: subprocess.Popen[str]) -> None:
     """Kill -9 the Ray worker called ``name`` that belongs to this run, once two steps are saved."""
-    deadline = time.monotonic() + 240
-    while not (run_dir / "checkpoints" / "step_000002").is_dir():
-        assert process.poll() is None and time.monotonic() < deadline, (run_dir / "openrlhf.log").read_text()[
-            -4000:
-        ]
-        time.sleep(0.2)
+    wait_for_checkpoint(run_dir, 2, process)
     base = name.removeprefix("ray::")
     names = {
         "RolloutWorker": ("ray::RolloutWorker", "ray::RolloutRayActor"),
@@ -289,8 +293,7 @@ def test_a_killed_launcher_leaves_the_folder_to_the_process_that_trains_on(tmp_p
     process = subprocess.Popen(
         command(run_dir, update__steps=400, checkpoint__every=1), stderr=subprocess.PIPE, text=True
     )
-    log = run_dir / "openrlhf.log"
-    wait_until(lambda: (run_dir / "checkpoints" / "step_000001").is_dir(), log.read_text)
+    wait_for_checkpoint(run_dir, 1, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     (driver,) = (number for number, title in processes_of(run_dir) if "openrlhf.driver" in title)
@@ -298,7 +301,7 @@ def test_a_killed_launcher_leaves_the_folder_to_the_process_that_trains_on(tmp_p
         refused = train(run_dir, word)
         assert refused.returncode == 2 and f"{run_dir} is in use by process {driver}:" in refused.stderr
     before = len(metrics(run_dir))
-    wait_until(lambda: len(metrics(run_dir)) > before, log.read_text)
+    wait_until(lambda: len(metrics(run_dir)) > before)
     os.kill(driver, signal.SIGINT)
     wait_until_nothing_is_left(run_dir)
     saved = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))

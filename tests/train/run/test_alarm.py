@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from typing import Any
 
 import pytest
@@ -74,6 +75,32 @@ def test_lone_steps_are_no_strain_and_many_small_ones_are() -> None:
     assert observe(CollapseAlarm(limits), far(*[0.03] * 9, 5.0, *[0.03] * 20)) == []
     (step,) = observe(CollapseAlarm(limits), far(*[0.03] * 9, *[0.08] * 50))
     assert 30 < step < 50  # without forgetting, 9 * .03 + n * .08 = (9 + n) * .07 has n = 36
+
+
+def turns_of(share: float, turns: int, steps: int, draw: random.Random) -> list[dict[str, Any]]:
+    """Steps with so many turns each, of which chance makes the given share valid."""
+    valid = [sum(draw.random() < share for _ in range(turns)) / turns for _ in range(steps)]
+    return [{"rollout/valid_turn_rate": found, "rollout/turns": float(turns)} for found in valid]
+
+
+def test_chance_is_no_fall_of_valid_turns_and_a_fall_is_found() -> None:
+    """Few turns a step: compared with its best step alone, each of these steady runs fell by more than the limit."""
+    draw, limits = random.Random(3), AlarmConfig(strain=9.0)
+    steady = [turns_of(share, turns, 200, draw) for share in (0.5, 0.7, 0.9) for turns in (8, 16, 32)] * 3
+    assert [observe(CollapseAlarm(limits), steps) for steps in steady] == [[]] * 27
+    best = [max(step["rollout/valid_turn_rate"] for step in steps) for steps in steady]
+    worst = [min(step["rollout/valid_turn_rate"] for step in steps) for steps in steady]
+    assert min(high - low for high, low in zip(best, worst, strict=True)) > limits.invalid_turns
+    for turns, fall, within in ((16, 0.5, 4), (32, 0.3, 6), (1000, 0.3, 3)):
+        steps = turns_of(0.95, turns, 40, draw) + turns_of(0.95 - fall, turns, 40, draw)
+        (found,) = observe(CollapseAlarm(limits), steps)
+        assert 40 < found <= 40 + within
+
+
+def test_a_step_without_turns_says_nothing_about_them() -> None:
+    nothing = {"rollout/valid_turn_rate": 0.0, "rollout/turns": 0.0}
+    full = {"rollout/valid_turn_rate": 0.95, "rollout/turns": 100.0}
+    assert observe(CollapseAlarm(LIMITS), [nothing, full, full, full, nothing, nothing, nothing, full]) == []
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])  # as it is read back, and as the step has it
