@@ -15,10 +15,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from sorl_env.errors import UserError
 from sorl_env.outside import HungError
+from sorl_env.prompt_tokens import first_context
 from sorl_env.step import StepResult
-from sorl_env.text import valid_text
+from sorl_env.text import quoted, valid_text
 from sorl_env.text_env import TextEnv
 from sorl_env.tokens import Tokenizer
 from sorl_env.tool import ToolUnavailableError
@@ -106,7 +106,7 @@ class TrajectoryBuilder:
         self.prompt = prompt
         known = {} if known_prompts is None else known_prompts
         if self.prompt not in known:
-            known[self.prompt] = _prompt_ids(env, self.codec, self.prompt)
+            known[self.prompt] = first_context(env, self.codec, self.prompt)
         self.token_ids = list(known[self.prompt])
         self.turns: list[Turn] = []
         self._encoded: tuple[StepResult, list[int]] | None = None  # the newest reply, with its token ids
@@ -307,17 +307,6 @@ async def _truncate(env: TextEnv, reason: StopReason) -> StepResult:
 
 async def _contain(env: TextEnv, error: Exception) -> StepResult:
     """End the episode because of an exception of the task, which is logged with its traceback."""
-    logger.exception("task %s raised on example %s", env.task.name, env.example.id)
+    logger.exception("task %s raised on example %s", env.task.name, quoted(env.example.id))
     said = str(error)[:_MAX_ERROR_CHARS]
     return await env.atruncate(StopReason.ERROR, valid_text(f"{type(error).__name__}: {said}"))
-
-
-def _prompt_ids(env: TextEnv, codec: TurnCodec, prompt: str) -> list[int]:
-    ids = codec.prompt_ids(prompt, env.task.system_prompt)
-    limit = min(env.limits.max_prompt_tokens, env.limits.max_trajectory_tokens - 1)
-    if len(ids) > limit:
-        raise UserError(
-            f"the prompt of example {env.example.id!r} has {len(ids)} tokens, but the limit is {limit}: raise "
-            "limits.max_prompt_tokens (and limits.max_trajectory_tokens), or remove the example from the data"
-        )
-    return ids

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sorl_env.command import FAILED, INTERRUPTED, run_command, say
-from sorl_env.data import load_examples, read_rows
 from sorl_env.errors import UserError
-from sorl_env.registry import load_task
 from sorl_train.config.settings import TrainConfig
 
 try:
@@ -52,7 +50,9 @@ def _run(argv: Sequence[str]) -> int:
         return _show(plan_text(config))
     if arguments.resume and arguments.overwrite:
         raise UserError("--resume goes on with the run and --overwrite moves it aside: give one of them")
-    _check_inputs(config)
+    from sorl_train.preflight.inputs import check_inputs
+
+    check_inputs(config)
     return _train(config, arguments)
 
 
@@ -73,29 +73,6 @@ def _default_run_dir(config: TrainConfig, arguments: Arguments) -> str:
     origin = arguments.config or arguments.overrides.get("task") or DEFAULT_CONFIG
     kind = short_name(config.algo) if config.stage == "rl" else config.stage
     return f"runs/{re.sub(r'[^a-zA-Z0-9_.]+', '_', Path(origin).stem)}-{kind}-s{config.seed}"
-
-
-def _check_inputs(config: TrainConfig) -> None:
-    """Raise ``UserError`` for wrong inputs, such as an unreadable row of data, before there is a run folder."""
-    from sorl_train.rollout.environments import training_examples
-    from sorl_train.run.metrics_log import require_package
-
-    task = load_task(config.task, **config.task_args)
-    training_examples(config)
-    load_examples(task, config.eval_data or config.data, config.eval.split)
-    for package, wanted, why in (
-        ("tensorboard", config.log.tensorboard, "log.tensorboard=true"),
-        ("wandb", config.log.wandb is not None, f"log.wandb={config.log.wandb}"),
-        ("vllm", config.engine == "local" and config.sampler.backend == "vllm", "sampler.backend=vllm"),
-    ):
-        if wanted:
-            require_package(package, why)
-    if config.sft.demos is not None and not sum(1 for _ in read_rows(config.sft.demos)):
-        raise UserError(f"sft.demos={config.sft.demos}: it has no rows; give a file of demonstrations")
-    if config.engine == "local":
-        from sorl_train.models.forward import pick_device
-
-        pick_device(config.hardware.device)
 
 
 def _train(config: TrainConfig, arguments: Arguments) -> int:
@@ -136,20 +113,32 @@ def _train_alone(config: TrainConfig, arguments: Arguments, lock: FolderLock) ->
         return 0
     except UserError as error:
         display.close()
-        say("sorl-train", str(error))
+        say("sorl-train", f"{error}{_go_on(run_dir)}")
         return FAILED
     except KeyboardInterrupt:
         display.close()
-        if run_dir.has_checkpoint:
-            again = f"sorl-train --resume --run_dir {shlex.quote(str(run_dir.path))}"
-            print(f"\nsorl-train: interrupted. Continue with:\n  {again}", file=sys.stderr)
-        else:
-            print("\nsorl-train: interrupted before the first checkpoint; start it again", file=sys.stderr)
+        again = _go_on(run_dir) or " before the first checkpoint; start it again"
+        say("sorl-train", f"interrupted{again}", before="\n")
         return INTERRUPTED
+    except Exception:
+        if again := _go_on(run_dir):  # above what ``run_command`` says of the error
+            display.message(again.strip())
+        raise
     finally:
         display.close()
         if not keep:
             run_dir.discard_if_unused()
+
+
+def _go_on(run_dir: RunDir) -> str:
+    """The end of a message about what ended a run: the command that goes on with it, if there is a checkpoint."""
+    from sorl_train.run.checkpoint import list_checkpoints, step_of
+
+    saved = list_checkpoints(run_dir.checkpoints)
+    if not saved:
+        return ""
+    again = f"sorl-train --resume --run_dir {shlex.quote(str(run_dir.path))}"
+    return f"\nThe run is saved up to step {step_of(saved[-1])}. Go on from there with:\n  {again}"
 
 
 def _check_finished_run(config: TrainConfig) -> None:

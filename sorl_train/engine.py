@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sorl_env.prompt_tokens import check_prompts
 from sorl_env.rollout import RolloutJob
 from sorl_env.text_env import TextEnv
 from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
-from sorl_env.turn_codec import make_codec
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.dynamic_sampling import num_groups, with_signal
@@ -57,9 +57,12 @@ class LocalEngine:
         self.tokenizer = load_tokenizer(model_folder)
         self.classify = TokenClassifier(self.tokenizer)
         self.env = make_env(config)
-        # refuses a chat template without tool calls before anything is sampled
-        make_codec(self.env, self.tokenizer, use_chat_template=config.chat_template)
         self.eval_env = make_env(config, evaluation=True)
+        asked = (
+            [self.env, self.eval_env] if config.stage == "rl" else [self.eval_env]
+        )  # else by ``load_demos``
+        template = config.chat_template
+        check_prompts(asked, self.tokenizer, use_chat_template=template, tell=display.message)
         self.answers = answers_of(self.env.examples.examples)
         self.recorder = Recorder(config, run_dir, self.env.task, display)
         self.step = 0  # training steps done

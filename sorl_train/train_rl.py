@@ -27,7 +27,7 @@ from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
 from sorl_train.run.checkpoint import resume_point, rewind
 from sorl_train.run.display import Display
 from sorl_train.run.folder import RunDir
-from sorl_train.run.interrupt import finish_step_on_interrupt
+from sorl_train.run.interrupt import finish_step_on_interrupt, saved_on_error
 from sorl_train.run.recorder import next_moves, tell_damage
 from sorl_train.sft.cold_start import resolve_model
 
@@ -37,8 +37,9 @@ def train(engine: LocalEngine, interrupted: threading.Event) -> None:
     config, recorder, steps = engine.config, engine.recorder, engine.config.update.steps
     while engine.step < steps and not interrupted.is_set() and not recorder.ended:
         step = engine.step + 1
-        while len(engine.waiting) <= config.rollout.max_staleness and step + len(engine.waiting) <= steps:
-            engine.waiting.append(engine.collect(step + len(engine.waiting)))
+        with saved_on_error(engine.save, recorder.display):
+            while len(engine.waiting) <= config.rollout.max_staleness and step + len(engine.waiting) <= steps:
+                engine.waiting.append(engine.collect(step + len(engine.waiting)))
         collected = engine.waiting.popleft()
         trajectories = collected.trajectories
         metrics = rollout_metrics(trajectories, engine.answers) | staleness(trajectories, engine.step)
@@ -73,7 +74,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     if config.hardware.threads:
         torch.set_num_threads(config.hardware.threads)
     point = resume_point(run_dir) if resume else None
-    model = resolve_model(config, display)
+    model = resolve_model(run_dir.begun_with(config), display)
     engine = LocalEngine(config, run_dir, display, model)
     run_dir.record("data", {"train": env_facts(engine.env), "eval": env_facts(engine.eval_env)})
     if outside := algorithm_facts(config.algo):

@@ -15,6 +15,7 @@ from typing import Any
 
 from sorl_env.command import add_json_option, print_json, run_command, say, whole
 from sorl_env.errors import UserError
+from sorl_env.prompt_tokens import check_prompts
 from sorl_env.text_env import TextEnv, format_of
 
 try:
@@ -37,8 +38,8 @@ from sorl_train.evaluate.find_policy import PolicySource
 from sorl_train.evaluate.journal import Journal
 from sorl_train.evaluate.prompts import MODES, check_modes
 from sorl_train.evaluate.rescore import rescore_main
-from sorl_train.evaluate.rows import Row
-from sorl_train.evaluate.runner import check_search, plan_jobs, run_evaluation
+from sorl_train.evaluate.rows import Job, Row
+from sorl_train.evaluate.runner import Policy, check_search, plan_jobs, run_evaluation
 from sorl_train.evaluate.summary import summarize
 from sorl_train.evaluate.tables import latex, make_tables, markdown, table_main
 from sorl_train.rollout.environments import env_facts
@@ -128,6 +129,7 @@ def _evaluate_in(
     if open_jobs:
         with journal.dropped_if_empty():
             policy = make_policy(args, source, envs.values())
+            _check_prompts(policy, envs, open_jobs)
         progress = Progress(args.quiet)
         progress.start("evaluate", len(jobs), len(jobs) - len(open_jobs))
 
@@ -179,6 +181,14 @@ def _check(args: argparse.Namespace, modes: list[str]) -> None:
         raise UserError(
             f"--samples {args.samples}: at --sampler.temperature 0 all samples are the same; raise the temperature"
         )
+
+
+def _check_prompts(policy: Policy, envs: Mapping[str, TextEnv], jobs: Sequence[Job]) -> None:
+    """Raise ``UserError`` for prompts that are too long now: a folder with results takes no other limits."""
+    template = policy.settings.use_chat_template
+    for name, env in envs.items():
+        asked = sorted({job.index for job in jobs if job.task == name and job.mode == "agent"})
+        check_prompts([env], policy.tokenizer, use_chat_template=template, indices=asked)
 
 
 def _settings(

@@ -18,6 +18,7 @@ from sorl_env.errors import UserError
 from sorl_env.figures import markdown_table
 from sorl_env.registry import load_task
 from sorl_env.task import Example
+from sorl_env.text import quoted
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import iter_jsonl, read_parquet
 from sorl_train.evaluate.answers import REWARDS, score
@@ -99,7 +100,7 @@ def _rescore(trajectory: Trajectory, examples: Mapping[str, Example], reward: st
     example = examples.get(trajectory.example_id)
     if example is None:
         raise UserError(
-            f"{file}: trajectory {trajectory.id} is of example {trajectory.example_id!r}, which the run's data "
+            f"{file}: trajectory {trajectory.id} is of example {quoted(trajectory.example_id)}, which the run's data "
             "no longer holds"
         )
     answer = final_answer(trajectory)

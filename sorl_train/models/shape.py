@@ -19,7 +19,7 @@ class ModelShape:
     Attributes:
         parameters, backbone_parameters: with and without the output layer.
         trained: parameters that have a gradient: those of LoRA, or all.
-        key_value_heads: the number of parts into which tensor parallelism can cut ``key_value_width``.
+        heads, key_value_heads: of the attention. Tensor parallelism cuts a model between them.
     """
 
     parameters: int
@@ -31,6 +31,7 @@ class ModelShape:
     key_value_width: int
     vocabulary: int
     key_value_heads: int = 1
+    heads: int = 1
 
     @property
     def critic_parameters(self) -> int:
@@ -80,4 +81,5 @@ def model_shape(folder: str, lora_rank: int = 0) -> ModelShape:
         key_value_width=heads * head_dim,
         vocabulary=config.vocab_size,
         key_value_heads=heads,
+        heads=config.num_attention_heads,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from sorl_env.errors import UserError
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
+from sorl_train.models.shape import ModelShape
 from sorl_train.openrlhf.flag_table import problems_of
 from sorl_train.openrlhf.flags import Placement
 
@@ -110,6 +111,23 @@ def _uneven(config: TrainConfig) -> list[str]:
     return [
         f"{name} {size} does not divide over {ranks} GPUs" for name, size in sizes.items() if size % ranks
     ]
+
+
+def check_model(config: TrainConfig, shape: ModelShape) -> None:
+    """Raise ``UserError`` for a model that vLLM cannot cut into ``cluster.vllm_tensor_parallel`` parts."""
+    parts, shared = config.cluster.vllm_tensor_parallel, shape.key_value_heads
+    sizes = {"attention heads": shape.heads, "MLP units": shape.intermediate}
+    problems = [
+        f"its {size:,} {name} do not divide by {parts}" for name, size in sizes.items() if size % parts
+    ]
+    if max(shared, parts) % min(shared, parts):  # fewer heads than parts are copied
+        problems.append(f"neither of its {shared} key-value heads and {parts} divides the other")
+    if problems:
+        fits = [n for n in range(1, parts) if not (shape.heads % n or shape.intermediate % n or shared % n)]
+        raise UserError(
+            f"vLLM cannot run {config.model} with cluster.vllm_tensor_parallel {parts}: {'; '.join(problems)}. Use "
+            f"{max(fits)}, and cluster.vllm_engines so that the GPUs come out right"
+        )
 
 
 def check_versions() -> None:

@@ -1,7 +1,7 @@
 """Start a run on OpenRLHF, show its steps, and end it if it makes no progress.
 
 OpenRLHF runs in a process of its own, with a log of its own (``openrlhf.log`` in the run's folder). The process here
-needs neither torch nor a GPU: it reads the metrics and events that the run writes.
+needs no GPU: it reads the metrics and events that the run writes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_env.prompt_tokens import check_prompts
 from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TrainConfig
-from sorl_train.openrlhf.checks import check, check_versions, critic_start, unread
+from sorl_train.models.policy import load_tokenizer
+from sorl_train.models.shape import model_shape
+from sorl_train.openrlhf.checks import check, check_model, check_versions, critic_start, unread
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.rollout.environments import env_facts, make_env
 from sorl_train.run.alarm import ALARM
-from sorl_train.run.checkpoint import list_checkpoints, resume_point, rewind, step_of
+from sorl_train.run.checkpoint import resume_point, rewind
 from sorl_train.run.display import Display
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
@@ -74,10 +77,14 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     if config.hardware.device == "cpu":
         os.environ.update(CPU_ENVIRONMENT)
     env = make_env(config)
-    run_dir.record("data", {"train": env_facts(env), "eval": env_facts(make_env(config, evaluation=True))})
+    eval_env = make_env(config, evaluation=True)
+    run_dir.record("data", {"train": env_facts(env), "eval": env_facts(eval_env)})
     if outside := algorithm_facts(config.algo):
         run_dir.record("algorithm", outside)
-    model = resolve_model(config, display)
+    model = resolve_model(run_dir.begun_with(config), display)
+    check_model(config, model_shape(model))
+    template, tell = config.chat_template, display.message
+    check_prompts([env, eval_env], load_tokenizer(model), use_chat_template=template, tell=tell)
     flags = openrlhf_flags(config, run_dir, model, env.limits, resume=point.path if point else None)
     if point:
         rewind(run_dir, point.path)
@@ -136,7 +143,7 @@ def follow(
                 _end(process)
                 raise UserError(
                     f"OpenRLHF wrote nothing for {deadline_s:.0f} s (cluster.deadline_s) after step {shown}, and was "
-                    f"ended. {_tail(run_dir)}\n{_again(run_dir)}"
+                    f"ended. {_tail(run_dir)}"
                 )
             time.sleep(POLL_S)
         if interrupted.is_set() and process.returncode:
@@ -216,7 +223,7 @@ def _breakdown(status: int, run_dir: RunDir) -> str:
     log = (run_dir.path / LOG).read_text(encoding="utf-8", errors="replace")
     cause = cause_of_death(log)
     reason = cause or f"it ended with status {status}. {_tail(run_dir)}"
-    return f"OpenRLHF stopped: {reason}\nIts log is {run_dir.path / LOG}. {_again(run_dir)}"
+    return f"OpenRLHF stopped: {reason}\nIts log is {run_dir.path / LOG}."
 
 
 def cause_of_death(log: str) -> str:
@@ -241,10 +248,3 @@ def _tail(run_dir: RunDir) -> str:
     lines = (run_dir.path / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
     kept = "\n".join(f"  {line}" for line in lines[-LAST_LINES:])
     return f"The end of its log:\n{kept}"
-
-
-def _again(run_dir: RunDir) -> str:
-    saved = list_checkpoints(run_dir.checkpoints)
-    if saved:
-        return f"Go on from step {step_of(saved[-1])}: sorl-train --resume --run_dir {run_dir.path}"
-    return "There is no checkpoint yet: start it again."

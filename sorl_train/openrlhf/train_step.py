@@ -53,6 +53,7 @@ from sorl_train.rollout.metrics import (
 )
 from sorl_train.run.checkpoint import step_of
 from sorl_train.run.display import PlainDisplay
+from sorl_train.run.interrupt import saved_on_error
 from sorl_train.run.recorder import Recorder
 
 HASHED_BYTES = 64_000_000  # larger files are checked by size alone: reading 200 GB again would take minutes
@@ -87,6 +88,7 @@ class TrainStep:
     strategy: Any
     broadcast_to_vllm: Callable[[], None]  # and their version, in ``trainers``
     version: int  # training steps done
+    unsaved: tuple[int, dict[str, Any]] | None = None  # a recorded step to save, with OpenRLHF's states
 
     def fit(self, global_step: int = 0) -> None:
         """The whole run."""
@@ -94,7 +96,7 @@ class TrainStep:
             self.init_checkpoint_states()
             self.begin()
             with closing(self.recorder):
-                with suppress(Ended):
+                with suppress(Ended), saved_on_error(self.save, self.recorder.display):
                     if not self.recorder.ended:  # it was killed between its last checkpoint and its summary
                         super().fit(global_step)  # type: ignore[misc]
                 self.end()
@@ -103,10 +105,7 @@ class TrainStep:
         """Open the run's folder at the step of the loaded checkpoint; a new run evaluates the policy first."""
         self.config, self.run_dir = run_config(), run_folder()
         self.place = Placement.of(self.config)
-        self.metrics: dict[str, float] = {}
-        self.trust: dict[str, float] | None = (
-            None  # the state of the workers' trust region after the last step
-        )
+        self.trust: dict[str, float] | None = None  # the workers' trust region after the last step
         self.classify = TokenClassifier(self.tokenizer)
         self.eval_env = make_env(self.config, evaluation=True)
         self.answers = answers_of(training_examples(self.config))
@@ -130,7 +129,7 @@ class TrainStep:
         self, trajectories: Sequence[Trajectory], global_step: int
     ) -> tuple[dict[str, float], int]:
         """What OpenRLHF calls with each rollout batch."""
-        step = global_step + 1
+        step, self.unsaved = global_step + 1, None
         oldest = self.version - self.config.rollout.max_staleness
         trajectories = sorted(exclude_older(trajectories, oldest), key=lambda t: (t.group_id, t.id))
         metrics = rollout_metrics(trajectories, self.answers) | staleness(trajectories, self.version)
@@ -156,10 +155,7 @@ class TrainStep:
                 raise self.recorder.non_finite(step, cause, cause.trajectory_ids, trajectories) from error
         self.version = step
         with self.recorder.stage("broadcast"):
-            if usable:
-                self.broadcast_to_vllm()
-            else:
-                self.announce_version()
+            (self.broadcast_to_vllm if usable else self.announce_version)()
         self.recorder.save_trajectories(step, trajectories)
         self.metrics, self.trajectories = metrics, trajectories
         return {}, step
@@ -181,17 +177,20 @@ class TrainStep:
             recorder.save_best(step, self.save_policy)
         recorder.watch(step, metrics, self.trajectories)
         stop = self.run_dir.stop_file.exists()
+        self.unsaved = (step, {**(client_states or {}), "global_step": step})
         if stop or recorder.checkpoint_due(step):
-            self.save(step, dict(client_states or {}))
+            self.save()
         recorder.stop_if_lost()
         if recorder.ended:
             raise Ended
         if stop and step < self.config.update.steps:
             raise Stopped(f"stopped after step {step}")
 
-    def save(self, step: int, states: dict[str, Any]) -> None:
-        """Write a checkpoint; ``states`` are OpenRLHF's, which DeepSpeed keeps beside its shards."""
-        states |= {"global_step": step}
+    def save(self) -> None:
+        """Write a checkpoint of the newest step, unless it has one, or the next one has begun to change weights."""
+        if self.unsaved is None:
+            return
+        step, states = self.unsaved
 
         def save_shards(folder: Path) -> None:
             for name, group in {ACTOR: self.actor_model_group, CRITIC: self.critic_model_group}.items():
@@ -200,6 +199,7 @@ class TrainStep:
 
         state = {} if self.trust is None else {"trust": self.trust}
         self.recorder.save_checkpoint(step, self.save_policy, save_shards, state)
+        self.unsaved = None
 
     def save_policy(self, folder: Path) -> None:
         """Have the workers write the policy as a transformers folder."""
@@ -300,8 +300,7 @@ class TrainStep:
 
     def run_group(self, group: Any, method: str, **arguments: list[Any]) -> list[Any]:
         """Call ``method`` on each rank with the rank's item of each list; returns what the ranks return."""
-        by_rank = ray.get(group.async_run_method_batch(method, **arguments))
-        return [result for results in by_rank for result in results]
+        return [item for rank in ray.get(group.async_run_method_batch(method, **arguments)) for item in rank]
 
     def score_with(self, group: Any, batch: Batch) -> Tensor:
         """The (B, T) values that the ranks of a group compute, each for its share of the rows."""

@@ -7,6 +7,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -17,21 +19,26 @@ from safetensors import SafetensorError, safe_open
 from sorl_env.data import load_examples
 from sorl_env.errors import UserError
 from sorl_env.folders import cache_folder
+from sorl_env.prompt_tokens import check_prompts
 from sorl_env.registry import load_task
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_tokenizer
 from sorl_train.models.shape import model_shape
+from sorl_train.openrlhf.checks import check_model
+from sorl_train.preflight.dry_run import model_folder
 from sorl_train.preflight.finding import Check, Finding, Run, existing
+from sorl_train.preflight.inputs import check_settings, repeats
 from sorl_train.preflight.memory import estimate_memory, gigabytes
 from sorl_train.preflight.search_checks import (
+    UNASKED,
     check_corpus,
     check_index,
     check_replies,
     check_server,
     check_tools,
 )
-from sorl_train.rollout.environments import limits
+from sorl_train.rollout.environments import limits, make_env
 from sorl_train.run.folder import RunDir
 
 LIBRARIES = 1_500_000_000  # bytes that the interpreter, torch and transformers need themselves
@@ -42,6 +49,7 @@ def examine(config: TrainConfig, index: Path | None = None, *, new: bool = True)
     run = Run(config, index, new=new)
     checks: dict[str, tuple[Check, str]] = {
         "versions": (_versions, ""),
+        "settings": (_settings, ""),
         "task": (_task, "correct --task or --task_args"),
         "data": (_data, ""),
         "model": (
@@ -49,6 +57,7 @@ def examine(config: TrainConfig, index: Path | None = None, *, new: bool = True)
             "give --model a transformers folder (config.json, tokenizer, weights), or a name on the Hugging Face hub "
             "where that can be reached",
         ),
+        "prompts": (_prompts, ""),
         "memory": (_memory, "correct hardware.device"),
         "disk": (_disk, ""),
         "corpus": (check_corpus, "correct --search.corpus"),
@@ -57,11 +66,14 @@ def examine(config: TrainConfig, index: Path | None = None, *, new: bool = True)
         "search": (check_tools, ""),
         "replies": (check_replies, "correct --search.cache"),
     }
+    told: set[str] = set()
     for name, (check, fix) in checks.items():
         try:
             yield from check(run)
         except UserError as error:
-            yield Finding(name, "fail", str(error), fix)
+            if str(error) not in told:  # two checks may meet one fault
+                told.add(str(error))
+                yield Finding(name, "fail", str(error), fix)
 
 
 def _versions(run: Run) -> Iterator[Finding]:
@@ -90,6 +102,12 @@ def _versions(run: Run) -> Iterator[Finding]:
         python = ".".join(map(str, sys.version_info[:3]))
         versions = f"torch {torch.__version__}, transformers {metadata.version('transformers')}"
         yield Finding("versions", "ok", f"Python {python}, {versions}")
+
+
+def _settings(run: Run) -> Iterator[Finding]:
+    """What the start of a run refuses. It yields no finding: a failure is reported by ``examine``."""
+    check_settings(run.config)
+    yield from ()
 
 
 def _task(run: Run) -> Iterator[Finding]:
@@ -130,6 +148,10 @@ def _data(run: Run) -> Iterator[Finding]:
             yield Finding(name, "warn", f"{detail}: these are the training questions, too", fix)
         else:
             yield Finding(name, "ok", detail)
+        if name == "data" and (caution := repeats(config, len(examples))):
+            yield Finding("questions", "warn", caution)
+    if len(hashes) == len(sources):
+        run.sound.add("data")
 
 
 def _model(run: Run) -> Iterator[Finding]:
@@ -140,9 +162,12 @@ def _model(run: Run) -> Iterator[Finding]:
             detail = f"tiny is built from a task's vocabulary and expert, which {run.task.name} does not have"
             yield Finding("model", "fail", detail, "give --model a transformers folder or a hub name")
         else:
+            run.sound.add("model")
             yield Finding("model", "ok", "tiny, built for the task when the run starts")
         return
     run.shape = model_shape(model, run.config.lora.rank)
+    if run.config.engine == "openrlhf":
+        check_model(run.config, run.shape)
     try:
         load_tokenizer(model)
     except UserError as error:
@@ -157,7 +182,29 @@ def _model(run: Run) -> Iterator[Finding]:
         if (damage := _damage(file)) is not None:
             yield Finding("model", "fail", f"{file}: {damage}", "copy it again, or name another --model")
             return
+    run.sound.add("model")
     yield Finding("model", "ok", f"{model}: {run.shape.parameters:,} parameters")
+
+
+def _prompts(run: Run) -> Iterator[Finding]:
+    """Count the tokens of all prompts, as the run does before its first step.
+
+    Not where servers of tools would have to be started to know the prompts, which describe these tools.
+    """
+    config, search, task = run.config, run.config.search, run.task
+    if task is None or run.sound != {"data", "model"} or config.tools:
+        return
+    if not callable(task.tools) and any(isinstance(tool, str) for tool in task.tools):
+        return
+    # with an address even for a corpus, as that would be indexed now; none is asked
+    url = search.url or (UNASKED if search.corpus else None)
+    config = replace(config, search=replace(search, url=url, corpus=None, cache=None))
+    envs = [make_env(config), make_env(config, evaluation=True)]
+    with closing(envs[0]), closing(envs[1]), model_folder(config, envs[0]) as (folder, _):
+        longest = check_prompts(envs, load_tokenizer(folder), use_chat_template=config.chat_template)
+    if longest:
+        most = f"limits.max_prompt_tokens {envs[0].limits.max_prompt_tokens:,}"
+        yield Finding("prompts", "ok", f"the longest has {longest:,} tokens ({most})")
 
 
 def _damage(file: Path) -> str | None:

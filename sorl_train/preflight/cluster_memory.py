@@ -10,6 +10,7 @@ float32. Each rank needs, in bytes:
     gradients                      2 P / N, updating   2 P / N
     gradient bucket                2 B                 2 B
     offloaded, in host memory      20 P / N + 2 E      18 P / N   (instead of the 12 and of the gradients)
+    buffers, in host memory        DeepSpeed's allowance: up to 24 P / N with what is offloaded
     trust region, in host memory   4 P / N             4 P / N    (the policy)
 
 With ``offload_optimizer`` master weights, Adam and gradients take nothing on the GPU, and ZeRO-2 has a buffer of 2 E
@@ -192,6 +193,13 @@ class _Estimate:
             return _States(weights, rest + buffer, rest)
         return _States(weights + rest + buffer, 0, 0)
 
+    def buffers(self, parameters: int, states: _States) -> int:
+        """What the host may need beyond the offloaded states: torch rounds pinned memory up to powers of two.
+
+        DeepSpeed's own estimates (``estimate_zero3_model_states_mem_needs``) allow 1.5 times 16 bytes a parameter.
+        """
+        return max(0, 24 * (parameters // self.ranks) - states.host) if self.offloads else 0
+
     def reference_gpu(self) -> int:
         """The reference on the GPU of one rank."""
         if not self.sharded:
@@ -211,6 +219,7 @@ class _Estimate:
         return {
             "policy": policy.host * ranks,
             "critic": critic.host * ranks,
+            "pinned buffers": (self.buffers(self.policy, policy) + self.buffers(self.critic, critic)) * ranks,
             "reference": self.reference_host() * ranks,
             "trust region": FLOAT32 * (self.policy // self.ranks) * ranks if trusts else 0,
             "vLLM asleep": vllm.weights * samplers if self.sleeps else 0,

@@ -13,6 +13,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from sorl_env.env import ToolUseEnv
+from sorl_env.prompt_tokens import check_prompts
 from sorl_env.text_env import TextEnv
 from sorl_env.turn_codec import make_codec
 from sorl_train.config.files import changed_defaults
@@ -22,8 +23,9 @@ from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_tokenizer
 from sorl_train.models.shape import ModelShape, model_shape
 from sorl_train.models.tiny import build_tiny_policy
-from sorl_train.openrlhf.checks import check
+from sorl_train.openrlhf.checks import check_model
 from sorl_train.preflight.cluster_plan import openrlhf_parts
+from sorl_train.preflight.inputs import check_settings, repeats
 from sorl_train.preflight.memory import estimate_memory, gigabytes
 from sorl_train.rollout.environments import make_env
 from sorl_train.sft.cold_start import start_folder
@@ -31,18 +33,22 @@ from sorl_train.sft.cold_start import start_folder
 
 def plan_text(config: TrainConfig) -> str:
     """Describe a run. Raises ``UserError`` for whatever would stop it before its first step."""
-    if config.engine == "openrlhf":
-        check(config)
+    check_settings(config)
     transformers_logging.disable_progress_bar()
     env, eval_env = make_env(config), make_env(config, evaluation=True)
-    with _model_folder(config, env) as (folder, origin):
+    with model_folder(config, env) as (folder, origin):
         tokenizer = load_tokenizer(folder)
         shape = model_shape(folder, config.lora.rank)
-        prompt = _prompt(config, env, tokenizer)
+        if config.engine == "openrlhf":
+            check_model(config, shape)
+        prompts = _prompts(config, env, eval_env, tokenizer)
     parts: list[tuple[str, list[str]]] = [
         ("Dry run: nothing is trained, no run folder is made.", []),
         ("Settings (* differs from the default)", _settings(config)),
-        ("Data", [_source("train", env), _source("eval", eval_env), *_cautions(env, eval_env), *prompt]),
+        (
+            "Data",
+            [_source("train", env), _source("eval", eval_env), *_cautions(config, env, eval_env), *prompts],
+        ),
         ("Tools", _tools(env)),
         ("Model", _model(config, shape, origin)),
     ]
@@ -55,7 +61,7 @@ def plan_text(config: TrainConfig) -> str:
 
 
 @contextmanager
-def _model_folder(config: TrainConfig, env: TextEnv) -> Iterator[tuple[str, str]]:
+def model_folder(config: TrainConfig, env: TextEnv) -> Iterator[tuple[str, str]]:
     """A folder or hub name with the model's sizes and tokenizer, and a phrase about the policy's origin."""
     if config.model != TINY:
         yield config.model, config.model
@@ -88,7 +94,7 @@ def _source(name: str, env: TextEnv) -> str:
     return f"{name}: {examples.source}, split {examples.split}, {count}, sha256 {examples.sha256[:16]}"
 
 
-def _cautions(env: TextEnv, eval_env: TextEnv) -> list[str]:
+def _cautions(config: TrainConfig, env: TextEnv, eval_env: TextEnv) -> list[str]:
     notes = []
     if env.examples.is_sample or eval_env.examples.is_sample:
         notes.append(
@@ -98,17 +104,20 @@ def _cautions(env: TextEnv, eval_env: TextEnv) -> list[str]:
         notes.append(
             "CAUTION: evaluation uses the training questions; give --eval_data, or --data a folder with splits"
         )
+    if caution := repeats(config, len(env.examples)):
+        notes.append(f"CAUTION: {caution}")
     return notes
 
 
-def _prompt(config: TrainConfig, env: TextEnv, tokenizer: Any) -> list[str]:
+def _prompts(config: TrainConfig, env: TextEnv, eval_env: TextEnv, tokenizer: Any) -> list[str]:
+    longest = check_prompts([env, eval_env], tokenizer, use_chat_template=config.chat_template)
     first = env.examples.examples[0]
     text = env.format.prompt(env.task, first) if isinstance(env, ToolUseEnv) else env.task.prompt(first)
     codec = make_codec(env, tokenizer, use_chat_template=config.chat_template)
     ids = codec.prompt_ids(text, env.task.system_prompt)
     shown = textwrap.shorten(text, 600, placeholder=" ...")
     return [
-        f"first prompt, {len(ids)} tokens of at most {env.limits.max_prompt_tokens}:",
+        f"first prompt, {len(ids)} tokens of at most {env.limits.max_prompt_tokens}; the longest has {longest or '?'}:",
         *textwrap.wrap(shown, 100, initial_indent="  ", subsequent_indent="  "),
     ]
 

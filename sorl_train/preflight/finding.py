@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -26,11 +26,12 @@ class Finding:
 
 @dataclass
 class Run:
-    """What is known of the run. Checks fill in ``task``, ``limits`` and ``shape``, on which later ones build.
+    """What is known of the run. Checks fill in the other attributes, on which later ones build.
 
     Attributes:
         index: the folder that the server at ``search.url`` should serve.
         new: whether the run begins a folder of its own, in which no other run may be.
+        sound: ``data`` and ``model``, when they can be used.
     """
 
     config: TrainConfig
@@ -39,6 +40,7 @@ class Run:
     task: Task | None = None
     limits: Limits | None = None
     shape: ModelShape | None = None
+    sound: set[str] = field(default_factory=set)
 
 
 Check = Callable[[Run], Iterator[Finding]]

@@ -14,6 +14,7 @@ Files that are written at once appear under their name only when they are comple
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -30,13 +31,14 @@ from sorl_env.folders import remove_empty
 from sorl_env.text import read_json
 from sorl_train.config.files import config_hash, read_resolved, to_yaml
 from sorl_train.config.schema import flatten
-from sorl_train.config.settings import TrainConfig
+from sorl_train.config.settings import LimitsConfig, TrainConfig
 from sorl_train.run.files import atomic_write, free_name
 from sorl_train.run.hashed_folder import hash_json
 from sorl_train.run.lock import LOCK, FolderLock, check_place
 from sorl_train.run.manifest import environment_facts
 
-# Settings that may change when a run is resumed: none of them alters a step already taken.
+# Settings that may change when a run is resumed: none of them alters a step already taken. Limits may be raised, too
+# (``_rises``): what was sampled under the old ones is within the new ones.
 RESUMABLE = (
     "run_dir search.url search.cache search.timeout_s search.retries update.steps rollout.save_every hardware.threads "
     "eval.every eval.num_examples eval.num_examples_final eval.temperature eval.search_off eval.patience "
@@ -142,12 +144,16 @@ class RunDir:
         manifest = run.intact_manifest()
         old, new = flatten(saved_config(path)), flatten(config)
         changed = [name for name in new if old[name] != new[name]]
-        refused = [name for name in changed if name not in RESUMABLE]
+        limits = _limits_of(old, manifest)
+        raised = {name for name, limit in limits.items() if _rises(limit, new[name])}
+        refused = [name for name in changed if name not in raised.union(RESUMABLE)]
         if refused:
-            lines = "\n".join(f"  {name}: {old[name]!r} in the run, {new[name]!r} now" for name in refused)
+            before = old | limits
+            lines = "\n".join(f"  {name}: {before[name]!r} in the run, {new[name]!r} now" for name in refused)
             raise UserError(
                 f"cannot resume {run.path} with other settings: only steps, eval, checkpoint and log settings may "
-                f"change:\n{lines}\nDrop these changes, or start a new run with another --run_dir."
+                f"change, and limits may rise:\n{lines}\nDrop these changes, or start a new run with another "
+                "--run_dir."
             )
         if run.summary.is_file() and config.update.steps == old["update.steps"]:
             raise UserError(
@@ -167,6 +173,8 @@ class RunDir:
     def record(self, section: str, facts: Mapping[str, Any]) -> None:
         """Add facts (JSON values) to the manifest under ``section``, such as data sources and hashes.
 
+        Those that the run began with stay: ``limits`` may be higher now.
+
         Raises:
             UserError: the run is resumed and a fact has changed, so the rest of it would not fit its beginning.
         """
@@ -179,8 +187,13 @@ class RunDir:
                 f"{self.path} was started with other data, another model or another algorithm:\n{lines}\n"
                 "Restore what it was started with, or start a new run with another --run_dir."
             )
-        if manifest.get(section) != fresh:
+        if section not in manifest:
             self._write_manifest(manifest | {section: fresh})
+
+    def begun_with(self, config: TrainConfig) -> TrainConfig:
+        """``config`` with the limits that the run began with, on which its cold start depends."""
+        limits = self.read_manifest().get("data", {}).get("train", {}).get("limits")
+        return config if limits is None else dataclasses.replace(config, limits=LimitsConfig(**limits))
 
     def read_manifest(self) -> dict[str, Any]:
         """The facts in ``manifest.json``. Raises ``UserError`` if it is missing or is not a JSON object."""
@@ -291,8 +304,23 @@ def _differences(old: Any, new: Any, name: str) -> Iterator[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         for key in {**old, **new}:
             yield from _differences(old.get(key), new.get(key), f"{name}.{key}")
-    elif old != new:
+    elif old != new and not (".limits." in name and _rises(old, new)):
         yield f"{name}: {old!r} then, {new!r} now"
+
+
+def _limits_of(settings: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The limits of a run by their settings' names: what is set, or else the task's own, which the manifest has."""
+    own = manifest.get("data", {}).get("train", {}).get("limits", {})
+    names = [name for name in settings if name.startswith("limits.")]
+    return {
+        name: own.get(name.removeprefix("limits.")) if settings[name] is None else settings[name]
+        for name in names
+    }
+
+
+def _rises(old: float | None, new: float | None) -> bool:
+    """Whether a limit is at least what it was. What None stands for differs from limit to limit."""
+    return old is not None and new is not None and new >= old
 
 
 def _sha256(text: str) -> str:

@@ -36,6 +36,7 @@ from sorl_train.run.display import Advance, Display
 from sorl_train.run.files import append_line, free_name, read_jsonl
 from sorl_train.run.folder import NON_FINITE, RunDir, read_own_json
 from sorl_train.run.hashed_folder import write_folder
+from sorl_train.run.interrupt import Diverged
 from sorl_train.run.metrics_log import MetricsLog, log_lengths
 from sorl_train.run.summary import Summary
 
@@ -218,7 +219,7 @@ class Recorder:
             self._lost_steps = 0  # a resumed run counts anew
             self._failure = (
                 f"every trajectory of {MAX_LOST_STEPS} steps in a row was excluded; the last error was: {cause}. "
-                "Repair the tool or the task, then continue with --resume."
+                "Repair the tool or the task."
             )
 
     def stop_if_lost(self) -> None:
@@ -238,10 +239,10 @@ class Recorder:
         path = self.run_dir.path / NON_FINITE.format(f"{step:06d}")
         write_jsonl(path, sorted(trajectories, key=lambda t: t.id not in ids))
         saved = list_checkpoints(self.run_dir.checkpoints)
-        checkpoint = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
-        return UserError(
-            f"step {step}: {error}. The trajectories are in {path}; {checkpoint}. "
-            "Lower optim.lr, or look at these trajectories."
+        good = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+        return Diverged(
+            f"step {step}: {error}. The trajectories are in {path}; {good}. Look at these trajectories, or start a new "
+            "run from a policy that is whole (--model CHECKPOINT/policy) with a lower optim.lr."
         )
 
     # -- weights --------------------------------------------------------------------------------------------------

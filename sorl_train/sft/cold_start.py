@@ -59,6 +59,7 @@ def cold_start_key(config: TrainConfig) -> str:
 
 def _build(config: TrainConfig, display: Display, folder: Path) -> None:
     """Write a policy with random weights; before reinforcement learning, train it on the expert's demonstrations."""
+    from sorl_env.prompt_tokens import check_prompts
     from sorl_train.models.policy import load_policy, load_tokenizer
     from sorl_train.models.tiny import build_tiny_policy
     from sorl_train.rollout.environments import make_env
@@ -70,6 +71,7 @@ def _build(config: TrainConfig, display: Display, folder: Path) -> None:
     if config.stage == "sft" or config.sft.steps == 0:
         return
     tokenizer = load_tokenizer(str(folder))
+    check_prompts([env], tokenizer, use_chat_template=config.chat_template)
     hardware = config.hardware
     model = load_policy(str(folder), hardware.device, gradient_checkpointing=hardware.gradient_checkpointing)
     demos = load_demos(config, env, tokenizer)

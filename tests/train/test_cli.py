@@ -303,7 +303,7 @@ def test_ctrl_c_says_how_to_go_on(
     assert main(["--run_dir", "my run"]) == 130
     err = capsys.readouterr().err
     if saved:
-        assert "Continue with:\n  sorl-train --resume --run_dir 'my run'\n" in err
+        assert "up to step 3. Go on from there with:\n  sorl-train --resume --run_dir 'my run'\n" in err
     else:
         assert "before the first checkpoint" in err
     assert Path("my run").exists() is saved

@@ -205,14 +205,12 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_watchdog_ends_a_run_that_writes_nothing(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    (tmp_path / "checkpoints" / "step_000003").mkdir(parents=True)
     (tmp_path / "openrlhf.log").write_text("Loading weights\n")
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     with pytest.raises(UserError) as caught:
         follow(process, run_dir, QuietDisplay(), deadline_s=1.0, from_step=0)
     assert process.returncode is not None
     assert "wrote nothing for 1 s" in str(caught.value) and "Loading weights" in str(caught.value)
-    assert f"Go on from step 3: sorl-train --resume --run_dir {tmp_path}" in str(caught.value)
 
 
 def test_steps_are_shown_as_they_are_logged(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_zero_3_with_offloading_by_hand() -> None:
     assert memory.host == {
         "policy": 18 * 8000,
         "critic": 18 * (critic // 8) * 8,
+        "pinned buffers": (24 - 18) * (8000 + critic // 8 * 8),
         "reference": 2 * 8000,
         "trust region": 0,
         "vLLM asleep": 2 * 8000 // 4 * 8,

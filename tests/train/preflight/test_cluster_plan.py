@@ -47,7 +47,7 @@ QWEN_7B = {
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    build_tiny_policy(load_task("minihop"), folder, hidden_size=64, num_layers=2, num_heads=2)
+    build_tiny_policy(load_task("minihop"), folder, hidden_size=64, num_layers=2, num_heads=4)
     return folder
 
 

@@ -59,6 +59,8 @@ def world(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> World
             "eval_data": str(tmp_path / "test.jsonl"),
             "search.corpus": str(tmp_path / "corpus.jsonl"),
             "run_dir": str(tmp_path / "runs" / "one"),
+            "rollout.batch_size": "4",
+            "update.mini_batch_size": "4",
         },
     )
 

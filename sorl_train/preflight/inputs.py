@@ -1,0 +1,52 @@
+"""What every run needs before its first step: checked by its start, by ``--dry_run`` and by ``sorl-doctor`` alike."""
+
+from __future__ import annotations
+
+from sorl_env.data import load_examples, read_rows
+from sorl_env.errors import UserError
+from sorl_env.registry import load_task
+from sorl_train.config.settings import TrainConfig
+
+
+def check_settings(config: TrainConfig) -> None:
+    """Raise ``UserError`` for settings that ask for what is not installed, or for what the engine cannot do."""
+    from sorl_train.run.metrics_log import require_package
+
+    for package, wanted, why in (
+        ("tensorboard", config.log.tensorboard, "log.tensorboard=true"),
+        ("wandb", config.log.wandb is not None, f"log.wandb={config.log.wandb}"),
+        ("vllm", config.engine == "local" and config.sampler.backend == "vllm", "sampler.backend=vllm"),
+    ):
+        if wanted:
+            require_package(package, why)
+    if config.sft.demos is not None and not sum(1 for _ in read_rows(config.sft.demos)):
+        raise UserError(f"sft.demos={config.sft.demos}: it has no rows; give a file of demonstrations")
+    if config.engine == "openrlhf":
+        from sorl_train.openrlhf.checks import check
+
+        check(config)
+    else:
+        from sorl_train.models.forward import pick_device
+
+        pick_device(config.hardware.device)
+
+
+def check_inputs(config: TrainConfig) -> None:
+    """``check_settings``, and the task and its data: every row is read."""
+    from sorl_train.rollout.environments import training_examples
+
+    check_settings(config)
+    task = load_task(config.task, **config.task_args)
+    training_examples(config)
+    load_examples(task, config.eval_data or config.data, config.eval.split)
+
+
+def repeats(config: TrainConfig, examples: int) -> str:
+    """A caution where one step asks the same question in several groups; empty where there are enough questions."""
+    prompts = config.rollout.batch_size // config.rollout.group_size
+    if config.stage != "rl" or prompts <= examples:
+        return ""
+    return (
+        f"each step asks {prompts} prompts (rollout.batch_size / rollout.group_size) of {examples} questions, so it "
+        f"asks a question {prompts / examples:.1f} times: lower rollout.batch_size, or give more --data"
+    )
