@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 RatioLevel = Literal["token", "turn", "sequence"]
 AdvantageKind = Literal["gae", "group", "turn_group", "state_group"]
 GAELevel = Literal["token", "turn"]
+GroupLevel = Literal["trajectory", "turn"]
 GroupBaseline = Literal["mean", "leave_one_out"]
 AnchorState = Literal["observation", "history"]
 Aggregation = Literal["trajectory_mean", "token_mean"]
@@ -224,7 +225,8 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
             about="MT-GRPO: also compares the rewards of turns",
             defaults={"loss.turn_weight": 1.0},
             source="arXiv:2505.11821",
-            when="the task pays good turns, and right answers are rare",
+            when="the task pays good turns, right answers are rare, and rollouts have equally many turns: it compares "
+            "turns by number and cannot teach when to stop",
         ),
         "gigpo": Algorithm(
             "token",

@@ -216,6 +216,7 @@ def _other_advantages(config: TrainConfig) -> list[str]:
     default = LossConfig()
     readers = {
         "gae_level": ("gae",),
+        "group_level": ("group",),
         "group_baseline": ("group", "turn_group", "state_group"),
         "turn_weight": ("turn_group", "state_group"),
         "anchor_state": ("state_group",),

@@ -21,6 +21,7 @@ from sorl_train.algorithms import (
     ClipBiasNorm,
     GAELevel,
     GroupBaseline,
+    GroupLevel,
     KLKind,
     RatioLevel,
     Scope,
@@ -174,6 +175,10 @@ class LossConfig:
         "mean",
         "what group advantages subtract: the mean of the group, or that of its other members (RLOO)",
         paper="mean",
+    )
+    group_level: GroupLevel = opt(
+        "trajectory",
+        "what group advantages compare: total rewards of trajectories, or what a turn and the later ones earn",
     )
     turn_weight: float = opt(
         1.0, "weight of a turn's own advantage beside that of its trajectory, in mt_grpo and gigpo", low=0

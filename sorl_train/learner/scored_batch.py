@@ -15,6 +15,7 @@ from sorl_train.losses.kl import kl_in_reward, kl_penalty
 from sorl_train.losses.turn_credit import (
     first_of_turns,
     on_tokens,
+    return_group_advantages,
     state_group_advantages,
     turn_gae,
     turn_group_advantages,
@@ -50,13 +51,15 @@ def estimate_advantages(batch: Batch, kind: AdvantageKind, loss: LossConfig) -> 
 def _compared(batch: Batch, rewards: Tensor, kind: AdvantageKind, loss: LossConfig) -> Tensor:
     """Advantages (B, T) from comparing the rollouts of a group, given each token's reward (B, T)."""
     who = (batch.group_ids, batch.included)
-    if kind == "group":
+    if kind == "group" and loss.group_level == "trajectory":
         totals = rewards.sum(dim=1)
         per_row = group_advantages(totals, *who, std=loss.group_std, baseline=loss.group_baseline)
         return per_row[:, None] * batch.action_mask
     turns, turn_rewards = turn_table(batch.turn_ids), turn_sums(rewards, batch.turn_ids)
     weight, std, baseline = loss.turn_weight, loss.group_std, loss.group_baseline
-    if kind == "turn_group":
+    if kind == "group":
+        table = return_group_advantages(turn_rewards, turns, *who, std=std, baseline=baseline)
+    elif kind == "turn_group":
         table = turn_group_advantages(turn_rewards, turns, *who, weight=weight, std=std, baseline=baseline)
     else:
         assert batch.state_ids is not None

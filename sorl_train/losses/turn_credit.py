@@ -1,4 +1,4 @@
-"""Advantages of single turns: GAE over turns, MT-GRPO and GiGPO. Pure torch.
+"""Advantages of single turns: GAE over turns, group advantages of turns, MT-GRPO and GiGPO. Pure torch.
 
 A turn is one step of the agent here, so all its tokens share an advantage. Tables of turns are (B, K): the k-th turn of
 each of B trajectories, of which the longest has K. ``turn_ids`` is (B, T): the turn of each token, -1 off the policy's
@@ -77,6 +77,37 @@ def turn_gae(
     return advantages, returns
 
 
+def return_group_advantages(
+    turn_rewards: Tensor,
+    turns: Tensor,
+    group_ids: Tensor,
+    included: Tensor,
+    *,
+    std: bool = True,
+    baseline: GroupBaseline = "mean",
+) -> Tensor:
+    """Group advantages turn by turn: what turn k and those after it earn, compared over the rollouts that reached it::
+
+        A_{i,k} = R_{i,k} - mean_j R_{j,k},     R_{j,k} = sum_{l >= k} r_{j,l}
+
+    What other rollouts earned depends on nothing that rollout i did. So with ``std=False`` the gradient is that of the
+    expected reward, when to stop included: with ``baseline="leave_one_out"`` exactly, but for turns that one rollout
+    alone reached, which get 0. A mean over n rollouts with i among them gives (n - 1) / n of that.
+
+    Args:
+        turn_rewards: (B, K).
+        turns: (B, K) bool, the turns that there are.
+        group_ids, included: (B,), see ``group_advantages``.
+
+    Returns:
+        (B, K), 0 where there is no turn.
+    """
+    rewards = turn_rewards.masked_fill(~turns, 0.0)
+    returns, _ = gae(rewards, torch.zeros_like(rewards), turns)
+    there = turns & included[:, None]
+    return _over_table(returns, _by_number(group_ids, turns), there, std, baseline) * turns
+
+
 def turn_group_advantages(
     turn_rewards: Tensor,
     turns: Tensor,
@@ -94,7 +125,8 @@ def turn_group_advantages(
     The outcome is the reward of the last turn, where a task's ``reward`` lies. A^O compares it in the group. A^T
     compares the reward of turn k with those of the k-th turns of the group's other rollouts; last turns are left out,
     and a rollout that ended before turn k does not take part. The paper has rollouts with two turns each; its code
-    weights A^T with 1.
+    weights A^T with 1. Where rollouts choose when to stop, this is not the gradient of the expected reward: what all
+    earned who went on counts for none of them, and those who stopped are compared by the outcome alone.
 
     Args:
         turn_rewards: (B, K).
@@ -107,10 +139,8 @@ def turn_group_advantages(
     last = turns & ~torch.cat([turns[:, 1:], turns.new_zeros((len(turns), 1))], dim=1)[:, : turns.shape[1]]
     outcome = turn_rewards.masked_fill(~last, 0.0).sum(dim=1)
     of_outcome = group_advantages(outcome, group_ids, included, std=std, baseline=baseline)
-    number = torch.arange(turns.shape[1], device=turns.device)
-    compared = group_ids[:, None] * turns.shape[1] + number
     early = turns & ~last & included[:, None]
-    of_turns = _over_table(turn_rewards, compared, early, std, baseline)
+    of_turns = _over_table(turn_rewards, _by_number(group_ids, turns), early, std, baseline)
     return (of_outcome[:, None] + weight * of_turns) * turns
 
 
@@ -150,6 +180,11 @@ def state_group_advantages(
     returns, _ = gae(rewards, torch.zeros_like(rewards), turns, gamma=gamma, lam=1.0)
     of_states = _over_table(returns, state_ids, turns & included[:, None], std, baseline)
     return (of_episode[:, None] + weight * of_states) * turns
+
+
+def _by_number(group_ids: Tensor, turns: Tensor) -> Tensor:
+    """(B, K): the same number for turns of one group that have the same number in their rollouts."""
+    return group_ids[:, None] * turns.shape[1] + torch.arange(turns.shape[1], device=turns.device)
 
 
 def _over_table(

@@ -22,6 +22,7 @@ FIVE = {"update__steps": 5, "update__epochs": 2, "rollout__group_size": 4, "eval
     ("algo", "more"),
     [
         ("rloo", {}),
+        ("so_grpo", {"loss__group_level": "turn"}),
         ("mt_grpo", {"loss__ratio": "turn", "update__trust_kl": 0.01}),
         ("gigpo", {"rollout__max_staleness": 1}),
         ("so_ppo", {"loss__gae_level": "turn"}),
@@ -68,6 +69,11 @@ def test_comparing_the_rewards_of_turns_needs_rewards_of_turns() -> None:
             "ppo",
             {"loss__group_baseline": "leave_one_out"},
             "is for group and turn_group and state_group advantages",
+        ),
+        (
+            "gigpo",
+            {"loss__group_level": "turn"},
+            "loss.group_level=turn is for group advantages, but algo gigpo",
         ),
         ("rloo", {"loss__turn_weight": 0.5}, "loss.turn_weight=0.5 is for turn_group and state_group"),
         ("mt_grpo", {"loss__anchor_state": "history"}, "loss.anchor_state=history is for state_group"),

@@ -101,6 +101,14 @@ def test_mt_grpo_by_hand() -> None:
     assert by_turn(batch, "c") == pytest.approx([-1 / 3])
 
 
+def test_groups_turn_by_turn_by_hand() -> None:
+    """Returns of the first turns 1.2, .2, 0, of the second 1 and 0, of the third 1 and 0; d is a group of its own."""
+    batch = scored(made(), "rloo", group_level="turn")
+    assert by_turn(batch, "a") == pytest.approx([1.2 - 0.1, 1.0, 1.0])
+    assert by_turn(batch, "b") == pytest.approx([0.2 - 0.6, -1.0, -1.0])
+    assert by_turn(batch, "c") == pytest.approx([-0.7])
+
+
 def test_gigpo_by_hand() -> None:
     batch = scored(made(), "gigpo", group_std=False, gamma=0.5)
     episode = [1.2 - 1.4 / 3, 0.2 - 1.4 / 3, 0 - 1.4 / 3]
@@ -130,6 +138,7 @@ def test_gae_over_turns_by_hand() -> None:
 
 EVERY_WAY = [
     ("rloo", {}),
+    ("rloo", {"group_level": "turn"}),
     ("mt_grpo", {}),
     ("mt_grpo", {"group_baseline": "leave_one_out", "group_std": False, "ratio": "turn"}),
     ("gigpo", {}),

@@ -1,8 +1,10 @@
-"""Advantages of turns by hand: tables of turns, GAE over turns, MT-GRPO, GiGPO, and the leave-one-out baseline."""
+"""Advantages of turns by hand: tables of turns, GAE and groups over turns, MT-GRPO, GiGPO, leave one out."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from sorl_train.losses.advantages import gae, group_advantages
 from sorl_train.losses.turn_credit import (
     first_of_turns,
     on_tokens,
+    return_group_advantages,
     state_group_advantages,
     turn_gae,
     turn_group_advantages,
@@ -121,6 +124,68 @@ def test_a_group_in_which_all_turns_earn_the_same_has_only_its_outcomes() -> Non
     assert not same.any()
 
 
+# -- returns of turns ---
+
+
+def test_returns_of_turns_by_hand() -> None:
+    """Returns 1.4, .2, 1 of the first turns, 1.2, 0, 1 of the second, 1 and 0 of the third."""
+    found = return_group_advantages(REWARDS, THERE, GROUPS, INCLUDED, std=False)
+    first, second = 2.6 / 3, 2.2 / 3
+    expected = [
+        [1.4 - first, 1.2 - second, 0.5],
+        [0.2 - first, 0.0 - second, -0.5],
+        [1.0 - first, 1.0 - second, 0],
+        [0, 0, 0],
+        [0, 0, 0],
+    ]
+    assert found.tolist() == [pytest.approx(row) for row in expected]
+    divided = return_group_advantages(REWARDS, THERE, GROUPS, INCLUDED)
+    assert divided[:2, 2].tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)], abs=1e-4)
+
+
+# Stop or continue, at most three turns: the rewards of the turns, and for each decision whether it was to continue.
+STOPS = [([0.6], [False]), ([0.4, 0.5], [True, False]), ([0.4, 0.2, 0.4], [True, True])]
+
+
+def expected_gradient(estimate: Callable[..., Tensor], q: float, rollouts: int) -> tuple[float, float]:
+    """Mean and variance of an estimated derivative of the expected reward by the logit of q, the chance to continue.
+
+    Over all groups of ``rollouts`` rollouts, each with its probability.
+    """
+    mean = square = 0.0
+    for group in itertools.product(STOPS, repeat=rollouts):
+        rewards, scores = torch.zeros(2, rollouts, 3, dtype=F64)
+        for i, (earned, decisions) in enumerate(group):
+            rewards[i, : len(earned)] = torch.tensor(earned, dtype=F64)
+            scores[i, : len(decisions)] = torch.tensor([1 - q if go else -q for go in decisions], dtype=F64)
+        there = torch.arange(3) < torch.tensor([len(earned) for earned, _ in group])[:, None]
+        table = estimate(rewards, there, torch.zeros(rollouts), all_in(rollouts))
+        probability = math.prod(q if go else 1 - q for _, decisions in group for go in decisions)
+        gradient = float((table * scores).sum()) / rollouts
+        mean, square = mean + probability * gradient, square + probability * gradient**2
+    return mean, square - mean**2
+
+
+@pytest.mark.parametrize("q", [0.2, 0.5, 0.8])
+def test_when_to_stop_is_learned_from_returns_and_not_from_turns_with_the_same_number(q: float) -> None:
+    """Continuing pays: totals are .6, .9 and 1. MT-GRPO compares the outcomes .6, .5 and .4 and says: stop."""
+    exact = {"std": False, "baseline": "leave_one_out"}
+    second = q * (1 - q) * (0.6 - 0.5)  # of the second decision, where it is reached
+    first = q * (1 - q) * (0.4 + q * 0.6 + (1 - q) * 0.5 - 0.6)
+    true = first + q * second
+    met = 1 - (1 - q) ** 3  # another of the three other rollouts reached the second turn, too
+    returns, variance = expected_gradient(lambda *x: return_group_advantages(*x, **exact), q, 4)
+    assert returns == pytest.approx(first + q * met * second) and 0 < returns <= true < 1.05 * returns
+    published, _ = expected_gradient(lambda *x: turn_group_advantages(*x, **exact), q, 4)
+    assert published < 0
+
+    def rloo(rewards: Tensor, there: Tensor, *who: Tensor) -> Tensor:
+        return group_advantages(rewards.sum(1), *who, **exact)[:, None] * there
+
+    total, of_totals = expected_gradient(rloo, q, 4)
+    assert total == pytest.approx(true) and variance < of_totals
+
+
 # -- GiGPO ---
 
 
@@ -153,11 +218,13 @@ def test_state_group_divides_by_the_deviation_and_leaves_out_the_excluded() -> N
     assert found[2, 2] == 0 and not found[3:].any()
 
 
-# -- both ---
+# -- all of them ---
 
 
-def both(rewards: Tensor, there: Tensor, states: Tensor, groups: Tensor, included: Tensor, **options):
+def every(rewards: Tensor, there: Tensor, states: Tensor, groups: Tensor, included: Tensor, **options):
+    weightless = {name: value for name, value in options.items() if name != "weight"}
     return (
+        return_group_advantages(rewards, there, groups, included, **weightless),
         turn_group_advantages(rewards, there, groups, included, **options),
         state_group_advantages(rewards, there, states, groups, included, gamma=0.9, **options),
     )
@@ -175,9 +242,9 @@ def test_the_order_of_the_rollouts_does_not_matter(std: bool, baseline: str) -> 
     options = {"std": std, "baseline": baseline, "weight": 0.7}
     everything = (rewards, there, states, groups, included)
     copies = [x.clone() for x in everything]
-    found = both(*everything, **options)
+    found = every(*everything, **options)
     assert all(torch.equal(a, b) for a, b in zip(everything, copies, strict=True))
-    for one, other in zip(found, both(*(x[order] for x in everything), **options), strict=True):
+    for one, other in zip(found, every(*(x[order] for x in everything), **options), strict=True):
         assert one.any()
         torch.testing.assert_close(one[order], other, atol=1e-12, rtol=0)
 
@@ -187,13 +254,14 @@ def test_trajectories_of_one_turn_are_grpo() -> None:
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0]), torch.tensor([0, 0, 0, 1, 1])
     expected = group_advantages(rewards, groups, all_in(5))
     args = (rewards[:, None], all_in(5)[:, None], groups[:, None], groups, all_in(5))
-    by_turn, by_state = both(*args, weight=0.5)
+    by_return, by_turn, by_state = every(*args, weight=0.5)
+    torch.testing.assert_close(by_return[:, 0], expected)
     torch.testing.assert_close(by_turn[:, 0], expected)
     torch.testing.assert_close(by_state[:, 0], 1.5 * expected)
 
 
 def test_a_weight_of_zero_leaves_the_rollouts_comparison() -> None:
-    by_turn, by_state = both(REWARDS, THERE, THERE.long(), GROUPS, INCLUDED, weight=0.0, std=False)
+    _, by_turn, by_state = every(REWARDS, THERE, THERE.long(), GROUPS, INCLUDED, weight=0.0, std=False)
     totals = group_advantages(REWARDS.sum(1), GROUPS, INCLUDED, std=False)
     torch.testing.assert_close(by_state, totals[:, None] * THERE)
     assert by_turn[0].tolist() == pytest.approx([1 / 3] * 3)
