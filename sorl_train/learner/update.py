@@ -162,10 +162,9 @@ class PolicyUpdate:
         settings = self.settings
         how: dict[str, Any] = mean_over(mini, settings)
         totals = _Totals(mini.loss_mask.shape)
-        any_learns = self._learns(mini)  # if none does, Adam still gets its gradients, which are zero
         for rows, micro, last in self._micro_batches(mini):
             assert micro.advantages is not None
-            learns = not any_learns or self._learns(micro)
+            learns = self._learns(micro)
             with torch.set_grad_enabled(learns):
                 found = self._forward(micro)
             assert found.entropy is not None
@@ -198,6 +197,9 @@ class PolicyUpdate:
             if learns:
                 self._backward(losses["policy"], last)
             totals.add(rows, found, output, losses)
+        if not self._learns(mini):  # then Adam gets gradients of zero, and not none
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter)
         return totals
 
     def _learns(self, micro: Batch) -> bool:

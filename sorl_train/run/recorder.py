@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from sorl_train.run.folder import NON_FINITE, RunDir, read_own_json
 from sorl_train.run.hashed_folder import write_folder
 from sorl_train.run.interrupt import Diverged
 from sorl_train.run.metrics_log import MetricsLog, log_lengths
+from sorl_train.run.step_events import in_vain, missing_groups, moved_back
 from sorl_train.run.summary import Summary
 
 ENDED = "ended"  # the kind of the event of a run that ends before its last step
@@ -78,6 +79,7 @@ class Recorder:
         self._summary = Summary()
         self._alarm = CollapseAlarm(config.alarm)
         self._lost_steps = 0  # newest steps in a row without one usable trajectory
+        self._in_vain = 0  # steps so far that taught nothing
         self._failure = ""  # why the run ends with an error
         self._log = MetricsLog(run_dir, tensorboard=config.log.tensorboard, wandb=config.log.wandb)
         self._seconds: dict[str, float] = {}  # of the stages of the step in progress
@@ -169,8 +171,9 @@ class Recorder:
         """Look for a collapse that has come or is coming, and for tools that are out; set ``ended`` as configured."""
         self._count_lost(step, trajectories)
         if metrics.get("loss/trust_moves_back"):
-            append_event(self.run_dir, _moved_back(step, metrics))
+            append_event(self.run_dir, {"step": step, "kind": "moved_back", "reason": moved_back(metrics)})
         self._watch_dynamic_sampling(step, metrics)
+        self._watch_success(step, metrics)
         if metrics.get("rollout/overlong_filtered_frac") == 1.0:
             self._tell(
                 step, "no_step", "every trajectory was filtered by overlong.exclude, nothing was trained on"
@@ -190,19 +193,21 @@ class Recorder:
 
     def _watch_dynamic_sampling(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say that a batch could not be filled: in ``events.jsonl``, and to the user if it made no step."""
-        missing = metrics.get("rollout/dynamic_missing")
-        if not missing:
+        if not metrics.get("rollout/dynamic_missing"):
             return
-        drawn, kept = (metrics[f"rollout/dynamic_{name}"] for name in ("drawn", "kept"))
-        reason = (
-            f"of the batch's groups {missing:g} are missing after {drawn:g} rollouts (rollout.dynamic_sampling "
-            f"{self.config.rollout.dynamic_sampling}): the others drawn have equal rewards, or were excluded"
-        )
-        if kept:
+        reason = missing_groups(metrics, self.config.rollout.dynamic_sampling)
+        if kept := metrics["rollout/dynamic_kept"]:
             reason += f"; the step was trained on {kept:g} rollouts"
             append_event(self.run_dir, {"step": step, "kind": "dynamic_sampling", "reason": reason})
         else:
             self._tell(step, "no_step", f"{reason}; nothing was trained on")
+
+    def _watch_success(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say that a batch taught nothing: of the first such batch, the second, the fourth, the eighth, .."""
+        if reason := in_vain(metrics):
+            self._in_vain += 1
+            if self._in_vain & (self._in_vain - 1) == 0:
+                self._tell(step, "in_vain", reason)
 
     def _tell(self, step: int, kind: str, reason: str) -> None:
         append_event(self.run_dir, {"step": step, "kind": kind, "reason": reason})
@@ -289,7 +294,9 @@ class Recorder:
         state = read_own_json(checkpoint / STATE)
         self._summary = Summary.from_state(state["summary"])
         self._lost_steps = state["lost_steps"]
-        self._alarm = alarm_so_far(self.config.alarm, self.run_dir)
+        steps = read_jsonl(self.run_dir.metrics) if self.run_dir.metrics.is_file() else []
+        self._alarm = alarm_so_far(self.config.alarm, steps)
+        self._in_vain = sum(bool(in_vain(line)) for line in steps)
         if state.get("update_steps") == self.config.update.steps:  # otherwise it is to train on after its end
             self.ended = state["ended"]
         return state
@@ -298,18 +305,6 @@ class Recorder:
 def _is_due(step: int, every: int) -> bool:
     """Whether ``step`` is a multiple of ``every``; never if that is 0."""
     return every > 0 and step % every == 0
-
-
-def _moved_back(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-    """The event of a step in which the trust region took optimizer steps back."""
-    moves = metrics["loss/trust_moves_back"]
-    times = "once" if moves == 1 else f"{moves:g} times"
-    most, kl, scale = (metrics[f"loss/trust_{name}"] for name in ("kl_max", "kl", "scale"))
-    reason = (
-        f"the KL reached {most:.2g}: weights were moved back {times}, and the step ends at {kl:.2g}; learning rates "
-        f"are times {scale:.2g} from here"
-    )
-    return {"step": step, "kind": "moved_back", "reason": reason}
 
 
 def append_event(run_dir: RunDir, event: Mapping[str, Any]) -> None:
@@ -334,10 +329,10 @@ def next_moves(config: TrainConfig, run_dir: RunDir, best_step: int | None) -> s
     return f"Go on from the last good policy, that of step {best_step}, with {advice}:\n  {command}"
 
 
-def alarm_so_far(config: AlarmConfig, run_dir: RunDir) -> CollapseAlarm:
+def alarm_so_far(config: AlarmConfig, steps: Iterable[Mapping[str, Any]]) -> CollapseAlarm:
     """The collapse alarm of a resumed run, which has seen the metrics that the run has logged so far."""
     alarm = CollapseAlarm(config)
-    for line in read_jsonl(run_dir.metrics) if run_dir.metrics.is_file() else []:
+    for line in steps:
         alarm.observe(line["step"], line)
     return alarm
 

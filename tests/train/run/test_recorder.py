@@ -236,18 +236,16 @@ def test_the_shards_of_an_earlier_version_are_not_taken_for_a_checkpoint(tmp_pat
     assert (run.checkpoints / "_actor" / "global_step4").is_dir()  # and they are left alone
 
 
-def test_a_resumed_run_goes_on_with_the_strain_so_far(tmp_path: Path) -> None:
-    limits, run_dir = AlarmConfig(strain=0.11), RunDir(tmp_path)
+def test_a_resumed_run_goes_on_with_the_strain_so_far() -> None:
+    limits = AlarmConfig(strain=0.11)
     steps = [
         {"step": step} | CALM | line for step, line in enumerate(far(0.05, 0.05, 0.2, 0.2, 0.2), start=1)
     ]
     whole = CollapseAlarm(limits)
     raised = [whole.observe(line["step"], line) for line in steps]
     assert [alarm.step for alarm in raised if alarm] == [4]  # the means: .05, .05, just over .1, about .126
-    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in steps[:3]))
-    assert alarm_so_far(limits, run_dir).observe(4, steps[3]) == raised[3]
-    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in steps[:4]))
-    assert alarm_so_far(limits, run_dir).observe(5, steps[4]) is None  # it was raised before
+    assert alarm_so_far(limits, steps[:3]).observe(4, steps[3]) == raised[3]
+    assert alarm_so_far(limits, steps[:4]).observe(5, steps[4]) is None  # it was raised before
 
 
 def test_steps_that_were_taken_back_are_an_event(tmp_path: Path) -> None:

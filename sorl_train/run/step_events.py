@@ -1,0 +1,45 @@
+"""What the metrics of a step say that a user has to know, in sentences for ``events.jsonl`` and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def moved_back(metrics: Mapping[str, float]) -> str:
+    """How far the trust region took optimizer steps back."""
+    moves = metrics["loss/trust_moves_back"]
+    times = "once" if moves == 1 else f"{moves:g} times"
+    most, kl, scale = (metrics[f"loss/trust_{name}"] for name in ("kl_max", "kl", "scale"))
+    return (
+        f"the KL reached {most:.2g}: weights were moved back {times}, and the step ends at {kl:.2g}; learning rates "
+        f"are times {scale:.2g} from here"
+    )
+
+
+def missing_groups(metrics: Mapping[str, float], rounds: int) -> str:
+    """Why dynamic sampling, in ``rounds`` further rounds, could not fill the batch."""
+    missing, drawn = metrics["rollout/dynamic_missing"], metrics["rollout/dynamic_drawn"]
+    return (
+        f"of the batch's groups {missing:g} are missing after {drawn:g} rollouts (rollout.dynamic_sampling {rounds}): "
+        "the others drawn have equal rewards, or were excluded"
+    )
+
+
+def in_vain(metrics: Mapping[str, float]) -> str:
+    """What came of a batch in which no trajectory succeeded and no token had an advantage; empty for any other.
+
+    A term for the KL to the reference or for the entropy takes steps of its own, unless a trust region or
+    ``update.skip_without_signal`` leaves out what has no advantages.
+    """
+    if metrics.get("rollout/success") != 0 or metrics.get("loss/signal_frac") != 0:
+        return ""
+    if not metrics["loss/effective_lr"]:
+        outcome = "no step was taken"
+    elif metrics["loss/grad_norm"]:
+        outcome = "steps followed the KL and entropy terms alone"
+    else:
+        outcome = "no step had a gradient"
+    return (
+        f"no trajectory succeeded, and none was better than another, so {outcome}: start with --stage sft, or with an "
+        "easier task"
+    )
