@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sorl_env.control_tokens import ControlTokens
+from sorl_env.control_tokens import control_tokens
 from sorl_env.errors import UserError
 from sorl_env.parser import ParsedTurn
 from sorl_env.plain_chat import calls_as_content
@@ -89,8 +89,8 @@ class ChatCodec:
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Tool]) -> None:
         self._tokenizer: Any = tokenizer
         self._tools = {tool.name: tool for tool in tools}
-        self._schemas = [tool_schema(tool) for tool in tools]
-        self._control = ControlTokens(tokenizer)
+        self._control = control_tokens(tokenizer)
+        self._schemas = [self._control.harmless(tool_schema(tool)) for tool in tools]
         self._specials = self._control.special_ids
         self._replies: dict[str, _Frame] = {}
         self._plain = False
@@ -109,7 +109,9 @@ class ChatCodec:
     def prompt_ids(self, prompt: str, system_prompt: str | None) -> list[int]:
         if system_prompt not in self._prompts:
             self._prompts[system_prompt] = self._find_prompt(system_prompt)
-        return self._encode(*self._prompts[system_prompt].fill(prompt.strip()))
+        before, body, after = self._prompts[system_prompt].fill(prompt.strip())
+        begun = self._control.split(before, [(system_prompt or "").strip()])
+        return self._control.encode_parts([*begun, (valid_text(body), True), (after, False)])
 
     def turn_text(self, ids: Sequence[int]) -> str:
         """The message without the token that ends it."""
@@ -155,7 +157,8 @@ class ChatCodec:
             body = self._write(way, exact=not last)
             if body is None:
                 continue
-            ids = self._ended(body, self._call_end if called else self._answer_end)
+            outside = [parsed.think, arguments if called else parsed.content]
+            ids = self._ended(body, self._call_end if called else self._answer_end, outside)
             text = self.turn_text(ids)
             seen = parse_message(text, tuple(self._tools.values()), self._syntax)
             same = (seen.kind, seen.tool, seen.content) == (parsed.kind, parsed.tool, parsed.content)
@@ -183,9 +186,9 @@ class ChatCodec:
         at = next(differ, min(len(begun), len(whole)))
         return whole[self._control.start_of(whole, at) :]
 
-    def _ended(self, text: str, end: int) -> list[int]:
+    def _ended(self, text: str, end: int, outside: Sequence[Any]) -> list[int]:
         """The tokens of a message up to the token that ends it, which may be followed by others or be missing."""
-        ids = self._encode(text, "", "")
+        ids = self._control.encode_parts(self._control.split(text, outside))
         stop = next((at for at, token in enumerate(ids) if token in (end, self._answer_end)), len(ids))
         return [*ids[:stop], end]
 

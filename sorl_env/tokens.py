@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from sorl_env.control_tokens import control_tokens
 from sorl_env.text import valid_text
+
+TAGS = ("think", "answer", "information")  # of the turn format, beside those of the tools
 
 
 class Tokenizer(Protocol):
@@ -22,27 +25,40 @@ class Tokenizer(Protocol):
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, prompt: str, system_prompt: str | None = None, *, use_chat_template: bool = True
+    tokenizer: Tokenizer,
+    prompt: str,
+    system_prompt: str | None = None,
+    *,
+    use_chat_template: bool = True,
+    tools: Collection[str] = (),
 ) -> list[int]:
     """Token ids of the first context, up to where the policy's first turn begins.
 
     With a chat template the prompt is one user message, and the policy writes one long assistant message into which
     observations are inserted as plain text (the layout of Search-R1), so no template ever rewrites earlier text.
     Without one (base models, ``use_chat_template=False``) the text is encoded as it is, after the tokenizer's BOS if it
-    has one.
+    has one. No text of the prompt becomes a control token such as ``<|im_end|>``; those of the template stay.
+
+    Args:
+        tools: names of tools, whose tags stay as they are where the tokenizer has tokens for them.
     """
+    prompt, control = valid_text(prompt), control_tokens(tokenizer, (*TAGS, *tools))
+    texts = [valid_text(system_prompt), prompt] if system_prompt else [prompt]
+    forged = any(map(control.occur_in, texts))
     if use_chat_template and tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        if system_prompt:
-            messages.insert(0, {"role": "system", "content": system_prompt})
+        roles = ("system", "user")[-len(texts) :]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        if forged:
+            return control.encode_parts(control.around(messages, add_generation_prompt=True))
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         # the template has added the special tokens already
         return tokenizer.encode(valid_text(text), add_special_tokens=False)
-    text = f"{system_prompt}\n\n{prompt}" if system_prompt else prompt
-    return tokenizer.encode(valid_text(text), add_special_tokens=True)
+    text = "\n\n".join(texts)
+    if forged:
+        return control.encode_parts([(text, True)], add_special_tokens=True)
+    return tokenizer.encode(text, add_special_tokens=True)
 
 
-def encode_observation(tokenizer: Tokenizer, text: str, max_tokens: int | None = None) -> list[int]:
-    """Token ids of a reply of the environment, without special tokens, cut to ``max_tokens``."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids if max_tokens is None else ids[:max_tokens]
+def encode_text(tokenizer: Tokenizer, text: str, tools: Collection[str] = ()) -> list[int]:
+    """Token ids of a text from outside within a dialogue, such as a reply of the environment: no control tokens."""
+    return control_tokens(tokenizer, (*TAGS, *tools)).encode("", text, "")

@@ -13,7 +13,7 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.parser import ParsedTurn
 from sorl_env.text import valid_text
 from sorl_env.text_env import TextEnv
-from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
+from sorl_env.tokens import Tokenizer, encode_prompt, encode_text
 from sorl_env.turn_format import TAGS, TurnFormat
 
 
@@ -60,11 +60,17 @@ class TagCodec:
     def __init__(self, env: TextEnv, tokenizer: Tokenizer, *, use_chat_template: bool) -> None:
         self.stop = env.stop
         self._tokenizer = tokenizer
+        self._is_raw = getattr(env, "format", None) == "raw"  # an environment that writes its own markup
+        self._tools = tuple(end.strip("</>") for end in env.stop if end.startswith("</"))
         self._use_chat_template = use_chat_template
 
     def prompt_ids(self, prompt: str, system_prompt: str | None) -> list[int]:
         return encode_prompt(
-            self._tokenizer, prompt, system_prompt, use_chat_template=self._use_chat_template
+            self._tokenizer,
+            prompt,
+            system_prompt,
+            use_chat_template=self._use_chat_template,
+            tools=self._tools,
         )
 
     def turn_text(self, ids: Sequence[int]) -> str:
@@ -73,20 +79,22 @@ class TagCodec:
     def reply_ids(
         self, ids: Sequence[int], parsed: ParsedTurn | None, observation: str, max_tokens: int
     ) -> list[int]:
+        if self._is_raw:
+            return self._tokenizer.encode(observation, add_special_tokens=False)[:max_tokens]
         return tag_reply_ids(self._tokenizer, observation, max_tokens)
 
     def written_turn(self, parsed: ParsedTurn, text: str) -> tuple[str, list[int]]:
-        return text, self._tokenizer.encode(text, add_special_tokens=False)
+        return text, encode_text(self._tokenizer, text, self._tools)
 
 
 def tag_reply_ids(tokenizer: Tokenizer, observation: str, max_tokens: int) -> list[int]:
     """Token ids of an observation between tags, at most ``max_tokens``; one that is cut keeps its closing tag."""
-    whole = encode_observation(tokenizer, observation)
+    whole = encode_text(tokenizer, observation)
     if len(whole) <= max_tokens:
         return whole
     body, tag, rest = observation.rpartition("\n</information>")
-    tail = encode_observation(tokenizer, tag + rest) if tag else []
-    return encode_observation(tokenizer, body, max(0, max_tokens - len(tail))) + tail
+    tail = encode_text(tokenizer, tag + rest) if tag else []
+    return encode_text(tokenizer, body)[: max(0, max_tokens - len(tail))] + tail
 
 
 def make_codec(env: TextEnv, tokenizer: Tokenizer, *, use_chat_template: bool) -> TurnCodec:

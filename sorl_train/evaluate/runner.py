@@ -14,7 +14,7 @@ from sorl_env.interrupts import run_async
 from sorl_env.parser import neutralise
 from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, SamplingParams, run_trajectory
 from sorl_env.text_env import TextEnv, format_of, need_tools
-from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
+from sorl_env.tokens import Tokenizer, encode_prompt, encode_text
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.trajectory import Trajectory
 from sorl_env.turn_codec import make_codec, turn_text
@@ -186,7 +186,7 @@ async def answer_in_one_turn(policy: Policy, given: TextEnv, job: Job) -> tuple[
 def _cut(reply: str, tokenizer: Tokenizer, env: TextEnv) -> str:
     """What a search found, without tags and cut to ``max_observation_tokens``."""
     text = neutralise(reply)
-    ids = encode_observation(tokenizer, text)
+    ids = encode_text(tokenizer, text)
     limit = env.limits.max_observation_tokens
     return text if len(ids) <= limit else tokenizer.decode(ids[:limit], skip_special_tokens=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.parser import parse_turn
 from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder
-from sorl_env.tokens import Tokenizer, encode_observation, encode_prompt
+from sorl_env.tokens import Tokenizer, encode_prompt, encode_text
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_env.turn_codec import make_codec
 
@@ -87,12 +87,16 @@ def file_demos(
     *,
     use_chat_template: bool,
     system_prompt: str | None = None,
+    tools: Collection[str] = (),
 ) -> list[Demo]:
     """Demonstrations from the rows of a JSONL or Parquet file.
 
     A row is a trajectory as a run writes it (``prompt``, and ``turns`` with ``text`` and ``observation``), or has
     ``messages``: one from the ``user``, then ``assistant`` turns, each but the last followed by a ``tool`` (or
-    ``user``) message, which becomes the observation unchanged.
+    ``user``) message, which becomes the observation unchanged. No text of a row becomes a control token.
+
+    Args:
+        tools: names of the task's tools, see ``encode_prompt``.
 
     Raises:
         UserError: a row of another form or with more than ``max_tokens``; the message names file and line.
@@ -100,14 +104,12 @@ def file_demos(
     demos = []
     for where, row in read_rows(path):
         prompt, parts = _dialogue(row, where)
-        ids = encode_prompt(tokenizer, prompt, system_prompt, use_chat_template=use_chat_template)
+        ids = encode_prompt(
+            tokenizer, prompt, system_prompt, use_chat_template=use_chat_template, tools=tools
+        )
         mask = [False] * len(ids)
         for sampled, text in parts:
-            new = (
-                tokenizer.encode(text, add_special_tokens=False)
-                if sampled
-                else encode_observation(tokenizer, text)
-            )
+            new = encode_text(tokenizer, text, tools)
             ids, mask = ids + new, mask + [sampled] * len(new)
         if len(ids) > max_tokens:
             raise UserError(f"{where}: {len(ids)} tokens, limits.max_trajectory_tokens is {max_tokens}")

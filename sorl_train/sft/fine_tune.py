@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.text_env import TextEnv, need_tools
 from sorl_train.config.model_settings import SftConfig
@@ -26,7 +27,12 @@ def load_demos(config: TrainConfig, env: TextEnv, tokenizer: Any) -> list[Demo]:
         return expert_demos(played, tokenizer, config.sft.num_demos, use_chat_template=template)
     limit = env.limits.max_trajectory_tokens
     return file_demos(
-        config.sft.demos, tokenizer, limit, use_chat_template=template, system_prompt=env.task.system_prompt
+        config.sft.demos,
+        tokenizer,
+        limit,
+        use_chat_template=template,
+        system_prompt=env.task.system_prompt,
+        tools=env.toolbox.names if isinstance(env, ToolUseEnv) else (),
     )
 
 
