@@ -27,8 +27,8 @@ from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
 from sorl_train.run.checkpoint import resume_point, rewind
 from sorl_train.run.display import Display
 from sorl_train.run.folder import RunDir
+from sorl_train.run.going_on import next_moves, tell_state
 from sorl_train.run.interrupt import finish_step_on_interrupt, saved_on_error
-from sorl_train.run.recorder import next_moves, tell_damage
 from sorl_train.sft.cold_start import resolve_model
 
 
@@ -86,9 +86,10 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         rewind(run_dir, point.path)
     engine.load(point.path if point else None)
     with closing(engine.env), closing(engine.eval_env), closing(engine.recorder):
-        if point and point.damaged:
-            tell_damage(run_dir, display, point)
-            engine.save()  # with these events, which another resume from this checkpoint would cut off otherwise
+        if point:
+            tell_state(run_dir, display, point)
+            if point.damaged:
+                engine.save()  # with these events, which another resume from this checkpoint would cut off otherwise
         title = (
             f"{config.algo} on {engine.env.task.name}, {engine.num_parameters:,} parameters, {engine.device}"
         )

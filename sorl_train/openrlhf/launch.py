@@ -33,9 +33,10 @@ from sorl_train.run.checkpoint import resume_point, rewind
 from sorl_train.run.display import Display
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
+from sorl_train.run.going_on import next_moves, tell_state
 from sorl_train.run.interrupt import finish_step_on_interrupt
 from sorl_train.run.lock import HELD
-from sorl_train.run.recorder import ENDED, next_moves, tell_damage
+from sorl_train.run.recorder import ENDED
 from sorl_train.sft.cold_start import resolve_model
 
 LOG = "openrlhf.log"
@@ -88,7 +89,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     flags = openrlhf_flags(config, run_dir, model, env.limits, resume=point.path if point else None)
     if point:
         rewind(run_dir, point.path)
-        tell_damage(run_dir, display, point)
+        tell_state(run_dir, display, point)
     elif config.algorithm.needs_critic:
         display.message(critic_start(config, model))
     for line in unread(config):

@@ -2,7 +2,9 @@
 
 ::
 
-    checkpoints/best/policy/     the policy of the best evaluation so far
+    checkpoints/best/
+        policy/                  the policy of the best evaluation so far
+        state.json               its step and success
     checkpoints/step_000040/
         policy/                  config.json, model.safetensors, tokenizer: loads with transformers and vLLM
         state.json               step, best figures so far, lengths of the run's log files
@@ -89,6 +91,16 @@ def rewind(run_dir: RunDir, checkpoint: Path) -> None:
     run_dir.remove_leftovers()
     remove_leftovers(run_dir.checkpoints)
     cut_logs(run_dir, logs_at(checkpoint))
+
+
+def best_ahead(checkpoint: Path) -> tuple[int, float] | None:
+    """Step and success of the policy in ``best``, if it is of a later step than the checkpoint: the run was killed in
+    between, or later checkpoints are damaged. None also where an older version wrote it, or it is damaged."""
+    best = checkpoint.parent / "best"
+    if find_damage(best) or not (best / STATE).is_file():
+        return None
+    state = read_own_json(best / STATE)
+    return (state["step"], state["success"]) if state["step"] > step_of(checkpoint) else None
 
 
 def logs_at(checkpoint: Path) -> Lengths:

@@ -8,7 +8,6 @@ functions that write them.
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,14 +25,13 @@ from sorl_train.run.cards.policy import write_policy_card
 from sorl_train.run.cards.trajectories import write_trajectory_card
 from sorl_train.run.checkpoint import (
     STATE,
-    Whole,
+    best_ahead,
     checkpoint_name,
     list_checkpoints,
     prune_checkpoints,
-    set_aside,
 )
 from sorl_train.run.display import Advance, Display
-from sorl_train.run.files import append_line, free_name, read_jsonl
+from sorl_train.run.files import append_line, read_jsonl
 from sorl_train.run.folder import NON_FINITE, RunDir, read_own_json
 from sorl_train.run.hashed_folder import write_folder
 from sorl_train.run.interrupt import Diverged
@@ -257,6 +255,8 @@ class Recorder:
 
         def write(folder: Path) -> None:
             self._write_policy(folder, step, save_policy, best=self.config.stage == "rl")
+            state = {"step": step, "success": self._summary.final_success}
+            (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
         write_folder(self.run_dir.checkpoints / "best", write, self._run_id, hash_up_to=self._hash_up_to)
 
@@ -293,6 +293,7 @@ class Recorder:
         """Go on from a checkpoint, to whose lengths the logs are cut already; returns what its ``state.json`` holds."""
         state = read_own_json(checkpoint / STATE)
         self._summary = Summary.from_state(state["summary"])
+        self._summary.ahead = best_ahead(checkpoint)
         self._lost_steps = state["lost_steps"]
         steps = read_jsonl(self.run_dir.metrics) if self.run_dir.metrics.is_file() else []
         self._alarm = alarm_so_far(self.config.alarm, steps)
@@ -312,34 +313,9 @@ def append_event(run_dir: RunDir, event: Mapping[str, Any]) -> None:
     append_line(run_dir.events, json.dumps(event) + "\n")
 
 
-def next_moves(config: TrainConfig, run_dir: RunDir, best_step: int | None) -> str:
-    """What to do after a run that ended before its last step: its own settings would lead to the same place again."""
-    lower, trust_kl = f"--optim.lr {config.optim.lr / 2:g}", config.update.trust_kl
-    if trust_kl is None:
-        change = "--update.trust_kl 0.01"
-        advice = f"a trust region ({change}), which takes bad steps back, or a lower rate ({lower})"
-    else:
-        change = lower
-        advice = (
-            f"a lower rate ({change}), or a limit of the trust region (update.trust_kl) below {trust_kl:g}"
-        )
-    start = run_dir.checkpoints / "best" / "policy"
-    words = ["sorl-train", "--config", run_dir.config, "--model", start, *change.split()]
-    command = shlex.join(map(str, [*words, "--run_dir", free_name(run_dir.path)]))
-    return f"Go on from the last good policy, that of step {best_step}, with {advice}:\n  {command}"
-
-
 def alarm_so_far(config: AlarmConfig, steps: Iterable[Mapping[str, Any]]) -> CollapseAlarm:
     """The collapse alarm of a resumed run, which has seen the metrics that the run has logged so far."""
     alarm = CollapseAlarm(config)
     for line in steps:
         alarm.observe(line["step"], line)
     return alarm
-
-
-def tell_damage(run_dir: RunDir, display: Display, point: Whole) -> None:
-    """Say which damaged checkpoints a resume passed over, to the user and in ``events.jsonl``, and set them aside."""
-    for reason in point.passed_over:
-        append_event(run_dir, {"step": point.step, "kind": "damaged_checkpoint", "reason": reason})
-        display.message(f"{reason}; going on from step {point.step}")
-    set_aside(point.damaged)

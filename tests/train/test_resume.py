@@ -14,7 +14,7 @@ from sorl_train import train_rl as trainer
 from sorl_train.engine import LocalEngine
 from sorl_train.evaluate.find_policy import find_policy
 from sorl_train.run.files import read_jsonl
-from sorl_train.run.folder import RunDir
+from sorl_train.run.folder import RunDir, read_own_json
 from sorl_train.run.hashed_folder import HASHES, find_damage, hash_file
 from sorl_train.sft.cold_start import resolve_model
 
@@ -218,3 +218,40 @@ def test_another_model_folder_is_refused_by_a_resume(tmp_path: Path) -> None:
     flip_a_bit(model / "model.safetensors")
     with pytest.raises(UserError, match=r"model\.sha256"):
         train_short(tmp_path / "run", resume=True, update__steps=2, **settings)
+
+
+@pytest.mark.parametrize("resumed", [{4: 0.9, 6: 0.4}, {4: 0.7, 6: 0.4}])
+def test_the_best_policy_is_the_one_that_the_summary_names(
+    resumed: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After a kill between the best policy of step 4 and the checkpoint after it, in a run that repeats itself and in
+    one that does not, as on a GPU."""
+    first = {0: 0.2, 2: 0.5, 4: 0.9, 6: 0.4}
+    settings = UNDERSCORED | {"update__steps": 6, "checkpoint__every": 3}
+
+    def evaluations(curve: dict[int, float]) -> None:
+        monkeypatch.setattr(LocalEngine, "evaluate", lambda self, *_: {"eval/success": curve[self.step]})
+
+    def save_best_and_die(self: LocalEngine) -> None:
+        save_best(self)
+        if self.step == 4:
+            raise Killed
+
+    evaluations(first)
+    whole, _ = train_short(tmp_path / "whole", **settings)
+    save_best = LocalEngine.save_best
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(LocalEngine, "save_best", save_best_and_die)
+        train_short(tmp_path / "run", **settings)
+    evaluations(resumed)
+    config, display = short_config(**settings), QuietDisplay()
+    run_dir, _ = RunDir.resume(tmp_path / "run", config)
+    summary = trainer.run(config, run_dir, display, resume=True)
+    assert any(
+        "checkpoints/best is of step 4, after this checkpoint (success 0.900)" in m for m in display.messages
+    )
+    assert (summary["best_step"], summary["best_success"]) == (4, 0.9)
+    assert read_own_json(run_dir.checkpoints / "best" / "state.json") == {"step": 4, "success": 0.9}
+    if resumed[4] == 0.9:
+        assert outcome(run_dir) == outcome(whole)
+    assert outcome(run_dir)["weights"] == outcome(whole)["weights"]

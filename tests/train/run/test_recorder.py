@@ -20,8 +20,10 @@ from sorl_train.run.alarm import CollapseAlarm
 from sorl_train.run.checkpoint import list_checkpoints, prune_checkpoints, resume_point
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
+from sorl_train.run.going_on import tell_state
 from sorl_train.run.hashed_folder import HASHES, find_damage
-from sorl_train.run.recorder import MAX_LOST_STEPS, Recorder, alarm_so_far, append_event, tell_damage
+from sorl_train.run.recorder import MAX_LOST_STEPS, Recorder, alarm_so_far, append_event
+from sorl_train.run.summary import Summary
 
 from ..conftest import QuietDisplay
 from ..damage import flip_a_bit
@@ -55,6 +57,24 @@ def trajectory(name: str, stop: StopReason = StopReason.ANSWER, error: str | Non
         seed=0,
         error=error,
     )
+
+
+def test_a_best_policy_of_a_later_step_than_the_checkpoint_counts_from_that_step_on() -> None:
+    """Before it, the resumed run judges by its own evaluations, as it did when it came there first."""
+    successes = {5: 0.1, 6: 0.6, 7: 0.2}
+    lost, found = (Summary(best_success=0.5, best_step=2, ahead=(6, there)) for there in (0.9, 0.6))
+    assert [lost.observe(step, {"eval/success": success}) for step, success in successes.items()] == [
+        False
+    ] * 3
+    assert (lost.best_step, lost.best_success, lost.evaluations_below) == (6, 0.9, 1)
+    assert [found.observe(step, {"eval/success": success}) for step, success in successes.items()] == [
+        *(False, True, False)
+    ]
+    assert (found.best_step, found.best_success, found.evaluations_below) == (6, 0.6, 1)
+    better, ended = (Summary(best_success=0.5, best_step=2, ahead=(6, 0.6)) for _ in range(2))
+    assert better.observe(5, {"eval/success": 0.7}) and better.figures()["best_step"] == 5
+    assert not ended.observe(5, {"eval/success": 0.55}) and ended.state()["best_step"] == 5
+    assert (ended.figures()["best_step"], ended.figures()["best_success"]) == (6, 0.6)
 
 
 LOST = [trajectory("a", StopReason.ERROR, "search is out")]
@@ -180,7 +200,7 @@ def test_a_damaged_checkpoint_of_a_later_step_is_told_and_never_pruned_in_place_
     flip_a_bit(save(record, 9) / "policy" / "weights")
     display = QuietDisplay()
     point = resume_point(record.run_dir)
-    tell_damage(record.run_dir, display, point)
+    tell_state(record.run_dir, display, point)
     assert point.step == 2
     assert any("passed over step_000009: policy/weights has changed" in text for text in display.messages)
     (event,) = read_jsonl(record.run_dir.events)
