@@ -15,6 +15,9 @@ from sorl_train.learner.settings import UpdateSettings
 from sorl_train.losses.aggregate import loss_denominator
 from sorl_train.losses.sums import sum_over_ranks
 
+# OpenRLHF's ``get_optimizer_grouped_parameters``: parameters whose names contain one of these
+NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
+
 
 class NonFiniteError(RuntimeError):
     """NaN or infinity in a loss, a gradient or a log-probability of the trajectories ``trajectory_ids``."""
@@ -29,16 +32,32 @@ class NonFiniteError(RuntimeError):
         return type(self), (self.what, self.trajectory_ids)
 
 
-def adamw(parameters: list[Tensor], optim: OptimConfig, lr: float) -> torch.optim.Optimizer:
-    """AdamW as configured, at this learning rate."""
+def adamw(model: nn.Module, optim: OptimConfig, lr: float = 1e-3) -> torch.optim.Optimizer:
+    """AdamW as configured for what the model trains, with weight decay of all but biases and norms.
+
+    ``positions`` of a group are those of its parameters among all that are trained, in the model's order.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = []
+    for decays in (True, False):
+        chosen = [i for i, (name, _) in enumerate(trained) if decays != is_exempt(name)]
+        decay = optim.weight_decay if decays else 0.0
+        if chosen:
+            groups.append(
+                {"params": [trained[i][1] for i in chosen], "positions": chosen, "weight_decay": decay}
+            )
     return torch.optim.AdamW(
-        parameters,
+        groups,
         lr=lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.adam_eps,
-        weight_decay=optim.weight_decay,
         fused=True,
     )
+
+
+def is_exempt(name: str) -> bool:
+    """Whether a parameter of this name has no weight decay: OpenRLHF's rule, so that both engines agree."""
+    return any(part in name for part in NO_DECAY)
 
 
 def mean_over(mini: Batch, settings: UpdateSettings) -> dict[str, Any]:

@@ -27,25 +27,40 @@ class Collected:
 
 
 def save_optimizers(path: Path, optimizers: dict[str, torch.optim.Optimizer]) -> None:
-    """Write moments and step counters of named optimizers into one safetensors file."""
+    """Write moments and step counters of named optimizers, made by ``adamw``, into one safetensors file.
+
+    Names have a parameter's position in the model, whichever parameters are together in a group.
+    """
     tensors: dict[str, Tensor] = {}
     for name, optimizer in optimizers.items():
+        positions = _positions(optimizer)
         for index, state in optimizer.state_dict()["state"].items():
             for key, value in state.items():
-                tensors[f"{name}.{index}.{key}"] = torch.as_tensor(value).detach().cpu().contiguous()
+                tensors[f"{name}.{positions[index]}.{key}"] = (
+                    torch.as_tensor(value).detach().cpu().contiguous()
+                )
     save_file(tensors, path)
 
 
 def load_optimizers(path: Path, optimizers: dict[str, torch.optim.Optimizer]) -> None:
     """Inverse of ``save_optimizers``. Learning rates are not in the file: the schedule sets them at each step."""
     states: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in optimizers}
+    index_of = {
+        name: {position: index for index, position in enumerate(_positions(optimizer))}
+        for name, optimizer in optimizers.items()
+    }
     for full_name, tensor in load_file(path).items():
-        name, index, key = full_name.split(".")
-        states[name].setdefault(int(index), {})[key] = tensor
+        name, position, key = full_name.split(".")
+        states[name].setdefault(index_of[name][int(position)], {})[key] = tensor
     for name, optimizer in optimizers.items():
         optimizer.load_state_dict(
             {"state": states[name], "param_groups": optimizer.state_dict()["param_groups"]}
         )
+
+
+def _positions(optimizer: torch.optim.Optimizer) -> list[int]:
+    """For each parameter in the optimizer's order, its position in the model's."""
+    return [position for group in optimizer.param_groups for position in group["positions"]]
 
 
 def save_waiting(folder: Path, waiting: Iterable[Collected]) -> None:

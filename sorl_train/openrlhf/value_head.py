@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sorl_env.errors import UserError
 from sorl_train.config.settings import OptimConfig
-from sorl_train.learner.optimizer_step import set_lr
+from sorl_train.learner.optimizer_step import adamw, set_lr
 from sorl_train.learner.state import load_optimizers, save_optimizers
 from sorl_train.models.critic import VALUE_HEAD_FILE
 
@@ -39,12 +39,7 @@ class ValueHead:
         # as in the local engine: the first advantages are the rewards themselves
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
-        self.optimizer = torch.optim.AdamW(
-            self.linear.parameters(),
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.adam_eps,
-            weight_decay=optim.weight_decay,
-        )
+        self.optimizer = adamw(self.linear, optim)
         self._limit = optim.max_grad_norm
         self._norm = torch.zeros((), device=device)
         _count_in_the_norm(engine, lambda: self._norm)

@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sorl_env.registry import load_task
 from sorl_train.config.files import load_config
+from sorl_train.config.settings import OptimConfig
+from sorl_train.learner.optimizer_step import adamw
+from sorl_train.models.critic import load_critic
+from sorl_train.models.policy import load_policy
 from sorl_train.openrlhf import flag_table
 from sorl_train.openrlhf.flags import as_arguments, openrlhf_flags
 from sorl_train.openrlhf.launch import CPU_MODE
@@ -239,3 +244,37 @@ def test_openrlhf_parses_what_is_set(algo: str, tmp_path: Path) -> None:
     parsed = vars(parser_of_openrlhf().parse_args(as_arguments(flags)))
     for name, value in flags.items():
         assert parsed[name] == (value if not isinstance(value, tuple) else list(value)), name
+
+
+def test_the_same_parameters_decay_on_both_engines(tiny_folder: str) -> None:
+    """OpenRLHF exempts biases and norms; the value head, which is sorl's own on both engines, follows its rule."""
+    from openrlhf.models import get_llm_for_sequence_regression
+    from openrlhf.utils.deepspeed.deepspeed_utils import get_optimizer_grouped_parameters
+
+    optim = OptimConfig(weight_decay=0.1)
+    with_biases = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+    )
+    for model in (load_policy(tiny_folder, "cpu"), with_biases):
+        theirs = get_optimizer_grouped_parameters(model, optim.weight_decay)
+        ours = adamw(model, optim).param_groups
+        assert (
+            [group["weight_decay"] for group in ours]
+            == [group["weight_decay"] for group in theirs]
+            == [0.1, 0.0]
+        )
+        for one, other in zip(ours, theirs, strict=True):
+            assert [id(p) for p in one["params"]] == [id(p) for p in other["params"]] != []
+    critic = get_llm_for_sequence_regression(tiny_folder, "critic", attn_implementation="sdpa")
+    names = {id(p): name.removeprefix("model.") for name, p in critic.named_parameters()}
+    theirs = {names[id(p)] for p in get_optimizer_grouped_parameters(critic, 0.1)[1]["params"]}
+    local = load_critic(tiny_folder, "cpu")
+    names = {id(p): name.removeprefix("backbone.") for name, p in local.named_parameters()}
+    assert {names[id(p)] for p in adamw(local, optim).param_groups[1]["params"]} == theirs | {"head.bias"}
