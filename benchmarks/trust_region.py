@@ -22,7 +22,7 @@ from losses import Step, language_model, measure, show
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.means import Means
 from sorl_train.learner.scored_batch import estimate_advantages
-from sorl_train.learner.trust_region import LOOK
+from sorl_train.learner.trust_region import final_kl_sample
 from sorl_train.learner.update import PolicyUpdate
 
 NEVER = 1e9  # a limit that is always kept
@@ -56,7 +56,7 @@ def smollm2(layers: int, epochs: int) -> dict[str, Step]:
             update.begin_batch()
             for first in list(range(0, 8, 2)) * epochs:
                 update.step(batch.rows([first, first + 1]), 1e-9, means)
-            update.end_batch(batch.rows(range(0, 8, LOOK)), means)
+            update.end_batch(batch.rows(final_kl_sample(batch.loss_mask)), means)
 
         steps[name] = step
     return steps

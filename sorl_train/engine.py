@@ -31,7 +31,7 @@ from sorl_train.learner.scoring import score
 from sorl_train.learner.settings import update_settings
 from sorl_train.learner.state import Collected, load_optimizers, load_waiting, save_optimizers, save_waiting
 from sorl_train.learner.token_records import token_records
-from sorl_train.learner.trust_region import LOOK
+from sorl_train.learner.trust_region import final_kl_sample
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.models.critic import load_critic
 from sorl_train.models.forward import compute_dtype, pick_device
@@ -87,15 +87,14 @@ class LocalEngine:
         if folder and config.lora.rank:
             load_adapters(self.policy, folder / "policy")
         self.sampler: LocalSampler = self._make_sampler()
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        optimizer = adamw(trained, config.optim, config.optim.lr)
+        optimizer = adamw(self.policy, config.optim, config.optim.lr)
         settings = update_settings(config)
         self.policy_update = PolicyUpdate(self.policy, optimizer, settings)
         self.optimizers = {"actor": optimizer}
         self.critic_update: CriticUpdate | None = None
         if config.algorithm.needs_critic:
             critic = load_critic(str(folder / "critic") if folder else config.critic or source, **loading)
-            self.optimizers["critic"] = adamw(list(critic.parameters()), config.optim, config.optim.critic_lr)
+            self.optimizers["critic"] = adamw(critic, config.optim, config.optim.critic_lr)
             self.critic_update = CriticUpdate(critic, self.optimizers["critic"], settings)
         self.reference = None
         if config.loss.kl_coef > 0:
@@ -274,7 +273,7 @@ class LocalEngine:
                     train_policy = not past_target_kl(config.update.target_kl, means)
                 advance(1)
             if trains_policy:
-                self.policy_update.end_batch(batch.rows(range(0, len(batch), LOOK)), means)
+                self.policy_update.end_batch(batch.rows(final_kl_sample(batch.loss_mask)), means)
         self.visited = (batch, seen) if seen else None
         return means.result() | batch_metrics(batch)
 

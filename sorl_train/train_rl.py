@@ -17,11 +17,10 @@ from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.engine import LocalEngine, stop_on_non_finite
 from sorl_train.evaluate.find_policy import fingerprint
-from sorl_train.learner.correction import correct
 from sorl_train.learner.dynamic_sampling import dynamic_metrics
-from sorl_train.learner.overlong import overlong_metrics, with_loss_tokens
+from sorl_train.learner.overlong import overlong_metrics
 from sorl_train.learner.replay import replay_metrics
-from sorl_train.learner.scored_batch import estimate_advantages, state_metrics
+from sorl_train.learner.scored_batch import prepare
 from sorl_train.rollout.environments import env_facts
 from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
 from sorl_train.run.checkpoint import resume_point, rewind
@@ -49,10 +48,8 @@ def train(engine: LocalEngine, interrupted: threading.Event) -> None:
         metrics |= replay_metrics(mixed, engine.replay)
         if mixed.batch is not None and bool(mixed.batch.loss_mask.any()):
             with stop_on_non_finite(recorder, step, [*trajectories, *mixed.replayed]):
-                batch = estimate_advantages(mixed.batch, config.algorithm.advantage, config.loss)
-                metrics |= state_metrics(batch)
-                batch, corrected = correct(with_loss_tokens(batch), config)
-                metrics |= corrected | engine.update(batch, step)
+                batch, prepared = prepare(mixed.batch, config)
+                metrics |= prepared | engine.update(batch, step)
         engine.step = step
         metrics |= recorder.evaluate_if_due(step, engine.evaluate)
         engine.save_trajectories(step, trajectories)

@@ -70,6 +70,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def began_log_probs(self) -> Tensor | None:
+        """(B, T), those of the weights that begin the batch's update; None where only that update computes them."""
+        return self.old_log_probs if self.start_log_probs is None else self.start_log_probs
+
     def with_fields(self, **fields: Tensor) -> Batch:
         """A copy in which these tensors are replaced."""
         return dataclasses.replace(self, **fields)  # type: ignore[arg-type]

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from sorl_train.algorithms import AdvantageKind
-from sorl_train.config.settings import LossConfig
+from sorl_train.config.settings import LossConfig, TrainConfig
 from sorl_train.learner.batch import Batch
+from sorl_train.learner.correction import correct
 from sorl_train.learner.diagnostics import quantiles
 from sorl_train.learner.mismatch import turn_mismatch
+from sorl_train.learner.overlong import with_loss_tokens
 from sorl_train.losses.advantages import gae, group_advantages, whiten
 from sorl_train.losses.kl import kl_in_reward, kl_penalty
 from sorl_train.losses.turn_credit import (
@@ -22,6 +24,17 @@ from sorl_train.losses.turn_credit import (
     turn_sums,
     turn_table,
 )
+
+
+def prepare(batch: Batch, config: TrainConfig) -> tuple[Batch, dict[str, float]]:
+    """What both engines train on: a scored rollout batch with advantages and corrections; also returns metrics.
+
+    Trajectories without loss tokens are left out last: they took part in the comparison with the others.
+    """
+    batch = estimate_advantages(batch, config.algorithm.advantage, config.loss)
+    metrics = state_metrics(batch)
+    batch, corrected = correct(with_loss_tokens(batch), config)
+    return batch, metrics | corrected
 
 
 def estimate_advantages(batch: Batch, kind: AdvantageKind, loss: LossConfig) -> Batch:

@@ -7,6 +7,10 @@ is computed anew. Near w0 the KL grows with the square of the distance, so t = s
 limit. After the batch's last step a part of the batch is looked at once more. The scale grows again after batches that
 stay far inside the region; slowly, because a batch of easy questions hardly moves at a rate that ruins the next one.
 
+Before the first step of a batch, and where weights went all the way back, D would be 0 if two passes over the same
+weights rounded alike; what it is instead is the noise of the measurement. A limit that is lost in this noise would
+shrink the scale batch after batch for steps that never went too far, so the run ends there.
+
 Everything here is elementwise in the weights: with sharded weights each rank moves its own shard, by a factor that all
 ranks know.
 """
@@ -14,16 +18,17 @@ ranks know.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from sorl_env.errors import UserError
 from sorl_train.learner.batch import Batch
 from sorl_train.losses.sums import sum_over_ranks
 
 MOST_MOVES = 4  # moves back towards the copy before one that goes all the way
-LOOK = 4  # after the last step one trajectory in so many is looked at
+FINAL_KL_STRIDE = 4  # the KL after a batch's last step is that of every fourth trajectory
 SHRINK = (0.1, 0.7)  # bounds of the factor by which the scale shrinks when steps are taken back
 GROWTH = 1.5  # most that the scale grows by after a batch
 MEMORY = 0.7  # of the largest KL so far, after each batch: what the scale grows by follows from the batches of late
@@ -38,13 +43,24 @@ def token_kl(log_probs: Tensor, batch: Batch) -> float:
     Args:
         log_probs: (B, T) of the current weights.
     """
-    began = batch.old_log_probs if batch.start_log_probs is None else batch.start_log_probs
+    began = batch.began_log_probs
     if began is None:  # these very weights began the batch
         return 0.0
     mask = batch.loss_mask.cpu()
     log_ratio = (log_probs.cpu() - began.cpu())[mask].double()
     squares, tokens = sum_over_ranks(float(log_ratio.square().sum()), float(len(log_ratio)))
     return 0.5 * squares / max(tokens, 1.0) if math.isfinite(squares) else math.inf
+
+
+def final_kl_sample(loss_masks: Iterable[Tensor]) -> list[int]:
+    """Which parts of a batch the KL after its last step is taken over: every fourth of those that have loss tokens.
+
+    They are chosen in the batch's order, before it is dealt out to ranks; it is at least one if any has loss tokens.
+
+    Args:
+        loss_masks: bool, that of each trajectory (T,), or of each micro-batch of another trainer.
+    """
+    return [part for part, mask in enumerate(loss_masks) if bool(mask.any())][::FINAL_KL_STRIDE]
 
 
 class TrustRegion:
@@ -68,10 +84,11 @@ class TrustRegion:
         self.scale, self.recent = 1.0, 0.0
         self.moves, self.largest = 0, 0.0
         self._start: list[Tensor] = []
+        self._moved = False  # whether the weights may have, since the batch began
 
     def begin(self, weights: Sequence[Tensor]) -> None:
         """Copy the weights that begin a batch, to host memory: it is only read when steps are taken back."""
-        self.moves, self.largest = 0, 0.0
+        self.moves, self.largest, self._moved = 0, 0.0, False
         if not self._start:  # kept over batches, because pinned memory is slow to get
             self._start = [
                 torch.empty_like(w, device="cpu", pin_memory=w.is_cuda, requires_grad=False) for w in weights
@@ -79,10 +96,43 @@ class TrustRegion:
         for start, now in zip(self._start, weights, strict=True):
             start.copy_(now.detach())
 
-    def left(self, kl: float) -> bool:
-        """Whether weights at this KL are outside the region."""
-        self.largest = max(self.largest, kl)
-        return not kl <= self.limit
+    def pull_inside(
+        self, weights: Sequence[Tensor], measure: Callable[[], float], moved: Callable[[], None]
+    ) -> float:
+        """Move the weights back until they are inside the region; returns their KL there.
+
+        Args:
+            measure: computes the KL at the current weights. The first call after ``begin`` comes before the first step.
+            moved: brings copies of the weights up to date after a move.
+
+        Raises:
+            UserError: the KL was above half of the limit at the weights that began the batch.
+        """
+        kl = measure()
+        if not self._moved:
+            self._check_noise(kl)
+        self._moved = True  # by the step that comes next
+        for move in range(MOST_MOVES + 1):
+            self.largest = max(self.largest, kl)
+            if kl <= self.limit:
+                break
+            self.go_back(weights, kl, move)
+            moved()
+            kl = measure()
+        else:
+            self._check_noise(kl)
+        return kl
+
+    def _check_noise(self, kl: float) -> None:
+        """Above half of the limit the scale could only shrink, never grow again. The loss names what is not finite."""
+        if self.target < kl < math.inf:
+            raise UserError(
+                f"update.trust_kl={self.limit:g} is too small for the precision of this run: at the weights that began "
+                f"a batch, which had not moved, the mean token KL was {kl:.2g} instead of 0. That is rounding, for "
+                "which the trust region would shrink the learning rate until nothing is learned. Use a limit of at "
+                f"least {10 * kl:.1g}, ten times as much, or compute in float32 (hardware.dtype=float32 with "
+                "engine=local, bf16=False in TRL)"
+            )
 
     @torch.no_grad()
     def go_back(self, weights: Sequence[Tensor], kl: float, move: int) -> None:

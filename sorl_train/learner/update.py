@@ -23,7 +23,7 @@ from sorl_train.learner.diagnostics import RatioDiagnostics, diagnose_ratios
 from sorl_train.learner.means import Means
 from sorl_train.learner.optimizer_step import NonFiniteError, mean_over, on_device, take_step
 from sorl_train.learner.settings import UpdateSettings
-from sorl_train.learner.trust_region import MOST_MOVES, TrustRegion, token_kl
+from sorl_train.learner.trust_region import TrustRegion, token_kl
 from sorl_train.losses.aggregate import aggregate
 from sorl_train.losses.clip_bias import ClipBias, Normalization, normalization
 from sorl_train.losses.kl import kl_penalty
@@ -115,18 +115,12 @@ class PolicyUpdate:
         )
         return totals.log_probs, totals.entropies
 
-    def end_batch(self, look: Batch, means: Means) -> None:
-        """Called after the last step on a rollout batch, with one of ``LOOK`` of its trajectories."""
+    def end_batch(self, sample: Batch, means: Means) -> None:
+        """Called after the last step on a rollout batch, with the trajectories of ``final_kl_sample``."""
         if self.trust is None:
             return
         self.model.eval()
-        kl = self._kl(look)
-        for move in range(MOST_MOVES + 1):
-            if not self.trust.left(kl):
-                break
-            self.trust.go_back(self._weights(), kl, move)
-            self._weights_moved()
-            kl = self._kl(look)
+        kl = self.trust.pull_inside(self._weights(), lambda: self._kl(sample), self._weights_moved)
         if means.any("signal_frac"):
             self.trust.end()
         means.add(
@@ -147,15 +141,20 @@ class PolicyUpdate:
 
     def _accumulate_inside(self, mini: Batch, trust: TrustRegion) -> _Totals:
         """``_accumulate``, and again at weights that are moved back until they are inside the trust region."""
-        for move in range(MOST_MOVES + 1):
+        totals: _Totals | None = None
+
+        def measure() -> float:
+            nonlocal totals
             totals = self._accumulate(mini)
-            kl = token_kl(totals.log_probs, mini)
-            if not trust.left(kl):
-                return totals
+            return token_kl(totals.log_probs, mini)
+
+        def moved() -> None:
             self._discard_gradient()
-            trust.go_back(self._weights(), kl, move)
             self._weights_moved()
-        return self._accumulate(mini)  # at the weights that began the batch
+
+        trust.pull_inside(self._weights(), measure, moved)
+        assert totals is not None
+        return totals
 
     def _accumulate(self, mini: Batch) -> _Totals:
         """Gradients of all micro-batches, with the denominator of the whole mini-batch."""
@@ -297,8 +296,10 @@ class CriticUpdate:
         self.parameters = list(critic.parameters())
 
     def step(self, mini: Batch, lr: float, means: Means) -> None:
-        """One optimizer step towards the returns."""
+        """One optimizer step towards the returns; none without loss tokens, where Adam would follow its momentum."""
         how: dict[str, Any] = mean_over(mini, self.settings)
+        if not how["denominator"]:  # on any rank
+            return
         total, clip = 0.0, self.settings.value_clip
         by_group = packs(getattr(self.critic, "backbone", None))  # OpenRLHF's critic has none
         size = self.settings.critic_micro_batch_size

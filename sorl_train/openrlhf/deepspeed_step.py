@@ -24,10 +24,12 @@ class DeepSpeedStep:
         self._undo = engine.gradient_accumulation_steps() * dist.get_world_size()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of one micro-batch; after the last one, call ``apply``."""
+        """Add the gradient of one micro-batch; after the last one, call ``apply``.
+
+        DeepSpeed would count micro-batches, always as many, while a mini-batch may have fewer trajectories than others.
+        """
+        self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self._undo)
-        if not last:
-            self.engine.step()  # DeepSpeed counts micro-batches with it
 
     def apply(self, lr: float, grad_scale: float = 1.0, limit: float | None = None) -> float:
         """Scale the gradient, clip it to ``limit`` (None: DeepSpeed's own), step with rate ``lr``.
@@ -55,7 +57,7 @@ class DeepSpeedStep:
         return math.nan if optimizer.overflow else float(self.engine.get_global_grad_norm()) / grad_scale
 
     def discard_gradient(self) -> None:
-        """Take DeepSpeed's step with an optimizer that does nothing: gradients are freed and micro-batches counted."""
+        """Take DeepSpeed's step with an optimizer that does nothing: gradients are freed."""
         optimizer = self.engine.optimizer
         optimizer._optimizer_step = lambda group: None  # hides the class's method
         try:

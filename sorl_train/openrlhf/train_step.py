@@ -25,18 +25,12 @@ from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.files import read_resolved
 from sorl_train.learner.batch import Batch, collate
-from sorl_train.learner.correction import correct
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit, sampled_by
 from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.overlong import overlong_metrics, shape_and_filter
 from sorl_train.learner.schedule import mini_batches, steps_of_batch
-from sorl_train.learner.scored_batch import (
-    batch_metrics,
-    estimate_advantages,
-    mismatch_metrics,
-    state_metrics,
-)
-from sorl_train.learner.trust_region import LOOK
+from sorl_train.learner.scored_batch import batch_metrics, mismatch_metrics, prepare
+from sorl_train.learner.trust_region import final_kl_sample
 from sorl_train.models.shape import model_shape
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.prompts import evaluation_loader, exclude_older
@@ -140,14 +134,13 @@ class TrainStep:
         if usable := bool(batch.loss_mask.any()):
             try:
                 with self.recorder.stage("log_probs"):
-                    batch, recomputed = self.score(batch)
-                self.check_mismatch(recomputed, batch, trajectories, step)
-                batch = estimate_advantages(batch, self.config.algorithm.advantage, self.config.loss)
-                metrics |= state_metrics(batch)
-                batch, corrected = correct(batch, self.config)
+                    batch = self.score(batch)
+                self.check_mismatch(batch, trajectories, step)
+                batch, prepared = prepare(batch, self.config)
                 with self.recorder.stage("update"):
-                    metrics |= corrected | self.update(batch, step) | batch_metrics(batch)
-                metrics |= mismatch_metrics(recomputed, batch)
+                    metrics |= prepared | self.update(batch, step) | batch_metrics(batch)
+                assert batch.began_log_probs is not None
+                metrics |= mismatch_metrics(batch.began_log_probs, batch)
             except (NonFiniteError, RayTaskError) as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 if not isinstance(cause, NonFiniteError):
@@ -215,35 +208,34 @@ class TrainStep:
 
     # -- the parts of a step --------------------------------------------------------------------------------------
 
-    def score(self, batch: Batch) -> tuple[Batch, Tensor]:
-        """Fill in old and reference log-probabilities and values; also returns the newest weights' log-probabilities.
+    def score(self, batch: Batch) -> Batch:
+        """Fill in old and reference log-probabilities and values.
 
         In a synchronous run the newest weights sampled the batch, and the old log-probabilities are the trainer's own
         recomputation. An asynchronous batch is older than the trainer's weights, and the ratio has to measure that: its
-        old log-probabilities are those that the sampler reported.
+        old log-probabilities are those that the sampler reported; those of the newest weights are its
+        ``start_log_probs``, because a trust region is around these weights.
         """
         recomputed = self.score_with(self.actor_model_group, batch)
         behind = self.config.cluster.async_rollout
-        fields = {"old_log_probs": batch.rollout_log_probs if behind else recomputed}
+        fields = {"start_log_probs": recomputed} if behind else {}
+        fields["old_log_probs"] = batch.rollout_log_probs if behind else recomputed
         if self.critic_model_group is not None:
             values = self.score_with(self.critic_model_group, batch)
             fields["values"] = values.masked_fill_(~batch.action_mask, 0.0)
         if self.reference_model_group is not None:
             fields["ref_log_probs"] = self.reference_log_probs(batch)
-        for name, figures in {**fields, "recomputed": recomputed}.items():
+        for name, figures in fields.items():
             broken = (~torch.isfinite(figures)).any(dim=1).nonzero()[:, 0].tolist()
             if broken:
                 raise NonFiniteError(f"one of the {name}", tuple(batch.ids[i] for i in broken))
-        if behind:  # a trust region is around the newest weights, not around those that sampled the batch
-            fields["start_log_probs"] = recomputed
-        return batch.with_fields(**fields), recomputed
+        return batch.with_fields(**fields)
 
-    def check_mismatch(
-        self, log_probs: Tensor, batch: Batch, trajectories: Sequence[Trajectory], step: int
-    ) -> None:
+    def check_mismatch(self, batch: Batch, trajectories: Sequence[Trajectory], step: int) -> None:
         """End the run if vLLM and the newest weights disagree about turns that these weights sampled."""
+        assert batch.began_log_probs is not None
         check_mismatch(
-            log_probs,
+            batch.began_log_probs,
             batch,
             sampled_by(self.version, trajectories, batch),
             limit=mismatch_limit(self.config, torch.bfloat16),
@@ -281,9 +273,8 @@ class TrainStep:
         if self.critic_model_group is not None:
             metrics |= self.run_group_awake(self.critic_model_group, "train_on", minis=shares, **counts)[0]
         if step > config.update.critic_warmup_steps:
-            looked_at = batch if config.update.trust_kl is not None else batch.rows([])
-            looks = [share.rows(range(0, len(share), LOOK)) for share in by_rank(looked_at, ranks)]
-            counts |= {"look": looks, "trust": [self.trust] * ranks}
+            sample = final_kl_sample(batch.loss_mask) if config.update.trust_kl is not None else []
+            counts |= {"sample": by_rank(batch.rows(sample), ranks), "trust": [self.trust] * ranks}
             actor = self.actor_model_group
             found, self.trust = self.run_group_awake(actor, "train_on", minis=shares, **counts)[0]
             metrics |= found

@@ -46,7 +46,10 @@ def run_config() -> TrainConfig:
     config = read_resolved(run_folder().config)
     place, update = Placement.of(config), config.update
     micro = place.micro_batch(update.micro_batch_size, update.mini_batch_size)
-    sizes = dataclasses.replace(update, micro_batch_size=micro, critic_micro_batch_size=micro)
+    scored = place.micro_batch(update.log_prob_micro_batch_size, config.rollout.batch_size)
+    sizes = dataclasses.replace(
+        update, micro_batch_size=micro, critic_micro_batch_size=micro, log_prob_micro_batch_size=scored
+    )
     return dataclasses.replace(config, update=sizes)
 
 
@@ -173,18 +176,18 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
     def score(self, batch: Batch) -> Tensor:
         """Log-probabilities (B, T) of the policy's tokens."""
         self.actor.eval()
-        size = self.config.update.micro_batch_size
+        size = self.config.update.log_prob_micro_batch_size
         return _score(batch, size, lambda micro: self.update.stats(micro, micro.action_mask).log_probs)
 
     def train_on(
-        self, minis: list[Batch], done: int, total: int, look: Batch, trust: dict[str, float] | None
+        self, minis: list[Batch], done: int, total: int, sample: Batch, trust: dict[str, float] | None
     ) -> tuple[dict[str, float], dict[str, float] | None]:
         """Train on this rank's share of a training step's mini-batches; returns metrics over all ranks, and the trust
         region's new state.
 
         Args:
             done, total: optimizer steps before this training step, and in the whole run.
-            look: what the trust region looks at after the last step, likewise this rank's share.
+            sample: this rank's share of the trajectories of ``final_kl_sample``.
             trust: its state after the training step before; None in the first.
         """
         self.actor.train()
@@ -193,7 +196,7 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
             update.trust.load(trust)
         update.begin_batch()
         _train(update, means, optim, optim.lr, optim.warmup_ratio, minis, done=done, total=total)
-        update.end_batch(look, means)
+        update.end_batch(sample, means)
         torch.cuda.empty_cache()  # several processes share the GPU, and torch would keep this one's peak
         return means.result(), None if update.trust is None else update.trust.state()
 
@@ -233,7 +236,7 @@ class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
     def score(self, batch: Batch) -> Tensor:
         """Values (B, T) of the policy's tokens."""
         self.critic.eval()
-        return _score(batch, self.config.update.critic_micro_batch_size, self.update.values)
+        return _score(batch, self.config.update.log_prob_micro_batch_size, self.update.values)
 
     def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
         """See ``PolicyWorker.train_on``."""

@@ -167,9 +167,6 @@ class SorlMixin:
     def score(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Mask of the policy's tokens, their log-probabilities and entropies, (B, T) each, and the router's loss."""
         trainer: Any = self
-        mask = inputs["completion_mask"]
-        if "tool_mask" in inputs:
-            mask = mask * inputs["tool_mask"]
         completion = inputs["completion_ids"]
         log_probs, entropy, aux_loss = trainer._get_per_token_logps_and_entropies(
             model,
@@ -180,7 +177,12 @@ class SorlMixin:
             compute_aux_loss=trainer.aux_loss_enabled,
             **{name: inputs.get(name) for name in _FORWARD},
         )
-        return mask.bool(), log_probs, entropy, aux_loss
+        return self.loss_mask(inputs), log_probs, entropy, aux_loss
+
+    def loss_mask(self, inputs: dict[str, Any]) -> Tensor:
+        """Mask (B, T) of the policy's tokens, without those of completions that TRL leaves out of the loss."""
+        mask: Tensor = inputs["completion_mask"]
+        return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from sorl_train.learner.trust_region import LOOK, MOST_MOVES, TrustRegion
+from sorl_train.learner.trust_region import TrustRegion, final_kl_sample
 from sorl_train.losses.sums import sum_over_ranks
 
 
@@ -64,15 +64,12 @@ class TrustedSteps:
     def keep_inside(self, model: Any) -> None:
         """While the weights are outside the region, move them back and compute the mini-batch anew."""
         steps = self._trainer.objective.steps
-        for move in range(MOST_MOVES + 1):
-            _, stats = steps.totals()
-            kl = stats.metrics()["approx_kl"]
-            kl = kl if math.isfinite(kl) else math.inf
-            if not self.region.left(kl):
-                break
-            model.zero_grad()
-            self.region.go_back(self._weights(), kl, move)
-            self._compute_again(model)
+
+        def measure() -> float:
+            kl = steps.totals()[1].metrics()["approx_kl"]
+            return kl if math.isfinite(kl) else math.inf
+
+        self.region.pull_inside(self._weights(), measure, lambda: self._compute_again(model))
         self._signal |= bool(steps.totals()[1].signal)
         steps.rate = self.region.scale
 
@@ -81,12 +78,7 @@ class TrustedSteps:
         trainer = self._trainer
         if trainer._step % self._length:
             return
-        kl = self._kl()
-        for move in range(MOST_MOVES + 1):
-            if not self.region.left(kl):
-                break
-            self.region.go_back(self._weights(), kl, move)
-            kl = self._kl()
+        kl = self.region.pull_inside(self._weights(), self._kl, lambda: None)
         if self._signal:
             self.region.end()
         region = self.region
@@ -104,6 +96,7 @@ class TrustedSteps:
 
     def _compute_again(self, model: Any) -> None:
         trainer = self._trainer
+        model.zero_grad()
         trainer.objective.steps.clear()
         self._again = True
         try:
@@ -118,11 +111,12 @@ class TrustedSteps:
 
     @torch.no_grad()
     def _kl(self) -> float:
-        """Mean token KL, over all ranks, of one of ``LOOK`` micro-batches to the policy that generated them."""
+        """Mean token KL, over all ranks, of some micro-batches to the policy that generated them."""
         trainer = self._trainer
         squares, tokens = 0.0, 0.0
         trainer.model.eval()
-        for inputs, old in self._batch[::LOOK]:
+        for part in final_kl_sample(trainer.loss_mask(inputs) for inputs, _ in self._batch):
+            inputs, old = self._batch[part]
             mask, log_probs, _, _ = trainer.score(trainer.model, inputs)
             log_ratio = (log_probs - old)[mask].double()
             squares += float(log_ratio.square().sum())

@@ -28,8 +28,8 @@ of width h and MLP width i; a vocabulary of V):
   micro-batch and of its action tokens, 2 m V (L + A), in the forward pass and again as gradients; or one block that is
   computed again, 2 m L w, beside leaving gradients, 2 B, and arriving weights if P > 1.05e9. The critic has no logits;
 - step, not offloaded: the gradients once more and in float32, 8 P / N (ZeRO-3: 6 P / N);
-- scoring: the forward pass of a block, 2 m L (4 h + 3 i), or the logits and 2 m L h. The reference runs in OpenRLHF's
-  own worker, which converts the logits to float32: 6 m' L V with its micro-batch m'. This part grows fastest;
+- scoring, m' rows: the forward pass of a block, 2 m' L (4 h + 3 i), or the logits and 2 m' L h. The reference runs in
+  OpenRLHF's own worker, which converts the logits to float32: 6 m' L V. This part grows fastest;
 - new weights for vLLM: a gathered weight and its copy, 4 E, beside vLLM's weights.
 
 These phases take turns: each process gives its cached memory back to the GPU when its work is done.
@@ -137,7 +137,7 @@ class _Estimate:
         self.sleeps = self.place.shared and not self.on_cpu
         self.gathers = self.sharded and self.ranks > 1
         self.rows = self.place.micro_batch(config.update.micro_batch_size, config.update.mini_batch_size)
-        self.ref_rows = self.place.micro_batch(
+        self.scored_rows = self.place.micro_batch(
             config.update.log_prob_micro_batch_size, config.rollout.batch_size
         )
         self.tokens, self.actions = limits.max_trajectory_tokens, action_tokens(limits)
@@ -154,16 +154,19 @@ class _Estimate:
         phases: dict[str, Parts] = {}
         if self.place.shared:
             phases["sampling"] = {"vLLM": vllm.total}
-        phases["scoring, policy"] = self.at_work(policy, self.policy, logits=self.logits(gradients=False))
+        scored_logits = self.logits(self.scored_rows, gradients=False)
+        phases["scoring, policy"] = self.at_work(policy, self.policy, logits=scored_logits)
         if self.critic:
             phases["scoring, critic"] = self.at_work(critic, self.critic, logits=0)
         if self.reference:
             phases["scoring, reference"] = self.forward(
-                self.reference, self.ref_rows, 6 * self.ref_rows * self.tokens * self.shape.vocabulary
+                self.reference, self.scored_rows, 6 * self.scored_rows * self.tokens * self.shape.vocabulary
             )
         if self.critic:
             phases["critic update"] = self.update(critic, self.critic, logits=0)
-        phases["policy update"] = self.update(policy, self.policy, logits=self.logits(gradients=True))
+        phases["policy update"] = self.update(
+            policy, self.policy, logits=self.logits(self.rows, gradients=True)
+        )
         phases["weights to vLLM"] = {
             "vLLM's weights": vllm.weights if self.place.shared else 0,
             "a weight and its copy": (4 if self.sharded else 2) * self.largest,
@@ -230,7 +233,7 @@ class _Estimate:
 
     def at_work(self, states: _States, parameters: int, *, logits: int) -> Parts:
         """What a model needs to score a micro-batch."""
-        return {"woken up": states.awake} | self.forward(parameters, self.rows, logits)
+        return {"woken up": states.awake} | self.forward(parameters, self.scored_rows, logits)
 
     def update(self, states: _States, parameters: int, *, logits: int) -> Parts:
         """What a model needs at the largest moment of an optimizer step."""
@@ -273,10 +276,10 @@ class _Estimate:
             return parts | {"logits": hidden + logits}
         return parts | {"arriving weights": arriving, "activations": block}
 
-    def logits(self, *, gradients: bool) -> int:
+    def logits(self, rows: int, *, gradients: bool) -> int:
         """The logits of a micro-batch and of its action tokens; or these, their gradient and float32 chunks."""
-        of_actions = self.rows * self.actions * self.shape.vocabulary
-        whole = 2 * self.rows * self.tokens * self.shape.vocabulary + 2 * of_actions
+        of_actions = rows * self.actions * self.shape.vocabulary
+        whole = 2 * rows * self.tokens * self.shape.vocabulary + 2 * of_actions
         chunks = 4 * 4 * min(CPU_CHUNK if self.on_cpu else GPU_CHUNK, of_actions)
         return max(whole, (4 if gradients else 2) * of_actions + chunks)
 

@@ -22,8 +22,8 @@ HOST = "the host's memory"
 # The settings to change when a phase does not fit, the cheapest first.
 KNOBS = {
     "sampling": "cluster.vllm_memory, cluster.zero_stage=3, cluster.offload_optimizer",
-    "scoring, policy": "update.micro_batch_size",
-    "scoring, critic": "update.micro_batch_size",
+    "scoring, policy": "update.log_prob_micro_batch_size",
+    "scoring, critic": "update.log_prob_micro_batch_size",
     "scoring, reference": "update.log_prob_micro_batch_size",
     "critic update": "update.micro_batch_size, hardware.gradient_checkpointing, cluster.offload_optimizer",
     "policy update": "update.micro_batch_size, hardware.gradient_checkpointing, cluster.offload_optimizer",
@@ -64,8 +64,8 @@ def _placement(config: TrainConfig, model: str) -> list[str]:
         f"sampling: {sampling}, {whose}",
         f"rollout: {batch} trajectories, {batch // max(1, cluster.vllm_engines)} for each engine to sample, "
         f"{batch // place.ranks} for each rank to score",
-        f"micro-batch of a GPU: {rows} (policy and critic), "
-        f"{place.micro_batch(update.log_prob_micro_batch_size, batch)} (reference)",
+        f"micro-batch of a GPU: {rows} (updates), "
+        f"{place.micro_batch(update.log_prob_micro_batch_size, batch)} (scoring)",
         f"optimizer step: mini-batch of {mini} = {place.ranks} ranks x {rows} x "
         f"{_count(mini // place.ranks // rows, 'accumulation step')}",
     ]

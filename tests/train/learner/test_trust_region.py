@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sorl_env.env import ToolUseEnv
+from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.means import Means
 from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.settings import update_settings
-from sorl_train.learner.trust_region import GROWTH, LOOK, MOST_MOVES, SHRINK, TrustRegion, token_kl
+from sorl_train.learner.trust_region import (
+    GROWTH,
+    MOST_MOVES,
+    SHRINK,
+    TrustRegion,
+    final_kl_sample,
+    token_kl,
+)
 from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.forward import action_stats
 from sorl_train.models.policy import load_policy, load_tokenizer
 
-from ..conftest import short_config
+from ..conftest import short_config, train_short
 from ..rollout.test_sampler import roll
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -136,6 +145,17 @@ def test_the_scale_grows_by_what_the_batches_of_late_leave_room_for() -> None:
     assert (other.scale, other.recent) == (trust.scale, trust.recent)
 
 
+def test_the_last_kl_is_that_of_every_fourth_trajectory_with_loss_tokens() -> None:
+    """Rows 0, 4, 8, .. are filtered: every fourth row would see nothing."""
+    masks = torch.ones(20, 6, dtype=torch.bool)
+    assert final_kl_sample(masks) == [0, 4, 8, 12, 16]
+    masks[::4] = False
+    assert final_kl_sample(masks) == [1, 6, 11, 17]
+    masks[:19] = False
+    assert final_kl_sample(masks) == [19]
+    assert final_kl_sample(masks[:19]) == []
+
+
 # -- updates ----------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +228,41 @@ def test_weights_that_are_not_finite_go_back_to_where_the_batch_began(tiny_folde
         update.step(broken, 0.0, means)
 
 
+NOISE = 1e-5  # of bfloat16
+
+
+@pytest.mark.parametrize("field", ["old_log_probs", "start_log_probs"])
+@pytest.mark.parametrize(("limit", "stops"), [(1e-6, True), (1.9e-5, True), (1e-3, False)])
+def test_a_limit_below_the_noise_of_unmoved_weights_ends_the_run(
+    limit: float, stops: bool, field: str, tiny_folder: str, batch: Batch
+) -> None:
+    """Nothing has moved, so nothing is taken back, and the scale does not shrink for what is rounding."""
+    assert batch.old_log_probs is not None
+    noisy = batch.with_fields(**{field: batch.old_log_probs + math.sqrt(2 * NOISE)})
+    model = load_policy(tiny_folder)
+    update = update_of(model, config(**{"update.trust_kl": limit}))
+    before, trust, means = flat(model), trust_of(update), Means()
+    update.begin_batch()
+    if stops:
+        with pytest.raises(UserError, match=rf"trust_kl={limit:g}.* was 1e-05 .*at least 0.0001"):
+            update.step(noisy, 1e-4, means)
+    else:
+        update.step(noisy, 1e-9, means)
+    assert trust.scale == 1.0 and trust.moves == 0 and torch.equal(flat(model), before) == stops
+
+
+def test_noise_also_shows_where_the_first_step_cannot_show_it(tiny_folder: str, batch: Batch) -> None:
+    """On policy the first pass gives the old log-probabilities; the last look goes all the way back and finds noise."""
+    model = load_policy(tiny_folder)
+    update, means = update_of(model, config(**{"update.trust_kl": 1e-6})), Means()
+    update.begin_batch()
+    assert batch.old_log_probs is not None
+    old, _ = update.step(dataclasses.replace(batch, old_log_probs=None), 1e-2, means)
+    assert trust_of(update).moves == 0
+    with pytest.raises(UserError, match="had not moved"):
+        update.end_batch(batch.with_fields(old_log_probs=old + math.sqrt(2 * NOISE)), means)
+
+
 def test_without_advantages_nothing_moves_and_the_scale_stays(tiny_folder: str, batch: Batch) -> None:
     """Adam would go on from its momentum, and a batch that says nothing must not make the next steps larger."""
     model = load_policy(tiny_folder)
@@ -226,7 +281,7 @@ def test_micro_batches_do_not_matter_where_steps_are_taken_back(tiny_folder: str
         model = load_policy(tiny_folder)
         update = update_of(model, config(**{"update.micro_batch_size": size}))
         minis = [batch.rows(range(k, 9, 3)) for k in range(3)] * 2
-        found = train_on(update, minis, batch.rows(range(0, 9, LOOK)), 3e-3)
+        found = train_on(update, minis, batch.rows(final_kl_sample(batch.loss_mask)), 3e-3)
         assert found["loss/trust_moves_back"] >= 2
         results.append((flat(model), found["loss/trust_moves_back"], found["loss/trust_scale"]))
     for weights, moves, scale in results[1:]:
@@ -265,7 +320,7 @@ def test_two_ranks_take_the_same_steps_back(
     """Uneven shares: a rank's own tokens would decide differently."""
     monkeypatch.syspath_prepend(str(ROOT))
     minis = [batch.rows(range(k, 9, 3)) for k in range(3)] * 2
-    look = batch.rows(range(0, 9, LOOK))
+    look = batch.rows(final_kl_sample(batch.loss_mask))
     model = load_policy(tiny_folder)
     expected = train_on(update_of(model, config()), minis, look, 3e-3)
     assert expected["loss/trust_moves_back"] >= 2
@@ -279,3 +334,10 @@ def test_two_ranks_take_the_same_steps_back(
         torch.testing.assert_close(weights, flat(model), atol=2e-5, rtol=1e-4)
         for name in ("trust_moves_back", "trust_scale", "trust_kl", "trust_kl_max"):
             assert found[f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], rel=1e-3), name
+
+
+@pytest.mark.slow
+def test_a_run_in_bfloat16_whose_limit_is_lost_in_rounding_says_so(tmp_path: Path) -> None:
+    """Scoring and training pad the same rows differently: a KL of about 1e-6 at weights that have not moved."""
+    with pytest.raises(UserError, match=r"update.trust_kl=1e-07 is too small .*hardware.dtype=float32"):
+        train_short(tmp_path / "run", algo="ppo", hardware__dtype="bfloat16", update__trust_kl=1e-7)

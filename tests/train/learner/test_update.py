@@ -19,9 +19,10 @@ from sorl_train.learner.means import Means, past_target_kl
 from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.schedule import learning_rate
 from sorl_train.learner.settings import update_settings
-from sorl_train.learner.update import PolicyUpdate
+from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.losses.surrogates import SURROGATES
 from sorl_train.models import packing
+from sorl_train.models.critic import load_critic
 from sorl_train.models.packed_attention import enable_packing
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.rollout.sampler import TransformersSampler
@@ -284,6 +285,29 @@ def test_a_mini_batch_without_advantages_moves_nothing_if_asked(
     after = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert torch.equal(before, after) == skip
     assert means.latest("signal_frac") == 0.0 and means.result()["loss/signal_frac"] > 0.4
+
+
+def test_a_mini_batch_without_loss_tokens_does_not_move_the_critic(
+    tiny_folder: str, trajectories: list[Trajectory]
+) -> None:
+    """Its gradient is zero, but Adam would follow the momentum of the steps before; the optimizer is left as it is."""
+    critic = load_critic(tiny_folder, "cpu")
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=0.01)
+    update, means = CriticUpdate(critic, optimizer, update_settings(short_config())), Means()
+    batch = collate(trajectories).with_fields(
+        returns=torch.ones_like(collate(trajectories).rollout_log_probs)
+    )
+
+    def state() -> tuple[torch.Tensor, torch.Tensor]:
+        moments = [value.flatten() for s in optimizer.state.values() for value in s.values()]
+        return torch.cat([p.detach().flatten() for p in critic.parameters()]), torch.cat(moments)
+
+    update.step(batch, 0.01, means)
+    before = state()
+    update.step(batch.with_fields(loss_mask=torch.zeros_like(batch.loss_mask)), 0.01, means)
+    assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+    update.step(batch, 0.01, means)
+    assert not torch.equal(before[0], state()[0])
 
 
 def test_past_target_kl_is_the_newest_mini_batch() -> None:

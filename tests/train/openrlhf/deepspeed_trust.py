@@ -2,10 +2,10 @@
 
     python deepspeed_trust.py FOLDER
 
-reads FOLDER/case.pt (config, model folder, mini-batches, what is looked at, learning rate, ZeRO stage, dtype), trains
-on the mini-batches twice, and each rank writes FOLDER/rank{R}.pt: the metrics, the weights of its forward pass, the
-largest error of a move back against the interpolation computed by hand, and of the forward pass's weights against the
-optimizer's.
+reads FOLDER/case.pt (config, model folder, mini-batches, the sample of the last KL, learning rate, ZeRO stage, dtype),
+trains on the mini-batches twice, the second time at a hundred times the rate, and each rank writes FOLDER/rank{R}.pt:
+the metrics, the weights of its forward pass, the largest error of a move back against the interpolation computed by
+hand, and of the forward pass's weights against the optimizer's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from sorl_train.learner.batch import Batch
 from sorl_train.learner.means import Means
 from sorl_train.learner.trust_region import MOST_MOVES, TrustRegion
+from sorl_train.openrlhf.shares import by_rank
 from sorl_train.openrlhf.workers import DeepSpeedPolicyUpdate
 
 
@@ -47,6 +49,12 @@ class Checked(TrustRegion):
                 self.error = max(self.error, float(wrong.max()) / distance)
 
 
+@torch.no_grad()
+def from_here(update: DeepSpeedPolicyUpdate, batch: Batch) -> Batch:
+    """The batch as an update gets it that begins with these weights; all ranks compute all rows."""
+    return batch.with_fields(start_log_probs=update.stats(batch, batch.loss_mask).log_probs.float())
+
+
 def main(folder: Path) -> None:
     case = torch.load(folder / "case.pt", weights_only=False)
     deepspeed.init_distributed("gloo")
@@ -66,21 +74,23 @@ def main(folder: Path) -> None:
                 "stage3_param_persistence_threshold": case["persistent"],
             },
             "bf16": {"enabled": case["dtype"] == torch.bfloat16},
-            "optimizer": {"type": case["optimizer"], "params": {"lr": lr}},
+            # DeepSpeed would compile an Adam of its own
+            "optimizer": {"type": case["optimizer"], "params": {"lr": lr} | case["params"]},
             "zero_allow_untested_optimizer": True,
         },
     )
     update = DeepSpeedPolicyUpdate(engine, config)
     update.trust = trust = Checked(config.update.trust_kl, config.update.trust_max_scale)
     found, behind = [], 0.0
-    for _ in range(2):
+    for rate in (lr, 100 * lr):  # in the second batch the scale is small already
         means = Means()
+        engine.eval()
+        *minis, sample = (from_here(update, part) for part in (*case["minis"], case["sample"]))
         engine.train()
         update.begin_batch()
-        for mini in case["minis"]:
-            order = torch.argsort(mini.lengths, descending=True, stable=True)
-            update.step(mini.rows(order[rank::ranks]), lr, means)
-        update.end_batch(case["look"].rows(range(rank, len(case["look"]), ranks)), means)
+        for mini in minis:
+            update.step(by_rank(mini, ranks)[rank], rate, means)
+        update.end_batch(by_rank(sample, ranks)[rank], means)
         found.append(means.result())
         for p in model.parameters():
             whole = safe_get_full_fp32_param(p).cpu()

@@ -17,6 +17,7 @@ from sorl_train.models.policy import load_policy
 from sorl_train.run.files import read_jsonl
 
 from ..learner.test_trust_region import batch as batch  # a fixture
+from ..learner.test_trust_region import current
 from .conftest import metrics, run_ranks, train
 from .test_equivalence import settings
 
@@ -25,11 +26,12 @@ SCRIPT = Path(__file__).with_name("deepspeed_trust.py")
 
 
 def case_of(folder: str, batch: Batch, micro: int, **more: Any) -> dict[str, Any]:
-    minis = [batch.rows(range(k, 8, 2)) for k in range(2)] * 2
+    # four, three and one trajectory: DeepSpeed is started for four, and two ranks have fillers
+    minis = [batch.rows(rows) for rows in (range(0, 8, 2), range(1, 7, 2), [7])] * 2
     config = settings(
         **{"update.trust_kl": 0.01, "update.micro_batch_size": micro, "loss.kl_coef": 0.0, "algo": "ppo"}
     )
-    return {"model": folder, "config": config, "minis": minis, "look": batch.rows(range(0, 8, 2)), **more}
+    return {"model": folder, "config": config, "minis": minis, "sample": batch.rows(range(0, 9, 2)), **more}
 
 
 def local(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[dict[str, float]]]:
@@ -38,12 +40,16 @@ def local(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[dict[s
     before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=case["lr"])
     update, found = PolicyUpdate(model, optimizer, update_settings(case["config"])), []
-    for _ in range(2):
+    for rate in (case["lr"], 100 * case["lr"]):  # in the second batch the scale is small already
         means = Means()
+        *minis, sample = (
+            part.with_fields(start_log_probs=current(model, part))
+            for part in (*case["minis"], case["sample"])
+        )
         update.begin_batch()
-        for mini in case["minis"]:
-            update.step(mini, case["lr"], means)
-        update.end_batch(case["look"], means)
+        for mini in minis:
+            update.step(mini, rate, means)
+        update.end_batch(sample, means)
         found.append(means.result())
     return before, torch.cat([p.detach().flatten() for p in model.parameters()]), found
 
@@ -58,7 +64,7 @@ def test_moves_back_on_shards_equal_the_local_engines(
     case = case_of(tiny_folder, batch, micro, stage=stage, dtype=torch.float32, lr=30.0)
     before, after, expected = local(case)
     assert all(found["loss/trust_moves_back"] >= 1 for found in expected)
-    torch.save(case | {"optimizer": "SGD", "persistent": persistent}, tmp_path / "case.pt")
+    torch.save(case | {"optimizer": "SGD", "params": {}, "persistent": persistent}, tmp_path / "case.pt")
     run_ranks(SCRIPT, tmp_path, ranks)
     for rank in range(ranks):
         result = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
@@ -83,7 +89,8 @@ def test_bfloat16_weights_follow_those_of_the_optimizer(
 ) -> None:
     """Adam at a rate of .1: DeepSpeed's own reading of the float32 weights is what each rank computes with."""
     case = case_of(tiny_folder, batch, 2, stage=stage, dtype=torch.bfloat16, lr=0.1)
-    torch.save(case | {"optimizer": "AdamW", "persistent": 10**6}, tmp_path / "case.pt")
+    torch_adam = {"optimizer": "AdamW", "params": {"torch_adam": True}}
+    torch.save(case | torch_adam | {"persistent": 10**6}, tmp_path / "case.pt")
     run_ranks(SCRIPT, tmp_path, ranks)
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
     for result in results:

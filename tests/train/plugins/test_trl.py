@@ -240,6 +240,8 @@ def test_the_trust_region_is_that_of_our_engine(tool_policy: ToolPolicy, tmp_pat
     model, found = by_our_engine(tool_policy, batch_of(batches[0]), config, look)
     assert found["loss/trust_moves_back"] >= 1
     torch.testing.assert_close(weights(trainer.model), weights(model), atol=1e-5, rtol=0)
+    trainer._trust._batch[0][0]["completion_mask"] = torch.zeros_like(batches[0][0]["completion_mask"])
+    assert trainer._trust._kl() > 0.0  # of the next micro-batch, where TRL masks truncated completions
     resumed = trainer_of(tool_policy, tmp_path, sorl=SorlOptions("grpo", trust_kl=1e-4), **OFF_POLICY)
     resumed.create_optimizer_and_scheduler(2)
     resumed._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-2"))

@@ -97,7 +97,7 @@ def test_zero_3_with_offloading_by_hand() -> None:
         "woken up": 0,
         "gathered weights": 2 * critic,
         "arriving weights": 2 * critic,
-        "activations": 2 * 4 * 100 * (4 * 10 + 3 * 20),
+        "activations": 2 * 2 * 100 * (4 * 10 + 3 * 20),  # two rows, as of the reference
     }
     assert memory.phases["weights to vLLM"] == {
         "vLLM's weights": 2 * 8000 // 4,

@@ -110,7 +110,7 @@ PLACEMENT = {
         "offloading: optimizer and gradients in the host's memory, reference in the host's memory",
         "sampling: 2 vLLM engines x tensor parallel 4 = 8 GPUs, the same as training, in turns",
         "rollout: 512 trajectories, 256 for each engine to sample, 64 for each rank to score",
-        "micro-batch of a GPU: 8 (policy and critic), 8 (reference)",
+        "micro-batch of a GPU: 8 (updates), 8 (scoring)",
         "optimizer step: mini-batch of 256 = 8 ranks x 8 x 4 accumulation steps",
     ),
     "paper/nq_so_ppo_2nodes": (
