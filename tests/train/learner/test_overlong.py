@@ -15,10 +15,11 @@ from sorl_train.config.rollout_settings import OverlongConfig
 from sorl_train.config.settings import LossConfig
 from sorl_train.learner.batch import collate
 from sorl_train.learner.overlong import overlong_metrics, punishment, shape_and_filter, with_loss_tokens
-from sorl_train.learner.scored_batch import estimate_advantages
+from sorl_train.learner.schedule import mini_batches
+from sorl_train.learner.scored_batch import estimate_advantages, prepare
 from sorl_train.run.files import read_jsonl as read_lines
 
-from ..conftest import train_short
+from ..conftest import short_config, train_short
 from .test_batch import trajectory
 
 
@@ -78,6 +79,23 @@ def test_a_filtered_trajectory_has_no_loss_but_counts_in_its_groups_baseline() -
     trained = with_loss_tokens(scored)
     assert trained.ids == ("t10", "t12") and trained.token_ids.shape == (2, 12)
     assert overlong_metrics(found, 20, config) == {"rollout/overlong_filtered_frac": pytest.approx(1 / 3)}
+
+
+def test_filtered_trajectories_do_not_make_mini_batches_smaller() -> None:
+    """8 of 32 are left: one optimizer step on 8, not four on two or so. Both engines train on what this returns."""
+    found = [
+        of_length(
+            6 + row % 9, reward=row % 3, stop_reason=StopReason.MAX_TOKENS if row % 4 else StopReason.ANSWER
+        )
+        for row in range(32)
+    ]
+    config = short_config(
+        algo="so_grpo", rollout__group_size=4, rollout__batch_size=32, overlong__exclude="max_tokens"
+    )
+    batch = shape_and_filter(collate(found), found, 20, config.overlong)
+    prepared, _ = prepare(batch.with_fields(old_log_probs=batch.rollout_log_probs), config)
+    assert [len(mini) for mini in mini_batches(prepared, config, 1)] == [8] * config.update.epochs
+    assert prepared.loss_mask.any(dim=1).all() and prepared.advantages is not None
 
 
 def test_excluded_trajectories_are_in_no_figure() -> None:
