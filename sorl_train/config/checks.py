@@ -16,16 +16,16 @@ FILTERED_STOPS = ("max_tokens", "max_turns", "max_seconds", "invalid")  # what `
 
 def validate(config: TrainConfig) -> None:
     """Raise one ``UserError`` that lists everything wrong with the config, if anything is."""
-    problems = [
-        *_out_of_bounds(config),
-        *_batch_problems(config),
-        *_conflicts(config),
-        *_without_effect(config),
-        *_other_advantages(config),
-        *_correction_problems(config),
-        *_overlong_problems(config),
-        *_replay_problems(config),
-    ]
+    problems = [*_out_of_bounds(config), *_conflicts(config)]
+    if config.stage == "rl":  # supervised training reads none of these
+        problems += [
+            *_batch_problems(config),
+            *_without_effect(config),
+            *_other_advantages(config),
+            *_correction_problems(config),
+            *_overlong_problems(config),
+            *_replay_problems(config),
+        ]
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:

@@ -115,19 +115,25 @@ def _uneven(config: TrainConfig) -> list[str]:
 
 def check_model(config: TrainConfig, shape: ModelShape) -> None:
     """Raise ``UserError`` for a model that vLLM cannot cut into ``cluster.vllm_tensor_parallel`` parts."""
-    parts, shared = config.cluster.vllm_tensor_parallel, shape.key_value_heads
-    sizes = {"attention heads": shape.heads, "MLP units": shape.intermediate}
-    problems = [
-        f"its {size:,} {name} do not divide by {parts}" for name, size in sizes.items() if size % parts
-    ]
-    if max(shared, parts) % min(shared, parts):  # fewer heads than parts are copied
-        problems.append(f"neither of its {shared} key-value heads and {parts} divides the other")
-    if problems:
-        fits = [n for n in range(1, parts) if not (shape.heads % n or shape.intermediate % n or shared % n)]
+    parts = config.cluster.vllm_tensor_parallel
+    if problems := _uncut(shape, parts):
+        most = max(number for number in range(1, parts) if not _uncut(shape, number))
         raise UserError(
-            f"vLLM cannot run {config.model} with cluster.vllm_tensor_parallel {parts}: {'; '.join(problems)}. Use "
-            f"{max(fits)}, and cluster.vllm_engines so that the GPUs come out right"
+            f"vLLM cannot run {config.model} with cluster.vllm_tensor_parallel {parts}: {', '.join(problems)}. Use "
+            f"{most}, and as many cluster.vllm_engines as the GPUs then have room for"
         )
+
+
+def _uncut(shape: ModelShape, parts: int) -> list[str]:
+    """What of a model cannot be cut into ``parts``, one for each GPU of a vLLM engine."""
+    shared = shape.key_value_heads
+    cases = {
+        f"it has {shape.heads} attention heads": shape.heads % parts,
+        f"its MLP has {shape.intermediate} units": shape.intermediate % parts,
+        # fewer heads than parts are copied
+        f"it has {shared} key-value heads": max(shared, parts) % min(shared, parts),
+    }
+    return [what for what, rest in cases.items() if rest]
 
 
 def check_versions() -> None:

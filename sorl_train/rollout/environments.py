@@ -80,7 +80,7 @@ def refuse_without_turn_rewards(config: TrainConfig, task: Task) -> None:
 def refuse_long_buffer(config: TrainConfig, limits: Limits) -> None:
     """Raise ``UserError`` when ``overlong.buffer`` is longer than the trajectories that the task's limits allow."""
     buffer, limit = config.overlong.buffer, limits.max_trajectory_tokens
-    if buffer is not None and buffer >= limit:
+    if config.stage == "rl" and buffer is not None and buffer >= limit:
         raise UserError(
             f"overlong.buffer {buffer} must be below the {limit} tokens that task {config.task} allows a trajectory: "
             "choose a shorter one, or set limits.max_trajectory_tokens"

@@ -112,7 +112,7 @@ class Silent:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of a few thousand weights. It knows no word of these questions, so it only stands in for a policy."""
     folder = tmp_path_factory.mktemp("tiny")
-    build_tiny_policy(load_task("minihop"), folder, hidden_size=32, num_layers=1, num_heads=2)
+    build_tiny_policy(load_task("minihop"), folder, hidden_size=32, num_layers=1, num_heads=4)
     return folder
 
 

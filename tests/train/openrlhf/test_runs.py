@@ -143,6 +143,27 @@ def test_a_task_that_raises_and_a_tool_that_times_out(tmp_path: Path) -> None:
     assert lines[2]["tool/calls"] > 0
 
 
+def test_a_run_that_an_error_ends_between_two_steps_is_saved(tmp_path: Path) -> None:
+    """Its prompts cannot be read any more. No checkpoint was due, and yet no step is lost."""
+    run_dir, gone = tmp_path / "run", tmp_path / "gone"
+    settings: dict[str, Any] = {"task": f"{TASKS / 'fading.py'}:make", "task_args": {"gone": str(gone)}}
+    settings |= {"update__steps": 400, "checkpoint__every": 1000}
+    process = subprocess.Popen(command(run_dir, **settings), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 240
+    while not (run_dir / "metrics.jsonl").is_file() or len(metrics(run_dir)) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    gone.touch()
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1 and "the questions are gone" in stderr, stderr
+    done = len(metrics(run_dir)) - 1
+    assert f"The run is saved up to step {done}. Go on from there with:" in stderr, stderr
+    gone.unlink()
+    again = train(run_dir, "--resume", **(settings | {"update__steps": done + 1}))
+    assert again.returncode == 0, again.stderr
+    assert [line["step"] for line in metrics(run_dir)] == list(range(done + 2))
+
+
 @pytest.mark.parametrize("victim", ["ray::RolloutWorker", "ray::PolicyWorker"])
 def test_a_killed_worker_ends_the_run_and_it_resumes(victim: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

@@ -118,6 +118,16 @@ def test_zero_3_with_offloading_by_hand() -> None:
     assert memory.peak == "sampling"
 
 
+@pytest.mark.openrlhf
+def test_the_host_has_room_for_what_deepspeed_allows() -> None:
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as needs
+
+    how = {"num_gpus_per_node": 8, "cpu_offload": True, "cpu_offload_params": False, "zero_init": True}
+    allowed = sum(needs(total, 500, **how)[0] for total in (8000, 7008))
+    host = estimate().host
+    assert host["policy"] + host["critic"] + host["pinned buffers"] == allowed
+
+
 def test_the_copy_of_a_trust_region_is_in_host_memory() -> None:
     region = dataclasses.replace(CONFIG, update=dataclasses.replace(CONFIG.update, trust_kl=0.01))
     without, memory = estimate(), estimate(region)
