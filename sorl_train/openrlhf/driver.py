@@ -1,17 +1,21 @@
 """OpenRLHF's command line with our classes in the place of its own: ``python -m sorl_train.openrlhf.driver FLAGS``.
 
-``launch`` starts it. On a Ray cluster that is already running, workers have the environment of ``ray start`` and not
-that of the user's terminal, so the driver passes on the environment variables of the lists below, and no others.
+``launch`` starts it. On a Ray cluster that is already running, workers have the environment and the working folder of
+``ray start`` and not those of the user's terminal. So the driver passes on the environment variables of the lists below
+and no others, and its folder, from which the relative paths of a config start.
 
 Ray writes the variables of a ``runtime_env`` into its logs on every node. Tokens, and proxies (whose addresses can hold
 a password), therefore go through the memory of Ray's control store: each worker of the run fetches them when it starts
-(``worker_process_setup_hook``), and they are deleted at the end of the run. They are in no log, file or manifest, but
-other jobs of the same cluster can read them while the run lasts.
+(``prepare_worker``), and they are deleted at the end of the run. They are in no log, file or manifest, but other jobs
+of the same cluster can read them while the run lasts. Their key is the run's folder and ``SORL_START``, which is new
+for each start. It cannot be Ray's job: vLLM's engine core is a process that connects to Ray by itself if it is tensor
+parallel, so its workers belong to another job.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import runpy
 import sys
@@ -21,7 +25,8 @@ from contextlib import contextmanager
 
 # Not secret: they go through runtime_env, and so into Ray's logs.
 FORWARDED = (
-    "SORL_RUN_DIR SORL_CACHE PYTHONPATH TOKENIZERS_PARALLELISM OMP_NUM_THREADS DS_ACCELERATOR TORCH_COMPILE_DISABLE "
+    "SORL_RUN_DIR SORL_START SORL_FOLDER SORL_CACHE PYTHONPATH TOKENIZERS_PARALLELISM OMP_NUM_THREADS "
+    "DS_ACCELERATOR TORCH_COMPILE_DISABLE "
     "HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE HF_ENDPOINT HF_DATASETS_CACHE HF_DATASETS_OFFLINE TRANSFORMERS_OFFLINE "
     "VLLM_CPU_KVCACHE_SPACE VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL GLOO_SOCKET_IFNAME "
     "NO_PROXY no_proxy SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE WANDB_MODE WANDB_BASE_URL WANDB_ENTITY"
@@ -32,52 +37,60 @@ SECRET = (
     "HTTP_PROXY HTTPS_PROXY ALL_PROXY http_proxy https_proxy all_proxy"
 ).split()
 
-HOOK = "sorl_train.openrlhf.driver.fetch_secrets"  # workers import it; in the driver this module is __main__
+HOOK = "sorl_train.openrlhf.driver.prepare_worker"  # workers import it; in the driver this module is __main__
 _NAMESPACE = b"sorl"
 _WAIT_S = 60.0
 
 
 def runtime_env(environment: Mapping[str, str]) -> dict[str, object]:
     """For ``ray.init``: the variables that may be logged, and the hook that fetches the others."""
+    plain = {name: environment[name] for name in FORWARDED if name in environment}
+    if "PYTHONPATH" in plain:  # Python reads it before the worker changes its folder
+        plain["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, plain["PYTHONPATH"].split(os.pathsep)))
     return {
-        "env_vars": {name: environment[name] for name in FORWARDED if name in environment},
+        "env_vars": plain,
         "worker_process_setup_hook": HOOK,
     }
 
 
 @contextmanager
 def secrets_of(environment: Mapping[str, str]) -> Iterator[None]:
-    """Offer the secret variables to the workers of this Ray job within a ``with`` block."""
+    """Offer the secret variables to the workers of this run within a ``with`` block."""
     from ray.experimental import internal_kv
 
     secrets = {name: environment[name] for name in SECRET if name in environment}
-    internal_kv._internal_kv_put(_key(), json.dumps(secrets).encode(), namespace=_NAMESPACE)
+    key, of_all_starts = _key(environment), _key({**environment, "SORL_START": ""})
+    internal_kv._internal_kv_del(of_all_starts, del_by_prefix=True, namespace=_NAMESPACE)  # if one was killed
+    internal_kv._internal_kv_put(key, json.dumps(secrets).encode(), namespace=_NAMESPACE)
     try:
         yield
     finally:
-        internal_kv._internal_kv_del(_key(), namespace=_NAMESPACE)
+        internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
 
 
-def fetch_secrets() -> None:
-    """Put the secret variables into a worker's environment; Ray calls this before anything else in the process.
+def prepare_worker() -> None:
+    """Give a worker the secret variables and the run's folder; Ray calls this before anything else in the process.
 
     Raises:
         RuntimeError: the run did not offer them in time; Ray ends the worker and shows the message.
     """
     from ray.experimental import internal_kv
 
+    key = _key(os.environ)
     deadline = time.monotonic() + _WAIT_S  # Ray may start a worker before the run offers them
-    while (found := internal_kv._internal_kv_get(_key(), namespace=_NAMESPACE)) is None:
+    while (found := internal_kv._internal_kv_get(key, namespace=_NAMESPACE)) is None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"the run offered this worker no environment variables within {_WAIT_S:.0f} s")
         time.sleep(0.1)
     os.environ.update(json.loads(found))
+    try:
+        os.chdir(os.environ["SORL_FOLDER"])
+    except OSError as error:
+        logging.getLogger(__name__).warning("this node finds no relative path of the config: %s", error)
 
 
-def _key() -> bytes:
-    import ray
-
-    return f"secrets of job {ray.get_runtime_context().get_job_id()}".encode()
+def _key(environment: Mapping[str, str]) -> bytes:
+    return f"secrets of {environment['SORL_RUN_DIR']}, start {environment['SORL_START']}".encode()
 
 
 def main() -> None:
@@ -87,11 +100,13 @@ def main() -> None:
     from openrlhf.trainer.ray import ppo_actor, ppo_critic, vllm_engine
 
     from sorl_train.openrlhf import trainers, workers
+    from sorl_train.openrlhf.watch import started_workers, watched
     from sorl_train.run.lock import join_lock
 
     join_lock()
 
-    gpus = os.environ.get("SORL_LOGICAL_GPUS")  # on a CPU, Ray counts GPUs that do not exist
+    # on a CPU, Ray counts GPUs that do not exist; a cluster that is joined has counted already
+    gpus = None if "RAY_ADDRESS" in os.environ else os.environ.get("SORL_LOGICAL_GPUS")
     resources = {"num_gpus": int(gpus), "num_cpus": 2 * int(gpus) + 6} if gpus else {}
     ray.init(runtime_env=runtime_env(os.environ), include_dashboard=False, **resources)
     ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(workers.PolicyWorker)
@@ -100,7 +115,7 @@ def main() -> None:
     ppo_trainer.PPOTrainer = ray.remote(trainers.Trainer)
     ppo_trainer_async.PPOTrainerAsync = ray.remote(trainers.AsyncTrainer)
     sys.argv[0] = "openrlhf.cli.train_ppo_ray"
-    with secrets_of(os.environ):
+    with secrets_of(os.environ), watched(started_workers()):
         runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
     ray.shutdown()
 

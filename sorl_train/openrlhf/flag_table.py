@@ -22,7 +22,7 @@ def _each(groups: str, names: str, text: str) -> dict[str, str]:
 # Name: what it does. ``flags.openrlhf_flags`` sets some of them, which ``cluster.flags`` then replaces.
 ALLOWED = {
     "actor.gradient_checkpointing_reentrant": "the other kind of gradient checkpointing",
-    "ds.attn_implementation": "the attention kernel of the trainers",
+    "ds.attn_implementation": "the attention kernel of the trainers; sdpa, torch's own, if it is not given",
     "ds.experts_implementation": "the kernel of a mixture of experts",
     "ds.grad_accum_dtype": "the dtype in which micro-batches are added up",
     "ds.overlap_comm": "communication during the backward pass",

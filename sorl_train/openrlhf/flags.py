@@ -114,7 +114,7 @@ def openrlhf_flags(
         "algo.advantage.estimator": "gae" if has_critic else "group_norm",
         "algo.kl.use_loss": config.loss.kl_in == "loss" and config.loss.kl_coef > 0,
         "ds.param_dtype": "bf16",
-        "ds.attn_implementation": "flash_attention_2" if on_gpu else "sdpa",
+        "ds.attn_implementation": "sdpa",
         "ds.adam_offload": cluster.offload_optimizer and on_gpu,
         "ds.enable_sleep": place.shared and on_gpu,
         "ref.offload": cluster.offload_reference and on_gpu,

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,15 @@ from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.policy import load_tokenizer
 from sorl_train.models.shape import model_shape
-from sorl_train.openrlhf.checks import check, check_model, check_versions, critic_start, unread
+from sorl_train.openrlhf.checks import (
+    check,
+    check_attention,
+    check_model,
+    check_versions,
+    critic_start,
+    installed,
+    unread,
+)
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.rollout.environments import env_facts, make_env
 from sorl_train.run.alarm import ALARM
@@ -41,6 +50,7 @@ from sorl_train.sft.cold_start import resolve_model
 
 LOG = "openrlhf.log"
 CPU_MODE = Path(__file__).with_name("cpu_mode")
+WITHOUT_FLASH_ATTN = Path(__file__).with_name("without_flash_attn")
 CPU_ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -74,6 +84,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     """
     check(config)
     check_versions()
+    check_attention(config)
     point = resume_point(run_dir) if resume else None
     if config.hardware.device == "cpu":
         os.environ.update(CPU_ENVIRONMENT)
@@ -151,20 +162,28 @@ def follow(
             raise KeyboardInterrupt
 
 
+def import_folders(on_cpu: bool) -> list[str]:
+    """The folders that come first on the import path of every process of a run."""
+    stand_ins = {CPU_MODE: on_cpu, WITHOUT_FLASH_ATTN: not installed("flash-attn")}
+    return [str(folder) for folder, is_needed in stand_ins.items() if is_needed]
+
+
 def _environment(config: TrainConfig, run_dir: RunDir) -> dict[str, str]:
     """Environment variables of the process and, through Ray, of all workers."""
+    on_cpu = config.hardware.device == "cpu"
     variables = os.environ | {
+        "PYTHONPATH": os.pathsep.join(
+            [*import_folders(on_cpu), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
         "SORL_RUN_DIR": str(run_dir.path.absolute()),
+        "SORL_START": uuid.uuid4().hex,
+        "SORL_FOLDER": str(Path.cwd()),
         "TOKENIZERS_PARALLELISM": "false",
         # vLLM's engine is a child of a Ray worker: without this it outlives a killed worker and keeps the GPU's memory
         "RAY_process_group_cleanup_enabled": "true",
     }
-    if config.hardware.device == "cpu":
-        path = [str(CPU_MODE), *filter(None, [variables.get("PYTHONPATH")])]
-        variables |= {
-            "PYTHONPATH": os.pathsep.join(path),
-            "SORL_LOGICAL_GPUS": str(Placement.of(config).gpus),
-        }
+    if on_cpu:
+        variables["SORL_LOGICAL_GPUS"] = str(Placement.of(config).gpus)
     return variables
 
 

@@ -35,7 +35,6 @@ from sorl_train.models.shape import model_shape
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.prompts import evaluation_loader, exclude_older
 from sorl_train.openrlhf.shares import by_rank, put_together, rows_by_rank
-from sorl_train.openrlhf.watch import watched
 from sorl_train.openrlhf.workers import ACTOR, CRITIC, run_config, run_folder
 from sorl_train.rollout.environments import answers_of, make_env, training_examples
 from sorl_train.rollout.metrics import (
@@ -86,14 +85,13 @@ class TrainStep:
 
     def fit(self, global_step: int = 0) -> None:
         """The whole run."""
-        with watched(self.workers()):
-            self.init_checkpoint_states()
-            self.begin()
-            with closing(self.recorder):
-                with suppress(Ended), saved_on_error(self.save, self.recorder.display):
-                    if not self.recorder.ended:  # it was killed between its last checkpoint and its summary
-                        super().fit(global_step)  # type: ignore[misc]
-                self.end()
+        self.init_checkpoint_states()
+        self.begin()
+        with closing(self.recorder):
+            with suppress(Ended), saved_on_error(self.save, self.recorder.display):
+                if not self.recorder.ended:  # it was killed between its last checkpoint and its summary
+                    super().fit(global_step)  # type: ignore[misc]
+            self.end()
 
     def begin(self) -> None:
         """Open the run's folder at the step of the loaded checkpoint; a new run evaluates the policy first."""
@@ -197,14 +195,6 @@ class TrainStep:
     def save_policy(self, folder: Path) -> None:
         """Have the workers write the policy as a transformers folder."""
         ray.get(self.actor_model_group.async_run_method("save_policy", folder=str(folder)))
-
-    def workers(self) -> list[Any]:
-        """All actors that sample, score or train."""
-        groups = (self.actor_model_group, self.critic_model_group, self.reference_model_group)
-        return [
-            *self.vllm_engines,
-            *(actor for group in groups if group is not None for actor in group._actor_handlers),
-        ]
 
     # -- the parts of a step --------------------------------------------------------------------------------------
 

@@ -13,9 +13,33 @@ from ray.exceptions import ActorDiedError, RayError
 POLL_S = 2.0
 
 
+def started_workers() -> list[Any]:
+    """A list to which OpenRLHF adds, in this process, each vLLM engine and each worker of a model that it starts."""
+    from openrlhf.trainer import ray as openrlhf_ray
+    from openrlhf.trainer.ray import launcher
+
+    started: list[Any] = []
+    create_engines, start_group = openrlhf_ray.create_vllm_engines, launcher.RayActorGroup._initiate_actors
+
+    def create_vllm_engines(*args: Any, **kwargs: Any) -> list[Any]:
+        engines: list[Any] = create_engines(*args, **kwargs)
+        started.extend(engines)
+        return engines
+
+    def _initiate_actors(group: Any, *args: Any) -> None:
+        start_group(group, *args)
+        started.extend(group._actor_handlers)
+
+    openrlhf_ray.create_vllm_engines = create_vllm_engines
+    launcher.RayActorGroup._initiate_actors = _initiate_actors
+    return started
+
+
 @contextmanager
 def watched(workers: Sequence[Any], poll_s: float = POLL_S) -> Iterator[None]:
     """Within a block that calls Ray actors, the death of one of ``workers`` ends the block, whatever it waits for.
+
+    ``workers`` may grow meanwhile: a worker that dies while it starts ends the block as well.
 
     Ray reports a death only to callers of the dead actor. A training worker in a collective with it, or in a weight
     broadcast to a dead vLLM engine, waits on (the timeouts of gloo and NCCL are half an hour), and so does the trainer,
@@ -32,8 +56,10 @@ def watched(workers: Sequence[Any], poll_s: float = POLL_S) -> Iterator[None]:
         calls: dict[ray.ObjectRef[Any], Any] = {}
         while not over.wait(poll_s):
             asked = set(calls.values())
-            calls |= {worker.__ray_ready__.remote(): worker for worker in workers if worker not in asked}
-            done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=poll_s)
+            calls |= {
+                worker.__ray_ready__.remote(): worker for worker in list(workers) if worker not in asked
+            }
+            done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=poll_s) if calls else ([], [])
             for call in done:
                 del calls[call]
                 try:

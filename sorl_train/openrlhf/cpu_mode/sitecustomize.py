@@ -8,22 +8,12 @@ runs are for tests and for trying things out: bfloat16 on a CPU is slow.
 from __future__ import annotations
 
 import functools
-import sys
-import types
-from importlib.machinery import ModuleSpec
 from typing import Any
 
 from wrapt import when_imported
 
 
 # A module that is imported already is patched at once, so what the hooks use is defined before them.
-def _unavailable(name: str) -> Any:
-    def call(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"{name} needs a GPU")
-
-    return call
-
-
 def _waited(collective: Any) -> Any:
     @functools.wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -51,23 +41,6 @@ class _GlooGroup:
         options = dist.BroadcastOptions()
         options.rootRank = src
         self._group.broadcast([tensor], options).wait()
-
-
-@when_imported("openrlhf")
-def _flash_attention(_: Any) -> None:
-    """Stubs: ``models.ring_attn_utils`` imports these names, but calls none of them without ring attention."""
-
-    def module(name: str, *functions: str) -> None:
-        stub = types.ModuleType(name)
-        stub.__spec__ = ModuleSpec(name, None)
-        for function in functions:
-            setattr(stub, function, _unavailable(f"{name}.{function}"))
-        sys.modules.setdefault(name, stub)
-
-    module("flash_attn")
-    module("flash_attn.bert_padding", "index_first_axis", "pad_input", "rearrange", "unpad_input")
-    module("flash_attn.utils")
-    module("flash_attn.utils.distributed", "all_gather")
 
 
 @when_imported("torch.cuda")
@@ -144,3 +117,9 @@ def _keep_weights(module: Any) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     module.dispatch_cpu_unquantized_gemm = dispatch
+
+
+@when_imported("vllm.platforms.cpu")
+def _workers_through_ray(module: Any) -> None:
+    """Let vLLM start the workers of a tensor-parallel engine through Ray, on the GPUs that Ray counts."""
+    module.CpuPlatform.ray_device_key = "GPU"

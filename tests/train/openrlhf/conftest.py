@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sorl_train.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE
+from sorl_train.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE, import_folders
 
 WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
 
@@ -56,6 +57,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(scope="module")
+def importable() -> None:
+    """What a run has on a CPU, in this process: without it OpenRLHF does not import where there is no GPU."""
+    sys.path[:0] = import_folders(on_cpu=True)
+    runpy.run_path(str(CPU_MODE / "sitecustomize.py"))
+
+
 def command(run_dir: Path, *more: str, **overrides: Any) -> list[str]:
     """``sorl-train`` with the short settings; ``a__b=1`` overrides ``a.b``."""
     settings = SHORT | {name.replace("__", "."): value for name, value in overrides.items()}
@@ -84,10 +92,8 @@ def run_ranks(script: Path, folder: Path, ranks: int) -> None:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     common = os.environ | CPU_ENVIRONMENT
-    path = os.pathsep.join(
-        [str(CPU_MODE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )  # as launch.py does
-    common |= {"PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    path = [*import_folders(on_cpu=True), *filter(None, [os.environ.get("PYTHONPATH")])]  # as launch.py does
+    common |= {"PYTHONPATH": os.pathsep.join(path), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), str(folder)],

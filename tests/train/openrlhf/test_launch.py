@@ -21,8 +21,8 @@ from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_train.config.files import load_config
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
-from sorl_train.openrlhf import checks, flag_table
-from sorl_train.openrlhf.checks import check, critic_start, unread
+from sorl_train.openrlhf import checks, flag_table, launch
+from sorl_train.openrlhf.checks import check, check_attention, critic_start, unread
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.openrlhf.launch import cause_of_death, follow
 from sorl_train.openrlhf.prompts import exclude_older, training_loader
@@ -53,7 +53,7 @@ def test_the_papers_placement() -> None:
     assert made["vllm.tensor_parallel_size"] == 4 and made["vllm.num_engines"] == 2
     assert made["train.batch_size"] == 256 and made["train.micro_batch_size"] == 8
     assert made["vllm.enable_sleep"] and made["ds.enable_sleep"] and made["ds.adam_offload"]
-    assert made["ds.attn_implementation"] == "flash_attention_2" and made["vllm.sync_backend"] == "nccl"
+    assert made["ds.attn_implementation"] == "sdpa" and made["vllm.sync_backend"] == "nccl"
     assert not made["ckpt.load_enable"] and made["ckpt.path"].endswith("runs/x/checkpoints")
     resumed = flags(config, resume=Path("/runs/x/checkpoints/step_000040"))
     assert resumed["ckpt.load_enable"] and resumed["ckpt.path"] == "/runs/x/checkpoints/step_000040"
@@ -194,13 +194,35 @@ def test_where_the_critic_starts_is_said(tmp_path: Path) -> None:
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {**checks.TESTED, "ray": "2.60.0", "deepspeed": None}
-    monkeypatch.setattr(checks, "_version", found.get)
+    monkeypatch.setattr(checks, "installed", found.get)
     with pytest.raises(UserError) as caught:
         checks.check_versions()
     text = str(caught.value)
     assert "ray 2.55.0 is needed, 2.60.0 is installed" in text
     assert "deepspeed 0.19.6 is needed, none is installed" in text
     assert "openrlhf 0.11.2" not in text and "make openrlhf" in text
+
+
+def test_a_kernel_that_is_not_installed_is_refused_and_the_default_needs_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "installed", {"flash-attn": "2.8.3"}.get)
+    for kernel in ("sdpa", "flash_attention_2", "kernels-community/flash-attn2"):
+        check_attention(settings(cluster__flags={"ds.attn_implementation": kernel}))
+    monkeypatch.setattr(checks, "installed", {}.get)
+    check_attention(settings())
+    with pytest.raises(UserError) as caught:
+        check_attention(settings(cluster__flags={"ds.attn_implementation": "flash_attention_2"}))
+    assert "ds.attn_implementation=flash_attention_2 needs the package flash-attn" in str(caught.value)
+
+
+def test_workers_find_a_stand_in_for_flash_attn_only_where_it_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for versions, folders in (({}, [str(launch.WITHOUT_FLASH_ATTN)]), ({"flash-attn": "2.8.3"}, [])):
+        monkeypatch.setattr(launch, "installed", versions.get)
+        assert launch.import_folders(on_cpu=False) == folders
+        assert launch.import_folders(on_cpu=True) == [str(launch.CPU_MODE), *folders]
 
 
 def test_the_watchdog_ends_a_run_that_writes_nothing(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def command(name: str, run_dir: Path, settings: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("nq_so_ppo_8gpu", {}),
+        ("nq_so_ppo_8gpu", {"cluster.gpus_per_node": 2, "cluster.vllm_tensor_parallel": 2}),
         ("nq_grpo_8gpu", {"rollout.group_size": 4}),
         ("alphamed_so_ppo_8gpu", {}),
     ],

@@ -6,10 +6,12 @@ import argparse
 import inspect
 import runpy
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sorl_env.registry import load_task
@@ -20,7 +22,6 @@ from sorl_train.models.critic import load_critic
 from sorl_train.models.policy import load_policy
 from sorl_train.openrlhf import flag_table
 from sorl_train.openrlhf.flags import as_arguments, openrlhf_flags
-from sorl_train.openrlhf.launch import CPU_MODE
 from sorl_train.rollout.environments import make_env
 from sorl_train.run.display import PlainDisplay
 from sorl_train.run.folder import RunDir
@@ -28,13 +29,7 @@ from sorl_train.run.recorder import Recorder
 
 from .conftest import SHORT
 
-pytestmark = pytest.mark.openrlhf
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable() -> None:
-    """The hooks of a CPU run, in this process: without them OpenRLHF does not import where there is no GPU."""
-    runpy.run_path(str(CPU_MODE / "sitecustomize.py"))
+pytestmark = [pytest.mark.openrlhf, pytest.mark.usefixtures("importable")]
 
 
 def plain(remote_class: Any) -> Any:
@@ -67,6 +62,27 @@ def test_policy_and_critic_workers() -> None:
     assert "self.critic, self.critic_optim, self.critic_scheduler = strategy.prepare" in inspect.getsource(
         plain(ppo_critic.CriticModelActor).init_model_from_pretrained
     )
+
+
+def test_what_stands_in_for_flash_attn_is_no_attention_kernel() -> None:
+    """OpenRLHF imports it; transformers must not take it for the package."""
+    from openrlhf.models import ring_attn_utils
+    from transformers.utils import is_flash_attn_2_available
+
+    assert "without_flash_attn" in inspect.getfile(ring_attn_utils.pad_input)
+    assert not is_flash_attn_2_available()
+    with pytest.raises(ModuleNotFoundError, match="flash-attn is not installed"):
+        ring_attn_utils.pad_input()
+
+
+def test_the_extra_has_all_that_openrlhf_asks_for_but_flash_attn() -> None:
+    """OpenRLHF is installed without what it asks for, and its next version may ask for something else."""
+    ours = {r.name: r.specifier for r in map(Requirement, metadata.requires("sorl") or [])}
+    theirs = [Requirement(text) for text in metadata.requires("openrlhf") or []]
+    wanted = {r.name: r.specifier for r in theirs if r.marker is None or r.marker.evaluate({"extra": "vllm"})}
+    assert str(wanted.pop("flash-attn")) == "==2.8.3"
+    assert len(wanted) > 20 and wanted.keys() <= ours.keys()
+    assert all(ours[name] == wanted[name] for name in wanted if "==" in str(wanted[name]))
 
 
 def test_trainers() -> None:

@@ -20,25 +20,53 @@ from sorl_tools.search.http_protocol import TOKEN_VARIABLE
 from sorl_train.openrlhf.driver import FORWARDED, SECRET, runtime_env
 
 TOKEN = "s3cret-t0ken-of-this-test"
-ASKED = [TOKEN_VARIABLE, "https_proxy", "HF_HOME", "SORL_RUN_DIR", "EDITOR"]
+ASKED = [
+    TOKEN_VARIABLE,
+    "https_proxy",
+    "HF_HOME",
+    "SORL_RUN_DIR",
+    "SORL_START",
+    "SORL_FOLDER",
+    "EDITOR",
+    "PYTHONPATH",
+]
 
 DRIVER = textwrap.dedent(
     """\
-    import json, os, sys
+    import json, os, subprocess, sys
     import ray
     from ray.experimental import internal_kv
     from sorl_train.openrlhf.driver import runtime_env, secrets_of
 
     class Worker:
         def look(self, names):
-            return {name: os.environ.get(name) for name in names}
+            return {name: os.environ.get(name) for name in names} | {"folder": os.getcwd()}
 
-    ray.init(address=sys.argv[1], runtime_env=runtime_env(os.environ), log_to_driver=True)
-    with secrets_of(os.environ):
-        worker = ray.remote(Worker).remote()
-        print("FOUND", json.dumps(ray.get(worker.look.remote(sys.argv[2:]))))
-    print("LEFT", len(internal_kv._internal_kv_list(b"secrets", namespace=b"sorl")))
-    ray.shutdown()
+        def look_through_a_process(self, address, names):
+            # as vLLM's engine core with tensor parallel above 1
+            environment = dict(ray.get_runtime_context().runtime_env)
+            words = [sys.executable, __file__, address, *names]
+            output = subprocess.check_output(words, env=os.environ | {"AGAIN": json.dumps(environment)})
+            return json.loads(output.splitlines()[-1])
+
+    def look(names):
+        return ray.get(ray.remote(Worker).options(num_cpus=0).remote().look.remote(names))
+
+    if __name__ == "__main__":
+        address, names = sys.argv[1], sys.argv[2:]
+        if "AGAIN" in os.environ:
+            ray.init(address=address, runtime_env=json.loads(os.environ["AGAIN"]))
+            print(json.dumps(look(names)))
+            sys.exit()
+        ray.init(address=address, runtime_env=runtime_env(os.environ), log_to_driver=True)
+        left = f"secrets of {os.environ['SORL_RUN_DIR']}, start killed"  # of an earlier start
+        internal_kv._internal_kv_put(left.encode(), b"{}", namespace=b"sorl")
+        with secrets_of(os.environ):
+            print("FOUND", json.dumps(look(names)))
+            worker = ray.remote(Worker).remote()
+            print("FURTHER", json.dumps(ray.get(worker.look_through_a_process.remote(address, names))))
+        print("LEFT", len(internal_kv._internal_kv_list(b"secrets", namespace=b"sorl")))
+        ray.shutdown()
     """
 )
 
@@ -80,26 +108,37 @@ def cluster() -> Iterator[tuple[str, Path, dict[str, str]]]:
 
 
 @pytest.mark.openrlhf
-def test_a_worker_of_a_cluster_gets_them_and_no_file_does(cluster: tuple[str, Path, dict[str, str]]) -> None:
+def test_a_worker_of_a_cluster_gets_them_and_no_file_does(
+    cluster: tuple[str, Path, dict[str, str]], tmp_path: Path
+) -> None:
     address, folder, bare = cluster
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
     proxy = f"http://me:{TOKEN}@proxy:3128"
     mine = {
         TOKEN_VARIABLE: TOKEN,
         "https_proxy": proxy,
         "HF_HOME": "/shared/hf",
         "SORL_RUN_DIR": "/shared/run",
+        "SORL_START": "4b1d",
+        "SORL_FOLDER": str(tmp_path),
     }
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, address, *ASKED],
-        env=bare | mine | {"EDITOR": "ed"},
+        [sys.executable, str(driver), address, *ASKED],
+        env=bare | mine | {"EDITOR": "ed", "PYTHONPATH": "."},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.partition("FOUND ")[2].splitlines()[0])
+    found, further = (
+        json.loads(done.stdout.partition(f"{word} ")[2].splitlines()[0]) for word in ("FOUND", "FURTHER")
+    )
     assert {name: found[name] for name in mine} == mine
     assert found["EDITOR"] != "ed"  # what is on no list is not passed on
+    assert found["folder"] == found["PYTHONPATH"] == str(tmp_path)  # the cluster was started elsewhere
+    assert further == found
     assert "LEFT 0" in done.stdout
     assert TOKEN not in done.stderr
     files = [path for path in folder.rglob("*") if path.is_file()]

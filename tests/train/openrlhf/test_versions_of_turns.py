@@ -7,7 +7,7 @@ workers is a call that changes that number. Everything between them is what a ru
 from __future__ import annotations
 
 import asyncio
-import runpy
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sorl_train.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE
+from sorl_train.openrlhf.launch import CPU_ENVIRONMENT, import_folders
 
 pytestmark = pytest.mark.openrlhf
 UPDATES = 12
@@ -24,11 +24,10 @@ ENGINES = 2
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster(importable: None) -> Iterator[None]:
     import ray
 
-    runpy.run_path(str(CPU_MODE / "sitecustomize.py"))
-    variables = CPU_ENVIRONMENT | {"PYTHONPATH": str(CPU_MODE)}
+    variables = CPU_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(import_folders(on_cpu=True))}
     ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
     yield
     ray.shutdown()

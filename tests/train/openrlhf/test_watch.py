@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.openrlhf
+pytestmark = [pytest.mark.openrlhf, pytest.mark.usefixtures("importable")]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,27 @@ def test_the_death_of_a_worker_ends_a_wait_for_another(remote: Any) -> None:
         ray.get(waiting.wait_for_the_others.remote(), timeout=120)
     assert time.monotonic() - started < 60
     assert caught.value.actor_id == victim._actor_id.hex()  # the one that died, not the one ended for it
+
+
+def test_the_death_of_a_worker_that_is_still_starting_ends_a_wait_for_another(remote: Any) -> None:
+    """As a vLLM engine for which there is no memory, while the policy waits for its engines to join a group."""
+    import ray
+    from openrlhf.trainer.ray import launcher
+    from ray.exceptions import ActorDiedError
+
+    from sorl_train.openrlhf.watch import started_workers, watched
+
+    class Dies:
+        def __init__(self, *rank: Any) -> None:
+            raise MemoryError("no blocks for the cache")
+
+    waiting, started = remote.remote(), started_workers()
+    with pytest.raises(ActorDiedError, match="no blocks for the cache"), watched(started, poll_s=0.5):
+        started.append(waiting)
+        wait = waiting.wait_for_the_others.remote()
+        launcher.RayActorGroup(1, 1, ray.remote(Dies), num_gpus_per_actor=0)
+        ray.get(wait, timeout=120)
+    assert len(started) == 2
 
 
 def test_an_exception_of_a_live_worker_passes_through(remote: Any) -> None:
