@@ -20,10 +20,10 @@ smollm2 := models/SmolLM2-135M-Instruct
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart collapse test test-all lint bench model openrlhf test-openrlhf openenv test-openenv test-verl clean
+.PHONY: help quickstart collapse test test-all lint bench model openrlhf test-openrlhf resolve-openrlhf openenv test-openenv test-verl clean
 
 help: ## show this list
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 quickstart: $(VENV)/.train ## train an agent that learns to search (minutes on a laptop); ARGS goes to sorl-train
 	$(bin)/sorl-train --algo so_ppo --run_dir runs/quickstart $(ARGS)
@@ -58,6 +58,14 @@ openrlhf: $(VENV)-openrlhf/.dev ## a second environment: OpenRLHF, Ray, vLLM and
 
 test-openrlhf: $(VENV)-openrlhf/.dev ## the tests of that environment
 	$(openrlhf_bin)/python -m pytest -m openrlhf $(ARGS)
+
+# fast-deps reads the metadata of the large wheels (1.7 GB) and leaves them where they are; in a dry run that takes a newer
+# pip than Python 3.10 to 3.12 come with.
+resolve-openrlhf: | $(bin)/python ## what docs/scaling_out.md installs on a machine with GPUs: resolved, not installed
+	$(PYTHON) -m venv --clear build/resolve
+	build/resolve/bin/python -m pip --disable-pip-version-check install -qq --upgrade "pip>=26"
+	build/resolve/bin/python -m pip install -qq --dry-run --use-feature=fast-deps ".[openrlhf]"
+	build/resolve/bin/python -m pip install -qq --dry-run --no-deps openrlhf==0.11.2
 
 openenv: $(VENV)-openenv/.dev ## an environment that serves tasks over OpenEnv (250 MB, without torch)
 
