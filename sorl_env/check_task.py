@@ -129,7 +129,7 @@ def _score_answers(
         env.reset(options={"index": index})
         given = answers(env.example)
         if not given:
-            return Check(name, False, f"example {env.example.id!r} has no golden_answers")
+            return Check(name, False, f"example {quoted(env.example.id)} has no golden_answers")
         for answer in given:
             env.reset(options={"index": index})
             result = env.step(f"<think>check</think>\n<answer>{answer}</answer>")
@@ -137,8 +137,8 @@ def _score_answers(
                 return Check(
                     name,
                     False,
-                    f"example {env.example.id!r}: {answer!r} scores {result.reward:g} {result.info['reward_items']}, "
-                    f"expected {expected:g}",
+                    f"example {quoted(env.example.id)}: {quoted(answer)} scores {result.reward:g} "
+                    f"{result.info['reward_items']}, expected {expected:g}",
                 )
             scored += 1
     return Check(name, True, f"{scored} score {expected:g}")

@@ -149,12 +149,12 @@ def test_a_run_that_an_error_ends_between_two_steps_is_saved(tmp_path: Path) -> 
     settings: dict[str, Any] = {"task": f"{TASKS / 'fading.py'}:make", "task_args": {"gone": str(gone)}}
     settings |= {"update__steps": 400, "checkpoint__every": 1000}
     process = subprocess.Popen(command(run_dir, **settings), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 500
     while not (run_dir / "metrics.jsonl").is_file() or len(metrics(run_dir)) < 2:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.2)
     gone.touch()
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=240)
     assert process.returncode == 1 and "the questions are gone" in stderr, stderr
     done = len(metrics(run_dir)) - 1
     assert f"The run is saved up to step {done}. Go on from there with:" in stderr, stderr
