@@ -21,7 +21,7 @@ from typing import Any
 
 PREFIX = "sorl_task_"
 FILES: set[str] = set()  # imported files of users, as tracebacks name them
-_OURS = frozenset({"sorl_env", "sorl_tasks", "sorl_tools", "sorl_train"})  # a clone of sorl may be the folder
+OURS = frozenset({"sorl_env", "sorl_tasks", "sorl_tools", "sorl_train"})  # a clone of sorl may be the folder
 _folders: dict[str, Path] = {}  # by name of the package
 
 
@@ -92,7 +92,7 @@ def _import(
 
 
 def _is_neighbour(package: str, name: str, importer: str | None) -> bool:
-    if f"{package}.{name}" == importer or name in _OURS or name in sys.stdlib_module_names:
+    if f"{package}.{name}" == importer or name in OURS or name in sys.stdlib_module_names:
         return False
     if f"{package}.{name}" in sys.modules:
         return True

@@ -21,7 +21,7 @@ from sorl_train.learner.dynamic_sampling import dynamic_metrics
 from sorl_train.learner.overlong import overlong_metrics
 from sorl_train.learner.replay import replay_metrics
 from sorl_train.learner.scored_batch import prepare
-from sorl_train.rollout.environments import env_facts
+from sorl_train.rollout.environments import env_facts, source_facts
 from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
 from sorl_train.run.checkpoint import resume_point, rewind
 from sorl_train.run.display import Display
@@ -74,6 +74,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     model = resolve_model(run_dir.begun_with(config), display)
     engine = LocalEngine(config, run_dir, display, model)
     run_dir.record("data", {"train": env_facts(engine.env), "eval": env_facts(engine.eval_env)})
+    if sources := source_facts(config, engine.env.task):
+        run_dir.record("sources", sources)
     if outside := algorithm_facts(config.algo):
         run_dir.record("algorithm", outside)
     # a resume loads the reference, LoRA's frozen weights and the tokenizer from it again

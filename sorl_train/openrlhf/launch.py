@@ -36,7 +36,7 @@ from sorl_train.openrlhf.checks import (
     unread,
 )
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
-from sorl_train.rollout.environments import env_facts, make_env
+from sorl_train.rollout.environments import env_facts, make_env, source_facts
 from sorl_train.run.alarm import ALARM
 from sorl_train.run.checkpoint import resume_point, rewind
 from sorl_train.run.display import Display
@@ -91,6 +91,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     env = make_env(config)
     eval_env = make_env(config, evaluation=True)
     run_dir.record("data", {"train": env_facts(env), "eval": env_facts(eval_env)})
+    if sources := source_facts(config, env.task):
+        run_dir.record("sources", sources)
     if outside := algorithm_facts(config.algo):
         run_dir.record("algorithm", outside)
     model = resolve_model(run_dir.begun_with(config), display)

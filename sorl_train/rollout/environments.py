@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from sorl_env.data import ExampleSet, load_examples
 from sorl_env.declared import ask_for_prompt
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
+from sorl_env.own_code import own_code
 from sorl_env.registry import load_task
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.text_env import TextEnv, need_tools, open_env
@@ -144,6 +148,16 @@ class SilentTool:
 
     def call_batch(self, arguments: Sequence[Any]) -> list[ToolReply]:
         return [self() for _ in arguments]
+
+
+def source_facts(config: TrainConfig, task: Task) -> dict[str, str]:
+    """SHA-256 of the files that a user can edit between a start and a resume, by name: a task's own, those that its
+    arguments name, demonstrations, and those in the commands of MCP servers. Empty where there are none."""
+    commands = [shlex.split(tool.partition(":")[2]) for tool in config.tools or ()]
+    arguments = [value.partition(":")[0] for value in config.task_args.values() if isinstance(value, str)]
+    named = [Path(word) for word in [config.sft.demos or "", *arguments, *itertools.chain(*commands)] if word]
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in named if path.is_file()}
+    return own_code(task) | hashes
 
 
 def env_facts(env: TextEnv) -> dict[str, Any]:

@@ -162,7 +162,10 @@ class RunDir:
             )
         changes = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in changed if name != "run_dir"]
         text = to_yaml(config)
-        manifest["resumes"].append({"time": _now(), "changes": changes, "environment": environment_facts()})
+        environment = environment_facts()
+        if others := list(_differences(_numeric(manifest), _numeric(environment), "environment")):
+            changes.append("from here on its numbers are not exactly the same: " + "; ".join(others))
+        manifest["resumes"].append({"time": _now(), "changes": changes, "environment": environment})
         manifest["config_files"] = sorted({*manifest["config_files"], _sha256(text)})
         # first: after a kill in between, it knows the old config and the new one
         run._write_manifest(manifest)
@@ -184,7 +187,7 @@ class RunDir:
         if changed:
             lines = "\n".join(f"  {line}" for line in changed)
             raise UserError(
-                f"{self.path} was started with other data, another model or another algorithm:\n{lines}\n"
+                f"{self.path} was started with other data, files, another model or another algorithm:\n{lines}\n"
                 "Restore what it was started with, or start a new run with another --run_dir."
             )
         if section not in manifest:
@@ -321,6 +324,17 @@ def _limits_of(settings: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict
 def _rises(old: float | None, new: float | None) -> bool:
     """Whether a limit is at least what it was. What None stands for differs from limit to limit."""
     return old is not None and new is not None and new >= old
+
+
+def _numeric(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What the last bits of a run's numbers depend on."""
+    versions, hardware = environment.get("versions", {}), environment.get("hardware", {})
+    commit = (environment.get("git") or {}).get("commit")
+    return {
+        "versions": versions,
+        "commit": commit,
+        **{name: hardware.get(name) for name in ("processor", "gpus")},
+    }
 
 
 def _sha256(text: str) -> str:

@@ -39,11 +39,12 @@ def cold_start_key(config: TrainConfig) -> str:
     import torch
     import transformers
 
-    from sorl_train.rollout.environments import env_facts, make_env
+    from sorl_train.rollout.environments import env_facts, make_env, source_facts
 
+    env = make_env(config)
     content = {
         "recipe": RECIPE_VERSION,
-        "env": env_facts(make_env(config)),
+        "env": env_facts(env),
         "task_args": config.task_args,
         "tiny": dataclasses.asdict(config.tiny),
         "sft": dataclasses.asdict(config.sft) if config.stage == "rl" else None,
@@ -53,6 +54,8 @@ def cold_start_key(config: TrainConfig) -> str:
     }
     if config.format != "tags":
         content["format"] = config.format
+    if sources := source_facts(config, env.task):
+        content["sources"] = sources
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return f"{Path(config.task).stem.partition(':')[0]}-{digest[:16]}"
 

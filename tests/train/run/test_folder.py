@@ -17,6 +17,7 @@ import pytest
 from sorl_env.errors import UserError
 from sorl_train.config.files import config_hash, read_resolved
 from sorl_train.config.settings import TrainConfig, UpdateConfig
+from sorl_train.run import folder
 from sorl_train.run.files import atomic_write, read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.manifest import environment_facts, git_facts
@@ -126,6 +127,22 @@ def test_resume_of_the_same_run(run: RunDir) -> None:
     again, changes = RunDir.resume(run.path, with_steps(4))
     assert changes == []
     assert [resume["changes"] for resume in again.read_manifest()["resumes"]] == [[]]
+
+
+def test_another_environment_is_said_because_exactness_ends_there(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = environment_facts()
+    versions = facts["versions"] | {"torch": "9.9.0", "vllm": "1.0"}
+    monkeypatch.setattr(
+        folder, "environment_facts", lambda: facts | {"versions": versions, "command": ["other"]}
+    )
+    _, (said,) = RunDir.resume(run.path, with_steps(4))
+    old = facts["versions"]["torch"]
+    assert said == (
+        f"from here on its numbers are not exactly the same: environment.versions.torch: {old!r} then, '9.9.0' now; "
+        "environment.versions.vllm: None then, '1.0' now"
+    )
 
 
 def test_resume_names_what_may_change_and_what_may_not(run: RunDir) -> None:
