@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,12 +82,14 @@ def test_two_real_steps(
 ) -> None:
     start, run_dir = load_config(f"paper/{name}"), tmp_path / "run"
     settings = {**ON_A_CPU, **guessing(start.task), **more}
-    done = subprocess.run(command(name, run_dir, settings), capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command(name, run_dir, settings), capture_output=True, text=True, timeout=600)
     log = run_dir / "openrlhf.log"
     assert done.returncode == 0, done.stderr + (
         log.read_text(errors="replace")[-6000:] if log.is_file() else ""
     )
 
+    parts = set(re.findall(r"RayWorkerProc pid=\d+", log.read_text(errors="replace")))  # of a vLLM engine
+    assert len(parts) == (2 if settings["cluster.vllm_tensor_parallel"] == 2 else 0)
     lines = metrics(run_dir)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values() if value is not None)
