@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import runpy
 import sys
@@ -65,7 +66,7 @@ def test_policy_and_critic_workers() -> None:
 
 
 def test_what_stands_in_for_flash_attn_is_no_attention_kernel() -> None:
-    """OpenRLHF imports it; transformers must not take it for the package."""
+    """OpenRLHF imports it; transformers and vLLM, which looks for a module in it, must not take it for the package."""
     from openrlhf.models import ring_attn_utils
     from transformers.utils import is_flash_attn_2_available
 
@@ -73,6 +74,8 @@ def test_what_stands_in_for_flash_attn_is_no_attention_kernel() -> None:
     assert not is_flash_attn_2_available()
     with pytest.raises(ModuleNotFoundError, match="flash-attn is not installed"):
         ring_attn_utils.pad_input()
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flash_attn.ops.triton.rotary")
 
 
 def test_the_extra_has_all_that_openrlhf_asks_for_but_flash_attn() -> None:

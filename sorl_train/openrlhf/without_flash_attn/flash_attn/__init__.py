@@ -1,7 +1,7 @@
 """Stands in for flash-attn where that is not installed: OpenRLHF imports it, but calls it for packed rows only.
 
-``launch`` puts the folder above on ``PYTHONPATH``. transformers looks for an installed distribution, so it does not
-take this for one.
+``launch`` puts the folder above on ``PYTHONPATH``. transformers looks for an installed distribution and vLLM for
+``flash_attn.ops``, so neither takes this for the package.
 """
 
 from __future__ import annotations
