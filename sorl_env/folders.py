@@ -36,6 +36,18 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of the system in the block names this path: that of a write names none, so a user could not know which
+    disk is full, and a temporary name tells a user nothing."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
 def cache_folder() -> Path:
     """Where built things are kept: ``$SORL_CACHE``, or else ``sorl`` in the user's cache folder."""
     if os.environ.get("SORL_CACHE"):

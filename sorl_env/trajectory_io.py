@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sorl_env.errors import UserError, did_you_mean
+from sorl_env.folders import naming
 from sorl_env.text import read_json
 from sorl_env.tool import ToolCall
 from sorl_env.trajectory import SCHEMA_VERSION, StopReason, Trajectory, Turn
@@ -312,10 +313,11 @@ def _replacing(path: Path) -> Iterator[Path]:
     """A path to write to. It is renamed to ``path`` if the block succeeds, and removed if it raises."""
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.unfinished")
     try:
-        yield unfinished
-        with unfinished.open("rb+") as stream:
-            os.fsync(stream.fileno())
-        unfinished.replace(path)
+        with naming(path):
+            yield unfinished
+            with unfinished.open("rb+") as stream:
+                os.fsync(stream.fileno())
+            unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -134,6 +134,10 @@ def _go_on(run_dir: RunDir) -> str:
     """The end of a message about what ended a run: the command that goes on with it, if there is a checkpoint."""
     from sorl_train.run.checkpoint import list_checkpoints, step_of
 
+    if run_dir.summary.is_file():
+        return (
+            f"\nThe run is finished. Write its report with:\n  sorl-report {shlex.quote(str(run_dir.path))}"
+        )
     saved = list_checkpoints(run_dir.checkpoints)
     if not saved:
         return ""

@@ -144,7 +144,6 @@ class LocalEngine:
 
     def collect(self, step: int) -> Collected:
         """Sample a rollout batch with the newest weights, and score it with them."""
-        self.sampler.policy_version = self.step
         trajectories, usable = self._draw(step)
         if usable is None:
             return Collected(trajectories, None)
@@ -180,6 +179,7 @@ class LocalEngine:
     def _run(
         self, stage: str, env: TextEnv, jobs: Sequence[RolloutJob], temperature: float
     ) -> list[Trajectory]:
+        self.sampler.policy_version = self.step
         with self.recorder.stage(stage, len(jobs)) as advance:
             return run_jobs(
                 env,

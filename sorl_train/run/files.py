@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_env.folders import naming
 from sorl_env.text import read_json
 from sorl_train.run.hashed_folder import sync
 
@@ -16,20 +17,17 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     """Write ``path`` so that a reader sees the old or the new content and never a part, even after a crash."""
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
+    with naming(path):
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except OSError as error:
-        error.filename = str(path)  # the user knows this name, not the temporary one
-        raise
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     sync(path.parent)  # so that the new name survives a power cut
 
 
@@ -67,10 +65,11 @@ def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
 def append_line(path: Path, line: str) -> None:
     """Append a line with one write call, so that a kill leaves at most a half line at the end. A full disk raises
     ``OSError``."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        rest = line.encode()
-        while rest:  # a disk that fills up takes only a part; the next call raises the error
-            rest = rest[os.write(descriptor, rest) :]
-    finally:
-        os.close(descriptor)
+    with naming(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            rest = line.encode()
+            while rest:  # a disk that fills up takes only a part; the next call raises the error
+                rest = rest[os.write(descriptor, rest) :]
+        finally:
+            os.close(descriptor)

@@ -108,6 +108,8 @@ class RunDir:
                 (aside / LOCK).unlink()
         run.trajectories.mkdir(parents=True, exist_ok=True)
         run.checkpoints.mkdir(exist_ok=True)
+        for half in run._half_configs():
+            half.unlink()
         text = to_yaml(config)
         atomic_write(run.config, text)
         started = {
@@ -128,7 +130,18 @@ class RunDir:
             raise UserError(self._taken())
 
     def _is_taken(self) -> bool:
-        return self.path.is_dir() and any(path.name != LOCK for path in self.path.iterdir())
+        """Whether more is in the folder than a start leaves that was killed before it had written its config."""
+        if not self.path.is_dir():
+            return False
+        empty = {
+            path
+            for path in (self.trajectories, self.checkpoints)
+            if path.is_dir() and not any(path.iterdir())
+        }
+        return bool({*self.path.iterdir()} - {self.path / LOCK, *empty, *self._half_configs()})
+
+    def _half_configs(self) -> list[Path]:
+        return list(self.path.glob(f".{self.config.name}.*"))
 
     @classmethod
     def resume(

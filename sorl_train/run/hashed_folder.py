@@ -19,6 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from sorl_env.folders import naming
 from sorl_env.text import read_json
 from sorl_tools.index.manifest import hash_file
 
@@ -49,10 +50,12 @@ def write_folder(
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     remove_folder(temporary)
-    temporary.mkdir(parents=True)
+    with naming(folder):
+        temporary.mkdir(parents=True)
     try:
-        write(temporary)
-        seal(temporary, run_id, hash_up_to)
+        with naming(folder):
+            write(temporary)
+            seal(temporary, run_id, hash_up_to)
     except BaseException as error:
         # A full disk gets its space back. Should other processes still write there, the error must not be hidden.
         shutil.rmtree(temporary, ignore_errors=True)
@@ -64,7 +67,8 @@ def write_folder(
     if keep_whole and folder.is_dir() and not find_damage(folder, run_id):
         remove_folder(temporary)
         return folder
-    put_in_place(temporary, folder)
+    with naming(folder):
+        put_in_place(temporary, folder)
     return folder
 
 
@@ -194,8 +198,9 @@ def hash_json(content: Any) -> str:
 
 def sync(path: Path) -> None:
     """Wait until a file, or the list of names in a folder, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with naming(path):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

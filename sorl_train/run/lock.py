@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from sorl_env.command import say
 from sorl_env.errors import UserError
-from sorl_env.folders import missing_folders, remove_empty
+from sorl_env.folders import missing_folders, naming, remove_empty
 
 LOCK = ".lock"  # the file in the folder: a line with id and host for each process that holds it
 HELD = "SORL_LOCK"  # environment variable: the descriptor that a child process has inherited
@@ -45,7 +45,7 @@ class FolderLock:
     ) -> None:
         assert self._file is not None
         self._file.close()
-        with suppress(UserError):  # an heir or a successor holds it
+        with suppress(UserError, OSError):  # an heir or a successor holds it, or the disk is full
             self.take()
             (self.folder / LOCK).unlink()  # whoever has opened it by now notices, and makes a new one
             self._file.close()
@@ -82,8 +82,9 @@ class FolderLock:
         if self._file is not None:
             self._file.close()
         self._file = file
-        file.truncate(0)
-        _sign(file.fileno())
+        with naming(self.folder / LOCK):
+            file.truncate(0)
+            _sign(file.fileno())
 
     def _is_in_place(self, file: BinaryIO) -> bool:
         """Whether the lock of the folder of this name is still this file."""

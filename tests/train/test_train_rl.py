@@ -61,6 +61,12 @@ def test_every_algorithm_leaves_a_complete_run_folder(algo: str, tmp_path: Path)
         assert f"loss/clip_bias_{norm}" in lines[2]
     assert {p.name for p in run_dir.checkpoints.iterdir()} >= {"step_000005", "best"}
     assert {p.name for p in run_dir.trajectories.iterdir()} >= {"step_000001.jsonl", "step_000005.jsonl"}
+    versions = {
+        turn.policy_version
+        for t in read_jsonl(run_dir.trajectories / "eval_000005.jsonl")
+        for turn in t.turns
+    }
+    assert versions == {5}  # evaluated after step 5, though the newest batch was sampled after step 4
     assert summary["steps"] == 5 and summary["peak_rss_mb"] > 0
     assert json.loads(run_dir.summary.read_text()) == json.loads(json.dumps(summary))
     manifest = run_dir.read_manifest()

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.machinery
 import json
 import os
 import sys
 import types
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sorl_env.command import about_os_error
 from sorl_env.errors import UserError
+from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.files import config_hash, read_resolved
 from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.run import folder
-from sorl_train.run.files import atomic_write, read_jsonl
+from sorl_train.run.files import append_line, atomic_write, read_jsonl
 from sorl_train.run.folder import RunDir
+from sorl_train.run.hashed_folder import write_folder
 from sorl_train.run.manifest import environment_facts, git_facts
 from sorl_train.run.metrics_log import MetricsLog, cut_logs, log_lengths
 
@@ -46,6 +51,32 @@ def test_atomic_write_replaces_all_or_nothing(tmp_path: Path, monkeypatch: pytes
         atomic_write(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: atomic_write(path, "new"),
+        lambda path: append_line(path, "new\n"),
+        lambda path: write_jsonl(path, []),
+        lambda path: write_folder(path, lambda folder: (folder / "file").write_text("new") and None),
+    ],
+    ids=["file", "line", "trajectories", "folder"],
+)
+def test_a_full_disk_is_named(
+    write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the name that the user knows; an error of writing has none, and a temporary file's says nothing."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write(tmp_path / "name")
+    message = about_os_error(caught.value) or ""
+    assert message.startswith(f"{tmp_path / 'name'}: no space left on device: free some space there")
 
 
 def test_atomic_write_keeps_usual_permissions(tmp_path: Path) -> None:
@@ -109,6 +140,15 @@ def test_a_foreign_folder_or_file_is_left_alone(tmp_path: Path) -> None:
         RunDir.create(tmp_path / "notes", TrainConfig(), overwrite=True)
     with pytest.raises(UserError, match="is a file"):
         RunDir.create(tmp_path / "notes" / "thesis.tex", TrainConfig())
+
+
+def test_a_start_that_was_killed_before_the_config_leaves_a_free_folder(tmp_path: Path) -> None:
+    for folder in ("trajectories", "checkpoints"):
+        (tmp_path / "run" / folder).mkdir(parents=True)
+    (tmp_path / "run" / ".config.yaml.0a1b2c3d").write_text("algo: so_p")
+    run = RunDir.create(tmp_path / "run", with_steps(4))
+    assert not list(run.path.glob(".*")) and run.intact_manifest()
+    assert not run.path.with_name("run-2").exists()
 
 
 def test_a_run_in_which_nothing_happened_can_be_discarded(run: RunDir) -> None:
