@@ -1,12 +1,14 @@
 """A process that has torch loaded and forks a ``sorl-train`` for each line of its input: runs that start at once.
 
-A line of input is JSON: the arguments, a log file, and ``die_at``: after how many changes to the file system under the
-run folder the run kills itself with SIGKILL (0: never). Between any two of a run's changes to its files lies such a
-moment. A line of output is the process id of the fork; a second one, once it has ended, its status.
+``faults.c`` is loaded into it, and so into each fork. A line of input is JSON: the arguments; ``log``, the file that
+takes what the run prints; ``folder`` and ``changes``: the folder whose changes are counted, and the file that lists
+them; ``faults`` and ``timers``: the arguments of ``add_fault`` and ``add_timer``. A line of output has, once the fork
+has ended, its status and the seconds of CPU time that it took.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -14,44 +16,22 @@ import signal
 import sys
 from typing import Any
 
-_CHANGES = (
-    "open",
-    "os.rename",
-    "os.remove",
-    "os.rmdir",
-    "os.mkdir",
-    "os.truncate",
-    "shutil.rmtree",
-    "os.chmod",
-)
-
-
-def die_at(moment: int, folder: str) -> None:
-    """Kill this process just before its ``moment``-th change to a file in ``folder``; Python announces each."""
-    changes = 0
-
-    def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal changes
-        if event not in _CHANGES or not str(arguments[0]).startswith(folder):
-            return
-        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            return
-        changes += 1
-        if changes == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
-
 
 def run(order: dict[str, Any]) -> None:
     """In the fork: one run, from the command line's arguments to its status."""
     from sorl_train.cli import main
 
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log, changes = (
+        os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for name in ("log", "changes")
+    )
     os.dup2(log, 1)
     os.dup2(log, 2)
-    if order["die_at"]:
-        die_at(order["die_at"], order["folder"])
+    faults = ctypes.CDLL(None)  # all that is loaded
+    faults.watch(order["folder"].encode(), changes)
+    for fault in order["faults"]:
+        faults.add_fault(*fault)
+    for timer in order["timers"]:
+        assert faults.add_timer(*timer) == 0
     os._exit(main(order["arguments"]))
 
 
@@ -62,12 +42,14 @@ def serve() -> None:
     for module in ("transformers", "sorl_train.train_rl", "sorl_train.report.report"):
         importlib.import_module(module)  # once, so that no fork has to
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it
     for line in sys.stdin:
         child = os.fork()
         if not child:
             run(json.loads(line))
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        _, status, usage = os.wait4(child, 0)
+        seconds = usage.ru_utime + usage.ru_stime
+        print(json.dumps([os.waitstatus_to_exitcode(status), seconds]), flush=True)
 
 
 if __name__ == "__main__":

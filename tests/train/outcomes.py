@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from typing import Any
 
-from sorl_train.run.checkpoint import list_checkpoints
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
-from sorl_train.run.hashed_folder import hash_file
 
 from .conftest import SHORT
 
@@ -35,19 +34,25 @@ class Killed(BaseException):
     """In place of a SIGKILL, where the test goes on in the same process."""
 
 
+# Files in which times, the run's own name or its id are.
+_OWN = {"config.yaml", "manifest.json", "timings.jsonl", "summary.json", "state.json", "hashes.json"}
+_OWN |= {"report.html", "viewer.html"}
+# in trajectories, and in their card
+_TIMES = rb'(?:generate|tool|latency)_s\\?": ?[\d.e-]+|Code at commit .*'
+
+
 def outcome(run: RunDir) -> dict[str, Any]:
-    """What the same run always leaves: its metrics, events and cards to the byte, its weights, the names of its
-    checkpoints and files, its summary but for the clock."""
-    saved, best = list_checkpoints(run.checkpoints), run.checkpoints / "best"
+    """What the same run always leaves: its files to the byte, but for times, and its summary."""
     summary = json.loads(run.summary.read_text())
-    files = {path.relative_to(run.path) for path in run.trajectories.iterdir()}
-    return {
+    hashes = {}
+    for path in run.path.rglob("*"):
+        name = path.relative_to(run.path).as_posix()
+        if path.is_file() and not name.startswith(("checkpoints/damaged", "metrics.jsonl", "events.jsonl")):
+            content = b"" if path.name in _OWN else re.sub(_TIMES, b"", path.read_bytes())
+            hashes[name] = hashlib.sha256(content).hexdigest()
+    return hashes | {
         "metrics": run.metrics.read_bytes(),
         "events": run.events.read_bytes() if run.events.exists() else b"",
         "timed steps": [line["step"] for line in read_jsonl(run.timings)],
-        "checkpoints": [path.name for path in saved],
-        "weights": [hash_file(folder / "policy" / "model.safetensors") for folder in (saved[-1], best)],
-        "trajectory files": sorted(map(str, files)),
-        "trajectory card": re.sub("Code at commit .*", "", (run.trajectories / "README.md").read_text()),
         "summary": {name: value for name, value in summary.items() if name not in ("wall_s", "peak_rss_mb")},
     }
