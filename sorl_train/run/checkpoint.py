@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sorl_env.errors import UserError
-from sorl_train.run.files import free_name
-from sorl_train.run.folder import RunDir, read_own_json
+from sorl_train.run.files import free_name, read_own_json
+from sorl_train.run.folder import RunDir
 from sorl_train.run.hashed_folder import find_damage, remove_folder, remove_leftovers, restore_replaced
 from sorl_train.run.metrics_log import Lengths, check_logs, cut_logs
 

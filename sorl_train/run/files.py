@@ -62,6 +62,27 @@ def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return value
 
 
+def read_own_file(path: Path) -> bytes:
+    """The bytes of a file that sorl wrote. Raises ``UserError`` if it is missing or cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: restore it from a copy") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): restore it from a copy") from error
+
+
+def read_own_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that sorl wrote. Raises ``UserError`` if it is missing or damaged."""
+    try:
+        content = read_json(read_own_file(path))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): restore it from a copy") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged (it is not a JSON object): restore it from a copy")
+    return content
+
+
 def append_line(path: Path, line: str) -> None:
     """Append a line with one write call, so that a kill leaves at most a half line at the end. A full disk raises
     ``OSError``."""

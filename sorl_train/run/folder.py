@@ -28,11 +28,10 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.folders import remove_empty
-from sorl_env.text import read_json
 from sorl_train.config.files import config_hash, read_resolved, to_yaml
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import LimitsConfig, TrainConfig
-from sorl_train.run.files import atomic_write, free_name
+from sorl_train.run.files import atomic_write, free_name, read_own_file, read_own_json
 from sorl_train.run.hashed_folder import hash_json
 from sorl_train.run.lock import LOCK, FolderLock, check_place
 from sorl_train.run.manifest import environment_facts
@@ -49,27 +48,6 @@ RESUMABLE = (
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}(\.unfinished)?")
 
 NON_FINITE = "non_finite_{}.jsonl"  # the trajectories of the step in which a figure was not finite
-
-
-def read_own_file(path: Path) -> bytes:
-    """The bytes of a file that sorl wrote. Raises ``UserError`` if it is missing or cannot be read."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing: restore it from a copy") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): restore it from a copy") from error
-
-
-def read_own_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that sorl wrote. Raises ``UserError`` if it is missing or damaged."""
-    try:
-        content = read_json(read_own_file(path))
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): restore it from a copy") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is damaged (it is not a JSON object): restore it from a copy")
-    return content
 
 
 class RunDir:

@@ -22,8 +22,8 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.config.files import read_resolved
-from sorl_train.run.files import append_line
-from sorl_train.run.folder import RunDir, read_own_file
+from sorl_train.run.files import append_line, read_own_file
+from sorl_train.run.folder import RunDir
 from sorl_train.run.hashed_folder import sync
 
 Lengths = Mapping[str, Mapping[str, Any]]  # file name -> {"bytes": length, "sha256": hash of that many bytes}

@@ -31,8 +31,8 @@ from sorl_train.run.checkpoint import (
     prune_checkpoints,
 )
 from sorl_train.run.display import Advance, Display
-from sorl_train.run.files import append_line, read_jsonl
-from sorl_train.run.folder import NON_FINITE, RunDir, read_own_json
+from sorl_train.run.files import append_line, read_jsonl, read_own_json
+from sorl_train.run.folder import NON_FINITE, RunDir
 from sorl_train.run.hashed_folder import write_folder
 from sorl_train.run.interrupt import Diverged
 from sorl_train.run.metrics_log import MetricsLog, log_lengths

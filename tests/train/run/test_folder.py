@@ -143,8 +143,8 @@ def test_a_foreign_folder_or_file_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_start_that_was_killed_before_the_config_leaves_a_free_folder(tmp_path: Path) -> None:
-    for folder in ("trajectories", "checkpoints"):
-        (tmp_path / "run" / folder).mkdir(parents=True)
+    for name in ("trajectories", "checkpoints"):
+        (tmp_path / "run" / name).mkdir(parents=True)
     (tmp_path / "run" / ".config.yaml.0a1b2c3d").write_text("algo: so_p")
     run = RunDir.create(tmp_path / "run", with_steps(4))
     assert not list(run.path.glob(".*")) and run.intact_manifest()
