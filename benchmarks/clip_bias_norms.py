@@ -147,7 +147,8 @@ def adam(engine: LocalEngine, batch: Batch, delta: float) -> dict[str, Any]:
                 loss["clip_bias_target"] = target
             config = load_config(
                 "quickstart",
-                {"algo": algo, "optim.max_grad_norm": None, **{f"loss.{k}": v for k, v in loss.items()}},
+                {"algo": algo, "optim.max_grad_norm": None},
+                shared={f"loss.{k}": v for k, v in loss.items()},
             )
             kind = torch.optim.AdamW if optimizer == "adam" else torch.optim.SGD
             rate = 1e-3 if optimizer == "adam" else 0.3

@@ -27,17 +27,6 @@ Target = Literal["gradient", "update"]
 CorrectionMode = Literal["none", "truncate", "band"]
 SurrogateName = Literal["clipped", "cispo", "sapo", "topr"]
 
-# The settings that the objective of each surrogate reads; ``sorl_train.losses.surrogates`` holds the functions. The
-# clipping metrics and the clipping bias read loss.clip_eps and loss.clip_eps_high whatever the surrogate.
-SURROGATE_SETTINGS: Mapping[SurrogateName, tuple[str, ...]] = MappingProxyType(
-    {
-        "clipped": ("loss.clip_eps", "loss.clip_eps_high", "loss.dual_clip"),
-        "cispo": ("loss.clip_eps_high",),
-        "sapo": ("loss.sapo_tau_pos", "loss.sapo_tau_neg"),
-        "topr": (),
-    }
-)
-
 
 def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ValueError with the choices and the nearest one unless ``value`` is one of them."""
@@ -238,3 +227,76 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         ),
     }
 )
+
+_Reads = Callable[[Algorithm, Mapping[str, Any]], bool]  # given the values of all settings
+
+
+def _if(name: str, *values: str) -> tuple[str, _Reads]:
+    """The need that the setting ``name`` has one of ``values``; without any, that it is given and not 0."""
+    text = f"{name}={' or '.join(values)}" if values else name
+    return text, lambda _, given: given[name] in values if values else given[name] not in (None, 0)
+
+
+# Settings that some runs do not read: their names (or that of a section), what they need, and whether a run has it. Any
+# other setting is read whatever the algorithm. The clip range is, by the clipping metrics; loss.clip_bias_norm is not,
+# because all norms are logged, whichever it names. A surrogate from outside may read what it likes.
+_NEEDS: tuple[tuple[str, str, _Reads], ...] = (
+    (
+        "critic optim.critic_lr optim.critic_warmup_ratio update.critic_warmup_steps update.critic_micro_batch_size "
+        "loss.gae_lambda loss.gae_level loss.whiten_advantages loss.value_clip",
+        "a critic",
+        lambda row, _: row.needs_critic,
+    ),
+    ("loss.gamma", "a critic or states to compare", lambda row, _: row.advantage in ("gae", "state_group")),
+    ("loss.group_std loss.group_baseline", "groups to compare", lambda row, _: row.needs_groups),
+    ("loss.group_level", "advantages of the kind group", lambda row, _: row.advantage == "group"),
+    ("loss.turn_weight", "turns to compare", lambda row, _: row.advantage in ("turn_group", "state_group")),
+    ("loss.anchor_state", "states to compare", lambda row, _: row.advantage == "state_group"),
+    (
+        "loss.clip_bias_norm loss.clip_bias_scope loss.clip_bias_target loss.clip_bias_delta "
+        "optim.clip_before_normalization",
+        "normalized steps",
+        lambda row, _: row.normalize,
+    ),
+    (
+        "optim.clip_before_normalization",
+        "a scaled gradient (loss.clip_bias_target=gradient)",
+        lambda _, given: (
+            (given["loss.clip_bias_target"] == "gradient") == (given["loss.clip_bias_scope"] == "mini_batch")
+        ),
+    ),
+    ("optim.clip_before_normalization", *_if("optim.max_grad_norm")),
+    ("loss.dual_clip", "PPO's clip", lambda row, _: row.surrogate_name in ("clipped", None)),
+    (
+        "loss.sapo_tau_pos loss.sapo_tau_neg",
+        "sapo's gate",
+        lambda row, _: row.surrogate_name in ("sapo", None),
+    ),
+    ("loss.kl_type loss.kl_in", *_if("loss.kl_coef")),
+    ("update.trust_max_scale", *_if("update.trust_kl")),
+    ("correction.low", *_if("correction.mode", "band")),
+    ("correction.high correction.level", *_if("correction.mode", "truncate", "band")),
+    ("replay.mode replay.per_group replay.max_age", *_if("replay.size")),
+    ("overlong.penalty", *_if("overlong.buffer")),
+    ("sampler.gpu_memory", *_if("sampler.backend", "vllm")),
+    (
+        "sampler.backend sampler.max_concurrency sampler.gpu_memory update.critic_micro_batch_size hardware.threads",
+        *_if("engine", "local"),
+    ),
+    ("cluster", *_if("engine", "openrlhf")),
+)
+
+
+def unread(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, str]:
+    """The settings that have no effect on an algorithm, and what each of them needs.
+
+    Args:
+        given: the values of all settings, by dotted name.
+    """
+    return {
+        name: needs
+        for names, needs, reads in _NEEDS
+        if not reads(algorithm, given)
+        for name in given
+        if name in names.split() or name.partition(".")[0] in names.split()
+    }

@@ -90,7 +90,7 @@ def _train(config: TrainConfig, arguments: Arguments) -> int:
 
 def _train_alone(config: TrainConfig, arguments: Arguments, lock: FolderLock) -> int:
     """Make or reopen the run folder, train, and return the exit status."""
-    from sorl_train.config.files import changed_defaults
+    from sorl_train.config.files import remarks
     from sorl_train.run.display import make_display
     from sorl_train.run.folder import RunDir
 
@@ -102,7 +102,7 @@ def _train_alone(config: TrainConfig, arguments: Arguments, lock: FolderLock) ->
         display.message("\n".join([f"resuming {run_dir.path}", *(f"  {change}" for change in changes)]))
     else:
         run_dir = RunDir.create(config.run_dir, config, overwrite=arguments.overwrite, lock=lock)
-        display.message("\n".join([f"run folder {run_dir.path}", *changed_defaults(config)]))
+        display.message("\n".join([f"run folder {run_dir.path}", *remarks(config)]))
     keep = arguments.resume
     try:
         summary = _run_stage(config, run_dir, display, arguments.resume)

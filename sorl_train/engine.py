@@ -245,7 +245,7 @@ class LocalEngine:
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimizer steps on one rollout batch; returns ``loss/`` metrics."""
         config, means = self.config, Means()
-        trains_policy = train_policy = step > config.update.critic_warmup_steps
+        trains_policy = train_policy = step > config.critic_warmup_steps
         if trains_policy:
             batch = self._begin_batch(batch)
         batches = list(mini_batches(batch, config, step))

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import get_args
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_train.algorithms import ALGORITHMS, SURROGATE_SETTINGS, RatioLevel
-from sorl_train.config.rollout_settings import ReplayConfig
+from sorl_train.algorithms import ALGORITHMS, RatioLevel, unread
 from sorl_train.config.run_settings import device_problem
-from sorl_train.config.schema import fields, flatten
-from sorl_train.config.settings import LossConfig, TrainConfig
+from sorl_train.config.schema import as_text, fields, flatten
+from sorl_train.config.settings import TrainConfig
 
 FILTERED_STOPS = ("max_tokens", "max_turns", "max_seconds", "invalid")  # what ``overlong.exclude`` may name
 
 
-def validate(config: TrainConfig) -> None:
-    """Raise one ``UserError`` that lists everything wrong with the config, if anything is."""
+def validate(config: TrainConfig, given: Collection[str] = ()) -> None:
+    """Raise one ``UserError`` that lists everything wrong with the config, if anything is.
+
+    Args:
+        given: names of settings that the user gave for this run alone, so each has to have an effect. A config that
+            several algorithms share may hold others; ``doubts`` names them.
+    """
     problems = [*_out_of_bounds(config), *_conflicts(config)]
     if config.stage == "rl":  # supervised training reads none of these
         problems += [
             *_batch_problems(config),
-            *_without_effect(config),
-            *_other_advantages(config),
+            *_without_effect(config, given),
+            *(_kl_doubts(config) if {"loss.kl_coef", "loss.kl_type", "loss.kl_in"} & set(given) else []),
             *_correction_problems(config),
             *_overlong_problems(config),
             *_replay_problems(config),
@@ -59,28 +64,18 @@ def _batch_problems(config: TrainConfig) -> list[str]:
     for name, size in (("rollout.group_size", group), ("update.mini_batch_size", update.mini_batch_size)):
         if size >= 1 and batch % size:
             problems.append(f"{name} {size} does not divide rollout.batch_size {batch}")
-    if update.critic_warmup_steps >= update.steps >= 1:
+    if config.critic_warmup_steps >= update.steps >= 1:
         problems.append(
-            f"update.critic_warmup_steps {update.critic_warmup_steps} leaves the policy none of the "
+            f"update.critic_warmup_steps {config.critic_warmup_steps} leaves the policy none of the "
             f"update.steps {update.steps}"
         )
     return problems
 
 
 def _correction_problems(config: TrainConfig) -> list[str]:
-    correction = config.correction
-    mode, low, high, level = correction.mode, correction.low, correction.high, correction.level
+    mode, level = config.correction.mode, config.correction.level
     ratio, levels = config.algorithm.ratio, get_args(RatioLevel)  # from the finest on
     applies = {
-        f"correction.low {low} has no effect with correction.mode={mode}: it is for correction.mode=band": (
-            low is not None and mode != "band"
-        ),
-        f"correction.high {high} has no effect: choose correction.mode=truncate or band": (
-            high is not None and mode == "none"
-        ),
-        f"correction.level={level} has no effect: choose correction.mode=truncate or band": (
-            level != "auto" and mode == "none"
-        ),
         f"correction.level={level} is finer than the importance ratio of algo {config.algo}, which is one a {ratio}: a "
         f"token of weight 0 would still get the gradient of its {ratio}. Use correction.level=auto": (
             level != "auto" and mode != "none" and levels.index(level) < levels.index(ratio)
@@ -92,11 +87,6 @@ def _correction_problems(config: TrainConfig) -> list[str]:
 def _overlong_problems(config: TrainConfig) -> list[str]:
     overlong, limit = config.overlong, config.limits.max_trajectory_tokens
     problems = []
-    if overlong.penalty != 1.0 and overlong.buffer is None:
-        problems.append(
-            f"overlong.penalty {overlong.penalty} needs overlong.buffer: the tokens before the limit in which the "
-            "punishment grows"
-        )
     if overlong.buffer is not None and limit is not None and overlong.buffer >= limit:
         problems.append(
             f"overlong.buffer {overlong.buffer} must be below limits.max_trajectory_tokens {limit}: it is the last "
@@ -111,15 +101,8 @@ def _overlong_problems(config: TrainConfig) -> list[str]:
 
 def _replay_problems(config: TrainConfig) -> list[str]:
     replay, rollout, size = config.replay, config.rollout, config.replay.size
-    if config.stage != "rl":
+    if config.stage != "rl" or not size:
         return []
-    if not size:
-        return [
-            f"replay.{name}={getattr(replay, name)} has no effect with replay.size=0: give the buffer a size, such as "
-            f"{4 * rollout.batch_size}"
-            for name in ("mode", "per_group", "max_age")
-            if getattr(replay, name) != getattr(ReplayConfig(), name)
-        ]
     applies = {
         f"replay.size {size} lets past rollouts of a question join its new ones, but algo {config.algo} does not "
         "compare rollouts, and its critic has no values of theirs: use an algorithm with group advantages, such as "
@@ -166,9 +149,6 @@ def _conflicts(config: TrainConfig) -> list[str]:
         f"loss.clip_eps must be below 1 (the lower bound is 1 - clip_eps), it is {loss.clip_eps}": (
             loss.clip_eps >= 1
         ),
-        f"update.trust_max_scale {config.update.trust_max_scale} needs update.trust_kl: 0.01 is a good limit": (
-            config.update.trust_max_scale != 1.0 and config.update.trust_kl is None
-        ),
         "optim.beta1 and optim.beta2 must be below 1": max(config.optim.beta1, config.optim.beta2) == 1,
         "sampler.backend=vllm takes whole weights: use lora.rank=0, or sampler.backend=transformers": (
             on_vllm and config.lora.rank
@@ -182,48 +162,42 @@ def _conflicts(config: TrainConfig) -> list[str]:
     return [problem for problem, holds in applies.items() if holds]
 
 
-def _without_effect(config: TrainConfig) -> list[str]:
-    """A line for each setting of a surrogate that is changed while the algorithm has a surrogate that ignores it.
+def doubts(config: TrainConfig) -> list[str]:
+    """What a config that several algorithms share has and this run does not use, or not well: a sentence each."""
+    here, default = flatten(config), flatten(TrainConfig())
+    by_need: dict[str, list[str]] = {}
+    for name, need in _unread(config).items():
+        if here[name] != default[name]:
+            by_need.setdefault(need, []).append(name)
+    found = [f"{' and '.join(names)} (for want of {need})" for need, names in by_need.items()]
+    return ([f"no effect on {config.algo}: {', '.join(found)}"] if found else []) + _kl_doubts(config)
 
-    The clip range is never among them: the clipping metrics read it, whatever the surrogate. What a surrogate from
-    outside reads is not known.
-    """
-    own = config.algorithm.surrogate_name
-    if own is None or config.stage != "rl":
+
+def _kl_doubts(config: TrainConfig) -> list[str]:
+    """What is wrong with the estimator of the KL where it stands (``losses.kl``)."""
+    loss = config.loss
+    if config.stage != "rl" or not loss.kl_coef or (loss.kl_type == "k1") == (loss.kl_in == "reward"):
         return []
-    values, defaults = flatten(config), flatten(TrainConfig())
-    problems = []
-    for name in ("loss.dual_clip", "loss.sapo_tau_pos", "loss.sapo_tau_neg"):
-        if values[name] == defaults[name] or name in SURROGATE_SETTINGS[own]:
-            continue
-        readers = [
-            algo
-            for algo, row in ALGORITHMS.items()
-            if row.surrogate_name and name in SURROGATE_SETTINGS[row.surrogate_name]
-        ]
-        problems.append(
-            f"{name} {values[name]} has no effect on algo {config.algo}, whose surrogate does not read it: leave it "
-            f"out, or use --algo {' or '.join(readers)}"
-        )
+    if loss.kl_in == "loss":
+        return ["loss.kl_type k1 has no effect in the loss, where its gradient is 0 in expectation: use k2"]
+    return [
+        f"loss.kl_type {loss.kl_type} in the reward is another penalty than the KL: use k1 with loss.kl_in=reward"
+    ]
+
+
+def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
+    """A line for each setting of ``given`` that this run would not read."""
+    values, problems = flatten(config), []
+    for name, need in _unread(config).items():
+        if name in given:
+            readers = [algo for algo, row in ALGORITHMS.items() if name not in unread(row, values)]
+            problems.append(
+                f"{name} {as_text(values[name])} has no effect on algo {config.algo}: it needs {need}. Leave it out"
+                + (f", or use --algo {' or '.join(readers)}" if readers else "")
+            )
     return problems
 
 
-def _other_advantages(config: TrainConfig) -> list[str]:
-    """Settings of advantages that the algorithm does not estimate: a run must not look as if they counted."""
-    if config.stage != "rl":
-        return []
-    loss, kind = config.loss, config.algorithm.advantage
-    default = LossConfig()
-    readers = {
-        "gae_level": ("gae",),
-        "group_level": ("group",),
-        "group_baseline": ("group", "turn_group", "state_group"),
-        "turn_weight": ("turn_group", "state_group"),
-        "anchor_state": ("state_group",),
-    }
-    return [
-        f"loss.{name}={getattr(loss, name)} is for {' and '.join(kinds)} advantages, but algo {config.algo} has {kind} "
-        "advantages: leave it out or choose another algo"
-        for name, kinds in readers.items()
-        if kind not in kinds and getattr(loss, name) != getattr(default, name)
-    ]
+def _unread(config: TrainConfig) -> dict[str, str]:
+    """``unread`` of the config; supervised fine-tuning reads few settings and is not asked."""
+    return unread(config.algorithm, flatten(config)) if config.stage == "rl" else {}

@@ -20,7 +20,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -29,7 +29,7 @@ import yaml
 from sorl_env.command import shortened
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.algorithms import ALGORITHMS, AdvantageKind
-from sorl_train.config.checks import validate
+from sorl_train.config.checks import doubts, validate
 from sorl_train.config.find_algorithm import find_algorithm, installed_algorithms
 from sorl_train.config.schema import REMOVED, as_text, build, fields, flatten, without_none
 from sorl_train.config.settings import TrainConfig
@@ -41,18 +41,23 @@ _OF_A_TASK = ("task_args", "data", "eval_data")  # dropped when a layer changes 
 
 
 def load_config(
-    name_or_path: str | Path = DEFAULT_CONFIG, overrides: Mapping[str, Any] | None = None
+    name_or_path: str | Path = DEFAULT_CONFIG,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    shared: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
     """Load and check a config by its packaged name or the path of a YAML file.
 
-    ``overrides`` maps dotted names to values: ``{"optim.lr": 1e-4, "task_args.hops": [1, 2]}``.
+    ``overrides`` maps dotted names to values: ``{"optim.lr": 1e-4, "task_args.hops": [1, 2]}``, and each has to have an
+    effect. ``shared`` are likewise settings over those of the file; as there, some may be for other algorithms.
     Raises ``UserError`` for an unknown config or name, a wrong type, or settings that do not fit together.
     """
     path = find_config(name_or_path)
-    top = _nest(overrides or {})
-    build(top)  # so that a mistake in an override is not reported as one of the file
+    common, top = _nest(shared or {}), _nest(overrides or {})
+    build(common)  # so that a mistake in an override is not reported as one of the file
+    build(top)
     settings, algos = _read_layers(path, above=())
-    algo = top.get("algo", settings.get("algo", TrainConfig.algo))
+    algo = {**settings, **common, **top}.get("algo", TrainConfig.algo)
     try:
         algorithm = find_algorithm(algo)
     except UserError as error:
@@ -63,13 +68,13 @@ def load_config(
     family = "group" if algorithm.needs_groups else "gae"
     for section in dict.fromkeys((family, algorithm.advantage, algo)):
         settings = _merge(settings, algos.get(section))
-    config = build(_merge(settings, top), source=str(path))
-    validate(config)
+    config = build(_merge(_merge(settings, common), top), source=str(path))
+    validate(config, set(_names(top)))
     return config
 
 
-def changed_defaults(config: TrainConfig) -> list[str]:
-    """What the algorithm brings and the config has otherwise, a sentence each.
+def remarks(config: TrainConfig) -> list[str]:
+    """What the algorithm brings and the config has otherwise, and what the config has and it does not read.
 
     That may be meant, or come from the saved ``config.yaml`` of another algorithm's run, which holds every setting.
     """
@@ -79,7 +84,7 @@ def changed_defaults(config: TrainConfig) -> list[str]:
         f"{name} is {as_text(values[name])}; {config.algo} comes with {as_text(own)}"
         for name, own in brought.items()
         if values[name] != own
-    ]
+    ] + doubts(config)
 
 
 def read_resolved(
@@ -100,7 +105,7 @@ def read_resolved(
             saved[section].pop(key, None)
     config = build(_merge(saved, top), source=str(path))
     if check:
-        validate(config)
+        validate(config, set(_names(top)))
     return config
 
 
@@ -217,6 +222,14 @@ def _nest(dotted: Mapping[str, Any]) -> dict[str, Any]:
             value = _merge(value, level[leaf])  # task_args as a whole, and a key of it by name
         level[leaf] = dict(value) if isinstance(value, Mapping) else value
     return nested
+
+
+def _names(nested: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all values."""
+    for key, value in nested.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _names(value, f"{prefix}{key}.")
 
 
 # --- YAML -----------------------------------------------------------------------------------------------------

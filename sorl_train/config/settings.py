@@ -197,7 +197,7 @@ class LossConfig:
     kl_type: KLKind = opt(
         "k2",
         "KL estimator. Use k2 in the loss: its gradient is the KL's, while that of k3 explodes on tokens that became "
-        "unlikely. Use k1 in the reward, where it is unbiased",
+        "unlikely, and that of k1 is 0 in expectation. The reward takes k1, which is unbiased there",
     )
     kl_in: Literal["loss", "reward"] = opt("loss", "whether the KL is a term of the loss or of the reward")
     entropy_coef: float = opt(0.0, "weight of the entropy bonus", low=0)
@@ -339,6 +339,11 @@ class TrainConfig:
     def algorithm(self) -> Algorithm:
         """What ``algo`` names, at the ratio level that ``loss.ratio`` asks for. Raises as ``find_algorithm`` does."""
         return find_algorithm(self.algo, self.loss.ratio)
+
+    @property
+    def critic_warmup_steps(self) -> int:
+        """Training steps that train the critic alone; 0 without one, where they would train nothing."""
+        return self.update.critic_warmup_steps if self.algorithm.needs_critic else 0
 
     @property
     def anchor_state(self) -> AnchorState | None:

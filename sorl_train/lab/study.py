@@ -93,9 +93,10 @@ def load_study(name_or_path: str) -> Study:
     for seed, (arm, settings) in itertools.product(study.get("seeds", [0]), arms.items()):
         for values in itertools.product(*axes.values()):
             point = tuple(zip(axes, values, strict=True))
-            overrides = {**study.get("settings", {}), **(settings or {}), **dict(point), "seed": seed}
+            overrides = {**(settings or {}), **dict(point), "seed": seed}
             try:
-                run = Run(arm, point, seed, load_config(base, overrides))
+                config = load_config(base, overrides, shared=study.get("settings"))
+                run = Run(arm, point, seed, config)
             except UserError as error:
                 raise UserError(f"{path}, {arm} at {dict(point)}: {error}") from error
             if run.id in runs:

@@ -39,7 +39,7 @@ def is_on_policy(config: TrainConfig, step: int) -> bool:
     something else asks for them: the KL in the reward, a correction for the sampler, or replay, which keeps them.
     """
     update, loss = config.update, config.loss
-    if step < update.critic_warmup_steps:  # the actor takes no step
+    if step < config.critic_warmup_steps:  # the actor takes no step
         return False
     one_step = update.epochs == 1 and update.mini_batch_size >= config.rollout.batch_size
     asked_for = (

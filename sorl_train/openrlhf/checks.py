@@ -1,4 +1,4 @@
-"""What the engine refuses or ignores in a config, and the versions of packages that it was tested with."""
+"""What the engine refuses in a config, and the versions of packages that it was tested with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from importlib import metadata
 from pathlib import Path
 
 from sorl_env.errors import UserError
-from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.shape import ModelShape
 from sorl_train.openrlhf.flag_table import problems_of
@@ -26,24 +25,6 @@ KERNELS = {
     "flash_attention_3": ["flash-attn-3"],
     "flash_attention_4": ["flash-attn", "flash-attn-4"],
 }
-# Settings that only the local engine reads: what has their effect here.
-UNREAD = {
-    "sampler.backend": "vLLM always samples",
-    "sampler.max_concurrency": "all trajectories of a step are in flight at once",
-    "sampler.gpu_memory": "cluster.vllm_memory",
-    "update.critic_micro_batch_size": "update.micro_batch_size, for policy and critic",
-    "hardware.threads": "the environment variable OMP_NUM_THREADS",
-}
-
-
-def unread(config: TrainConfig) -> list[str]:
-    """One line for each setting that differs from its default and has no effect with this engine."""
-    here, default = flatten(config), flatten(TrainConfig())
-    return [
-        f"{name}={here[name]} has no effect with engine=openrlhf; what counts is: {instead}"
-        for name, instead in UNREAD.items()
-        if here[name] != default[name]
-    ]
 
 
 def critic_start(config: TrainConfig, model: str) -> str:

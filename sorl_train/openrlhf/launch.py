@@ -26,15 +26,7 @@ from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.policy import load_tokenizer
 from sorl_train.models.shape import model_shape
-from sorl_train.openrlhf.checks import (
-    check,
-    check_attention,
-    check_model,
-    check_versions,
-    critic_start,
-    installed,
-    unread,
-)
+from sorl_train.openrlhf.checks import check, check_attention, check_model, check_versions, critic_start, installed
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.rollout.environments import env_facts, make_env, source_facts
 from sorl_train.run.alarm import ALARM
@@ -105,8 +97,6 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         tell_state(run_dir, display, point)
     elif config.algorithm.needs_critic:
         display.message(critic_start(config, model))
-    for line in unread(config):
-        display.message(line)
     place = Placement.of(config)
     where = "CPU" if config.hardware.device == "cpu" else f"{place.gpus} GPUs"
     done = point.step if point else -1  # step 0 is the evaluation before the first step

@@ -262,7 +262,7 @@ class TrainStep:
         metrics: dict[str, float] = {}
         if self.critic_model_group is not None:
             metrics |= self.run_group_awake(self.critic_model_group, "train_on", minis=shares, **counts)[0]
-        if step > config.update.critic_warmup_steps:
+        if step > config.critic_warmup_steps:
             sample = final_kl_sample(batch.loss_mask) if config.update.trust_kl is not None else []
             counts |= {"sample": by_rank(batch.rows(sample), ranks), "trust": [self.trust] * ranks}
             actor = self.actor_model_group

@@ -9,7 +9,7 @@ from pathlib import Path
 from sorl_env.task import Limits
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.shape import ModelShape
-from sorl_train.openrlhf.checks import critic_start, unread
+from sorl_train.openrlhf.checks import critic_start
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.preflight.cluster_memory import H100, ClusterMemory, estimate_cluster_memory
 from sorl_train.preflight.memory import gigabytes
@@ -76,7 +76,7 @@ def _placement(config: TrainConfig, model: str) -> list[str]:
         lines.append(critic_start(config, model))
     if config.hardware.device == "cpu":
         lines.append("on a CPU: Ray counts these GPUs, but they do not exist")
-    return lines + unread(config)
+    return lines
 
 
 def _offloading(config: TrainConfig) -> str:

@@ -16,7 +16,7 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.prompt_tokens import check_prompts
 from sorl_env.text_env import TextEnv
 from sorl_env.turn_codec import make_codec
-from sorl_train.config.files import changed_defaults
+from sorl_train.config.files import remarks
 from sorl_train.config.schema import as_text, flatten
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.models.forward import compute_dtype, pick_device
@@ -85,7 +85,7 @@ def _settings(config: TrainConfig) -> list[str]:
         same = value == default
         note = "" if same else f"  (default {as_text(default)})"
         lines.append(f"{' ' if same else '*'} {name}: {as_text(value)}{note}")
-    return lines + changed_defaults(config)
+    return lines + remarks(config)
 
 
 def _source(name: str, env: TextEnv) -> str:

@@ -12,8 +12,10 @@ import yaml
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.text import read_json
-from sorl_train.algorithms import ALGORITHMS, SURROGATE_SETTINGS
+from sorl_train.algorithms import ALGORITHMS, unread
 from sorl_train.config.find_algorithm import short_name
+from sorl_train.config.schema import flatten
+from sorl_train.config.settings import TrainConfig
 from sorl_train.report.dialogues import COUNT, Dialogue, choose_dialogues, step_files
 from sorl_train.run.folder import RunDir
 from sorl_train.run.stability import measure
@@ -42,7 +44,8 @@ STABILITY = (
 # the settings to show first
 _KEY_SETTINGS = (
     "algo task model seed update.steps optim.lr optim.critic_lr rollout.batch_size rollout.group_size "
-    "update.mini_batch_size update.epochs rollout.max_staleness loss.clip_eps loss.clip_eps_high "
+    "update.mini_batch_size update.epochs rollout.max_staleness loss.clip_eps loss.clip_eps_high loss.dual_clip "
+    "loss.sapo_tau_pos loss.sapo_tau_neg "
     "loss.clip_bias_norm loss.clip_bias_scope loss.clip_bias_target loss.clip_bias_delta loss.kl_coef update.trust_kl "
     "replay.size replay.mode replay.per_group replay.max_age "
     "correction.mode correction.level correction.sequence_mask overlong.buffer overlong.exclude"
@@ -126,10 +129,10 @@ class ReportRun:
 
     @property
     def key_settings(self) -> Mapping[str, Any]:
-        """The settings to show first, and those that the surrogate of its algorithm reads."""
+        """The settings to show first, without those that its algorithm does not read."""
         known = ALGORITHMS.get(str(self.config.get("algo")))
-        surrogate = known.surrogate_name if known else None
-        names = dict.fromkeys([*_KEY_SETTINGS, *(SURROGATE_SETTINGS[surrogate] if surrogate else ())])
+        hidden = unread(known, flatten(TrainConfig()) | self.config) if known else ()
+        names = (name for name in _KEY_SETTINGS if name not in hidden)
         return {name: self.config[name] for name in names if self.config.get(name) is not None}
 
 

@@ -68,7 +68,7 @@ class QuietDisplay:
 def short_config(**overrides: Any) -> TrainConfig:
     """The quickstart shrunk to seconds; ``a__b=1`` overrides ``a.b``."""
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
-    return load_config("quickstart", SHORT | dotted)
+    return load_config("quickstart", dotted, shared=SHORT)
 
 
 def train_short(path: Path, resume: bool = False, **overrides: Any) -> tuple[RunDir, dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_train.algorithms import ALGORITHMS, SURROGATE_SETTINGS, Algorithm
+from sorl_train.algorithms import ALGORITHMS, Algorithm
 from sorl_train.cli import main
 from sorl_train.config.files import load_config, read_resolved
 from sorl_train.config.find_algorithm import algorithm_facts, find_algorithm, short_name
@@ -24,6 +24,7 @@ from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import saved_config
 
 from .conftest import train_short
+from .losses.test_surrogates import settings_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
 
@@ -187,7 +188,7 @@ def table_of_algorithms() -> list[str]:
 def table_of_surrogates() -> list[str]:
     rows = ["| surrogate | formula | settings that it reads | the clipping bias |", "|---" * 4 + "|"]
     for name, entry in SURROGATES.items():
-        settings = ", ".join(f"`{setting}`" for setting in SURROGATE_SETTINGS[name]) or "none"
+        settings = ", ".join(f"`{setting}`" for setting in settings_of(name)) or "none"
         rows.append(f"| `{name}` | `{entry.formula}` | {settings} | {entry.clip_bias} |")
     return rows
 

@@ -317,7 +317,9 @@ def test_non_finite_numbers_stop_the_run_and_keep_the_last_checkpoint(
 
 def test_reference_kl_in_loss_and_in_reward(tmp_path: Path) -> None:
     for where in ("loss", "reward"):
-        run_dir, _ = train_short(tmp_path / where, loss__kl_coef=0.05, loss__kl_in=where, algo="ppo")
+        kind = {"loss": "k2", "reward": "k1"}[where]
+        kl = {"loss__kl_coef": 0.05, "loss__kl_in": where, "loss__kl_type": kind}
+        run_dir, _ = train_short(tmp_path / where, algo="ppo", **kl)
         lines = read_metrics(run_dir.metrics)
         assert 0.0 <= lines[2]["loss/ref_kl"] < 1.0
 

@@ -46,7 +46,7 @@ def make_run(path: Path, cache: Path, **overrides: Any) -> Path:
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
     with pytest.MonkeyPatch.context() as patch, Path(os.devnull).open("w") as nowhere:
         patch.setenv("SORL_CACHE", str(cache))
-        config = load_config("quickstart", SETTINGS | dotted)
+        config = load_config("quickstart", dotted, shared=SETTINGS)
         run_dir = RunDir.create(path, config)
         run(config, run_dir, PlainDisplay(nowhere), False)
     return run_dir.path

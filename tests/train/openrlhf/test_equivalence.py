@@ -52,7 +52,7 @@ def batch(folder: str) -> Batch:
 
 def settings(**overrides: Any) -> TrainConfig:
     base = {"loss.clip_bias_delta": 1e-3, "loss.kl_coef": 0.05, "optim.max_grad_norm": None}
-    return load_config("quickstart", base | overrides)
+    return load_config("quickstart", overrides, shared=base)
 
 
 def local_step(

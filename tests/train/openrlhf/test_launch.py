@@ -22,7 +22,7 @@ from sorl_train.config.files import load_config
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
 from sorl_train.openrlhf import checks, flag_table, launch
-from sorl_train.openrlhf.checks import check, check_attention, critic_start, unread
+from sorl_train.openrlhf.checks import check, check_attention, critic_start
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.openrlhf.launch import cause_of_death, follow
 from sorl_train.openrlhf.prompts import exclude_older, training_loader
@@ -175,13 +175,6 @@ def test_every_flag_that_is_set_here_is_in_the_table_once() -> None:
     for name, reason in flag_table.REFUSED.items():
         for word in re.findall(r"use ((?:\w+\.\w+)|algo)", reason):
             assert word in known, (name, word)
-
-
-def test_settings_without_effect_are_named() -> None:
-    assert unread(TrainConfig(engine="openrlhf")) == []
-    lines = unread(settings(sampler__backend="vllm", update__critic_micro_batch_size=3))
-    assert any(line.startswith("sampler.backend=vllm has no effect") for line in lines)
-    assert any("what counts is: update.micro_batch_size" in line for line in lines)
 
 
 def test_where_the_critic_starts_is_said(tmp_path: Path) -> None:

@@ -197,7 +197,9 @@ def test_an_evaluation_draws_as_the_local_engines(temperature: float, top_p: flo
             return []
 
     step = TrainStep()
-    step.config = load_config("quickstart", SHORT | {"eval.temperature": temperature, "sampler.top_p": 0.9})
+    step.config = load_config(
+        "quickstart", {"eval.temperature": temperature, "sampler.top_p": 0.9}, shared=SHORT
+    )
     step.eval_env, step.evaluator = make_env(step.config, evaluation=True), Evaluator()
     run_dir = RunDir.create(tmp_path / "run", step.config)
     step.recorder = Recorder(step.config, run_dir, step.eval_env.task, PlainDisplay(sys.stdout))
@@ -258,7 +260,7 @@ def test_every_flag_of_openrlhf_is_in_the_table_once() -> None:
 @pytest.mark.parametrize("algo", ["so_ppo", "so_grpo"])
 def test_openrlhf_parses_what_is_set(algo: str, tmp_path: Path) -> None:
     group = {"rollout.group_size": 4} if algo == "so_grpo" else {}
-    config = load_config("quickstart", SHORT | group | {"algo": algo, "optim.max_grad_norm": None})
+    config = load_config("quickstart", group | {"algo": algo, "optim.max_grad_norm": None}, shared=SHORT)
     flags = openrlhf_flags(config, RunDir(tmp_path), "model", load_task("minihop").limits, resume=None)
     parsed = vars(parser_of_openrlhf().parse_args(as_arguments(flags)))
     for name, value in flags.items():

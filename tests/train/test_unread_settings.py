@@ -1,0 +1,286 @@
+"""Which settings an algorithm reads: what the table says, what an update does, and what the user is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sorl_env.errors import UserError
+from sorl_train.algorithms import ALGORITHMS, Algorithm, unread
+from sorl_train.cli import main
+from sorl_train.config.files import (
+    load_config,
+    packaged_configs,
+    read_resolved,
+    remarks,
+    to_yaml,
+    with_overrides,
+)
+from sorl_train.config.schema import fields, flatten
+from sorl_train.config.settings import TrainConfig
+from sorl_train.engine import LocalEngine
+from sorl_train.learner.batch import collate
+from sorl_train.learner.correction import correct
+from sorl_train.learner.overlong import with_loss_tokens
+from sorl_train.learner.scored_batch import estimate_advantages
+from sorl_train.learner.settings import update_settings
+from sorl_train.learner.update import CriticUpdate, PolicyUpdate
+from sorl_train.models.critic import Critic
+
+from .learner.test_scored_batch import made
+
+# What an update changes is tried by other values of each of its settings.
+OTHER: dict[str, Any] = {
+    "loss.ratio": "sequence",
+    "loss.clip_eps": 0.02,
+    "loss.clip_eps_high": 0.9,
+    "loss.dual_clip": 1.01,
+    "loss.sapo_tau_pos": 3.0,
+    "loss.sapo_tau_neg": 3.0,
+    "loss.aggregation": "token_mean",
+    "loss.clip_bias_norm": "token",
+    "loss.clip_bias_scope": "trajectory",
+    "loss.clip_bias_target": "update",
+    "loss.clip_bias_delta": 0.002,
+    "loss.gamma": 0.5,
+    "loss.gae_lambda": 0.5,
+    "loss.gae_level": "turn",
+    "loss.whiten_advantages": True,
+    "loss.group_std": False,
+    "loss.group_baseline": "leave_one_out",
+    "loss.group_level": "turn",
+    "loss.turn_weight": 0.3,
+    "loss.anchor_state": "history",
+    "loss.kl_coef": 0.5,
+    "loss.kl_type": "k3",
+    "loss.kl_in": "reward",
+    "loss.entropy_coef": 0.1,
+    "loss.value_clip": 0.01,
+    "optim.lr": 0.02,
+    "optim.critic_lr": 0.02,
+    "optim.warmup_ratio": 0.5,
+    "optim.critic_warmup_ratio": 0.5,
+    "optim.schedule": "cosine",
+    "optim.max_grad_norm": None,
+    "optim.clip_before_normalization": True,
+    "update.steps": 3,
+    "update.mini_batch_size": 4,
+    "update.epochs": 2,
+    "update.target_kl": 1e-9,
+    "update.trust_kl": 1e-9,
+    "update.critic_warmup_steps": 1,
+}
+# Settings of an update that this small one does not show, and why.
+ELSEWHERE = {
+    "optim.weight_decay optim.beta1 optim.beta2 optim.adam_eps": "of AdamW, which every actor has",
+    "update.micro_batch_size update.critic_micro_batch_size update.log_prob_micro_batch_size": "speed alone",
+    "update.skip_without_signal": "needs a mini-batch without a signal; the policy of every algorithm reads it",
+    "update.trust_max_scale": "needs a batch that stays far inside the region",
+}
+# Not about the update: what is sampled, from what, on what, and what is written down.
+SECTIONS = (
+    "limits search sampler rollout replay overlong correction lora tiny hardware cluster sft eval alarm "
+    "checkpoint log"
+)
+TOP = "algo stage engine task task_args model format chat_template data eval_data split run_dir seed tools critic"
+# Settings that let each of the others show.
+SHOWN = {
+    "rollout.batch_size": 8,
+    "rollout.group_size": 2,
+    "update.mini_batch_size": 2,
+    "update.steps": 2,
+    "optim.lr": 0.01,
+    "optim.warmup_ratio": 0.1,
+    "optim.critic_warmup_ratio": 0.1,
+    "optim.adam_eps": 1e-2,
+    "optim.max_grad_norm": 0.05,
+    "loss.kl_coef": 0.05,
+    "loss.clip_bias_target": "gradient",
+    "loss.clip_bias_delta": 0.02,
+}
+ALGOS = ("so_ppo", "grpo", "mt_grpo", "gigpo", "sapo", "topr")  # every kind of row
+
+
+class NoRecorder:
+    @contextmanager
+    def stage(self, name: str, total: int = 0) -> Iterator[Any]:
+        yield lambda done: None
+
+    def is_saved(self, step: int) -> bool:
+        return False
+
+
+def update(config: TrainConfig) -> tuple[Tensor, dict[str, float]]:
+    """The weights of policy and critic after the first training step on the same trajectories, and its metrics."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    policy, backbone = (
+        LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes)) for _ in range(2)
+    )
+    batch = collate(made(), anchor_state=config.anchor_state)
+    mask = batch.action_mask
+    old = (-4.2 + torch.randn(mask.shape)) * mask
+    noise, values = 0.2 * torch.randn(mask.shape) * mask, torch.randn(mask.shape) * mask
+    rewards = (
+        batch.token_rewards * torch.linspace(1.0, 2.0, len(batch))[:, None]
+    )  # of turns, too, none are equal
+    batch = batch.with_fields(
+        token_rewards=rewards,
+        old_log_probs=old,
+        ref_log_probs=0.9 * old,
+        rollout_log_probs=old + noise,
+        values=values,
+    )
+    batch = estimate_advantages(batch, config.algorithm.advantage, config.loss)
+    batch, _ = correct(with_loss_tokens(batch), config)
+    engine, settings = object.__new__(LocalEngine), update_settings(config)
+
+    def adamw(model: Any) -> Any:
+        return torch.optim.AdamW(model.parameters(), eps=config.optim.adam_eps)
+
+    engine.config, engine.policy, engine.recorder = config, policy, NoRecorder()  # type: ignore[assignment]
+    engine.step, engine.lr_scale, engine.device = 0, 1.0, torch.device("cpu")
+    engine.policy_update = PolicyUpdate(policy, adamw(policy), settings)
+    critic = Critic(backbone.model) if config.algorithm.needs_critic else None
+    engine.critic_update = None if critic is None else CriticUpdate(critic, adamw(critic), settings)
+    metrics = engine.update(batch, 1)
+    models = [policy, *([] if critic is None else [critic])]
+    return torch.cat([p.detach().flatten() for m in models for p in m.parameters()]), metrics
+
+
+def made_config(algo: str, **changes: Any) -> TrainConfig:
+    return load_config("quickstart", {"algo": algo}, shared=SHOWN | changes)
+
+
+def test_every_setting_is_looked_at() -> None:
+    """A new setting has to be put where it belongs, and into the table if only some algorithms read it."""
+    names = {field.name for field in fields()}
+    of_updates = {name for name in names if name.startswith(("loss.", "optim.", "update."))}
+    elsewhere = {name for group in ELSEWHERE for name in group.split()}
+    assert of_updates == {*OTHER, *elsewhere}
+    assert {name for name in names - of_updates if name.partition(".")[0] not in SECTIONS.split()} == set(
+        TOP.split()
+    )
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_the_settings_that_change_an_update_are_those_that_the_algorithm_reads(algo: str) -> None:
+    config = made_config(algo)
+    plain, metrics = update(config)
+    values = flatten(config)
+    wrong = []
+    for name, other in OTHER.items():
+        if name == "loss.ratio" and config.algorithm.ratio == other:
+            other = "token"
+        assert other != values[name], name
+        weights, found = update(with_overrides(config, {name: other}))
+        moved = not torch.equal(weights, plain)
+        shows = moved or found != metrics
+        # the clip range moves no weight of topr, but its metrics; the norm of ppo that is named apart is logged anyway
+        if moved if name in unread(config.algorithm, values) else not shows:
+            wrong.append((name, other, moved))
+    assert not wrong
+
+
+def test_what_is_not_known_of_a_surrogate_from_outside_is_accepted() -> None:
+    outside = Algorithm("token", "group", surrogate=lambda ratio, advantage, clip: ratio * advantage)
+    values = flatten(TrainConfig(algo="so_grpo"))
+    assert {"loss.dual_clip", "loss.sapo_tau_pos"} & set(unread(outside, values)) == set()
+    assert {"loss.gae_lambda", "loss.clip_bias_delta"} <= set(unread(outside, values))
+
+
+@pytest.mark.parametrize(("algo", "row"), ALGORITHMS.items())
+def test_what_an_algorithm_brings_it_reads(algo: str, row: Algorithm) -> None:
+    brought = {**row.defaults, **row.published}
+    assert not set(brought) & set(unread(row, flatten(load_config("quickstart", {"algo": algo}))))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"algo": "so_grpo", "loss.gae_lambda": 1.0},
+            "gae_lambda 1.0 has no effect on algo so_grpo: it needs a critic. Leave it out, or use --algo ppo",
+        ),
+        ({"algo": "grpo", "critic": "folder"}, "critic folder has no effect"),
+        ({"algo": "grpo", "optim.critic_lr": 1e-3}, "needs a critic"),
+        ({"algo": "grpo", "update.critic_warmup_steps": 2}, "needs a critic"),
+        ({"algo": "grpo", "loss.whiten_advantages": True}, "loss.whiten_advantages true has no effect"),
+        (
+            {"algo": "grpo", "loss.gamma": 0.9},
+            "needs a critic or states to compare. .* or gigpo$",
+        ),
+        ({"algo": "ppo", "loss.group_std": False}, "groups to compare"),
+        (
+            {"algo": "ppo", "loss.clip_bias_delta": 1.0},
+            "normalized steps. Leave it out, or use --algo s_ppo or so_ppo",
+        ),
+        ({"algo": "rloo", "loss.turn_weight": 0.5}, "use --algo mt_grpo or gigpo"),
+        ({"algo": "mt_grpo", "loss.anchor_state": "history"}, "use --algo gigpo"),
+        ({"algo": "topr", "loss.dual_clip": 3.0}, "PPO's clip"),
+        ({"loss.sapo_tau_pos": 1.0}, "sapo's gate. Leave it out, or use --algo sapo"),
+        ({"loss.kl_type": "k3"}, "it needs loss.kl_coef. Leave it out$"),
+        ({"loss.kl_coef": 0.1, "loss.kl_type": "k1"}, "k1 has no effect in the loss, .* use k2"),
+        (
+            {"loss.kl_coef": 0.1, "loss.kl_in": "reward"},
+            "k2 in the reward is another penalty than the KL: use k1",
+        ),
+        ({"optim.clip_before_normalization": True}, "loss.clip_bias_target=gradient"),
+        ({"correction.low": 0.3}, "needs correction.mode=band"),
+        ({"correction.high": 3.0}, "needs correction.mode=truncate or band"),
+        ({"replay.mode": "recent"}, "needs replay.size"),
+        ({"overlong.penalty": 0.5}, "needs overlong.buffer"),
+        ({"update.trust_max_scale": 10.0}, "needs update.trust_kl"),
+        ({"sampler.gpu_memory": 0.5}, "needs sampler.backend=vllm"),
+        ({"cluster.nodes": 2}, "needs engine=openrlhf"),
+        ({"loss": {"turn_weight": 0.5}}, "loss.turn_weight 0.5 has no effect"),
+    ],
+)
+def test_what_is_given_for_a_run_has_an_effect_on_it(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load_config("quickstart", given)
+    load_config("quickstart", {"algo": given.get("algo", "so_ppo")}, shared=given)  # as if from a file
+    load_config("quickstart", {**given, "stage": "sft"})
+
+
+@pytest.mark.parametrize("name", sorted(packaged_configs()))
+def test_every_packaged_config_comes_back_with_every_kind_of_algorithm(name: str, tmp_path: Path) -> None:
+    """A saved config lists all settings, also those without effect: reading it, or resuming, refuses none of them."""
+    for algo in ("ppo", "so_grpo", "gigpo"):
+        config = load_config(name, {"algo": algo})
+        path = tmp_path / f"{algo}.yaml"
+        path.write_text(to_yaml(config), encoding="utf-8")
+        assert read_resolved(path) == config
+    assert load_config(path) == config
+    with pytest.raises(UserError, match="has no effect"):
+        read_resolved(path, {"loss.gae_lambda": 1.0})
+
+
+def test_what_a_shared_config_holds_in_vain_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "no effect on so_grpo: optim.critic_lr and optim.critic_warmup_ratio (for want of a critic)"
+    assert remarks(load_config("quickstart", {"algo": "so_grpo"})) == [line]
+    assert remarks(load_config("quickstart")) == []
+    assert main(["--algo", "so_grpo", "--dry_run"]) == 0
+    assert line in capsys.readouterr().out
+    shared = {"cluster.nodes": 2, "loss.kl_in": "reward", "loss.kl_coef": 0.1}
+    assert remarks(load_config("quickstart", shared=shared)) == [
+        "no effect on so_ppo: cluster.nodes (for want of engine=openrlhf)",
+        "loss.kl_type k2 in the reward is another penalty than the KL: use k1 with loss.kl_in=reward",
+    ]
+
+
+def test_a_warm_up_of_the_critic_trains_the_policy_where_there_is_none() -> None:
+    """Such steps would train nothing at all."""
+    waiting = made_config("so_grpo", **{"update.critic_warmup_steps": 1})
+    assert (waiting.update.critic_warmup_steps, waiting.critic_warmup_steps) == (1, 0)
+    weights, metrics = update(waiting)
+    assert metrics["loss/policy_updates"] == 3.0
+    assert torch.equal(weights, update(made_config("so_grpo"))[0])
+    assert "loss/policy_updates" not in update(made_config("so_ppo", **{"update.critic_warmup_steps": 1}))[1]
