@@ -20,7 +20,7 @@ from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.dynamic_sampling import num_groups, with_signal
-from sorl_train.learner.means import Means, past_target_kl
+from sorl_train.learner.means import Means
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit
 from sorl_train.learner.optimizer_step import NonFiniteError, adamw
 from sorl_train.learner.overlong import shape_and_filter
@@ -270,7 +270,7 @@ class LocalEngine:
                     if self.on_policy:
                         batch = mini.with_fields(old_log_probs=log_probs)
                         self.check_mismatch(batch, step)
-                    train_policy = not past_target_kl(config.update.target_kl, means)
+                    train_policy = not self.policy_update.past_target_kl
                 advance(1)
             if trains_policy:
                 self.policy_update.end_batch(batch.rows(final_kl_sample(batch.loss_mask)), means)
@@ -278,10 +278,12 @@ class LocalEngine:
         return means.result() | batch_metrics(batch)
 
     def _begin_batch(self, batch: Batch) -> Batch:
-        """Begin the policy's trust region, and add what it needs if older weights sampled some of the batch."""
+        """Begin the policy's trust region, and add what it and ``update.target_kl`` measure from if older weights
+        sampled some of the batch."""
         self.policy_update.begin_batch()
         is_older = self.config.rollout.max_staleness > 0 or batch.replayed is not None
-        if self.policy_update.trust is None or not is_older:
+        update = self.config.update
+        if not is_older or (update.trust_kl is None and update.target_kl is None):
             return batch
         self.policy.eval()
         return score(batch, {"start_log_probs": self.policy}, None, self.config, self.device)

@@ -109,9 +109,6 @@ def _replay_problems(config: TrainConfig) -> list[str]:
         "so_grpo, or replay.size=0": config.algorithm.needs_critic,
         f"replay.size {size} and rollout.dynamic_sampling {rollout.dynamic_sampling} both replace groups without a "
         "signal: set one of them to 0": rollout.dynamic_sampling > 0,
-        f"replay.size {size} does not go with update.target_kl {config.update.target_kl}, which would count how old a "
-        "replayed trajectory is as a step too far: use update.trust_kl, which measures from the weights that began the "
-        "batch": config.update.target_kl is not None,
         f"replay.per_group {replay.per_group} leaves none of the {rollout.group_size} new rollouts of a group "
         "(rollout.group_size) to compare with: make it smaller": (
             replay.mode == "success" and replay.per_group >= rollout.group_size > 1

@@ -249,7 +249,8 @@ class UpdateConfig:
     )
     target_kl: float | None = opt(
         None,
-        "take no more actor steps on a rollout batch once loss/approx_kl exceeds this; None: off",
+        "take no more actor steps on a rollout batch once the mean token KL to the weights that began it exceeds this; "
+        "None: off",
         above=0,
     )
     trust_kl: float | None = opt(

@@ -41,7 +41,7 @@ class Batch:
         correction: float32 (B, T), what the surrogate of each loss token is multiplied by, because the sampler's
             log-probabilities are not the trainer's (``correct``); None where nothing is corrected.
         start_log_probs: float32 (B, T), those of the weights that begin the update of a batch which older weights
-            sampled; None where they are the old log-probabilities, or where no trust region needs them.
+            sampled; None where they are the old log-probabilities, or where nothing measures from them.
         replayed: bool (B,), the trajectories from the replay buffer, which older weights sampled; None: there are none.
     """
 

@@ -32,8 +32,3 @@ class Means:
         peaks = {f"{prefix}{name}_max": max(self._values[name]) for name in PEAKS if name in self._values}
         steps = {prefix + "policy_updates": float(len(self._values["lr"]))} if "lr" in self._values else {}
         return means | peaks | steps
-
-
-def past_target_kl(target_kl: float | None, means: Means) -> bool:
-    """Whether the latest mini-batch was further than ``update.target_kl`` from the policy that sampled it."""
-    return target_kl is not None and means.latest("approx_kl") > target_kl

@@ -31,7 +31,7 @@ class UpdateSettings:
         max_grad_norm: limit of gradient clipping, or None.
         clip_before_normalization: clip the gradient before it is scaled by the clipping bias.
         skip_without_signal: no step for a mini-batch whose advantages are all 0.
-        target_kl: see ``past_target_kl``.
+        target_kl: limit of ``PolicyUpdate.past_target_kl``, or None.
         trust_kl, trust_max_scale: limit and largest scale of ``TrustRegion``; a limit of None: there is none.
         temperature: the sampler's, which the log-probabilities are computed at.
         dtype: precision of the forward passes, as ``hardware.dtype`` names it.

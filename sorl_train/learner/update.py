@@ -64,7 +64,14 @@ class _Totals:
 
 
 class PolicyUpdate:
-    """Optimizer steps of the policy."""
+    """Optimizer steps of the policy.
+
+    Attributes:
+        past_target_kl: whether the newest mini-batch found the policy further than ``update.target_kl`` from the one
+            that the update of its batch began with (``token_kl``). An engine then takes no more steps on the batch.
+    """
+
+    past_target_kl = False
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, settings: UpdateSettings) -> None:
         if not settings.keep_dropout:
@@ -91,6 +98,8 @@ class PolicyUpdate:
         if totals.not_finite:
             raise NonFiniteError("the policy loss", totals.not_finite)
         assert totals.bias is not None and totals.stats is not None
+        if self.settings.target_kl is not None:  # as the KL is that of all ranks, all of them stop together
+            self.past_target_kl = token_kl(totals.log_probs, mini) > self.settings.target_kl
         scheduled, lr = lr, lr if self.trust is None else lr * self.trust.scale
         names, values = totals.losses.keys(), sum_over_ranks(*totals.losses.values())
         bias, stats = totals.bias.all_reduce(), totals.stats.all_reduce()

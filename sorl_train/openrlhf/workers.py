@@ -18,7 +18,7 @@ from torch import Tensor
 from sorl_train.config.files import read_resolved
 from sorl_train.config.settings import OptimConfig, TrainConfig
 from sorl_train.learner.batch import Batch
-from sorl_train.learner.means import Means, past_target_kl
+from sorl_train.learner.means import Means
 from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.schedule import learning_rate
 from sorl_train.learner.settings import update_settings
@@ -143,12 +143,12 @@ def _train(
 ) -> None:
     """One optimizer step on each of ``minis``: steps ``done``, ``done`` + 1, .. of ``total`` in the rate's schedule.
 
-    The actor stops early at ``update.target_kl``. That KL is summed over all ranks, so all of them stop together.
+    The actor stops early at ``update.target_kl``.
     """
     for number, mini in enumerate(minis):
         lr = learning_rate(optim, base, warmup, steps["done"] + number, steps["total"])
         update.step(mini, lr, means)
-        if isinstance(update, PolicyUpdate) and past_target_kl(update.settings.target_kl, means):
+        if isinstance(update, PolicyUpdate) and update.past_target_kl:
             break
 
 

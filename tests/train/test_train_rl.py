@@ -124,14 +124,17 @@ def test_a_saved_step_tells_what_the_loss_made_of_each_token(algo: str, tmp_path
     assert all(entropy > 0 for record in records for entropy in record.entropy)
 
 
-def test_target_kl_ends_the_actors_steps_on_a_batch(tmp_path: Path) -> None:
-    """A limit that any change is above: the first mini-batch is on policy and passes, the second one ends it."""
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_target_kl_ends_the_actors_steps_on_a_batch(staleness: int, tmp_path: Path) -> None:
+    """A limit that any change is above: the first mini-batch passes, however old it is, and the second one ends it."""
     settings = {"update__epochs": 2, "update__mini_batch_size": 4, "optim__lr": 1e-2, "loss__kl_coef": 0.0}
+    settings |= {"rollout__max_staleness": staleness, "optim__schedule": "constant"}
     kept, _ = train_short(tmp_path / "kept", **settings)
-    cut, _ = train_short(tmp_path / "cut", **settings, update__target_kl=1e-12)
-    free, limited = read_metrics(kept.metrics)[1], read_metrics(cut.metrics)[1]
-    assert limited["loss/policy_updates"] == 2 < free["loss/policy_updates"]
-    assert limited["loss/value"] == free["loss/value"]  # the critic goes on
+    cut, _ = train_short(tmp_path / "cut", **settings, update__target_kl=1e-10)
+    free, limited = read_metrics(kept.metrics), read_metrics(cut.metrics)
+    assert [line["loss/policy_updates"] for line in free[1:]] == [8, 8]
+    assert [line["loss/policy_updates"] for line in limited[1:]] == [2, 2]
+    assert limited[1]["loss/value"] == free[1]["loss/value"]  # the critic goes on
 
 
 def test_gradient_checkpointing_recomputes_both_models_and_scoring_is_in_eval_mode(

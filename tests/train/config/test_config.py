@@ -320,10 +320,6 @@ def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
             "replay.size 64 and rollout.dynamic_sampling 2 both replace .* set one of them to 0",
         ),
         (
-            {"algo": "so_grpo", "replay.size": 64, "update.target_kl": 0.02},
-            "replay.size 64 does not go with update.target_kl 0.02, .* use update.trust_kl",
-        ),
-        (
             {"algo": "so_grpo", "replay.size": 64, "replay.per_group": 8},
             r"replay.per_group 8 leaves none of the 8 new rollouts of a group .* make it smaller",
         ),

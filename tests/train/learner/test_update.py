@@ -15,7 +15,7 @@ from sorl_env.rollout import RolloutJob, RolloutSettings, collect
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
-from sorl_train.learner.means import Means, past_target_kl
+from sorl_train.learner.means import Means
 from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.schedule import learning_rate
 from sorl_train.learner.settings import update_settings
@@ -23,6 +23,7 @@ from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.losses.surrogates import SURROGATES
 from sorl_train.models import packing
 from sorl_train.models.critic import load_critic
+from sorl_train.models.forward import action_stats
 from sorl_train.models.packed_attention import enable_packing
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.rollout.sampler import TransformersSampler
@@ -310,13 +311,24 @@ def test_a_mini_batch_without_loss_tokens_does_not_move_the_critic(
     assert not torch.equal(before[0], state()[0])
 
 
-def test_past_target_kl_is_the_newest_mini_batch() -> None:
-    means = Means()
-    means.add(approx_kl=0.5)
-    assert not past_target_kl(short_config().update.target_kl, means)  # off by default
-    assert past_target_kl(0.4, means)
-    means.add(approx_kl=0.1)
-    assert not past_target_kl(0.4, means)
+def test_the_target_kl_is_measured_from_the_weights_that_began_the_batch(
+    tiny_folder: str, trajectories: list[Trajectory]
+) -> None:
+    """Whoever sampled it: how old a batch is, is no distance that its update went."""
+    config = short_config(**{"update.target_kl": 0.02})
+    model = load_policy(tiny_folder, config.hardware.device)
+    batch = off_policy(collate(trajectories))
+    now = action_stats(model, batch.token_ids, batch.action_mask, temperature=1.0).log_probs.detach()
+
+    def is_past(batch: Batch, settings: TrainConfig = config) -> bool:
+        update = PolicyUpdate(model, torch.optim.SGD(model.parameters(), lr=0.0), update_settings(settings))
+        update.step(batch, 0.0, Means())
+        return update.past_target_kl
+
+    assert is_past(batch)  # the old log-probabilities are those of the weights that began it
+    assert not is_past(batch, short_config())  # off by default
+    assert not is_past(batch.with_fields(start_log_probs=now))
+    assert is_past(batch.with_fields(old_log_probs=now, start_log_probs=now + 0.3))
 
 
 def test_excluded_trajectories_leave_no_trace(tiny_folder: str, trajectories: list[Trajectory]) -> None:
