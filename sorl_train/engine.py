@@ -233,6 +233,7 @@ class LocalEngine:
             batch,
             batch.loss_mask,
             limit=mismatch_limit(self.config, compute_dtype(self.config.hardware.dtype, self.device)),
+            top_p=self.config.sampler.top_p,
             decode=self.tokenizer.decode,
             path=self.run_dir.path / f"mismatch_{step:06d}.jsonl",
             step=step,

@@ -73,9 +73,13 @@ def _batch_problems(config: TrainConfig) -> list[str]:
 
 
 def _correction_problems(config: TrainConfig) -> list[str]:
-    mode, level = config.correction.mode, config.correction.level
+    mode, level, top_p = config.correction.mode, config.correction.level, config.sampler.top_p
     ratio, levels = config.algorithm.ratio, get_args(RatioLevel)  # from the finest on
     applies = {
+        f"correction.mode={mode}, correction.sequence_mask={config.correction.sequence_mask}: with sampler.top_p "
+        f"{top_p:g} the sampler's log-probabilities are those of the truncated distribution and the trainer's are not, "
+        "so each weight would be off by the mass that was kept. Use sampler.top_p=1, or correction.mode=none without a "
+        "sequence_mask": config.correction.is_on and top_p < 1,
         f"correction.level={level} is finer than the importance ratio of algo {config.algo}, which is one a {ratio}: a "
         f"token of weight 0 would still get the gradient of its {ratio}. Use correction.level=auto": (
             level != "auto" and mode != "none" and levels.index(level) < levels.index(ratio)

@@ -50,16 +50,10 @@ off."""
 
 
 def mismatch_limit(config: TrainConfig, dtype: torch.dtype) -> float:
-    """``sampler.max_mismatch``, or a default for the sampler and for ``dtype``, that of forward passes; 0: no check.
-
-    vLLM reports log-probabilities after ``top_p``, which are higher by up to -log(top_p), so its limit is that much
-    higher.
-    """
+    """``sampler.max_mismatch``, or a default for the sampler and for ``dtype``, that of forward passes; 0: no check."""
     served = config.engine == "openrlhf" or config.sampler.backend == "vllm"
     limit = config.sampler.max_mismatch
-    if limit is None:
-        limit = _LIMITS["vllm" if served else "transformers", dtype]
-    return limit - math.log(config.sampler.top_p) if limit and served else limit
+    return _LIMITS["vllm" if served else "transformers", dtype] if limit is None else limit
 
 
 def sampled_by(version: int, trajectories: Sequence[Trajectory], batch: Batch) -> Tensor:
@@ -76,9 +70,18 @@ def sampled_by(version: int, trajectories: Sequence[Trajectory], batch: Batch) -
     return mask
 
 
-def turn_mismatch(log_probs: Tensor, batch: Batch, mask: Tensor) -> Tensor:
+def _difference(log_probs: Tensor, batch: Batch, top_p: float) -> Tensor:
+    """How far the trainer's log-probabilities are from those that the sampler's allow, (B, T).
+
+    The sampler's are higher by -log of the mass that ``top_p`` kept, which is anything from 0 to -log(top_p).
+    """
+    gap = (log_probs - batch.rollout_log_probs).double()
+    return (gap - gap.clamp(math.log(top_p), 0.0)).abs()
+
+
+def turn_mismatch(log_probs: Tensor, batch: Batch, mask: Tensor, top_p: float = 1.0) -> Tensor:
     """Mean absolute difference to the sampler's log-probabilities by turn (B, K), over the tokens of ``mask``."""
-    gap = (log_probs - batch.rollout_log_probs).abs().masked_fill(~mask, 0.0).double()
+    gap = _difference(log_probs, batch, top_p).masked_fill(~mask, 0.0)
     turns = batch.turn_ids.clamp(min=0)
     empty = torch.zeros((len(batch), int(turns.max()) + 1), dtype=torch.float64)
     return empty.scatter_add(1, turns, gap) / empty.scatter_add(1, turns, mask.double()).clamp(min=SHORT_TURN)
@@ -90,6 +93,7 @@ def check_mismatch(
     mask: Tensor,
     *,
     limit: float,
+    top_p: float,
     decode: Callable[[list[int]], str],
     path: Path,
     step: int,
@@ -98,6 +102,7 @@ def check_mismatch(
 
     Args:
         limit: for the mean; 0 turns the check off.
+        top_p: what the sampler drew with; by as much as it explains, the two may differ.
         decode: makes text of token ids, for the file.
         path: the file for the worst trajectories if a limit is exceeded, one JSON object a line.
 
@@ -106,8 +111,8 @@ def check_mismatch(
     """
     if not limit or not mask.any():
         return
-    mean = float((log_probs - batch.rollout_log_probs)[mask].double().abs().mean())
-    turns = turn_mismatch(log_probs, batch, mask)
+    mean = float(_difference(log_probs, batch, top_p)[mask].mean())
+    turns = turn_mismatch(log_probs, batch, mask, top_p)
     worst = float(turns.max())
     if mean <= limit and worst <= TURN_FACTOR * limit:
         return

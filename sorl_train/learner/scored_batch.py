@@ -119,7 +119,8 @@ def mismatch_metrics(log_probs: Tensor, batch: Batch) -> dict[str, float]:
     """How far the trainer's ``log_probs`` (B, T) are from the sampler's own, over the loss tokens.
 
     The KL is the k3 estimate of KL(sampler || trainer), over all tokens and by turn. Ratios are trainer over sampler.
-    ``sampler.max_mismatch`` limits the mean absolute difference, over all tokens and in the worst turn.
+    ``sampler.max_mismatch`` limits the mean absolute difference, over all tokens and in the worst turn, but for what
+    ``sampler.top_p`` explains: the sampler's are those of the truncated distribution.
     """
     mask = batch.loss_mask
     gap = (log_probs - batch.rollout_log_probs)[mask].double()

@@ -19,7 +19,7 @@ from sorl_env.text_env import TextEnv
 from sorl_train.config.files import read_resolved
 from sorl_train.config.seeds import derive_seed
 from sorl_train.rollout.environments import make_env, without_tools
-from sorl_train.rollout.vllm_sampler import sampled_turn
+from sorl_train.rollout.vllm_sampler import sampled_turn, vllm_params
 from sorl_train.run.folder import RunDir
 
 
@@ -30,21 +30,8 @@ class EngineSampler:
         self._engine = engine
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        from vllm import SamplingParams as VllmParams
-
         version = await self._engine.version_of_a_new_turn()
-        output = await self._engine.generate(
-            list(token_ids),
-            VllmParams(
-                max_tokens=params.max_new_tokens,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                stop=list(params.stop),
-                stop_token_ids=list(params.stop_ids),
-                include_stop_str_in_output=True,
-                logprobs=1,
-            ),
-        )
+        output = await self._engine.generate(list(token_ids), vllm_params(params))
         return sampled_turn(output.outputs[0], version)
 
     def release(self, session: str) -> None:

@@ -229,6 +229,7 @@ class TrainStep:
             batch,
             sampled_by(self.version, trajectories, batch),
             limit=mismatch_limit(self.config, torch.bfloat16),
+            top_p=self.config.sampler.top_p,
             decode=self.tokenizer.decode,
             path=self.run_dir.path / f"mismatch_{step:06d}.jsonl",
             step=step,

@@ -26,7 +26,8 @@ from sorl_train.models.forward import compute_dtype
 class VllmSampler:
     """Implements ``sorl_env.rollout.Sampler``; see the module's docstring.
 
-    Log-probabilities are those of the distribution that is sampled from, after the temperature and ``top_p``.
+    Log-probabilities are those of the distribution that is sampled from, after the temperature and ``top_p``, as in
+    ``draw``.
 
     Args:
         model: the trainer's policy, whose weights are copied before each batch.
@@ -96,9 +97,6 @@ class VllmSampler:
             ValueError: the session's last turn is still being sampled.
             asyncio.CancelledError: the trajectory was released meanwhile, or the session ended.
         """
-        from vllm import SamplingParams as VllmParams
-        from vllm.sampling_params import RequestOutputKind
-
         if self._requests.get(session) in self._replies:
             raise ValueError(f"session {session}: its last turn is still being sampled; await it first")
         request = f"{session}#{next(self._numbers)}"
@@ -107,16 +105,7 @@ class VllmSampler:
         self._engine.add_request(
             request,
             {"prompt_token_ids": list(token_ids)},
-            VllmParams(
-                max_tokens=params.max_new_tokens,
-                temperature=params.temperature,
-                top_p=params.top_p if params.temperature else 1.0,
-                stop=list(params.stop),
-                stop_token_ids=list(params.stop_ids),
-                include_stop_str_in_output=True,
-                logprobs=0,  # only that of the sampled token
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            ),
+            vllm_params(params),
         )
         if self._driver is None or self._driver.done():
             self._driver = asyncio.ensure_future(self._drive())
@@ -156,6 +145,23 @@ class VllmSampler:
                 if not reply.done():
                     reply.set_exception(error)
             raise
+
+
+def vllm_params(params: SamplingParams) -> Any:
+    """vLLM's own parameters of one turn; nothing but temperature and ``top_p`` shapes the distribution."""
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmParams(
+        max_tokens=params.max_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p if params.temperature else 1.0,
+        stop=list(params.stop),
+        stop_token_ids=list(params.stop_ids),
+        include_stop_str_in_output=True,
+        logprobs=0,  # only that of the sampled token
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def sampled_turn(output: Any, policy_version: int) -> SampledTurn:

@@ -146,9 +146,11 @@ def trajectories(tiny_folder: str, minihop_env: Any) -> list[Trajectory]:
     return found
 
 
-def check(batch: Batch, log_probs: torch.Tensor, path: Path, limit: float = 0.001) -> None:
-    mask = batch.loss_mask
-    check_mismatch(log_probs, batch, mask, limit=limit, decode=str, path=path / "mismatch.jsonl", step=3)
+def check(
+    batch: Batch, log_probs: torch.Tensor, path: Path, limit: float = 0.001, top_p: float = 1.0
+) -> None:
+    how: dict[str, Any] = {"decode": str, "path": path / "mismatch.jsonl", "step": 3}
+    check_mismatch(log_probs, batch, batch.loss_mask, limit=limit, top_p=top_p, **how)
 
 
 def test_limits_on_the_mean_and_on_the_worst_turn(trajectories: list[Trajectory], tmp_path: Path) -> None:
@@ -170,6 +172,25 @@ def test_limits_on_the_mean_and_on_the_worst_turn(trajectories: list[Trajectory]
     with pytest.raises(UserError, match="disagree"):
         check(batch, torch.where(turn, math.nan, same), tmp_path)
     assert turn_mismatch(few, batch, mask).max() == pytest.approx(0.0105, rel=1e-3)
+
+
+def test_what_top_p_explains_is_no_disagreement(trajectories: list[Trajectory], tmp_path: Path) -> None:
+    """The sampler's log-probability is higher by the log of the mass that was kept, 0.9 to 1 at ``top_p`` 0.9."""
+    batch = collate(trajectories)
+    same, mask = batch.rollout_log_probs, batch.loss_mask
+    for mass in (0.9, 0.95, 1.0):
+        check(batch, same + math.log(mass) * mask, tmp_path, top_p=0.9)
+    for wrong in (math.log(0.9) - 0.0011, 0.0011):
+        with pytest.raises(UserError, match=r"differ by 0\.0011 nats on average"):
+            check(batch, same + wrong * mask, tmp_path, top_p=0.9)
+
+
+def test_a_run_that_truncates_is_checked_by_the_same_limit(tmp_path: Path) -> None:
+    run_dir, _ = train_short(tmp_path / "run", sampler__top_p=0.8, **ON_POLICY)
+    lines = read_metrics(run_dir.metrics)
+    assert max(line["rollout/mismatch_ratio_p99"] for line in lines[1:]) < 1.0001
+    assert min(line["rollout/mismatch_ratio_p01"] for line in lines[1:]) > 0.7999
+    assert lines[1]["rollout/mismatch_mean"] > 0.01  # ten times the limit: what top_p explains
 
 
 def test_one_rare_token_does_not_decide_in_bfloat16(trajectories: list[Trajectory], tmp_path: Path) -> None:
@@ -205,10 +226,8 @@ def test_only_turns_that_these_weights_sampled_are_compared(trajectories: list[T
         ({}, torch.bfloat16, 0.1),
         ({"sampler.backend": "vllm"}, torch.float32, 0.01),
         ({"engine": "openrlhf"}, torch.bfloat16, 0.15),
-        ({"engine": "openrlhf", "sampler.top_p": 0.9}, torch.bfloat16, 0.15 - math.log(0.9)),
-        ({"sampler.top_p": 0.9}, torch.float32, 0.001),
         ({"sampler.max_mismatch": 0.3}, torch.float32, 0.3),
-        ({"sampler.max_mismatch": 0, "sampler.backend": "vllm", "sampler.top_p": 0.9}, torch.float32, 0.0),
+        ({"sampler.max_mismatch": 0, "sampler.backend": "vllm"}, torch.float32, 0.0),
     ],
 )
 def test_limits_by_engine_and_precision(overrides: dict[str, Any], dtype: torch.dtype, limit: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,11 +46,11 @@ class Recorder:
 
 
 def roll(
-    env: ToolUseEnv, model: Any, tokenizer: Any, count: int, max_rows: int = 64, temperature: float = 1.0
+    env: ToolUseEnv, model: Any, tokenizer: Any, count: int, max_rows: int = 64, **how: float
 ) -> tuple[list[Trajectory], dict[str, list[int]]]:
     sampler = TransformersSampler(model, tokenizer, max_rows)
     recorder = Recorder(sampler)
-    settings = RolloutSettings(temperature=temperature, max_concurrency=max_rows)
+    settings = RolloutSettings(max_concurrency=max_rows, **how)  # type: ignore[arg-type]
     with sampler.session():
         trajectories = asyncio.run(collect(env, tokenizer, recorder, jobs(count), settings))
     return trajectories, recorder.seen
@@ -67,6 +68,32 @@ def assert_exact(trajectories: list[Trajectory], seen: dict[str, list[int]], mod
         log_probs = action_stats(model, batch.token_ids, batch.action_mask).log_probs
     assert batch.action_mask.sum() > 0
     torch.testing.assert_close(log_probs, batch.rollout_log_probs, atol=1e-4, rtol=0)
+
+
+def assert_truncated(trajectories: list[Trajectory], model: Any, temperature: float, top_p: float) -> None:
+    """The log-probabilities are those of the distribution that was drawn from, token by token in plain arithmetic."""
+    batch = collate(trajectories)
+    with torch.no_grad():
+        probs = (model(batch.token_ids[:, :-1]).logits.double() / temperature).softmax(-1)[batch.action_mask]
+    tokens, told = batch.token_ids[:, 1:][batch.action_mask], batch.rollout_log_probs[batch.action_mask]
+    least = []
+    for row, token, log_prob in zip(probs, tokens.tolist(), told.tolist(), strict=True):
+        ordered = row.sort(descending=True).values
+        nucleus = int((ordered.cumsum(0) - ordered < top_p).sum())
+        # rounding may move the border by a token
+        masses = [float(ordered[:size].sum()) for size in (nucleus - 1, nucleus, nucleus + 1) if size]
+        assert any(abs(log_prob - math.log(float(row[token]) / mass)) < 1e-4 for mass in masses)
+        assert float(row[token]) >= float(ordered[nucleus - 1]) - 1e-6
+        least.append(min(masses))
+    assert min(least) < 0.99
+
+
+def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(
+    tiny_folder: str, minihop_env: ToolUseEnv
+) -> None:
+    model, how = load_policy(tiny_folder), {"temperature": 0.7, "top_p": 0.8}
+    trajectories, _ = roll(minihop_env, model, load_tokenizer(tiny_folder), 8, **how)
+    assert_truncated(trajectories, model, **how)
 
 
 def test_word_level_tokens_are_exact(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
@@ -283,6 +310,19 @@ def draw_one(probs: list[float], uniform: float, **params: Any) -> tuple[int, fl
     return tokens[0], log_probs[0]
 
 
+def test_the_nucleus_of_a_row_leaves_the_others_alone() -> None:
+    """To the last bit: a row draws the same whatever is beside it."""
+    logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
+
+    def row(uniform: float, top_p: float) -> Row:
+        return Row("s", 0, params=SamplingParams(1, top_p=top_p), draws=Uniform(uniform))  # type: ignore[arg-type]
+
+    for uniform in (0.0, 0.3, 1.0 - 2**-53):
+        tokens, log_probs = draw(logits, [row(uniform, 1.0), row(uniform, 0.5)])
+        alone = [draw(logits[[0]], [row(uniform, 1.0)]), draw(logits[[1]], [row(uniform, 0.5)])]
+        assert [(*t, *p) for t, p in alone] == list(zip(tokens, log_probs, strict=True))
+
+
 @pytest.mark.parametrize(
     ("uniform", "token"), [(0.0, 0), (0.099, 0), (0.101, 1), (0.299, 1), (0.31, 2), (0.9999, 2)]
 )
@@ -295,7 +335,10 @@ def test_draw_inverts_the_cumulative_distribution(uniform: float, token: int) ->
 def test_draw_greedy_and_nucleus() -> None:
     assert draw_one([0.1, 0.2, 0.7], 0.0, temperature=0.0)[0] == 2
     # the nucleus of .8 holds .7 and .2: a low number draws the first of them, never token 0
-    assert draw_one([0.1, 0.2, 0.7], 0.01, top_p=0.8)[0] == 1
+    drawn, log_prob = draw_one([0.1, 0.2, 0.7], 0.01, top_p=0.8)
+    assert drawn == 1 and log_prob == pytest.approx(math.log(0.2 / 0.9), abs=1e-6)
+    greedy = draw_one([0.1, 0.2, 0.7], 0.0, temperature=0.0, top_p=0.8)  # nothing is cut, in vLLM neither
+    assert greedy == (2, pytest.approx(math.log(0.7), abs=1e-6))
     assert draw_one([0.1, 0.2, 0.7], 0.01, top_p=0.5)[0] == 2
     # temperature 2 flattens: the log-probability is that of the scaled distribution
     root = np.sqrt([0.1, 0.2, 0.7])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from sorl_env.rollout import RolloutSettings, SamplingParams, collect
 from sorl_env.trajectory import Trajectory
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.models.tiny import build_tiny_policy
-from sorl_train.rollout.vllm_sampler import VllmSampler
+from sorl_train.rollout.vllm_sampler import VllmSampler, vllm_params
 from sorl_train.run.files import read_jsonl as read_metrics
 
 from ..conftest import WORLD, short_config, train_short
-from .test_sampler import Recorder, assert_exact, jobs
+from .test_sampler import Recorder, assert_exact, assert_truncated, jobs
 
 SIZES = {"hidden_size": 64, "num_layers": 2, "num_heads": 2}  # vLLM on a CPU has no heads narrower than 32
 
@@ -46,11 +47,11 @@ def vllm_on_cpu() -> Any:
 
 
 def sample(
-    sampler: VllmSampler, env: ToolUseEnv, tokenizer: Any, count: int
+    sampler: VllmSampler, env: ToolUseEnv, tokenizer: Any, count: int, **how: float
 ) -> tuple[list[Trajectory], dict[str, list[int]]]:
-    recorder = Recorder(sampler)
+    recorder, settings = Recorder(sampler), RolloutSettings(**how)  # type: ignore[arg-type]
     with sampler.session():
-        trajectories = asyncio.run(collect(env, tokenizer, recorder, jobs(count), RolloutSettings()))
+        trajectories = asyncio.run(collect(env, tokenizer, recorder, jobs(count), settings))
     return trajectories, recorder.seen
 
 
@@ -69,6 +70,32 @@ def test_tokens_are_exact_and_the_newest_weights_are_sampled(vllm_on_cpu: None, 
     with pytest.raises(AssertionError):  # those are the old weights' log-probabilities
         assert_exact(trajectories, seen, model)
     assert_exact(*sample(sampler, env, tokenizer, 12), model)
+    how = {"temperature": 0.7, "top_p": 0.8}  # the local engine's sampler passes the same test
+    assert_truncated(sample(sampler, env, tokenizer, 8, **how)[0], model, **how)
+
+
+@pytest.mark.openrlhf
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_both_engines_ask_vllm_for_the_same(temperature: float) -> None:
+    from sorl_train.openrlhf.agent import EngineSampler
+
+    params = SamplingParams(9, temperature=temperature, top_p=0.8, stop=("</a>",), stop_ids=(3,))
+    asked: list[Any] = []
+
+    class Engine:
+        async def version_of_a_new_turn(self) -> int:
+            return 5
+
+        async def generate(self, ids: list[int], how: Any) -> Any:
+            asked.append(how)
+            entry = SimpleNamespace(logprob=-1.5)
+            turn = SimpleNamespace(token_ids=[3], logprobs=[{3: entry}], finish_reason="stop", stop_reason=3)
+            return SimpleNamespace(outputs=[turn])
+
+    drawn = asyncio.run(EngineSampler(Engine()).generate("session", [1], params))
+    assert (drawn.log_probs, drawn.policy_version, drawn.finish) == ([-1.5], 5, "eos")
+    assert repr(asked[0]) == repr(vllm_params(params))
+    assert asked[0].top_p == (0.8 if temperature else 1.0) and asked[0].top_k <= 0 and asked[0].min_p == 0.0
 
 
 @pytest.mark.openrlhf
