@@ -146,7 +146,7 @@ def update(config: TrainConfig) -> tuple[Tensor, dict[str, float]]:
         return torch.optim.AdamW(model.parameters(), eps=config.optim.adam_eps)
 
     engine.config, engine.policy, engine.recorder = config, policy, NoRecorder()  # type: ignore[assignment]
-    engine.step, engine.lr_scale, engine.device = 0, 1.0, torch.device("cpu")
+    engine.step, engine.device = 0, torch.device("cpu")
     engine.policy_update = PolicyUpdate(policy, adamw(policy), settings)
     critic = Critic(backbone.model) if config.algorithm.needs_critic else None
     engine.critic_update = None if critic is None else CriticUpdate(critic, adamw(critic), settings)

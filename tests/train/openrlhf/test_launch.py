@@ -61,7 +61,7 @@ def test_the_papers_placement() -> None:
 
 def test_the_kls_estimator_is_the_configs_and_k2_where_it_says_nothing() -> None:
     assert flags(settings())["algo.kl.estimator"] == "k2"
-    assert flags(settings(loss__kl_type="k3"))["algo.kl.estimator"] == "k3"
+    assert flags(settings(loss__kl_coef=0.1, loss__kl_type="k3"))["algo.kl.estimator"] == "k3"
 
 
 def test_asynchronous_sampling_has_gpus_of_its_own() -> None:
