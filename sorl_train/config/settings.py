@@ -211,11 +211,7 @@ class OptimConfig:
     lr: float = opt(1e-6, "learning rate of the actor", paper="1e-6", above=0)
     critic_lr: float = opt(1e-5, "learning rate of the critic", paper="1e-5", above=0)
     warmup_ratio: float = opt(
-        0.285,
-        "share of all optimizer steps in which the actor's learning rate rises",
-        paper="0.285",
-        low=0,
-        high=1,
+        0.285, "share of optimizer steps in which the actor's rate rises", paper="0.285", low=0, high=1
     )
     critic_warmup_ratio: float = opt(0.015, "the same for the critic", paper="0.015", low=0, high=1)
     schedule: Literal["constant", "linear", "cosine"] = opt("constant", "learning rate after the warm-up")
@@ -249,8 +245,7 @@ class UpdateConfig:
     )
     target_kl: float | None = opt(
         None,
-        "take no more actor steps on a rollout batch once the mean token KL to the weights that began it exceeds this; "
-        "None: off",
+        "take no more actor steps on a batch at this mean token KL to the weights that began it; None: off",
         above=0,
     )
     trust_kl: float | None = opt(

@@ -26,7 +26,14 @@ from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.policy import load_tokenizer
 from sorl_train.models.shape import model_shape
-from sorl_train.openrlhf.checks import check, check_attention, check_model, check_versions, critic_start, installed
+from sorl_train.openrlhf.checks import (
+    check,
+    check_attention,
+    check_model,
+    check_versions,
+    critic_start,
+    installed,
+)
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.rollout.environments import env_facts, make_env, source_facts
 from sorl_train.run.alarm import ALARM

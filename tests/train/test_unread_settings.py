@@ -33,6 +33,7 @@ from sorl_train.learner.scored_batch import estimate_advantages
 from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.models.critic import Critic
+from sorl_train.models.forward import action_stats
 
 from .learner.test_scored_batch import made
 
@@ -140,6 +141,9 @@ def update(config: TrainConfig) -> tuple[Tensor, dict[str, float]]:
     )
     batch = estimate_advantages(batch, config.algorithm.advantage, config.loss)
     batch, _ = correct(with_loss_tokens(batch), config)
+    with torch.no_grad():  # older weights sampled the batch
+        began = action_stats(policy, batch.token_ids, batch.action_mask, temperature=1.0).log_probs
+    batch = batch.with_fields(start_log_probs=began)
     engine, settings = object.__new__(LocalEngine), update_settings(config)
 
     def adamw(model: Any) -> Any:
