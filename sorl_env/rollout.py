@@ -45,7 +45,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """What the sampler drew: token ids, and their log-probabilities in the distribution that they were drawn from (after
+    """What the sampler drew: token ids, and their log-probabilities in the distribution that they came from (after
     the temperature and ``top_p``), of equal length."""
 
     token_ids: list[int]
