@@ -131,7 +131,7 @@ class ReportRun:
     def key_settings(self) -> Mapping[str, Any]:
         """The settings to show first, without those that its algorithm does not read."""
         known = ALGORITHMS.get(str(self.config.get("algo")))
-        hidden = unread(known, flatten(TrainConfig()) | self.config) if known else ()
+        hidden = unread(known, {**flatten(TrainConfig()), **self.config}) if known else ()
         names = (name for name in _KEY_SETTINGS if name not in hidden)
         return {name: self.config[name] for name in names if self.config.get(name) is not None}
 
