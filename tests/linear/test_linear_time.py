@@ -75,7 +75,7 @@ OUTSIDE: dict[str, Any] = {
 # Patterns that meet names, settings, command lines and rows of data sets alone: what they read is the user's own.
 INSIDE = frozenset(
     """
-    sorl_env/tool.py:_NAME sorl_train/run/checkpoint.py:_NAME
+    sorl_env/check_task.py:_TAG sorl_env/tool.py:_NAME sorl_train/run/checkpoint.py:_NAME sorl_train/run/lock.py:_in_use
     tools/mcp/schema.py:_NOT_IN_A_TAG
     sorl_train/cli.py:_default_run_dir sorl_env/command.py:error sorl_env/command.py:read sorl_env/command.py:shortened
     sorl_train/config/run_settings.py:_DEVICE
