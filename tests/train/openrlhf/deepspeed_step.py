@@ -1,10 +1,10 @@
-"""One optimizer step of ``DeepSpeedPolicyUpdate`` on a saved batch; a process for each rank.
+"""One optimizer step of ``DeepSpeedPolicyUpdate`` on each of some saved batches; a process for each rank.
 
     python deepspeed_step.py FOLDER
 
-reads FOLDER/case.pt (config, model folder, batch, ZeRO stage, dtype, gradient clipping, whether the last rank's
-gradient is to be NaN), and rank 0 writes FOLDER/result.pt: the metrics, the parameters after a step of plain SGD, which
-show the gradient, and what was not finite.
+reads FOLDER/cases.pt (a list; each case has config, model folder, batch, ZeRO stage, dtype, gradient clipping, and
+whether the last rank's gradient is to be NaN), and rank 0 writes FOLDER/results.pt: for each case the metrics, the
+parameters after a step of plain SGD, which show the gradient, and what was not finite.
 """
 
 from __future__ import annotations
@@ -37,8 +37,14 @@ def poison(model: Any) -> None:
 
 
 def main(folder: Path) -> None:
-    case = torch.load(folder / "case.pt", weights_only=False)
+    cases = torch.load(folder / "cases.pt", weights_only=False)
     deepspeed.init_distributed("gloo")
+    results = [step(case) for case in cases]
+    if dist.get_rank() == 0:
+        torch.save(results, folder / "results.pt")
+
+
+def step(case: dict[str, Any]) -> dict[str, Any]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     config, batch = case["config"], case["batch"]
     half = case["dtype"] == torch.bfloat16
@@ -69,9 +75,7 @@ def main(folder: Path) -> None:
         not_finite = error.what
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         parameters = torch.cat([p.detach().float().flatten() for p in model.parameters()])
-    if rank == 0:
-        result = {"metrics": means.result(), "parameters": parameters, "not_finite": not_finite}
-        torch.save(result, folder / "result.pt")
+    return {"metrics": means.result(), "parameters": parameters, "not_finite": not_finite}
 
 
 if __name__ == "__main__":

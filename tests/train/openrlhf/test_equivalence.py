@@ -67,22 +67,18 @@ def local_step(
     return before, torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()
 
 
-def deepspeed_step(
-    path: Path,
-    folder: str,
-    batch: Batch,
-    config: TrainConfig,
-    ranks: int,
-    stage: int,
-    dtype: torch.dtype,
-    poison: bool = False,
+def case(
+    folder: str, batch: Batch, config: TrainConfig, stage: int, dtype: torch.dtype, poison: bool = False
 ) -> dict[str, Any]:
-    case = {"config": config, "model": folder, "batch": batch, "stage": stage, "dtype": dtype}
     more = {"max_grad_norm": config.optim.max_grad_norm or 0.0, "poison": poison}
-    torch.save(case | more, path / "case.pt")
+    return {"config": config, "model": folder, "batch": batch, "stage": stage, "dtype": dtype, **more}
+
+
+def deepspeed_steps(path: Path, ranks: int, *cases: dict[str, Any]) -> list[dict[str, Any]]:
+    torch.save(list(cases), path / "cases.pt")
     run_ranks(SCRIPT, path, ranks)
-    result: dict[str, Any] = torch.load(path / "result.pt", weights_only=False)
-    return result
+    results: list[dict[str, Any]] = torch.load(path / "results.pt", weights_only=False)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -111,7 +107,7 @@ def test_the_step_equals_the_local_engines(
     assert ("correction.mode" in overrides) == (0 < corrected.get("loss/correction_zero_frac", 0) < 1)
     before, after, expected = local_step(folder, batch, settings(**overrides))
     config = settings(**overrides, **{"update.micro_batch_size": micro})
-    found = deepspeed_step(tmp_path, folder, batch, config, ranks, stage, torch.float32)
+    (found,) = deepspeed_steps(tmp_path, ranks, case(folder, batch, config, stage, torch.float32))
     assert expected["loss/normalizer"] != 1.0 and expected["loss/clip_frac"] > 0.1
     assert {"loss/ess_turn", "loss/log_ratio_p99_sequence", "loss/clip_frac_turn1"} <= set(expected)
     assert {"loss/clip_frac_tag", "loss/clip_bias_logit", "loss/ref_kl", "loss/entropy"} <= set(expected)
@@ -122,15 +118,32 @@ def test_the_step_equals_the_local_engines(
     torch.testing.assert_close(found["parameters"], after, atol=1e-5 * float(scale), rtol=0)
 
 
+def of_algorithm(algo: str, **more: Any) -> TrainConfig:
+    return settings(**{"algo": algo, "rollout.group_size": 4 if ALGORITHMS[algo].needs_groups else 1}, **more)
+
+
+@pytest.fixture(scope="module")
+def by_algorithm(
+    folder: str, batch: Batch, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """The step of each algorithm, all in one process: its start takes longer than they do."""
+    cases = [
+        case(folder, batch, of_algorithm(algo, **{"update.micro_batch_size": 4}), 2, torch.bfloat16)
+        for algo in ALGORITHMS
+    ]
+    path = tmp_path_factory.mktemp("algorithms")
+    return dict(zip(ALGORITHMS, deepspeed_steps(path, 1, *cases), strict=True))
+
+
 @pytest.mark.parametrize("algo", list(ALGORITHMS))
-def test_every_algorithm_in_bfloat16(algo: str, folder: str, batch: Batch, tmp_path: Path) -> None:
+def test_every_algorithm_in_bfloat16(
+    algo: str, folder: str, batch: Batch, by_algorithm: dict[str, dict[str, Any]]
+) -> None:
     """bfloat16 has 8 bits: figures within 5%, gradients within 5% of their norm."""
-    overrides = {"algo": algo, "rollout.group_size": 4 if ALGORITHMS[algo].needs_groups else 1}
-    *_, expected = local_step(folder, batch, settings(**overrides))
-    config = settings(**overrides, **{"update.micro_batch_size": 4})
-    found = deepspeed_step(tmp_path, folder, batch, config, 1, 2, torch.bfloat16)
+    *_, expected = local_step(folder, batch, of_algorithm(algo))
+    found = by_algorithm[algo]["metrics"]
     for name in ("clip_bias_norm", "normalizer", "clip_frac", "grad_norm"):
-        assert found["metrics"][f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], rel=0.05), name
+        assert found[f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], rel=0.05), name
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -139,7 +152,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(
 ) -> None:
     """On one rank of two; DeepSpeed by itself would leave the step out (2) or put NaN into the weights (3)."""
     config = settings(**{"update.micro_batch_size": 2})
-    found = deepspeed_step(tmp_path, folder, batch, config, 2, stage, torch.bfloat16, poison=True)
+    poisoned = case(folder, batch, config, stage, torch.bfloat16, poison=True)
+    (found,) = deepspeed_steps(tmp_path, 2, poisoned)
     assert found["not_finite"] == "the policy gradient"
     before = [
         p.detach().bfloat16().float().flatten()
