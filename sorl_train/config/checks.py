@@ -192,10 +192,13 @@ def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
     for name, need in _unread(config).items():
         if name in given:
             readers = [algo for algo, row in ALGORITHMS.items() if name not in unread(row, values)]
-            problems.append(
-                f"{name} {as_text(values[name])} has no effect on algo {config.algo}: it needs {need}. Leave it out"
-                + (f", or use --algo {' or '.join(readers)}" if readers else "")
+            which, other = (
+                (f"algo {config.algo}", f", or use --algo {' or '.join(readers)}")
+                if readers
+                else ("this run", "")
             )
+            said = f"{name} {as_text(values[name])} has no effect on {which}: it needs {need}"
+            problems.append(f"{said}. Leave it out{other}")
     return problems
 
 

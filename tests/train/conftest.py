@@ -36,7 +36,6 @@ SHORT: dict[str, Any] = {
     "update.steps": 2,
     "update.mini_batch_size": 8,
     "update.micro_batch_size": 8,
-    "update.critic_micro_batch_size": 8,
     "eval.num_examples": 8,
     "eval.num_examples_final": 8,
     "eval.every": 0,

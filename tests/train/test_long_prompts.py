@@ -171,7 +171,10 @@ def test_it_is_saved_and_goes_on_exactly(staleness: int, steps: list[int], tmp_p
             len(list(checkpoint.glob("stale_*.jsonl"))) == step - 1 - recorded
         )  # those that waited are kept
         resumed, _ = train_short(path, resume=True, **settings)
-        assert outcome(resumed) == outcome(whole)
+        found = outcome(resumed)
+        if recorded == 0:  # its checkpoint has the batches that waited; that of the start had none
+            found = {name: value for name, value in found.items() if "step_000000/stale_" not in name}
+        assert found == outcome(whole)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:

@@ -254,4 +254,5 @@ def test_the_best_policy_is_the_one_that_the_summary_names(
     assert read_own_json(run_dir.checkpoints / "best" / "state.json") == {"step": 4, "success": 0.9}
     if resumed[4] == 0.9:
         assert outcome(run_dir) == outcome(whole)
-    assert outcome(run_dir)["weights"] == outcome(whole)["weights"]
+    weights = "checkpoints/step_000006/policy/model.safetensors"
+    assert outcome(run_dir)[weights] == outcome(whole)[weights]

@@ -25,7 +25,6 @@ SHORT: dict[str, Any] = {
     "engine": "openrlhf",
     "task_args": WORLD,
     "hardware.device": "cpu",
-    "hardware.threads": 1,
     **{f"tiny.{name}": value for name, value in TINY.items()},
     "cluster.gpus_per_node": 1,
     "cluster.vllm_engines": 1,
@@ -67,6 +66,8 @@ def importable() -> None:
 def command(run_dir: Path, *more: str, **overrides: Any) -> list[str]:
     """``sorl-train`` with the short settings; ``a__b=1`` overrides ``a.b``."""
     settings = SHORT | {name.replace("__", "."): value for name, value in overrides.items()}
+    if settings["engine"] == "local":
+        settings = {name: value for name, value in settings.items() if not name.startswith("cluster.")}
     flags = []
     for name, value in settings.items():
         flags += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]

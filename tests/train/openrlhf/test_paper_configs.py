@@ -29,7 +29,7 @@ pytestmark = pytest.mark.openrlhf
 
 # What changes of a paper's file: its sizes, and a rate that shows in the weights after two steps.
 ON_A_CPU = {
-    **{name: value for name, value in SHRUNK.items() if name != "engine"},
+    **{name: value for name, value in SHRUNK.items() if name not in ("engine", "hardware.threads")},
     **{name: SHORT[name] for name in ("cluster.gpus_per_node", "cluster.vllm_engines")},
     **{name: SHORT[name] for name in ("cluster.vllm_tensor_parallel", "cluster.deadline_s")},
     "optim.lr": 1e-3,
