@@ -61,6 +61,12 @@ def _batch_problems(config: TrainConfig) -> list[str]:
             f"but algo {config.algo} has {config.algorithm.advantage} advantages: use an algorithm with group "
             "advantages, such as so_grpo, or 0"
         )
+    elif config.rollout.dynamic_sampling and config.loss.group_level == "turn":
+        problems.append(
+            f"rollout.dynamic_sampling {config.rollout.dynamic_sampling} looks for groups whose total rewards differ, "
+            "but loss.group_level=turn also learns from groups whose turns alone differ: use "
+            "loss.group_level=trajectory, or rollout.dynamic_sampling=0"
+        )
     for name, size in (("rollout.group_size", group), ("update.mini_batch_size", update.mini_batch_size)):
         if size >= 1 and batch % size:
             problems.append(f"{name} {size} does not divide rollout.batch_size {batch}")
@@ -187,10 +193,10 @@ def _kl_doubts(config: TrainConfig) -> list[str]:
 
 
 def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
-    """A line for each setting of ``given`` that this run would not read."""
+    """A line for each setting of ``given`` that this run would not read; None and {} ask for nothing."""
     values, problems = flatten(config), []
     for name, need in _unread(config).items():
-        if name in given:
+        if name in given and values[name] not in (None, {}):
             readers = [algo for algo, row in ALGORITHMS.items() if name not in unread(row, values)]
             which, other = (
                 (f"algo {config.algo}", f", or use --algo {' or '.join(readers)}")

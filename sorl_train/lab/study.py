@@ -26,7 +26,16 @@ import numpy as np
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.figures import markdown_table
-from sorl_train.config.files import STUDIES, config_folder, config_hash, find_config, load_config, parse_yaml
+from sorl_train.config.files import (
+    STUDIES,
+    _merge,
+    _nest,
+    config_folder,
+    config_hash,
+    find_config,
+    load_config,
+    parse_yaml,
+)
 from sorl_train.config.settings import TrainConfig
 from sorl_train.run.folder import RunDir
 from sorl_train.run.stability import infinite_if_none, measure, success_curve
@@ -93,9 +102,12 @@ def load_study(name_or_path: str) -> Study:
     for seed, (arm, settings) in itertools.product(study.get("seeds", [0]), arms.items()):
         for values in itertools.product(*axes.values()):
             point = tuple(zip(axes, values, strict=True))
-            overrides = {**(settings or {}), **dict(point), "seed": seed}
+            own = {**(settings or {}), **dict(point)}
+            # axes are for all arms, and may switch on what an arm sets: then not every run has to read all of it
+            strict = {name: value for name, value in own.items() if not axes or name == "algo"}
             try:
-                config = load_config(base, overrides, shared=study.get("settings"))
+                shared = _merge(_nest(study.get("settings", {})), _nest(own))
+                config = load_config(base, {**strict, "seed": seed}, shared=shared)
                 run = Run(arm, point, seed, config)
             except UserError as error:
                 raise UserError(f"{path}, {arm} at {dict(point)}: {error}") from error

@@ -1,7 +1,8 @@
 """Dynamic sampling (DAPO, arXiv:2503.14476): which groups teach something, and what it cost to find them.
 
-A group whose rewards are all equal has advantages of 0. The engine replaces such groups with groups of other prompts,
-in up to ``rollout.dynamic_sampling`` further rounds, and trains on those that have a signal.
+A group whose total rewards are all equal has advantages of 0 where these compare total rewards, which
+``config.checks`` sees to. The engine replaces such groups with groups of other prompts, in up to
+``rollout.dynamic_sampling`` further rounds, and trains on those that have a signal.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sorl_train.losses.advantages import are_equal
 
 
 def rows_with_signal(batch: Batch) -> Tensor:
-    """Bool (B,): whether the rewards of the row's group differ, and one of the group's tokens is in the loss.
+    """Bool (B,): whether the total rewards of the row's group differ, and one of the group's tokens is in the loss.
 
     These are the rewards that training sees, shaped by their length if that is on. A KL in the reward is no signal
     here: it differs in every group.

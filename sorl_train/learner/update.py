@@ -125,8 +125,8 @@ class PolicyUpdate:
         return totals.log_probs, totals.entropies
 
     def end_batch(self, sample: Batch, means: Means) -> None:
-        """Called after the last step on a rollout batch, with the trajectories of ``final_kl_sample``."""
-        if self.trust is None:
+        """Called after the last step on a rollout batch, with the trajectories of ``final_kl_sample``, if any."""
+        if self.trust is None or not len(sample):
             return
         self.model.eval()
         kl = self.trust.pull_inside(self._weights(), lambda: self._kl(sample), self._weights_moved)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 POLL_S = 2.0
 
@@ -64,6 +64,8 @@ def watched(workers: Sequence[Any], poll_s: float = POLL_S) -> Iterator[None]:
                 del calls[call]
                 try:
                     ray.get(call)
+                except ActorUnavailableError:  # a network that was gone for a moment: ask again
+                    continue
                 except ActorDiedError as error:
                     deaths.append(error)
                     for worker in workers:

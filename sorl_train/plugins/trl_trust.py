@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sorl_train.learner.trust_region import TrustRegion, final_kl_sample
 from sorl_train.losses.sums import sum_over_ranks
+from sorl_train.models.forward import disable_dropout
 
 
 class TrustedSteps:
@@ -33,6 +34,7 @@ class TrustedSteps:
             raise ValueError(
                 f"the trust region needs whole weights on every rank, and {kind.value} splits them: leave trust_kl out"
             )
+        disable_dropout(trainer.model)  # its noise would count as a KL
         self.region = region
         self._trainer = trainer
         self._mini_batch: list[dict[str, Any]] = []  # its micro-batches so far

@@ -254,6 +254,13 @@ def test_what_is_given_for_a_run_has_an_effect_on_it(given: dict[str, Any], says
     load_config("quickstart", {**given, "stage": "sft"})
 
 
+def test_a_value_that_switches_nothing_on_may_be_given_in_vain() -> None:
+    given = {"critic": None, "loss.value_clip": None, "cluster.flags": {}}
+    assert load_config("quickstart", {"algo": "so_grpo", **given}).cluster.flags == {}
+    with pytest.raises(UserError, match=r"cluster\.flags .* has no effect"):
+        load_config("quickstart", {"cluster.flags": {"train.seed": 1}})
+
+
 @pytest.mark.parametrize("name", sorted(packaged_configs()))
 def test_every_packaged_config_comes_back_with_every_kind_of_algorithm(name: str, tmp_path: Path) -> None:
     """A saved config lists all settings, also those without effect: reading it, or resuming, refuses none of them."""

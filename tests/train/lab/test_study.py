@@ -56,6 +56,19 @@ def test_runs_are_every_combination_first_seeds_first(tmp_path: Path) -> None:
     assert (study.runs[3].config.algo, study.runs[3].config.optim.lr) == ("so_grpo", 1e-3)
 
 
+def test_an_arm_may_set_what_only_some_points_of_an_axis_read(tmp_path: Path) -> None:
+    arms = {"ppo": {"algo": "ppo", "update.trust_max_scale": 2, "task_args": {"hops": [2]}}}
+    axes, settings = {"update.trust_kl": [None, 0.01]}, {**SMALL, "task_args.hops": [1]}
+    study = load_study(
+        str(write_study(tmp_path / "mine.yaml", arms=arms, axes=axes, settings=settings, seeds=[0]))
+    )
+    assert [run.config.update.trust_kl for run in study.runs] == [None, 0.01]
+    for run in study.runs:
+        assert run.config.update.trust_max_scale == 2 and run.config.task_args["hops"] == [2]
+    with pytest.raises(UserError, match=r"ppo at .*trust_max_scale 2\.0 has no effect"):
+        load_study(str(write_study(tmp_path / "mine.yaml", arms=arms, axes={})))
+
+
 def test_packaged_studies_are_valid() -> None:
     severe = load_study("severe")
     papers = {

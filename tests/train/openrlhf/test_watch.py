@@ -51,6 +51,31 @@ def test_the_death_of_a_worker_ends_a_wait_for_another(remote: Any) -> None:
     assert caught.value.actor_id == victim._actor_id.hex()  # the one that died, not the one ended for it
 
 
+def test_the_watcher_goes_on_after_a_worker_was_out_of_reach(
+    remote: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose connection is lost and comes back."""
+    import ray
+    from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+    from sorl_train.openrlhf.watch import watched
+
+    victim, waiting, get, lost = remote.remote(), remote.remote(), ray.get, threading.Event()
+    process_id = get(victim.process_id.remote())
+
+    def get_after_a_loss(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name == "watched" and not lost.is_set():
+            lost.set()
+            os.kill(process_id, signal.SIGKILL)
+            raise ActorUnavailableError("the connection is lost", None)
+        return get(*args, **kwargs)
+
+    monkeypatch.setattr(ray, "get", get_after_a_loss)
+    with pytest.raises(ActorDiedError) as caught, watched([victim, waiting], poll_s=0.2):
+        get(waiting.wait_for_the_others.remote(), timeout=60)
+    assert lost.is_set() and caught.value.actor_id == victim._actor_id.hex()
+
+
 def test_the_death_of_a_worker_that_is_still_starting_ends_a_wait_for_another(remote: Any) -> None:
     """As a vLLM engine for which there is no memory, while the policy waits for its engines to join a group."""
     import ray

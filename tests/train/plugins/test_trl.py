@@ -39,6 +39,7 @@ def trainer_of(
     policy: ToolPolicy, folder: Path, kind: Any = SorlGRPOTrainer, tools: bool = True, **options: Any
 ) -> Any:
     sorl = {"sorl": options.pop("sorl", None)} if kind is SorlGRPOTrainer else {}
+    dropout = options.pop("dropout", 0.0)
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 8,
         "num_generations": 4,
@@ -57,7 +58,7 @@ def trainer_of(
         "gradient_checkpointing": False,
     }
     return kind(
-        model=AutoModelForCausalLM.from_pretrained(policy.folder),
+        model=AutoModelForCausalLM.from_pretrained(policy.folder, attention_dropout=dropout),
         processing_class=AutoTokenizer.from_pretrained(policy.folder),
         reward_funcs=length_reward,
         args=GRPOConfig(output_dir=str(folder), **(settings | options)),
@@ -246,6 +247,15 @@ def test_the_trust_region_is_that_of_our_engine(tool_policy: ToolPolicy, tmp_pat
     resumed.create_optimizer_and_scheduler(2)
     resumed._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-2"))
     assert resumed._trust.region.state() == saved
+
+
+def test_dropout_is_no_kl_of_the_trust_region(tool_policy: ToolPolicy, tmp_path: Path) -> None:
+    options = {"tools": False, "max_completion_length": 8, "dropout": 0.3, "disable_dropout": False}
+    trainer, _ = trained(
+        tool_policy, tmp_path, sorl=SorlOptions("grpo", trust_kl=1e-3), **options, **OFF_POLICY
+    )
+    kls = [line["sorl/trust_kl"] for line in trainer.state.log_history if "sorl/trust_kl" in line]
+    assert kls and max(kls) <= 1e-3
 
 
 @pytest.mark.slow
