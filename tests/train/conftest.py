@@ -67,7 +67,8 @@ class QuietDisplay:
 def short_config(**overrides: Any) -> TrainConfig:
     """The quickstart shrunk to seconds; ``a__b=1`` overrides ``a.b``."""
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
-    return load_config("quickstart", dotted, shared=SHORT)
+    shared = {name: value for name, value in SHORT.items() if name not in dotted}  # replaced, not merged
+    return load_config("quickstart", dotted, shared=shared)
 
 
 def train_short(path: Path, resume: bool = False, **overrides: Any) -> tuple[RunDir, dict[str, Any]]:

@@ -46,7 +46,10 @@ def make_run(path: Path, cache: Path, **overrides: Any) -> Path:
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
     with pytest.MonkeyPatch.context() as patch, Path(os.devnull).open("w") as nowhere:
         patch.setenv("SORL_CACHE", str(cache))
-        config = load_config("quickstart", dotted, shared=SETTINGS)
+        shared = {
+            name: value for name, value in SETTINGS.items() if name not in dotted
+        }  # replaced, not merged
+        config = load_config("quickstart", dotted, shared=shared)
         run_dir = RunDir.create(path, config)
         run(config, run_dir, PlainDisplay(nowhere), False)
     return run_dir.path

@@ -318,8 +318,7 @@ def test_searching_over_turns_beats_searching_once_beats_not_searching(
     assert main([str(trained_run), "--mode", "direct", "rag", "agent", "--out", str(out), "--quiet"]) == 0
     entries = json.loads((out / "summary.json").read_text())["entries"]
     direct, rag, agent = (entry["metrics"]["em"] for entry in entries)
-    # none and three right of 64 are not told apart; a bootstrap of 64 zeros, which has no width, said they were
-    assert direct["mean"] < rag["mean"] and rag["high"] < agent["low"]
+    assert direct["high"] < rag["low"] and rag["high"] < agent["low"]
     capsys.readouterr()
     assert main(["compare", f"{out}:rag", f"{out}:agent"]) == 0
     assert "B is better" in capsys.readouterr().out
