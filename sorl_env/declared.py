@@ -46,7 +46,7 @@ def ask_for_items(task: str, reward: Callable[..., Any], *arguments: Any) -> dic
         raise UserError(_wrong(task, reward, f"returned {_said(items)}"))
     checked = dict(items)
     for name, value in checked.items():
-        if type(name) is not str or not isinstance(value, (float, int, numbers.Real)):
+        if not isinstance(name, str) or not isinstance(value, (float, int, numbers.Real)):
             raise UserError(_wrong(task, reward, f"returned {_said(name)}: {_said(value)} among its items"))
         if not math.isfinite(value):
             raise UserError(

@@ -28,7 +28,7 @@ _folders: dict[str, Path] = {}  # by name of the package
 def file_spec(path: Path) -> ModuleSpec:
     """What ``import`` needs to run a file as a module of its folder's package."""
     package = _package(path.resolve().parent)
-    return _spec(f"{package}.{path.stem}", path.absolute(), package)
+    return _spec(f"{package}.{path.stem.replace('.', '_')}", path.absolute(), package)
 
 
 def _package(folder: Path) -> str:

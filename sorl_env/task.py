@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -229,6 +230,10 @@ def takes_settings(tools: Callable[..., Any]) -> bool:
     """Whether ``tools`` of a task may be a function from ``ToolSettings``, and shows no sign of being a tool."""
     if hasattr(tools, "schema"):
         return False
-    hints = [hint for name, hint in getattr(tools, "__annotations__", {}).items() if name != "return"]
+    try:
+        first = next(iter(inspect.signature(tools).parameters.values()), None)
+    except (TypeError, ValueError):  # something built in
+        return True
     plain = ("str", "int", "float", "bool", "list", "dict", "Literal")
-    return not any(str(getattr(hint, "__name__", hint)).startswith(plain) for hint in hints)
+    hint = None if first is None else first.annotation
+    return not str(getattr(hint, "__name__", hint)).startswith(plain)

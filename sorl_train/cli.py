@@ -58,10 +58,12 @@ def _run(argv: Sequence[str]) -> int:
 
 def _settings(arguments: Arguments) -> TrainConfig:
     """The config with its run folder. A resumed run keeps its saved settings unless --config is given."""
-    name = arguments.config or DEFAULT_CONFIG
-    config = load_config(name, arguments.overrides)
-    folder = config.run_dir or _default_run_dir(config, arguments)
-    if arguments.resume and arguments.config is None:
+    from_saved = arguments.resume and arguments.config is None
+    folder = arguments.overrides.get("run_dir") if from_saved else None
+    if folder is None:
+        config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
+        folder = config.run_dir or _default_run_dir(config, arguments)
+    if from_saved:
         from sorl_train.run.folder import saved_config
 
         config = saved_config(folder, arguments.overrides)
@@ -113,7 +115,7 @@ def _train_alone(config: TrainConfig, arguments: Arguments, lock: FolderLock) ->
         return 0
     except UserError as error:
         display.close()
-        say("sorl-train", f"{error}{_go_on(run_dir)}")
+        say("sorl-train", f"{error}{_go_on(run_dir) if run_dir.begun else ''}")
         return FAILED
     except KeyboardInterrupt:
         display.close()
@@ -121,7 +123,7 @@ def _train_alone(config: TrainConfig, arguments: Arguments, lock: FolderLock) ->
         say("sorl-train", f"interrupted{again}", before="\n")
         return INTERRUPTED
     except Exception:
-        if again := _go_on(run_dir):  # above what ``run_command`` says of the error
+        if run_dir.begun and (again := _go_on(run_dir)):  # above what ``run_command`` says of the error
             display.message(again.strip())
         raise
     finally:
@@ -146,10 +148,14 @@ def _go_on(run_dir: RunDir) -> str:
 
 
 def _check_finished_run(config: TrainConfig) -> None:
-    """Raise ``UserError`` if a finished run cannot be resumed, before resuming removes its summary."""
+    """Raise ``UserError`` if a finished run cannot be resumed."""
     from sorl_train.run.folder import RunDir
 
     assert config.run_dir is not None
+    if config.stage == "sft":
+        raise UserError(
+            "a supervised run is short and cannot be resumed: start it again with another --run_dir"
+        )
     run_dir = RunDir(Path(config.run_dir))
     if config.stage == "rl" and run_dir.summary.is_file() and run_dir.has_checkpoint:
         from sorl_train.run.checkpoint import resume_point

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sorl_env.registry import load_task
 from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.engine import LocalEngine, stop_on_non_finite
@@ -21,7 +22,7 @@ from sorl_train.learner.dynamic_sampling import dynamic_metrics
 from sorl_train.learner.overlong import overlong_metrics
 from sorl_train.learner.replay import replay_metrics
 from sorl_train.learner.scored_batch import prepare
-from sorl_train.rollout.environments import env_facts, source_facts
+from sorl_train.rollout.environments import env_facts, record_sources
 from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
 from sorl_train.run.checkpoint import resume_point, rewind
 from sorl_train.run.display import Display
@@ -71,17 +72,19 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     if config.hardware.threads:
         torch.set_num_threads(config.hardware.threads)
     point = resume_point(run_dir) if resume else None
+    if point:  # before a cold start is trained on them
+        record_sources(config, run_dir, load_task(config.task, **config.task_args))
     model = resolve_model(run_dir.begun_with(config), display)
     engine = LocalEngine(config, run_dir, display, model)
     run_dir.record("data", {"train": env_facts(engine.env), "eval": env_facts(engine.eval_env)})
-    if sources := source_facts(config, engine.env.task):
-        run_dir.record("sources", sources)
+    record_sources(config, run_dir, engine.env.task)
     if outside := algorithm_facts(config.algo):
         run_dir.record("algorithm", outside)
     # a resume loads the reference, LoRA's frozen weights and the tokenizer from it again
     if config.model != TINY:
         run_dir.record("model", fingerprint(model))
     if point:
+        run_dir.begin_resume()
         rewind(run_dir, point.path)
     engine.load(point.path if point else None)
     with closing(engine.env), closing(engine.eval_env), closing(engine.recorder):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
 from sorl_train.engine import LocalEngine
 from sorl_train.rollout.environments import env_facts
@@ -19,15 +18,8 @@ from sorl_train.sft.fine_tune import fine_tune, load_demos
 
 
 def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) -> dict[str, Any]:
-    """Fine-tune the model, write ``checkpoints/best/policy``, and evaluate before and after; returns the summary.
-
-    Raises:
-        UserError: ``resume`` is asked for, which a supervised run does not offer.
-    """
-    if resume:
-        raise UserError(
-            "a supervised run is short and cannot be resumed: start it again with another --run_dir"
-        )
+    """Fine-tune the model, write ``checkpoints/best/policy``, and evaluate before and after; returns the summary."""
+    assert not resume, "the command refuses it"
     if config.hardware.threads:
         torch.set_num_threads(config.hardware.threads)
     engine = LocalEngine(config, run_dir, display, resolve_model(config, display))

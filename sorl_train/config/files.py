@@ -100,9 +100,11 @@ def read_resolved(
     build(top)
     saved = _read_yaml(path)
     for name in REMOVED:  # an earlier version saved every setting that it had
-        section, _, key = name.rpartition(".")
-        if isinstance(saved.get(section), dict):
-            saved[section].pop(key, None)
+        section, _, key = name.partition(".")
+        key, _, value = key.partition("=")
+        own = saved.get(section)
+        if isinstance(own, dict) and (not value or (own.get(key) == value and not check)):
+            own.pop(key, None)
     config = build(_merge(saved, top), source=str(path))
     if check:
         validate(config, set(_names(top)))

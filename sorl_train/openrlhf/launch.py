@@ -35,7 +35,7 @@ from sorl_train.openrlhf.checks import (
     installed,
 )
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
-from sorl_train.rollout.environments import env_facts, make_env, source_facts
+from sorl_train.rollout.environments import env_facts, make_env, record_sources
 from sorl_train.run.alarm import ALARM
 from sorl_train.run.checkpoint import resume_point, rewind
 from sorl_train.run.display import Display
@@ -90,8 +90,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     env = make_env(config)
     eval_env = make_env(config, evaluation=True)
     run_dir.record("data", {"train": env_facts(env), "eval": env_facts(eval_env)})
-    if sources := source_facts(config, env.task):
-        run_dir.record("sources", sources)
+    record_sources(config, run_dir, env.task)
     if outside := algorithm_facts(config.algo):
         run_dir.record("algorithm", outside)
     model = resolve_model(run_dir.begun_with(config), display)
@@ -100,6 +99,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     check_prompts([env, eval_env], load_tokenizer(model), use_chat_template=template, tell=tell)
     flags = openrlhf_flags(config, run_dir, model, env.limits, resume=point.path if point else None)
     if point:
+        run_dir.begin_resume()
         rewind(run_dir, point.path)
         tell_state(run_dir, display, point)
     elif config.algorithm.needs_critic:

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,8 +21,13 @@ from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.text_env import TextEnv, need_tools, open_env
 from sorl_env.tool import ToolReply
 from sorl_env.toolbox import Toolbox
+from sorl_tools.index.manifest import hash_file
 from sorl_tools.search.stats import findable_answers
 from sorl_train.config.settings import LimitsConfig, TrainConfig
+from sorl_train.run.folder import RunDir
+
+# Endings of files that a person writes. Others that a task's argument names may be large, or written by the run.
+_WRITTEN = (".py", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".md")
 
 
 def make_env(config: TrainConfig, *, evaluation: bool = False) -> TextEnv:
@@ -150,14 +155,41 @@ class SilentTool:
         return [self() for _ in arguments]
 
 
-def source_facts(config: TrainConfig, task: Task) -> dict[str, str]:
-    """SHA-256 of the files that a user can edit between a start and a resume, by name: a task's own, those that its
-    arguments name, demonstrations, and those in the commands of MCP servers. Empty where there are none."""
+def source_facts(config: TrainConfig, task: Task, known: Collection[str] = ()) -> dict[str, str]:
+    """SHA-256 of the files that a user can edit between a start and a resume, by name; empty where there are none.
+
+    They are a task's own, texts and code that its arguments name, demonstrations, and those in the commands of MCP
+    servers.
+
+    Args:
+        known: see ``own_code``.
+    """
     commands = [shlex.split(tool.partition(":")[2]) for tool in config.tools or ()]
     arguments = [value.partition(":")[0] for value in config.task_args.values() if isinstance(value, str)]
-    named = [Path(word) for word in [config.sft.demos or "", *arguments, *itertools.chain(*commands)] if word]
-    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in named if path.is_file()}
-    return own_code(task) | hashes
+    words = [word for word in (*arguments, *itertools.chain(*commands)) if word.endswith(_WRITTEN)]
+    named = [Path(word) for word in [*([config.sft.demos] if config.sft.demos else []), *words]]
+    return own_code(task, known) | {path.name: hash_file(path) for path in named if _is_file(path)}
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # no path at all, but a text that is too long for one
+        return False
+
+
+def record_sources(config: TrainConfig, run_dir: RunDir, task: Task) -> None:
+    """Record the ``source_facts`` of a run's start; at a resume, compare those that were recorded.
+
+    Raises:
+        UserError: a file has changed.
+    """
+    known = run_dir.read_manifest().get("sources")
+    facts = source_facts(config, task, known or ())
+    if known is not None:  # which modules are imported by now may differ
+        facts = {name: facts[name] for name in known if name in facts}
+    if facts or known:
+        run_dir.record("sources", facts)
 
 
 def env_facts(env: TextEnv) -> dict[str, Any]:

@@ -55,11 +55,14 @@ class RunDir:
 
     Attributes:
         lock: what keeps other processes out of the folder, where this process holds it (``sorl-train`` does).
+        begun: whether this start or resume was accepted, so that the folder is its own to change.
     """
 
     def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
         self.path = path
         self.lock = lock
+        self.begun = False
+        self._accepted: tuple[dict[str, Any], str] | None = None  # what ``begin_resume`` writes
         self.config = path / "config.yaml"
         self.manifest = path / "manifest.json"
         self.metrics = path / "metrics.jsonl"
@@ -99,6 +102,7 @@ class RunDir:
             "resumes": [],
         }
         run._write_manifest(started | environment_facts())
+        run.begun = True
         return run
 
     def check_free(self, *, overwrite: bool = False) -> None:
@@ -126,6 +130,8 @@ class RunDir:
         cls, path: str | Path, config: TrainConfig, *, lock: FolderLock | None = None
     ) -> tuple[RunDir, list[str]]:
         """An existing run folder, and the settings that have changed since, as ``name: old -> new``.
+
+        Nothing in it changes until ``begin_resume``: data, files or the model may still refuse the resume.
 
         Raises:
             UserError: there is no run, its config or manifest is damaged or belongs to another run, or a setting
@@ -156,13 +162,21 @@ class RunDir:
         environment = environment_facts()
         if others := list(_differences(_numeric(manifest), _numeric(environment), "environment")):
             changes.append("from here on its numbers are not exactly the same: " + "; ".join(others))
-        manifest["resumes"].append({"time": _now(), "changes": changes, "environment": environment})
+        run._accepted = {"time": _now(), "changes": changes, "environment": environment}, text
+        return run, changes
+
+    def begin_resume(self) -> None:
+        """Note an accepted resume in the manifest, write its settings, and mark the run as unfinished."""
+        assert self._accepted is not None
+        resume, text = self._accepted
+        manifest = self.read_manifest()
+        manifest["resumes"].append(resume)
         manifest["config_files"] = sorted({*manifest["config_files"], _sha256(text)})
         # first: after a kill in between, it knows the old config and the new one
-        run._write_manifest(manifest)
-        atomic_write(run.config, text)
-        run.summary.unlink(missing_ok=True)  # it marks a finished run
-        return run, changes
+        self._write_manifest(manifest)
+        atomic_write(self.config, text)
+        self.summary.unlink(missing_ok=True)  # it marks a finished run
+        self.begun = True
 
     def record(self, section: str, facts: Mapping[str, Any]) -> None:
         """Add facts (JSON values) to the manifest under ``section``, such as data sources and hashes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from sorl_env.errors import UserError
 from sorl_env.own_code import own_code
 from sorl_env.registry import load_task
 from sorl_train.config.files import load_config
-from sorl_train.rollout.environments import source_facts
+from sorl_train.rollout.environments import record_sources, source_facts
 from sorl_train.sft.cold_start import cold_start_key
 
 from .conftest import WORLD, short_config, train_short
@@ -42,7 +43,7 @@ def task(tmp_path: Path) -> Path:
 def test_a_resume_with_an_edited_task_is_refused(task: Path, tmp_path: Path) -> None:
     settings = {"task": str(task), "task_args": {}}
     run_dir, _ = train_short(tmp_path / "run", **settings)
-    saved = run_dir.metrics.read_bytes()
+    saved = [path.read_bytes() for path in (run_dir.metrics, run_dir.summary, run_dir.config, run_dir.manifest)]
     for file in (task, task.with_name("scale.py")):
         text = file.read_text()
         file.write_text(text.replace("0.5 *", "-7.0 *") + "\n")
@@ -51,8 +52,38 @@ def test_a_resume_with_an_edited_task_is_refused(task: Path, tmp_path: Path) -> 
         ):
             train_short(run_dir.path, resume=True, update__steps=3, **settings)
         file.write_text(text)
-    assert run_dir.metrics.read_bytes() == saved
+    files = (run_dir.metrics, run_dir.summary, run_dir.config, run_dir.manifest)
+    assert [path.read_bytes() for path in files] == saved  # a refused resume changes nothing
     assert train_short(run_dir.path, resume=True, update__steps=3, **settings)[1]["steps"] == 3
+
+
+def test_a_resume_does_not_depend_on_what_was_imported_by_now(task: Path, tmp_path: Path) -> None:
+    """The reward imports its helper when it is called: after the start has recorded the files, or before."""
+    lazy = TASK.replace("from scale import scaled\n", "").replace(
+        "    return {", "    from scale import scaled\n    return {"
+    )
+    task.write_text(lazy)
+    run_dir, _ = train_short(tmp_path / "run", task=str(task), task_args={})
+    config = short_config(task=str(task), task_args={})
+    for recorded in (["my_tasks/mine.py"], ["my_tasks/mine.py", "my_tasks/scale.py"]):
+        forgotten = [name for name in sys.modules if name.startswith("sorl_task_")]
+        for name in forgotten:
+            del sys.modules[name]
+        facts = source_facts(config, load_task(str(task)), recorded)
+        assert sorted(facts) == recorded
+        manifest = run_dir.read_manifest() | {"sources": facts}
+        run_dir._write_manifest({name: value for name, value in manifest.items() if name != "sha256"})
+        record_sources(config, run_dir, load_task(str(task)))
+    (task.parent / "scale.py").write_text("")
+    with pytest.raises(UserError, match=r"sources\.my_tasks/scale\.py"):
+        record_sources(config, run_dir, load_task(str(task)))
+
+
+def test_a_text_among_the_arguments_is_no_path(tmp_path: Path) -> None:
+    (tmp_path / "large.index").write_bytes(b"0")
+    arguments = {"hint": "x" * 300 + ".txt", "index": str(tmp_path / "large.index")}
+    config = dataclasses.replace(load_config("quickstart"), task_args=arguments)
+    assert source_facts(config, load_task("minihop", **WORLD)) == {}
 
 
 def test_the_files_of_a_task(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,9 +116,11 @@ def test_a_resumed_run_writes_the_same_card_or_says_what_changed(tmp_path: Path)
     run, config = made_run(tmp_path / "run")
     before = card_of(run, config, 20)
     run, _ = RunDir.resume(run.path, config)
+    run.begin_resume()
     assert card_of(run, config, 20) == before
     later = load_config("quickstart", {"update.steps": 20, "log.tensorboard": False, "eval.every": 5})
     run, _ = RunDir.resume(run.path, later)
+    run.begin_resume()
     assert f"| changed on the way | eval.every: {config.eval.every} -> 5 |" in card_of(run, later, 20)
 
 

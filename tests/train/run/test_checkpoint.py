@@ -222,6 +222,7 @@ def test_an_emptied_config_is_no_default_for_others_either(run: RunDir) -> None:
 def test_a_config_is_the_runs_own_over_resumes_and_kills_between_two_writes(run: RunDir) -> None:
     old = run.config.read_bytes()
     again, _ = RunDir.resume(run.path, TrainConfig(run_dir="moved"))
+    again.begin_resume()
     assert run.config.read_bytes() != old
     resume_point(again)
     run.config.write_bytes(old)  # killed after the manifest was written, before the config was

@@ -165,7 +165,8 @@ def test_a_run_in_which_something_happened_is_never_discarded(run: RunDir) -> No
 # -- resuming --------------------------------------------------------------------------------------------------
 def test_resume_of_the_same_run(run: RunDir) -> None:
     again, changes = RunDir.resume(run.path, with_steps(4))
-    assert changes == []
+    assert changes == [] and again.read_manifest()["resumes"] == []
+    again.begin_resume()
     assert [resume["changes"] for resume in again.read_manifest()["resumes"]] == [[]]
 
 
@@ -186,8 +187,10 @@ def test_another_environment_is_said_because_exactness_ends_there(
 
 
 def test_resume_names_what_may_change_and_what_may_not(run: RunDir) -> None:
-    _, changes = RunDir.resume(run.path, with_steps(9))
+    again, changes = RunDir.resume(run.path, with_steps(9))
     assert changes == ["update.steps: 4 -> 9"]
+    assert read_resolved(run.config).update.steps == 4  # data or files may refuse it yet
+    again.begin_resume()
     assert read_resolved(run.config).update.steps == 9
     other = dataclasses.replace(with_steps(9), seed=5, algo="ppo")
     with pytest.raises(UserError) as error:
@@ -208,7 +211,9 @@ def test_a_finished_run_resumes_only_for_more_steps(run: RunDir) -> None:
     with pytest.raises(UserError, match=r"finished run; train it longer with --update\.steps"):
         RunDir.resume(run.path, with_steps(4))
     again, _ = RunDir.resume(run.path, with_steps(5))
-    assert not again.summary.exists()
+    assert again.summary.exists() and not again.begun
+    again.begin_resume()
+    assert not again.summary.exists() and again.begun
 
 
 def test_resume_without_a_run(tmp_path: Path) -> None:
