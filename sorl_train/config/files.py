@@ -53,7 +53,7 @@ def load_config(
     Raises ``UserError`` for an unknown config or name, a wrong type, or settings that do not fit together.
     """
     path = find_config(name_or_path)
-    common, top = _nest(shared or {}), _nest(overrides or {})
+    common, top = nest(shared or {}), nest(overrides or {})
     build(common)  # so that a mistake in an override is not reported as one of the file
     build(top)
     settings, algos = _read_layers(path, above=())
@@ -62,13 +62,13 @@ def load_config(
         algorithm = find_algorithm(algo)
     except UserError as error:
         raise UserError(f"{'' if 'algo' in top else f'{path}: '}algo: {error}") from error
-    defaults = _nest(algorithm.defaults)
+    defaults = nest(algorithm.defaults)
     build(defaults, source=f"algo {algo}, its defaults")
-    settings = _merge(defaults, settings)
+    settings = merge(defaults, settings)
     family = "group" if algorithm.needs_groups else "gae"
     for section in dict.fromkeys((family, algorithm.advantage, algo)):
-        settings = _merge(settings, algos.get(section))
-    config = build(_merge(_merge(settings, common), top), source=str(path))
+        settings = merge(settings, algos.get(section))
+    config = build(merge(merge(settings, common), top), source=str(path))
     validate(config, set(_names(top)))
     return config
 
@@ -96,7 +96,7 @@ def read_resolved(
         check: see that the settings fit together, which imports an algorithm of the user's own. False is for those who
             only read what the settings were: that algorithm may be gone by now.
     """
-    top = _nest(overrides or {})
+    top = nest(overrides or {})
     build(top)
     saved = _read_yaml(path)
     for name in REMOVED:  # an earlier version saved every setting that it had
@@ -105,7 +105,7 @@ def read_resolved(
         own = saved.get(section)
         if isinstance(own, dict) and (not value or (own.get(key) == value and not check)):
             own.pop(key, None)
-    config = build(_merge(saved, top), source=str(path))
+    config = build(merge(saved, top), source=str(path))
     if check:
         validate(config, set(_names(top)))
     return config
@@ -113,7 +113,7 @@ def read_resolved(
 
 def with_overrides(config: TrainConfig, overrides: Mapping[str, Any]) -> TrainConfig:
     """A config with some settings changed. Raises as ``load_config`` does."""
-    changed = build(_merge(dataclasses.asdict(config), _nest(overrides)))
+    changed = build(merge(dataclasses.asdict(config), nest(overrides)))
     validate(changed)
     return changed
 
@@ -174,8 +174,8 @@ def _read_layers(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], d
         raise UserError(f"{path}: 'base' is the name or the path of one config, it is {base!r}")
     below = find_config(base, beside=path.parent)
     base_settings, base_algos = _read_layers(below, above=(*above, path.resolve()))
-    merged = {name: _merge(base_algos.get(name, {}), algos.get(name)) for name in {**base_algos, **algos}}
-    return _merge(base_settings, settings), merged
+    merged = {name: merge(base_algos.get(name, {}), algos.get(name)) for name in {**base_algos, **algos}}
+    return merge(base_settings, settings), merged
 
 
 def _checked_algos(algos: Any, path: Path) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _checked_algos(algos: Any, path: Path) -> dict[str, Any]:
     return algos
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any] | None) -> dict[str, Any]:
+def merge(below: Mapping[str, Any], above: Mapping[str, Any] | None) -> dict[str, Any]:
     """``above`` over ``below``, section by section."""
     above = above or {}
     merged = dict(below)
@@ -204,13 +204,13 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any] | None) -> dict[st
     for key, value in above.items():
         old = merged.get(key)
         if isinstance(value, Mapping) and isinstance(old, Mapping):
-            merged[key] = _merge(old, value)
+            merged[key] = merge(old, value)
         elif not (value is None and isinstance(old, Mapping)):  # an empty section changes nothing
             merged[key] = value
     return merged
 
 
-def _nest(dotted: Mapping[str, Any]) -> dict[str, Any]:
+def nest(dotted: Mapping[str, Any]) -> dict[str, Any]:
     """Turn ``{"optim.lr": 1}`` into ``{"optim": {"lr": 1}}``."""
     nested: dict[str, Any] = {}
     for name, value in dotted.items():
@@ -221,7 +221,7 @@ def _nest(dotted: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(level, dict):
                 raise UserError(f"{name} cannot be set: {parent} is set to {level!r} as a whole")
         if isinstance(value, Mapping) and isinstance(level.get(leaf), dict):
-            value = _merge(value, level[leaf])  # task_args as a whole, and a key of it by name
+            value = merge(value, level[leaf])  # task_args as a whole, and a key of it by name
         level[leaf] = dict(value) if isinstance(value, Mapping) else value
     return nested
 

@@ -28,12 +28,12 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.figures import markdown_table
 from sorl_train.config.files import (
     STUDIES,
-    _merge,
-    _nest,
     config_folder,
     config_hash,
     find_config,
     load_config,
+    merge,
+    nest,
     parse_yaml,
 )
 from sorl_train.config.settings import TrainConfig
@@ -106,7 +106,7 @@ def load_study(name_or_path: str) -> Study:
             # axes are for all arms, and may switch on what an arm sets: then not every run has to read all of it
             strict = {name: value for name, value in own.items() if not axes or name == "algo"}
             try:
-                shared = _merge(_nest(study.get("settings", {})), _nest(own))
+                shared = merge(nest(study.get("settings", {})), nest(own))
                 config = load_config(base, {**strict, "seed": seed}, shared=shared)
                 run = Run(arm, point, seed, config)
             except UserError as error:
