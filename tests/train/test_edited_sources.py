@@ -43,7 +43,9 @@ def task(tmp_path: Path) -> Path:
 def test_a_resume_with_an_edited_task_is_refused(task: Path, tmp_path: Path) -> None:
     settings = {"task": str(task), "task_args": {}}
     run_dir, _ = train_short(tmp_path / "run", **settings)
-    saved = [path.read_bytes() for path in (run_dir.metrics, run_dir.summary, run_dir.config, run_dir.manifest)]
+    saved = [
+        path.read_bytes() for path in (run_dir.metrics, run_dir.summary, run_dir.config, run_dir.manifest)
+    ]
     for file in (task, task.with_name("scale.py")):
         text = file.read_text()
         file.write_text(text.replace("0.5 *", "-7.0 *") + "\n")
