@@ -271,9 +271,7 @@ def run_command(
         raise
     except (Exception, SystemExit) as error:
         lines = their_lines(error)
-        if lines is None and isinstance(
-            error, SystemExit
-        ):  # never success: nobody here ends a command in this way
+        if lines is None and isinstance(error, SystemExit):  # nobody here ends a command in this way
             last = traceback.extract_tb(error.__traceback__)[-1]
             said = f"ended by SystemExit({error}) in {last.filename}:{last.lineno}, before its work was done"
             say(program, said)

@@ -58,9 +58,8 @@ class LocalEngine:
         self.classify = TokenClassifier(self.tokenizer)
         self.env = make_env(config)
         self.eval_env = make_env(config, evaluation=True)
-        asked = (
-            [self.env, self.eval_env] if config.stage == "rl" else [self.eval_env]
-        )  # else by ``load_demos``
+        # supervised training counts those of its demonstrations (``load_demos``)
+        asked = [self.env, self.eval_env] if config.stage == "rl" else [self.eval_env]
         template = config.chat_template
         check_prompts(asked, self.tokenizer, use_chat_template=template, tell=display.message)
         self.answers = answers_of(self.env.examples.examples)

@@ -34,10 +34,8 @@ SEEN = (  # what the alarm reads
     "loss/entropy",
     "rollout/valid_turn_rate",
 )
-SOME = (
-    "loss/trust_kl",
-    "rollout/turns",
-)  # read too, where a run has them: a trust region, a count of its turns
+# read too, where a run has them: a trust region, a count of its turns
+SOME = ("loss/trust_kl", "rollout/turns")
 LIMITS = tuple(field.name for field in dataclasses.fields(AlarmConfig) if field.name != "action")
 
 

@@ -66,9 +66,8 @@ class CollapseAlarm:
         self._config = config
         self._grad_norms: list[float] = []
         self._entropies: list[float] = []
-        self._valid: deque[tuple[float, float]] = deque(
-            maxlen=WINDOW
-        )  # shares of valid turns, numbers of turns
+        # shares of valid turns, and numbers of turns
+        self._valid: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._best_valid = (0.0, 1.0)
         self._strain, self._steps_seen = 0.0, 0.0  # sums in which older steps have less weight
         self._recent: deque[dict[str, float]] = deque(maxlen=WINDOW)
