@@ -238,9 +238,8 @@ def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "configs").mkdir(exist_ok=True)
-    with FolderLock(
-        folder, "--out"
-    ) as lock:  # the runs inherit it, so they still hold it if sorl-lab is killed
+    # the runs inherit the lock, so they still hold it if sorl-lab is killed
+    with FolderLock(folder, "--out") as lock:
         return _run_side_by_side(runs, folder, jobs, lock.descriptor)
 
 

@@ -71,9 +71,8 @@ class Agent:
         self._slots: asyncio.Semaphore  # belongs to that loop, as the next one does
         self._ending: asyncio.Event
         self.open = 0  # dialogues in the batch or waiting
-        self.on_failure: Callable[[], None] = lambda: (
-            None
-        )  # called on the agent's thread, when its loop has died
+        # called on the agent's thread, when its loop has died
+        self.on_failure: Callable[[], None] = lambda: None
 
     @property
     def task(self) -> str:
