@@ -317,11 +317,12 @@ def test_a_killed_launcher_leaves_the_folder_to_the_process_that_trains_on(tmp_p
     wait_for_checkpoint(run_dir, 1, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    # a process that it has just forked has its title, too
-    driver = min(number for number, title in processes_of(run_dir) if "openrlhf.driver" in title)
     for word in ("--resume", "--overwrite"):
         refused = train(run_dir, word)
-        assert refused.returncode == 2 and f"{run_dir} is in use by process {driver}:" in refused.stderr
+        found = re.search(rf"{run_dir} is in use by process (\d+):", refused.stderr)
+        assert refused.returncode == 2 and found is not None, refused.stderr
+    driver = int(found[1])
+    assert "openrlhf.driver" in Path(f"/proc/{driver}/cmdline").read_text()
     before = len(metrics(run_dir))
     wait_until(lambda: len(metrics(run_dir)) > before)
     os.kill(driver, signal.SIGINT)
