@@ -226,7 +226,11 @@ def estimated(case: dict[str, Any], held: dict[str, int], ranks: int, device: st
     config = TrainConfig(
         engine="openrlhf",
         rollout=RolloutConfig(batch_size=case["rows"] * ranks),
-        update=UpdateConfig(mini_batch_size=case["rows"] * ranks, micro_batch_size=case["micro"]),
+        update=UpdateConfig(
+            mini_batch_size=case["rows"] * ranks,
+            micro_batch_size=case["micro"],
+            log_prob_micro_batch_size=case["micro"],
+        ),
         hardware=HardwareConfig(device=device, gradient_checkpointing=case["checkpointing"]),
         cluster=ClusterConfig(
             gpus_per_node=ranks, vllm_engines=ranks, vllm_tensor_parallel=1, zero_stage=case["stage"]
