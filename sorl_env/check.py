@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sorl_env.errors import UserError
-from sorl_env.neighbours import FILES
 from sorl_env.outside import OutsideError
+from sorl_env.task_file import user_files
 from sorl_env.text import quoted
 
 
@@ -35,8 +35,8 @@ def raised(error: BaseException) -> str:
     """An exception in one line: what it is, and where in the user's own files it was raised."""
     if isinstance(error, UserError):
         return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((one for one in reversed(frames) if one.filename in FILES), frames[-1] if frames else None)
+    frames, files = traceback.extract_tb(error.__traceback__), user_files()
+    frame = next((one for one in reversed(frames) if one.filename in files), frames[-1] if frames else None)
     where = "" if frame is None else f" ({frame.filename}:{frame.lineno})"
     said = quoted(str(error), 200)[1:-1]
     return (

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from sorl_env.bounds import MAX_SEED, MOST, Bounds
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.task_file import their_lines
+from sorl_env.task_file import user_traceback
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130  # 130 is what a shell reports for Ctrl-C
 _LONGEST_WORD = 300  # characters; a message shows only both ends of a longer one
@@ -270,7 +270,7 @@ def run_command(
     except _LeaveError:
         raise
     except (Exception, SystemExit) as error:
-        lines = their_lines(error)
+        lines = user_traceback(error)
         if lines is None and isinstance(error, SystemExit):  # nobody here ends a command in this way
             last = traceback.extract_tb(error.__traceback__)[-1]
             said = f"ended by SystemExit({error}) in {last.filename}:{last.lineno}, before its work was done"

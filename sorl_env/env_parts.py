@@ -15,7 +15,7 @@ from sorl_env.declared import place_of
 from sorl_env.errors import UserError
 from sorl_env.replay import recorded
 from sorl_env.task import Task, ToolSettings
-from sorl_env.task_file import their_lines
+from sorl_env.task_file import user_traceback
 from sorl_env.text import read_json
 from sorl_env.tool import Tool, ToolLike
 from sorl_env.tool_sources import close_tools, open_tools, with_description
@@ -83,7 +83,7 @@ def _build_tools(task: Task, settings: ToolSettings) -> Sequence[ToolLike | str]
     except UserError:
         raise
     except Exception as error:
-        if (lines := their_lines(error)) is None:
+        if (lines := user_traceback(error)) is None:
             raise
         raise UserError(f"{what} failed; {advice}:\n{lines}") from error
     if isinstance(built, str) or not isinstance(built, Sequence):

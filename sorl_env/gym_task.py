@@ -17,7 +17,7 @@ from sorl_env.outside import Threads
 from sorl_env.session_env import INSTRUCTION, Format, Reply, SessionEnv, seeded_examples, session_task
 from sorl_env.spaces import UnicodeText
 from sorl_env.task import Example, Limits, Task
-from sorl_env.task_file import import_file, import_module, remember
+from sorl_env.task_file import import_file, import_module, mark_user_module
 from sorl_env.tool import ToolInputError, ToolUnavailableError
 from sorl_env.trajectory import StopReason
 
@@ -138,7 +138,7 @@ def _find_wrapper(reference: str) -> Callable[[Any], Any]:
         module = import_file(Path(location).expanduser())
     else:
         module = import_module(location, f"task_args.wrapper={reference}")
-    remember(module)
+    mark_user_module(module)
     found = getattr(module, name, None)
     if not callable(found):
         names = [known for known, value in vars(module).items() if callable(value)]

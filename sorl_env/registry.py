@@ -16,9 +16,8 @@ from typing import Any
 import gymnasium
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.neighbours import PREFIX
 from sorl_env.task import Task
-from sorl_env.task_file import import_file, import_module, remember
+from sorl_env.task_file import FILE_PREFIX, import_file, import_module, mark_user_module
 
 ENTRY_POINT_GROUP = "sorl.tasks"
 # Families of tasks: "gym:FrozenLake-v1" is what this function makes of the text after the colon. Imported when needed.
@@ -79,7 +78,7 @@ def load_task(reference: str, **knobs: Any) -> Task:
         module, attribute = _find_by_name(reference)
     task = _pick(module, attribute, reference, knobs)
     if not module.__name__.startswith(f"{_TASK_PACKAGE}."):
-        remember(module)
+        mark_user_module(module)
     register_task(task)
     return task
 
@@ -172,7 +171,7 @@ def _pick(module: ModuleType, attribute: str | None, reference: str, knobs: Mapp
     found = getattr(module, name, None)
     if found is None:
         hint = did_you_mean(name, tasks) if tasks else f"Declare one there: {name} = Task(..)"
-        where = "the file" if module.__name__.startswith(PREFIX) else module.__name__
+        where = "the file" if module.__name__.startswith(FILE_PREFIX) else module.__name__
         raise UserError(f"task {reference!r}: {where} has no {name}. {hint}")
     if isinstance(found, Task) and not knobs:
         return found

@@ -1,39 +1,115 @@
-"""Import Python files and modules of users, and tell an error in their code from one in ours."""
+"""Import Python files and modules of users, and tell an error in their code from one in ours.
+
+A user's file may import the files beside it, as a script may: its folder goes to the end of ``sys.path``.
+"""
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from sorl_env import neighbours
 from sorl_env.errors import UserError, no_such_file
-from sorl_env.neighbours import FILES, file_spec
 
-_IMPORTERS = (__file__, neighbours.__file__, importlib.__file__, "<frozen importlib")
+FILE_PREFIX = "sorl_task_"  # of the names of modules that are imported by their path
+OURS = frozenset({"sorl_env", "sorl_tasks", "sorl_tools", "sorl_train"})  # a clone of sorl may be the folder
+_IMPORTERS = (__file__, importlib.__file__, "<frozen importlib")
+_files: set[str] = set()  # of users, as tracebacks name them
+_folders: set[Path] = set()  # of those files that were imported by their path
 
 
 def import_file(path: Path) -> ModuleType:
-    """The module in a ``.py`` file, which may import the files beside it (see ``neighbours``).
+    """The module in a ``.py`` file, which may import the files beside it.
 
     Raises:
-        UserError: there is no such file, or running it fails; the message shows the file's own lines.
+        UserError: there is no such file, another module has the name of one beside it, or running it fails; the message
+            then shows the file's own lines.
     """
     if not path.is_file():
         raise UserError(no_such_file(path, (".py",)))
-    spec = file_spec(path)
-    assert spec.loader is not None, path
+    path = path.absolute()
+    folder = path.parent.resolve()
+    _folders.add(folder)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    importlib.invalidate_caches()
+    _check_neighbours(folder, path)
+    # a file called datasets.py must not become everybody's datasets
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    name = f"{FILE_PREFIX}{digest}_{path.stem.replace('.', '_')}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickling look it up
+    mark_user_module(module)
+    sys.modules[name] = module  # dataclasses and pickling look it up
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # any error here comes from the user's file
-        del sys.modules[spec.name]
+        del sys.modules[name]
         raise _failed(str(path), error) from error
     return module
+
+
+def _check_neighbours(folder: Path, file: Path) -> None:
+    """Refuse an ``import`` that means a file beside ``file`` and would give another module of that name."""
+    pending, seen = [file], {file.resolve()}
+    while pending:
+        importer = pending.pop()
+        for name in _imported_names(importer):
+            beside = _module_file(folder, name)
+            if beside is None or beside in seen:
+                continue
+            seen.add(beside)
+            pending += beside.parent.rglob("*.py") if beside.name == "__init__.py" else [beside]
+            module = sys.modules.get(name)
+            found = getattr(
+                module or importlib.util.find_spec(name), "__file__" if module else "origin", None
+            )
+            if found is None or Path(found).resolve() != beside:
+                raise UserError(
+                    f"{importer}: 'import {name}' gives {found}, not {beside}, because one process has one module of "
+                    "that name: rename the file beside the task"
+                )
+
+
+def _imported_names(file: Path) -> Iterator[str]:
+    """The first parts of the names of the modules that a file imports, other than relatively."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # importing it will say so
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def _module_file(folder: Path, name: str) -> Path | None:
+    """The file beside a user's that may be meant by a name; those of sorl and of Python keep their names."""
+    if name in OURS or name in sys.stdlib_module_names:
+        return None
+    files = (folder / name / "__init__.py", folder / f"{name}.py")
+    return next((file.resolve() for file in files if file.is_file()), None)
+
+
+def loaded_from(folder: Path) -> dict[str, Path]:
+    """The imported files in ``folder`` and in packages beside them, as tracebacks name them, and where they are."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file, first = getattr(module, "__file__", None), name.partition(".")[0]
+        if name == "__main__" or first in OURS or not isinstance(file, str) or not file.endswith(".py"):
+            continue  # a script there that started the process is not the task's
+        path = Path(file).resolve()
+        if path.parent == folder or path.is_relative_to(folder / first):
+            found[file] = path
+    return found
 
 
 def import_module(name: str, wanted_by: str) -> ModuleType:
@@ -43,26 +119,30 @@ def import_module(name: str, wanted_by: str) -> ModuleType:
         UserError: there is no such module, or importing it fails; the message shows the module's own lines.
     """
     try:
-        module = importlib.import_module(name)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _failed(wanted_by, error) from error  # it lacks something that it imports
         raise UserError(f"{wanted_by}: no module {error.name!r}; is it on the Python path?") from error
     except (Exception, SystemExit) as error:
         raise _failed(wanted_by, error) from error
-    return module
 
 
-def remember(module: ModuleType) -> None:
-    """Count errors in this module as the user's own (see `their_lines`)."""
+def mark_user_module(module: ModuleType) -> None:
+    """Count errors in this module as the user's own."""
     if file := getattr(module, "__file__", None):
-        FILES.add(file)
+        _files.add(file)
 
 
-def their_lines(error: BaseException) -> str | None:
+def user_files() -> set[str]:
+    """The source files of users that were imported, as tracebacks name them."""
+    return _files.union(*map(loaded_from, _folders))
+
+
+def user_traceback(error: BaseException) -> str | None:
     """The traceback of an error, from the first line in a user's file on; None if it passes through no such file."""
-    frames = traceback.extract_tb(error.__traceback__)
-    first = next((i for i, frame in enumerate(frames) if frame.filename in FILES), None)
+    frames, files = traceback.extract_tb(error.__traceback__), user_files()
+    first = next((i for i, frame in enumerate(frames) if frame.filename in files), None)
     return None if first is None else _shown(frames[first:], error)
 
 

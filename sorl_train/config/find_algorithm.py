@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import cast, get_args
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.task_file import import_file, import_module, remember
+from sorl_env.task_file import import_file, import_module, mark_user_module
 from sorl_train.algorithms import ALGORITHMS, Algorithm, RatioLevel, check_choice
 
 ENTRY_POINT_GROUP = "sorl.algorithms"
@@ -79,7 +79,7 @@ def _from_outside(reference: str) -> Algorithm:
         module = _module_in(Path(location).expanduser().resolve())
     else:
         module = import_module(location, f"algorithm {reference!r}")
-        remember(module)
+        mark_user_module(module)
     name = attribute or "ALGORITHM"
     found = getattr(module, name, None)
     if not isinstance(found, Algorithm):

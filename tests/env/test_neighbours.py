@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from sorl_env import UserError, load_task
 from sorl_env.command import run_command
+from sorl_env.task_file import import_file
 
 TASK = """\
 import helper
@@ -53,6 +55,16 @@ def folder_of(base: Path, name: str) -> Path:
     return folder / "shop.py"
 
 
+@pytest.fixture(autouse=True)
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The modules of one test are not there in the next."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
 def play(file: str) -> tuple[str, str, float]:
     """The task's name, prompt and reward; other processes run this, too."""
     env = gymnasium.make("sorl/Task-v0", task=file)
@@ -63,34 +75,44 @@ def play(file: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("method", ["here", "fork", "spawn"])
-def test_two_tasks_have_their_own_neighbours(method: str, tmp_path: Path) -> None:
-    files = [str(folder_of(tmp_path, name)) for name in ("a", "bcd")]
+def test_a_task_imports_its_neighbours(method: str, tmp_path: Path) -> None:
+    file = str(folder_of(tmp_path, "a"))
     if method == "here":
-        seen = [play(file) for file in [*files, *files]]
+        seen = [play(file), play(file)]
     else:
-        play(files[0])  # a forked process has these modules already
+        if method == "fork":
+            play(file)  # a forked process has these modules already
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as pool:
-            seen = list(pool.map(play, [*files, *files]))
-    assert seen == [("at_a", "WHO?AAA", 2.0), ("at_bcd", "WHO?BCDBCDBCD", 4.0)] * 2
-    assert not {"helper", "late", "parts"} & set(sys.modules)
-    loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    assert {str(tmp_path / "a" / "helper.py"), str(tmp_path / "a" / "shop.py")} <= loaded
+            seen = list(pool.map(play, [file, file]))
+    assert seen == [("at_a", "WHO?AAA", 2.0)] * 2
+
+
+@pytest.mark.parametrize("name", ["helper", "late", "parts"])
+def test_a_neighbour_whose_name_is_taken_is_refused(name: str, tmp_path: Path) -> None:
+    """Also one that is imported later, and one that a neighbour imports."""
+    folder_of(tmp_path, "a")
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / f"{name}.py").write_text("")
+    (tmp_path / "first" / "task.py").write_text(f"import {name}\n")
+    import_file(tmp_path / "first" / "task.py")
+    taken = tmp_path / "a" / ("parts/__init__.py" if name == "parts" else f"{name}.py")
+    said = (
+        f"'import {name}' gives {tmp_path}/first/{name}.py, not {taken}, .* rename the file beside the task"
+    )
+    with pytest.raises(UserError, match=said):
+        load_task(str(tmp_path / "a" / "shop.py"))
 
 
 def test_a_neighbour_hides_no_module_of_others(tmp_path: Path) -> None:
-    """A task may be called as a library is, and its neighbours see that file; libraries see the library."""
+    """A task may be called as a library is; a neighbour that is imported may not."""
     (tmp_path / "json.py").write_text("raise AssertionError('the standard library keeps its names')\n")
-    (tmp_path / "yaml.py").write_text("import yaml\nMINE, LIBRARY = True, yaml.safe_load\n")
     (tmp_path / "sorl_env.py").write_text("raise AssertionError('not this one')\n")
-    source = "import json, yaml\nassert yaml.MINE and json.loads('1') == 1 and yaml.LIBRARY('2') == 2\n"
-    (tmp_path / "task.py").write_text(
-        source + TASK.replace("import helper\n", "").partition("import parts")[0]
-    )
-    with pytest.raises(UserError, match="has no TASK"):
-        load_task(str(tmp_path / "task.py"))
-    import yaml
-
-    assert not hasattr(yaml, "MINE")
+    (tmp_path / "yaml.py").write_text("import json, sorl_env, yaml\nassert yaml.safe_load('2') == 2\n")
+    import_file(tmp_path / "yaml.py")
+    (tmp_path / "task.py").write_text("import other\n")
+    (tmp_path / "other.py").write_text("from yaml import MINE\n")
+    with pytest.raises(UserError, match=r"other\.py: 'import yaml' gives .*site-packages.*rename"):
+        import_file(tmp_path / "task.py")
 
 
 def test_what_python_finds_by_itself_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +120,6 @@ def test_what_python_finds_by_itself_is_one_module(tmp_path: Path, monkeypatch: 
     (tmp_path / "known_to_all.py").write_text("VALUE = object()\n")
     (tmp_path / "task.py").write_text("import known_to_all\nTASK = known_to_all.VALUE\n")
     import known_to_all  # type: ignore[import-not-found]
-
-    from sorl_env.task_file import import_file
 
     assert import_file(tmp_path / "task.py").TASK is known_to_all.VALUE
 
@@ -115,25 +135,25 @@ def test_errors_in_a_neighbour_are_the_users(tmp_path: Path, capsys: pytest.Capt
     error = capsys.readouterr().err
     assert "the task's own code failed" in error and 'late.py", line 2, in judge' in error
     (tmp_path / "a" / "helper.py").write_text("NAME = 1 / 0\n")
-    for name in [name for name in sys.modules if name.endswith((".helper", ".words"))]:
+    for name in ("helper", "parts.words"):
         del sys.modules[name]
     with pytest.raises(UserError, match=r'helper\.py", line 1') as raised:
         load_task(str(file))
-    assert "neighbours.py" not in str(raised.value) and "importlib" not in str(raised.value)
+    assert "task_file.py" not in str(raised.value) and "importlib" not in str(raised.value)
 
 
 @pytest.mark.openrlhf
 def test_in_a_worker_of_ray(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
-    files = [str(folder_of(tmp_path, name)) for name in ("a", "bcd")]
+    file = str(folder_of(tmp_path, "a"))
     ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR")
 
-    def names_of(files: list[str]) -> list[str]:
+    def name_of(file: str) -> str:
         from sorl_env import load_task
 
-        return [load_task(file).name for file in files]
+        return load_task(file).name
 
     try:
-        assert ray.get(ray.remote(names_of).remote(files)) == ["at_a", "at_bcd"]
+        assert ray.get(ray.remote(name_of).remote(file)) == "at_a"
     finally:
         ray.shutdown()

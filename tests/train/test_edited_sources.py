@@ -31,7 +31,9 @@ SCALE = "def scaled(value):\n    return 0.5 * value\n"
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> Path:
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    sys.modules.pop("scale", None)  # of another test
     folder = tmp_path / "my_tasks"
     folder.mkdir()
     (folder / "unused.py").write_text("")
@@ -68,7 +70,7 @@ def test_a_resume_does_not_depend_on_what_was_imported_by_now(task: Path, tmp_pa
     run_dir, _ = train_short(tmp_path / "run", task=str(task), task_args={})
     config = short_config(task=str(task), task_args={})
     for recorded in (["my_tasks/mine.py"], ["my_tasks/mine.py", "my_tasks/scale.py"]):
-        forgotten = [name for name in sys.modules if name.startswith("sorl_task_")]
+        forgotten = [name for name in sys.modules if name.startswith("sorl_task_") or name == "scale"]
         for name in forgotten:
             del sys.modules[name]
         facts = source_facts(config, load_task(str(task)), recorded)
