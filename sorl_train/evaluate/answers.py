@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.rewards import exact_match, f1, normalize_answer, substring_match
-from sorl_train.evaluate.choices import extract_choice
+from sorl_env.rewards import exact_match, f1, multiple_choice, normalize_answer, substring_match
 
 REWARDS = ("em", "f1", "subem", "choice")
 
@@ -28,14 +27,16 @@ _PHRASE = re.compile(
     r"\banswer(?:\s{1,9}to\s{1,9}the\s{1,9}question)?(?:\s{1,9}is\b|\s{0,9}:)", re.IGNORECASE
 )
 _SENTENCE_END = re.compile(r"(?<!\b[A-Z])\.(?:\s|$)")  # "J. Smith" goes on
+_REASON = re.compile(r"[,.]? (?:because|since|as)\b.*")  # behind a letter: "(A), because .."
 
 
-def read_answer(output: str, mode: str) -> Answer | None:
-    """The answer that one turn gives to an open question; None if it gives none.
+def read_answer(output: str, mode: str, options: Mapping[str, str] | None = None) -> Answer | None:
+    """The answer that one turn gives; None if it gives none.
 
     The last ``<answer>`` block counts. Without a block, it is the rest of the sentence after the last "the answer is".
-    Without that, mode ``direct`` takes the first line, because its prompt asks for nothing but the answer; the other
-    prompts ask for the tags, so a turn without them has not answered.
+    Without that, mode ``direct`` takes the first line, because its prompt asks for nothing but the answer. The other
+    prompts ask for the tags, so a turn without them has not answered, unless it is nothing but the letter of one of
+    its question's ``options``.
     """
     block = _last_block(output)
     if block is not None:
@@ -43,22 +44,17 @@ def read_answer(output: str, mode: str) -> Answer | None:
     plain = _without_thoughts(output).strip()
     end = len(plain)
     for phrase in reversed(list(_PHRASE.finditer(plain))):
-        said = plain[phrase.end() : end].lstrip().removeprefix(":").lstrip()
+        said = plain[phrase.end() : end].lstrip(": *\n")
         if said:
             said = said.split("\n", 1)[0]
             stop = _SENTENCE_END.search(said)
-            return Answer((said[: stop.start()] if stop else said).strip(), "phrase")
+            answer = (said[: stop.start()] if stop else said).strip(" *")
+            return Answer(_REASON.sub("", answer) if options else answer, "phrase")
         end = phrase.start()
-    if mode == "direct" and plain:
-        return Answer(plain.splitlines()[0].strip(), "text")
+    is_letter = any(multiple_choice(plain, letter, options) for letter in options or ())
+    if (mode == "direct" and plain) or is_letter:
+        return Answer(plain.split("\n", 1)[0].strip(), "text")
     return None
-
-
-def read_choice(output: str, options: Mapping[str, str]) -> str | None:
-    """The letter that one turn chooses (see `extract_choice`): in its last ``<answer>`` block, or without a block
-    anywhere outside its thoughts."""
-    block = _last_block(output)
-    return extract_choice(_without_thoughts(output) if block is None else block, options)
 
 
 def _last_block(output: str) -> str | None:
@@ -87,8 +83,8 @@ def _blocks(text: str, tag: str) -> Iterator[tuple[int, int]]:
 def score(reward: str, answer: str | None, golds: Sequence[str], options: Mapping[str, str] | None) -> float:
     """The score of an answer, in [0, 1]; no answer scores 0.
 
-    ``em``, ``f1`` and ``subem`` are SQuAD's scores, the best over the gold answers. ``choice`` is 1 for the right
-    option (see `extract_choice`), whose letter is then the only gold answer.
+    ``em``, ``f1`` and ``subem`` are SQuAD's scores, the best over the gold answers. ``choice`` is the reward of
+    training, `multiple_choice`: 1 for the right option, whose letter is then the only gold answer.
 
     Raises:
         UserError: an unknown reward, or ``choice`` without options.
@@ -98,7 +94,7 @@ def score(reward: str, answer: str | None, golds: Sequence[str], options: Mappin
     if reward == "choice":
         if not options:
             raise UserError("reward 'choice' needs questions with options; use em, f1 or subem")
-        return float(answer is not None and extract_choice(answer, options) == golds[0].strip().upper())
+        return 0.0 if answer is None else multiple_choice(answer, golds[0], options)
     if answer is None:
         return 0.0
     return {"em": exact_match, "f1": f1, "subem": substring_match}[reward](answer, golds)

@@ -16,7 +16,7 @@ from sorl_env.rollout import SampledTurn
 from sorl_env.task import Example
 from sorl_env.tool import ToolCall
 from sorl_env.trajectory import StopReason, Trajectory, Turn
-from sorl_train.evaluate.answers import answer_in_text, read_answer, read_choice, scores
+from sorl_train.evaluate.answers import answer_in_text, read_answer, scores
 
 Key = tuple[str, str, int, int]  # task, mode, index of the question in the data, sample
 
@@ -49,7 +49,7 @@ class Row:
     Attributes:
         turns: each with the fields of `turn_facts`, and the sampled ``token_ids`` (None where the tokenizer of a served
             model is not known).
-        answer: what was scored; for multiple choice in one turn the letter. None: no answer.
+        answer: what was scored, as the policy wrote it. None: no answer.
         answer_from: where the answer was found: ``turn`` in mode agent, else as in ``Answer``.
         scores: by name; the first one is the main score.
         reward: the task's own, in mode ``agent``.
@@ -160,7 +160,7 @@ def row_of_one_turn(
         answer, where = (parsed.content, "turn") if parsed.kind == "answer" else (None, None)
         valid, kind, error = parsed.error is None, parsed.kind, parsed.error
     else:
-        answer, where = _read(text, job.mode, example)
+        answer, where = read_answer(text, job.mode, example.options) or (None, None)
         valid, kind, error = where in ("tag", "text"), "invalid" if answer is None else "answer", None
     if answer is not None:
         reason = StopReason.ANSWER
@@ -232,12 +232,3 @@ def _about(job: Job, example: Example, answer: str | None, calls: Sequence[ToolC
         "searches": len(calls),
         "answer_in_retrieved": answer_in_text(found, golds, options) if calls else None,
     }
-
-
-def _read(text: str, mode: str, example: Example) -> tuple[str | None, str | None]:
-    """The answer in an output and where it was found."""
-    found = read_answer(text, mode)
-    if not example.options:
-        return found or (None, None)
-    letter = read_choice(text, example.options)
-    return letter, None if letter is None else found.where if found else "phrase"

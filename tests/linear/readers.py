@@ -27,11 +27,10 @@ from sorl_env.turn_format import neutralise_controls
 from sorl_tasks import minihop
 from sorl_tools.index import words
 from sorl_tools.search.stats import holds_answer, search_metrics
-from sorl_train.evaluate.answers import answer_in_text, extract_choice, read_answer, read_choice
+from sorl_train.evaluate.answers import answer_in_text, read_answer
 from sorl_train.report.dialogues import segments
 
 METALS = {"A": "Iron", "B": "Zinc", "C": "A reduction in the B", "D": "iron iron iron iron zinc"}
-LETTERS = {letter: f"{letter} {letter}" for letter in "ABCDEFGHIJ"}
 
 
 def _call(text: str) -> ToolCall:
@@ -67,9 +66,7 @@ READERS: Mapping[str, Callable[[str], Any]] = {
     "multiple_choice": lambda text: multiple_choice(text, "A", METALS),
     "did_you_mean": lambda text: did_you_mean(text, ["search", "calculate", "lookup_passage"]),
     "option_words": option_words,
-    "extract_choice": lambda text: extract_choice(text, METALS),
-    "extract_choice of ten": lambda text: extract_choice(text, LETTERS),
-    "read_choice": lambda text: read_choice(text, METALS),
+    "read_answer of a choice": lambda text: read_answer(text, "cot", METALS),
     "read_answer cot": lambda text: read_answer(text, "cot"),
     "read_answer direct": lambda text: read_answer(text, "direct"),
     "answer_in_text": lambda text: answer_in_text(text, ["A"], METALS),

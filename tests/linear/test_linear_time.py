@@ -55,14 +55,8 @@ OUTSIDE: dict[str, Any] = {
     "sorl_train/openrlhf/launch.py:_EXCEPTION": re.Pattern,
     "sorl_train/evaluate/answers.py:_PHRASE": re.Pattern,
     "sorl_train/evaluate/answers.py:_SENTENCE_END": re.Pattern,
+    "sorl_train/evaluate/answers.py:_REASON": re.Pattern,
     "sorl_train/evaluate/ask.py:_COLOUR": re.Pattern,
-    **{
-        f"sorl_train/evaluate/choices.py:{name}": re.Pattern
-        for name in (
-            "_ONE _DENIED _FAILS _ALL_FAIL _ANSWER _FULL _ANSWERS_ELSE _CHOICE _IS_ANSWER _CONCLUDED _ALONE _BEGINS "
-            "_CORRECT _OR_ELSE _TAKES_BACK _HESITATES _SO_IS _UNSURE"
-        ).split()
-    },
     "sorl_train/evaluate/endpoint.py:_PIECE": (re.compile(r" ?\w{1,4}|\s|[^\w\s]"),),
     "sorl_train/report/dialogues.py:_TAG": re.Pattern,
     "sorl_train/report/dialogues.py:_QUESTION": re.Pattern,
@@ -82,7 +76,7 @@ INSIDE = frozenset(
     sorl_env/command.py:_underscored sorl_train/algorithms.py:check_choice sorl_train/config/files.py:-
     sorl_train/config/schema.py:suggest_key sorl_train/evaluate/arguments.py:_by_task
     sorl_train/evaluate/ask.py:unknown_words sorl_train/evaluate/ask.py:_example
-    sorl_train/evaluate/choices.py:_pattern sorl_train/evaluate/find_policy.py:_HUB_NAME
+    sorl_train/evaluate/find_policy.py:_HUB_NAME
     sorl_train/run/metrics_log.py:_start_wandb sorl_train/prepare/overlap.py:_WORD
     sorl_train/run/folder.py:_TEMPORARY sorl_train/run/hashed_folder.py:write_folder
     sorl_train/report/dialogues.py:_STEP_FILE sorl_train/report/groups.py:_RUN_ID
@@ -118,7 +112,7 @@ def _calls(node: ast.AST, where: str) -> Iterator[str]:
             name = child.targets[0].id
         if isinstance(child, ast.Call) and ast.unparse(child.func) != "re.escape":
             called = ast.unparse(child.func).split(".")
-            if called[0] in ("re", "difflib", "_pattern", "Regex", "SequenceMatcher", "get_close_matches"):
+            if called[0] in ("re", "difflib", "Regex", "SequenceMatcher", "get_close_matches"):
                 yield name
         yield from _calls(child, name)
 

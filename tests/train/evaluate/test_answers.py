@@ -2,125 +2,109 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
 import pytest
 
-from sorl_train.evaluate.answers import extract_choice, read_answer, read_choice
+from sorl_env import load_examples, load_task
+from sorl_env.rewards import multiple_choice
+from sorl_train.evaluate.answers import read_answer, score
 
 OPTIONS = {"A": "Iron", "B": "Zinc", "C": "Vitamin B12", "D": "Vitamin B"}
-DRUGS = {
-    "A": "Aspirin",
-    "B": "Intravenous immunoglobulin",
-    "C": "Aspirin and intravenous immunoglobulin",
-    "D": "Observation alone",
+FILES = {
+    "medqa": "medical/medqa_test",
+    "medmcqa": "medical/medmcqa_dev",
+    "pubmedqa": "medical/pubmedqa",
+    "mmlu_medical": "medical/mmlu_med_test",
+    "medxpertqa": "medical/medxpertqa_text",
+    "alphamed19k": "alphamed/train_shaped",
 }
-TEN = {letter: f"finding number {i}" for i, letter in enumerate("ABCDEFGHIJ", start=1)}
-YES = {"A": "yes", "B": "no", "C": "maybe"}
-
-CASES = [
-    # the letter and nothing else
-    (OPTIONS, "B", "B"),
-    (OPTIONS, "b", "B"),
-    (OPTIONS, "B.", "B"),
-    (OPTIONS, "(B)", "B"),
-    (OPTIONS, "(b)", "B"),
-    (OPTIONS, "B)", "B"),
-    (OPTIONS, "[B]", "B"),
-    (OPTIONS, "**B**", "B"),
-    (OPTIONS, '"B"', "B"),
-    (OPTIONS, "  B \n", "B"),
-    (OPTIONS, "Option B", "B"),
-    (OPTIONS, "option (b)", "B"),
-    (OPTIONS, "Choice: C", "C"),
-    (TEN, "J", "J"),
-    (TEN, "I", "I"),
-    # the letter and its option
-    (OPTIONS, "B: Zinc", "B"),
-    (OPTIONS, "B. Zinc", "B"),
-    (OPTIONS, "(B) Zinc.", "B"),
-    (OPTIONS, "b) zinc", "B"),
-    (OPTIONS, "**B: Zinc**", "B"),
-    # the option alone
-    (OPTIONS, "Zinc", "B"),
-    (OPTIONS, "zinc.", "B"),
-    (OPTIONS, "The Zinc", "B"),
-    (OPTIONS, "Vitamin B", "D"),
-    (OPTIONS, "vitamin B12", "C"),
-    (YES, "yes", "A"),
-    (YES, "No.", "B"),
-    (YES, "Maybe", "C"),
-    # declared in prose
-    (OPTIONS, "The answer is B.", "B"),
-    (OPTIONS, "the answer is b", "B"),
-    (OPTIONS, "The answer is (B).", "B"),
-    (OPTIONS, "The correct answer is: B", "B"),
-    (OPTIONS, "Answer: B", "B"),
-    (OPTIONS, "Final answer: **B**", "B"),
-    (OPTIONS, "ANSWER: (c)", "C"),
-    (OPTIONS, "Therefore, the correct option is C, since A is a metal.", "C"),
-    (OPTIONS, "The best choice would be D", "D"),
-    (OPTIONS, "I choose B because zinc is found there.", "B"),
-    (OPTIONS, "I would go with option A.", "A"),
-    (OPTIONS, "So the answer is $\\boxed{A}$.", "A"),
-    (OPTIONS, "\\boxed{\\text{C}}", "C"),
-    (OPTIONS, "B is correct.", "B"),
-    (OPTIONS, "A is wrong. (C) is the correct answer.", "C"),
-    (OPTIONS, "The answer is B: Zinc, not A: Iron.", "B"),
-    (OPTIONS, "The answer is A. Wait, that is wrong. The answer is C.", "C"),
-    (OPTIONS, "The answer is zinc.", "B"),
-    (OPTIONS, "The answer is therefore A", "A"),
-    (TEN, "After all, the answer is H.", "H"),
-    # one letter, or one option, somewhere in prose
-    (OPTIONS, "Looking at the list, (D) fits the picture.", "D"),
-    (OPTIONS, "It must be zinc, which is low in these patients.", "B"),
-    (OPTIONS, "Such patients lack vitamin B12, as a rule.", "C"),
-    (OPTIONS, "My pick: B", "B"),
-    (DRUGS, "Aspirin and intravenous immunoglobulin should be given.", "C"),
-    (DRUGS, "Give aspirin.", "A"),
-    (OPTIONS, "A man of 60 lacks B", "B"),
-    (YES, "No, mitochondria do not take part in it.", "B"),
-    (YES, "Yes, there is no doubt about that.", "A"),
-    # nothing, or not one of the options
-    (OPTIONS, "", None),
-    (OPTIONS, "   ", None),
-    (OPTIONS, "I do not know.", None),
-    (OPTIONS, "E", None),
-    (OPTIONS, "The answer is E.", None),
-    (OPTIONS, "Copper", None),
-    (OPTIONS, "A man presents with pain.", None),
-    (TEN, "I think it is unclear.", None),
-    (OPTIONS, "The answer is not given.", None),
-    (OPTIONS, "a patient", None),
-    (YES, "There is no doubt that they play a role.", None),
-    # hedged
-    (OPTIONS, "A or B", None),
-    (OPTIONS, "A, B", None),
-    (OPTIONS, "AB", None),
-    (OPTIONS, "The answer is A or B.", None),
-    (OPTIONS, "The answer is (A) and (C).", None),
-    (OPTIONS, "Either (A) or (B).", None),
-    (OPTIONS, "Both iron and zinc.", None),
-    (OPTIONS, "A: Zinc", None),
-    (YES, "yes and no", None),
-]
+HEDGES = (
+    "I am not sure",
+    "either A or B",
+    "A or B",
+    "A, B",
+    "A/B",
+    "None of the above, or A",
+    "The answer is A or B.",
+    "The answer is either (A) or (B).",
+    "The answer is not A.",
+    "It is not A.",
+    "A? B? I am not certain.",
+    "The answer is unclear.",
+    "A man presents with pain.",
+    "The answer is a patient",
+)
 
 
-@pytest.mark.parametrize(("options", "text", "letter"), CASES, ids=[repr(case[1])[:40] for case in CASES])
-def test_choices_as_models_write_them(options: dict[str, str], text: str, letter: str | None) -> None:
-    assert extract_choice(text, options) == letter
+def chosen(output: str, options: Mapping[str, str], mode: str = "cot") -> list[str]:
+    """The letters for which an output scores 1."""
+    found = read_answer(output, mode, options)
+    answer = None if found is None else found.text
+    return [letter for letter in options if score("choice", answer, [letter], options)]
 
 
-def test_there_are_sixty_of_them_at_least() -> None:
-    assert len({case[1] for case in CASES}) >= 60
+@pytest.mark.parametrize(
+    ("output", "letters"),
+    [
+        ("<think>The answer is A.</think><answer>B</answer>", "B"),
+        ("<answer>A</answer> no, <answer> (c) </answer>", "C"),
+        ("<answer>B: zinc</answer>", "B"),
+        ("<answer>A: Zinc</answer>", ""),  # a label that contradicts itself
+        ("<answer>none</answer> The answer is A.", ""),  # what stands in the block counts
+        ("B", "B"),
+        ("(b).", ""),
+        (" b. \n", "B"),
+        ("<think>The answer is A.</think> (D)", "D"),
+        ("<think>The answer is A.</think>", ""),
+        ("The answer is (A).", "A"),
+        ("the answer is b", "B"),
+        ("Answer: B", "B"),
+        ("**Final answer: B**", "B"),
+        ("The correct answer is: **C**", "C"),
+        ("The answer is (A), because iron is low.", "A"),
+        ("The answer is B since A is a metal. I am sure.", "B"),
+        ("So the answer is B: Zinc.", "B"),
+        ("The answer is A. Wait, that is wrong. The answer is C.", "C"),
+        ("The answer is E.", ""),
+        ("Copper", ""),
+        ("", ""),
+        *((hedge, "") for hedge in HEDGES),
+    ],
+)
+def test_choices_as_models_write_them(output: str, letters: str) -> None:
+    assert chosen(output, OPTIONS) == list(letters)
 
 
-def test_a_choice_is_read_in_the_answer_block_or_outside_of_thoughts() -> None:
-    assert read_choice("<think>The answer is A.</think><answer>B</answer>", OPTIONS) == "B"
-    assert read_choice("<answer>A</answer> no, <answer>(c)</answer>", OPTIONS) == "C"
-    assert read_choice("<think>The answer is A.</think> The answer is D.", OPTIONS) == "D"
-    assert read_choice("<think>The answer is A.</think>", OPTIONS) is None
-    assert (
-        read_choice("<answer>none</answer> The answer is A.", OPTIONS) is None
-    )  # what stands in the block counts
+def test_mode_direct_takes_the_first_line_as_it_is() -> None:
+    assert chosen("B: Zinc\n\nIt is low.", OPTIONS, "direct") == ["B"]
+    assert chosen("B: Zinc\n\nIt is low.", OPTIONS, "cot") == []
+    assert chosen("Zinc", OPTIONS, "direct") == []
+
+
+def questions(shared_data: Path, step: int) -> Iterator[Mapping[str, str]]:
+    for task, name in FILES.items():
+        data = load_examples(load_task(task), shared_data / f"{name}.jsonl.gz", "test")
+        yield from (example.options or {} for example in data.examples[::step])
+
+
+def test_no_option_of_a_real_question_gives_a_wrong_letter(shared_data: Path) -> None:
+    forms = ("{letter}", "({letter})", "The answer is {letter}.", "Answer: ({letter})", "{letter}: {text}")
+    for options in questions(shared_data, 60):
+        for letter, text in options.items():
+            for form in forms:
+                assert chosen(form.format(letter=letter, text=text), options) == [letter]
+                block = f"<answer>{form.format(letter=letter, text=text)}</answer>"
+                assert chosen(block, options) in ([letter], [])
+            assert chosen(text, options) in ([], [letter])
+            assert chosen(f"The answer is {text}.", options) in ([], [letter])
+        assert [hedge for hedge in HEDGES if chosen(hedge, options)] == []
+
+
+def test_training_and_evaluation_score_an_answer_by_one_rule() -> None:
+    for answer in ("A", "(a)", "A.", "A: iron", "A: zinc", "[A]", "A or B", "Iron", "", "A, of course"):
+        assert score("choice", answer, ["A"], OPTIONS) == multiple_choice(answer, "A", OPTIONS)
 
 
 @pytest.mark.parametrize(

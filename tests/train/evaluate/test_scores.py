@@ -45,7 +45,7 @@ def test_no_answer_scores_nothing_even_where_the_gold_is_an_article() -> None:
 
 def test_choice_needs_options_and_scores_alone() -> None:
     options = {"A": "Iron", "B": "Zinc"}
-    assert scores("It is (b)", ["B"], options) == {"choice": 1.0}
+    assert scores("(b)", ["B"], options) == {"choice": 1.0}
     assert scores("A or B", ["B"], options) == scores(None, ["B"], options) == {"choice": 0.0}
     with pytest.raises(UserError, match="needs questions with options"):
         score("choice", "B", ["B"], None)
