@@ -10,7 +10,7 @@ from sorl_env.parser import FormatError, ParsedTurn, neutralise, parse_turn
 from sorl_env.registry import load_task, make, register_envs, register_task, task_names
 from sorl_env.shared_text import SharedTexts
 from sorl_env.spaces import UnicodeText
-from sorl_env.step import EnvState, StepResult
+from sorl_env.step import StepResult
 from sorl_env.task import Example, HubSource, Limits, Task, ToolSettings
 from sorl_env.text_env import TextEnv, open_env
 from sorl_env.tool import (
@@ -27,7 +27,6 @@ from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_env.vector import ToolUseVectorEnv
 
 __all__ = [
-    "EnvState",
     "Example",
     "ExampleSet",
     "FormatError",

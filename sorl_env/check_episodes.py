@@ -1,8 +1,8 @@
 """Part of ``sorl-check-task``: does each episode get its own tool state when several run at the same time?
 
 Rollouts run many episodes at once. A tool that keeps state without offering ``new_episode`` mixes them up, and
-only a comparison shows it. So the same calls are made in an episode alone, in an episode beside another one, and in an
-episode that is saved and restored before every call; the replies must be the same each time.
+only a comparison shows it. So the same calls are made in an episode alone and in an episode beside another one; the
+replies must be the same each time.
 """
 
 from __future__ import annotations
@@ -31,17 +31,14 @@ def check_episodes(env: ToolUseEnv) -> Check:
     try:
         alone = [_run([env], [script])[0] for script in scripts]
         together = _run([env, env], scripts)
-        restored = _run([env], [scripts[0]], restore=True)[0] if env.toolbox.stateful else alone[0]
     except _OutError as error:
         return Check(name, False, f"could not be checked: {error}")
-    for script, expected, seen in zip(
-        [*scripts, scripts[0]], [*alone, alone[0]], [*together, restored], strict=True
-    ):
+    for script, expected, seen in zip(scripts, alone, together, strict=True):
         for request, one, other in zip(script, expected, seen, strict=True):
             if one != other:
-                return Check(name, False, _difference(env, request, one, other, seen is restored))
+                return Check(name, False, _difference(env, request, one, other))
     kept = ", ".join(sorted(env.toolbox.stateful))
-    said = f"; {kept} keeps a state of its own in each, and it is restored" if kept else ""
+    said = f"; {kept} keeps a state of its own in each" if kept else ""
     return Check(name, True, f"two at the same time get the same replies as each alone{said}")
 
 
@@ -49,13 +46,8 @@ class _OutError(Exception):
     """A tool was unavailable, so there is nothing to compare."""
 
 
-def _difference(env: ToolUseEnv, request: ToolRequest, one: str, other: str, was_restored: bool) -> str:
+def _difference(env: ToolUseEnv, request: ToolRequest, one: str, other: str) -> str:
     seen = f"tool {request.tool} replies {one[:60]!r} to {request.argument[:60]!r}"
-    if was_restored:
-        return (
-            f"{seen} in an episode, and {other[:60]!r} after get_state and set_state: they must save and restore all "
-            "that the tool remembers"
-        )
     if request.tool in env.toolbox.stateful:
         return (
             f"{seen} alone, and {other[:60]!r} beside another episode: the tools that new_episode returns must not "
@@ -63,19 +55,12 @@ def _difference(env: ToolUseEnv, request: ToolRequest, one: str, other: str, was
         )
     return (
         f"{seen} at first, and {other[:60]!r} in a later episode with the same calls. The tool remembers earlier "
-        "episodes, shares such a memory with another tool, or draws at random. Give it new_episode, get_state and "
-        "set_state (docs/add_a_tool.md)"
+        "episodes, shares such a memory with another tool, or draws at random. Give it new_episode (docs/add_a_tool.md)"
     )
 
 
-def _run(
-    roots: Sequence[ToolUseEnv], scripts: Sequence[Sequence[ToolRequest]], restore: bool = False
-) -> list[list[str]]:
-    """The replies to each script, played in episodes of the same seed whose calls alternate.
-
-    Args:
-        restore: before each call, move the episode to a new environment by its saved state.
-    """
+def _run(roots: Sequence[ToolUseEnv], scripts: Sequence[Sequence[ToolRequest]]) -> list[list[str]]:
+    """The replies to each script, played in episodes of the same seed whose calls alternate."""
     envs = [root.spawn() for root in roots]
     seen: list[list[str]] = [[] for _ in envs]
     try:
@@ -83,11 +68,6 @@ def _run(
             env.reset(seed=_SEED, options={"index": 0})
         for requests in zip(*scripts, strict=True):
             for number, request in enumerate(requests):
-                if restore:
-                    state = envs[number].get_state()
-                    envs[number].end_episode()
-                    envs[number] = roots[number].spawn()
-                    envs[number].set_state(state)
                 outcome = envs[number].toolbox.call(request)
                 if isinstance(outcome, ToolUnavailableError):
                     raise _OutError(str(outcome))

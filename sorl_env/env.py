@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import gymnasium
 from gymnasium.error import ResetNeeded
-from gymnasium.utils import seeding
 
 from sorl_env.data import ExampleSet, load_examples
 from sorl_env.declared import ask_for_items
@@ -22,7 +20,7 @@ from sorl_env.parser import ParsedTurn
 from sorl_env.registry import load_task
 from sorl_env.render import render_dialogue
 from sorl_env.spaces import UnicodeText
-from sorl_env.step import EPISODE_INFO, EnvState, EpisodeRow, StepResult, TurnRow, turn_row
+from sorl_env.step import EPISODE_INFO, EpisodeRow, StepResult, TurnRow, turn_row
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.text import valid_text
 from sorl_env.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, ToolUnavailableError
@@ -104,7 +102,6 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         """State of a fresh environment with no episode."""
         self._phase = _RESET
         self.example: Example = self.examples.examples[0]  # of the running episode, or else of the last one
-        self._index = 0
         self._clock = EpisodeClock()
         self._turns: list[ParsedTurn] = []
         self._dialogue: list[tuple[str, str]] = []
@@ -157,7 +154,6 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._tools.begin(tool_seed)
         examples = self.examples
         self.example = example = examples.examples[index]
-        self._index = index
         self._phase = _BEGIN_TURN
         self._turns = []
         self._dialogue = []
@@ -281,57 +277,6 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._phase = _RESET
         self._tools.end()
         return turn_row(self._turns, self._calls, self.example.id, "", items, reason, error)
-
-    def get_state(self) -> EnvState:
-        """The state of the episode between two turns.
-
-        Raises:
-            RuntimeError: the last turn is not finished.
-        """
-        if self._phase == _FINISH_TURN:
-            raise RuntimeError(f"call {self._phase} first")
-        tool_seed, tools = self._tools.get_state()
-        return EnvState(
-            example_id=self.example.id,
-            index=self._index,
-            phase=self._phase,
-            turns=tuple(self._turns),
-            dialogue=tuple(self._dialogue),
-            calls=tuple(self._calls),
-            items=dict(self._items),
-            elapsed_s=self._clock.elapsed_s,
-            tool_s=self._clock.tool_s,
-            tool_seed=tool_seed,
-            tools=tools,
-            seed=self._np_random_seed,
-            rng_state=None if self._np_random is None else copy.deepcopy(self._np_random.bit_generator.state),
-        )
-
-    def set_state(self, state: EnvState) -> None:
-        """Continue from a saved state, which includes the random draws of later resets.
-
-        Raises:
-            ValueError: the state was saved with other data.
-        """
-        examples = self.examples.examples
-        if state.index >= len(examples) or examples[state.index].id != state.example_id:
-            raise ValueError(
-                f"the state is of example {state.example_id!r}, which is not number {state.index} here"
-            )
-        self._phase = state.phase
-        self._index = state.index
-        self.example = examples[state.index]
-        self._turns = list(state.turns)
-        self._dialogue = list(state.dialogue)
-        self._calls = list(state.calls)
-        self._items = dict(state.items)
-        self._clock = EpisodeClock(state.elapsed_s, state.tool_s)
-        self._tools.set_state(state.tool_seed, state.tools)
-        self._np_random_seed = state.seed
-        self._np_random = None
-        if state.rng_state is not None:
-            self._np_random, _ = seeding.np_random(0)
-            self._np_random.bit_generator.state = copy.deepcopy(dict(state.rng_state))
 
     def render(self) -> str | None:
         """In mode ``ansi``, the dialogue so far in the layout and colours of the paper's Table 2; else None."""

@@ -13,7 +13,6 @@ from sorl_env.command import add_search_options
 from sorl_env.data import ExampleSet
 from sorl_env.declared import place_of
 from sorl_env.errors import UserError
-from sorl_env.replay import recorded
 from sorl_env.task import Task, ToolSettings
 from sorl_env.task_file import user_traceback
 from sorl_env.text import read_json
@@ -57,7 +56,7 @@ def equip(
         given = open_tools(named, settings, opened)
         added = open_tools(settings.tools, settings, opened)
         toolbox = Toolbox(
-            recorded([*given, *added], settings, reply_chars),
+            [*given, *added],
             timeout_s=settings.timeout_s,
             retries=settings.retries,
             max_reply_chars=reply_chars,

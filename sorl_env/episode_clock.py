@@ -17,10 +17,10 @@ class EpisodeClock:
         tool_s: seconds that the episode has waited for tools, those of other episodes in the same batch included.
     """
 
-    def __init__(self, elapsed_s: float = 0.0, tool_s: float = 0.0) -> None:
-        self._started = time.monotonic() - elapsed_s
+    def __init__(self) -> None:
+        self._started = time.monotonic()
         self._asked = 0.0
-        self.tool_s = tool_s
+        self.tool_s = 0.0
 
     @property
     def elapsed_s(self) -> float:

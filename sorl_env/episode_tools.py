@@ -1,15 +1,14 @@
-"""Tools that keep state: each episode gets its own, made at the reset, saved and restored with the environment.
+"""Tools that keep state: each episode gets its own, made at the reset.
 
 Most tools answer from their argument alone, and all episodes share one object. A tool whose replies depend on earlier
 calls of the episode (a notebook, a shell, a simulated user) offers ``new_episode(seed)``, which returns the object that
-serves one episode, and ``get_state`` and ``set_state`` on that object.
+serves one episode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
@@ -28,12 +27,10 @@ class EpisodeTools:
     def __init__(self, shared: Toolbox) -> None:
         self.shared = shared
         self.box = shared
-        self._seed = 0
 
     def begin(self, seed: int) -> None:
         """Make the episode's own tools; they take their random draws from ``seed``."""
         self.end()
-        self._seed = seed
         if self.shared.stateful:
             self.box = self.shared.for_episode(seed)
 
@@ -42,23 +39,6 @@ class EpisodeTools:
         if self.box is not self.shared:
             ended, self.box = self.box, self.shared
             ended.close(only=ended.stateful)
-
-    def get_state(self) -> tuple[int, Mapping[str, Any]]:
-        """The seed of the episode's own tools, and their states by name."""
-        if self.box is self.shared:
-            return self._seed, {}
-        return self._seed, {tool.name: tool.get_state() for tool in self._own()}
-
-    def set_state(self, seed: int, states: Mapping[str, Any]) -> None:
-        """Continue from what ``get_state`` returned; empty ``states`` mean that no episode is running."""
-        self.end()
-        if states:
-            self.begin(seed)
-            for tool in self._own():
-                tool.set_state(states[tool.name])
-
-    def _own(self) -> list[Any]:
-        return [tool for tool in self.box.tools if tool.name in self.box.stateful]
 
 
 def draw_tool_seeds(shared: Toolbox, generator: np.random.Generator, count: int) -> list[int]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sorl_env.parser import ParsedTurn
@@ -95,22 +94,3 @@ class StepResult(NamedTuple):
             "example_id": example,
         }
         return cls(text, reward, terminated, truncated, info)
-
-
-@dataclass(frozen=True)
-class EnvState:
-    """The state of an episode; ``set_state`` of any environment with the same task and data takes it. Picklable."""
-
-    example_id: str
-    index: int
-    phase: str
-    turns: tuple[ParsedTurn, ...]
-    dialogue: tuple[tuple[str, str], ...]
-    calls: tuple[ToolCall, ...]
-    items: Mapping[str, float]
-    elapsed_s: float
-    tool_s: float
-    tool_seed: int
-    tools: Mapping[str, Any]  # the states of stateful tools, by name
-    seed: int | None
-    rng_state: Mapping[str, Any] | None

@@ -123,9 +123,6 @@ class ToolSettings:
         timeout_s, retries: see ``Toolbox``.
         tools: further tools beside the task's, named by texts such as ``mcp:URL`` (see ``open_tools``); the prompt ends
             with a description of them.
-        record: JSONL file to which tool replies are appended.
-        replay: JSONL file of recorded replies. A request that is not in it goes to the tool if ``record`` is given too,
-            and is an error otherwise.
     """
 
     corpus: str | None = None
@@ -133,8 +130,6 @@ class ToolSettings:
     top_k: int = 3
     timeout_s: float = 30.0
     retries: int = 3
-    record: str | None = None
-    replay: str | None = None
     cache: str | None = None
     tools: tuple[str, ...] = ()
 

@@ -48,8 +48,8 @@ class ToolReply(NamedTuple):
     Attributes:
         text: shown to the policy.
         hits: number of results, for tools where that means something.
-        metadata: JSON values, for recorded replies. ``cached: True``: the reply needed no call. ``cut_from: N``: the
-            reply had N characters before it was cut.
+        metadata: JSON values. ``cached: True``: the reply needed no call. ``cut_from: N``: the reply had N characters
+            before it was cut.
     """
 
     text: str
@@ -74,7 +74,7 @@ class ToolReply(NamedTuple):
             _check_metadata(reply.metadata)
         if len(reply.text) <= max_chars:
             return reply._replace(text=valid_text(reply.text))
-        # a recorded reply was cut when it was recorded, and keeps its own cut_from
+        # a tool that cut its reply itself says from how many characters
         metadata = {"cut_from": len(reply.text), **reply.metadata}
         return reply._replace(text=valid_text(reply.text[:max_chars]), metadata=metadata)
 
@@ -105,7 +105,7 @@ class ToolCall:
         error: what went wrong, or None.
         latency_s: seconds, with retries and the waits before them.
         attempts: how often the tool was tried.
-        cached: the reply was replayed from a record or came from a cache.
+        cached: the reply came from a cache.
         cut_from: characters of the tool's reply before it was cut to ``Limits.max_reply_chars``; None if it was not.
     """
 
@@ -139,10 +139,10 @@ class Tool(Protocol):
     - ``is_sample = True``: it replaces the real thing, such as a search in a task's embedded sample.
     - ``url = ".."``: the address of the server behind it, which the error of a call without a reply names.
     - ``close()``: frees what the tool holds.
-    - ``new_episode(seed)``, ``get_state()`` and ``set_state(state)``, all three: the tool keeps state. The environment
-      calls ``new_episode`` at each reset and uses the returned tool for that episode alone; see docs/add_a_tool.md. A
-      tool without them is shared by all episodes, which may run at the same time. Tools that share their state name the
-      same object as their ``group``: its ``new_episode(seed)`` then returns the episode's tools by name, in one call.
+    - ``new_episode(seed)``: the tool keeps state. The environment calls this at each reset and uses the returned tool
+      for that episode alone; see docs/add_a_tool.md. A tool without it is shared by all episodes, which may run at the
+      same time. Tools that share their state name the same object as their ``group``: its ``new_episode(seed)`` then
+      returns the episode's tools by name, in one call.
     """
 
     @property
@@ -173,9 +173,6 @@ class _FunctionTool:
 
     def __call__(self, *args: Any, **kwargs: Any) -> ToolResult:
         return self.function(*args, **kwargs)
-
-
-_STATE_MEMBERS = ("new_episode", "get_state", "set_state")
 
 
 def keeps_state(tool: object) -> bool:
@@ -212,8 +209,7 @@ def as_tool(tool: ToolLike) -> Tool:
     An attribute ``inline = True`` of the function is kept.
 
     Raises:
-        TypeError: it is neither a function nor a tool, a parameter has no usable type hint, or only some of the three
-            members of a stateful tool are there.
+        TypeError: it is neither a function nor a tool, or a parameter has no usable type hint.
         ValueError: the name cannot be a tag or is reserved by the turn format, or the schema is not a schema.
     """
     if inspect.iscoroutinefunction(tool):
@@ -231,9 +227,6 @@ def as_tool(tool: ToolLike) -> Tool:
         made = tool
     else:
         raise TypeError(f"{tool!r} is not a tool: give a function or an object with name and schema")
-    missing = [name for name in _STATE_MEMBERS if not hasattr(made, name)]
-    if keeps_state(made) and missing:
-        raise TypeError(f"tool {made.name} has new_episode, so it needs {' and '.join(missing)} as well")
     check_schema(made.schema, f"tool {made.name}")
     if not _NAME.fullmatch(made.name) or made.name in RESERVED_NAMES:
         raise ValueError(

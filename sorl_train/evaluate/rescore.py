@@ -6,7 +6,7 @@ FOLDER is the folder of an evaluation, a run folder (whose trajectories are scor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ from sorl_env.registry import load_task
 from sorl_env.task import Example
 from sorl_env.text import quoted
 from sorl_env.trajectory import Trajectory
-from sorl_env.trajectory_io import iter_jsonl, read_parquet
+from sorl_env.trajectory_io import iter_jsonl
 from sorl_train.evaluate.answers import REWARDS, score
 from sorl_train.evaluate.intervals import mean_interval
 from sorl_train.evaluate.journal import read_folder
@@ -29,7 +29,7 @@ from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import saved_config
 
 ABOUT = "Score stored answers again with another reward."
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+_SUFFIXES = (".jsonl", ".jsonl.gz")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def rescore(folder: Path, reward: str) -> list[Rescored]:
     rescored = [
         _rescore(trajectory, examples, reward, file)
         for file in files
-        for trajectory in _read(file)
+        for trajectory in iter_jsonl(file)
         if not trajectory.excluded
     ]
     if not rescored:
@@ -137,10 +137,6 @@ def _examples(run: Path) -> dict[str, Example]:
     evaluation = load_examples(task, config.eval_data or config.data, config.eval.split)
     training = load_examples(task, config.data, config.split)
     return {example.id: example for example in (*evaluation.examples, *training.examples)}
-
-
-def _read(file: Path) -> Iterator[Trajectory]:
-    return iter(read_parquet(file)) if file.suffix == ".parquet" else iter_jsonl(file)
 
 
 def summarize(rows: Sequence[Rescored]) -> list[dict[str, Any]]:

@@ -13,11 +13,9 @@ import dataclasses
 import json
 import random
 import string
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -143,7 +141,7 @@ def served_search() -> HttpSearch:
     return search
 
 
-def make_worlds(folder: Path) -> dict[str, ToolUseVectorEnv]:
+def make_worlds() -> dict[str, ToolUseVectorEnv]:
     """A vector environment for each built-in task with each built-in tool, and some for ways of having tools."""
     worlds: dict[str, ToolUseVectorEnv] = {}
     for number, name in enumerate(task_names()):
@@ -155,13 +153,11 @@ def make_worlds(folder: Path) -> dict[str, ToolUseVectorEnv]:
     nq = load_task("nq")
     silent = SilentTool("search", "", {"type": "object", "properties": {"query": {"type": "string"}}})
     short = dataclasses.replace(nq.limits, max_reply_chars=50)
-    recorded = ToolSettings(record=str(folder / "replies.jsonl"), replay=str(folder / "replies.jsonl"))
     more: Mapping[str, Mapping[str, Any]] = {
         "nq, its own tools": {},
         "nq, no tools": {"tools": []},
         "nq, a server": {"tools": [served_search(), calculator]},
         "nq, silent": {"tools": [silent]},
-        "nq, recorded": {"tools": [calculator, convert, echo], "tool_settings": recorded},
         "nq, short replies": {"tools": [calculator, echo], "limits": short},
     }
     for name, arguments in more.items():
@@ -179,14 +175,11 @@ def fuzz(turns: int, seed: int) -> Counter[str]:
         AssertionError: something that must not happen did; the message has the world, the seed and the turn.
     """
     seen: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        worlds = make_worlds(Path(folder))
-        for number, (name, env) in enumerate(worlds.items()):
-            rng = random.Random(f"{seed} {name}")
-            last = number + 1 == len(worlds)
-            target = turns if last else turns * (number + 1) // len(worlds)
-            _play(name, env, rng, target, seen)
-            env.close()
+    worlds = make_worlds()
+    for number, (name, env) in enumerate(worlds.items()):
+        rng = random.Random(f"{seed} {name}")
+        _play(name, env, rng, turns * (number + 1) // len(worlds), seen)
+        env.close()
     return seen
 
 

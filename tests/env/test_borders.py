@@ -19,13 +19,11 @@ from sorl_env import (
     ToolInputError,
     ToolReply,
     ToolRequest,
-    ToolSettings,
     ToolUnavailableError,
     ToolUseEnv,
     UserError,
 )
 from sorl_env.data import load_examples
-from sorl_env.replay import ReplayTool
 
 LONE = "a\ud800b \ude00\ud83d c\ud83d\ude00"
 VALID = "a\ufffdb \ufffd\ufffd c\U0001f600"
@@ -178,41 +176,3 @@ def test_the_limit_on_replies_follows_the_tokens_or_is_set() -> None:
     result = env.step("<think>a</think><say>b</say>")
     assert result.observation == f"\n\n<information>\n{'x' * 160}\n</information>\n\n"
     assert result.info["tool_calls"][0].cut_from == BIG
-
-
-# --- records ---
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "result", [LONE + "x" * BIG, ToolReply(LONE * 1000, 3), ToolInputError(LONE * 9999)], ids=type
-)
-def test_a_replay_is_what_was_said_live_and_as_short(
-    tmp_path: Path, call: Call, kind: type[Saying], result: Any
-) -> None:
-    file = tmp_path / "replies.jsonl"
-    live = call(Toolbox([ReplayTool(kind(result), record=file, max_reply_chars=50)]), REQUEST)
-    assert file.stat().st_size < 1000
-    again = call(Toolbox([ReplayTool(kind("other"), replay=file)]), REQUEST)
-    assert 40 <= len(live.reply) <= 50 and live.reply.startswith(VALID[:40])
-    assert (again.reply, again.ok, again.error, again.hits) == (live.reply, live.ok, live.error, live.hits)
-    if live.ok:
-        assert live.cut_from == again.cut_from == len(result if isinstance(result, str) else result.text)
-
-
-def test_a_record_from_elsewhere_is_valid_text_and_cut(tmp_path: Path) -> None:
-    file = tmp_path / "replies.jsonl"
-    rows = [{"tool": "say", "argument": name, "text": LONE * 9999, "refused": name == "b"} for name in "ab"]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = ToolSettings(replay=str(file))
-    env = ToolUseEnv(halves(), tool_settings=settings, limits=Limits(max_reply_chars=len(LONE)))
-    env.reset()
-    for name in "ab":
-        (call,) = env.step(f"<think>a</think><say>{name}</say>").info["tool_calls"]
-        assert call.reply.startswith(VALID[:8]) and len(call.reply) <= len(LONE) and call.ok is (name == "a")
-    file.write_text("[" * 100_000 + "\n")
-    with pytest.raises(
-        UserError, match=r"replies\.jsonl:1: not a recorded tool reply \(it is nested too deeply\)"
-    ):
-        ReplayTool(Saying("x"), replay=file)

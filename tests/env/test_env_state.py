@@ -1,11 +1,9 @@
-"""An environment's state, those spawned from it, and how it shows a dialogue."""
+"""Environments that are spawned from another, and how one shows a dialogue."""
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from gymnasium.error import ResetNeeded
@@ -13,50 +11,6 @@ from gymnasium.error import ResetNeeded
 from sorl_env import Example, Task, ToolUseEnv, UserError
 
 from .conftest import ANSWER, INVALID, SEARCH
-
-
-@pytest.mark.parametrize("played", [[], [SEARCH], [SEARCH, INVALID], [ANSWER.format(0)]])
-def test_a_state_restores_the_episode_exactly(task: Task, played: list[str]) -> None:
-    def finish(env: ToolUseEnv) -> list[Any]:
-        """All there is to see from here on, the draws of later resets included; latencies aside."""
-        seen: list[Any] = [env.render()]
-        try:
-            for turn in (INVALID, SEARCH, ANSWER.format(0)):
-                result = env.step(turn)
-                calls = [call.reply for call in result.info.pop("tool_calls")]
-                seen += [*result, calls, env.render()]
-        except ResetNeeded as error:
-            seen.append(str(error))
-        return [*seen, *(env.reset() for _ in range(5))]
-
-    env = ToolUseEnv(task, render_mode="ansi")
-    env.reset(seed=11)
-    env.begin_episode(0)
-    for turn in played:
-        env.step(turn)
-    state = env.get_state()
-    expected = finish(env)
-    env.set_state(state)
-    assert finish(env) == expected
-    elsewhere = env.spawn()
-    elsewhere.set_state(pickle.loads(pickle.dumps(state)))
-    assert elsewhere.np_random_seed == 11
-    assert finish(elsewhere) == expected
-
-
-def test_states_are_checked(env: ToolUseEnv, make_task: Callable[..., Task]) -> None:
-    fresh = env.get_state()
-    env.reset(options={"index": 4})
-    state = env.get_state()
-    other = ToolUseEnv(make_task(embedded=lambda split: [Example("x", "?")]))
-    with pytest.raises(ValueError, match="the state is of example '4', which is not number 4 here"):
-        other.set_state(state)
-    env.begin_turn(SEARCH)
-    with pytest.raises(RuntimeError, match=r"call finish_turn\(\) first"):
-        env.get_state()
-    env.set_state(fresh)
-    with pytest.raises(ResetNeeded):
-        env.step(SEARCH)
 
 
 def test_spawned_environments_share_what_is_constant_and_nothing_else(env: ToolUseEnv) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from sorl_env import Limits, Task, ToolSettings, ToolUnavailableError, ToolUseEnv, ToolUseVectorEnv, UserError
+from sorl_env import Limits, Task, ToolUnavailableError, ToolUseEnv, ToolUseVectorEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, collect
-from sorl_env.tool import as_tool
 
 NOTE = "<think>a</think><note>{}</note>"
 
@@ -45,13 +43,6 @@ class Notebook:
         made = Notebook(seed, self.inline, self.opened)
         self.opened.append(made)
         return made
-
-    def get_state(self) -> Any:
-        return list(self.notes), self.draw.getstate()
-
-    def set_state(self, state: Any) -> None:
-        self.notes = list(state[0])
-        self.draw.setstate(state[1])
 
     def close(self) -> None:
         self.opened.remove(self)
@@ -118,10 +109,10 @@ def test_the_vector_environment_gives_each_episode_its_own(
         for number, observation in enumerate(observations):
             seen[number].append(observation)
     for number in (1, 2, 3):
-        result = alone(twin, envs.envs[number]._index, seeds[number], scripts[number])
+        result = alone(twin, int(envs.envs[number].example.id), seeds[number], scripts[number])
         assert [row[0] for row in result] == seen[number]
     begun_anew = envs.envs[0]
-    again = alone(twin, begun_anew._index, begun_anew.toolbox.tools[1].seed, scripts[0][3:])
+    again = alone(twin, int(begun_anew.example.id), begun_anew.toolbox.tools[1].seed, scripts[0][3:])
     assert [row[0] for row in again] == seen[0][3:]  # nothing is left of the episode before it
     envs.reset(seed=5)
     assert [env.toolbox.tools[1].seed for env in envs.envs] == seeds
@@ -198,25 +189,6 @@ def test_a_rollout_that_is_given_up_closes_its_tools(noting: Task, notebook: Not
     assert notebook.opened == []
 
 
-def test_state_is_restored_with_the_environment(noting: Task, notebook: Notebook) -> None:
-    env = ToolUseEnv(noting)
-    env.reset(seed=1)
-    script = [NOTE.format(number) for number in range(5)]
-    for action in script[:2]:
-        env.step(action)
-    state = pickle.loads(pickle.dumps(env.get_state()))
-    expected = [env.step(action).observation for action in script[2:]]
-    other = env.spawn()
-    for _ in range(2):
-        other.set_state(state)
-        assert [other.step(action).observation for action in script[2:]] == expected
-    ended = other.step("<think>b</think><answer>x</answer>")
-    assert ended.terminated and other.get_state().tools == {}
-    other.set_state(other.get_state())
-    env.close()
-    assert notebook.opened == []
-
-
 def test_an_outage_and_the_end_of_an_episode_close_its_tools(noting: Task, notebook: Notebook) -> None:
     env = ToolUseEnv(noting)
     env.toolbox.retries = 0
@@ -228,22 +200,13 @@ def test_an_outage_and_the_end_of_an_episode_close_its_tools(noting: Task, noteb
         assert env.toolbox.tools[1] is notebook
 
 
-def test_what_is_no_stateful_tool(make_task: Callable[..., Task], tmp_path: Any) -> None:
-    class Half(Notebook):
-        get_state = property()  # type: ignore[assignment]
-
+def test_what_is_no_stateful_tool(make_task: Callable[..., Task]) -> None:
     class Same(Notebook):
         def new_episode(self, seed: int) -> Notebook:
             return self
 
-    with pytest.raises(TypeError, match="tool note has new_episode, so it needs get_state as well"):
-        as_tool(Half())
     with pytest.raises(TypeError, match="new_episode must return another tool of that name"):
         ToolUseEnv(make_task(tools=[Same()])).reset(seed=0)
-    with pytest.raises(UserError, match=r"tool note keeps state .* leave record and replay out"):
-        ToolUseEnv(
-            make_task(tools=[Notebook()]), tool_settings=ToolSettings(record=str(tmp_path / "r.jsonl"))
-        )
 
 
 # --- the time that tools take -------------------------------------------------------------------------------------
@@ -293,8 +256,6 @@ def test_slow_tools_are_an_outage_and_a_slow_policy_is_not(
         now[0] += policy_s
         result = env.step(SEARCH)
         assert result.truncated == (number == turn)
-        if number == 0 and not result.truncated:
-            env.set_state(pickle.loads(pickle.dumps(env.get_state())))
     assert result.info["stop_reason"] == reason
     assert result.reward == (0.0 if reason == "error" else 0.5)
     if reason == "error":

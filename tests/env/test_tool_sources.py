@@ -129,12 +129,6 @@ def test_the_listed_tools_of_one_group_begin_an_episode_together() -> None:
         def new_episode(self, seed: int) -> Any:
             return self.group.new_episode(seed)[self.name]
 
-        def get_state(self) -> None:
-            return None
-
-        def set_state(self, state: None) -> None:
-            return None
-
     group = Group()
     env = ToolUseEnv(TASK, tools=[Remembering("first", group), add, Remembering("second", group)])
     env.reset(seed=0)

@@ -224,17 +224,6 @@ class Notebook:
     def new_episode(self, seed: int) -> Any:
         return type(self)()
 
-    def get_state(self) -> Any:
-        return list(self.notes)
-
-    def set_state(self, state: Any) -> None:
-        self.notes = list(state)
-
-
-class Forgetful(Notebook):
-    def set_state(self, state: Any) -> None:
-        self.notes = list(state)[:1]
-
 
 class Sharing(Notebook):
     def new_episode(self, seed: int) -> Any:
@@ -298,9 +287,8 @@ def test_a_tool_that_keeps_state_as_it_should_passes(inline: bool, monkeypatch: 
         ([echo, counter()], "tool count replies .* in a later episode .* Give it new_episode"),
         ([echo, *two_functions()], "tool read replies 'Nothing of that.' .* remembers earlier episodes"),
         ([echo, Sharing()], "tool note replies .* new_episode returns must not share anything"),
-        ([echo, Forgetful()], "tool note replies .* after get_state and set_state"),
     ],
-    ids=["object", "function", "two functions", "shared", "forgetful"],
+    ids=["object", "function", "two functions", "shared"],
 )
 def test_state_that_reaches_another_episode_is_found_and_named(tools: list[Any], said: str) -> None:
     found = failures(tools=tools)

@@ -10,7 +10,7 @@ import pytest
 from sorl_env.env import ToolUseEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, collect
 from sorl_env.trajectory import Trajectory
-from sorl_env.trajectory_io import read_jsonl, read_parquet, write_jsonl, write_parquet
+from sorl_env.trajectory_io import read_jsonl, write_jsonl
 from sorl_train.evaluate.cli import main as evaluate
 from sorl_train.evaluate.endpoint import TextTokenizer
 from sorl_train.report.viewer import write_viewer
@@ -85,7 +85,7 @@ def task_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def check_texts(trajectories: list[Trajectory], folder: Path) -> None:
-    """They are valid, and the same from either kind of file."""
+    """They are valid, and the same from a file."""
     calls = [call for t in trajectories for turn in t.turns for call in turn.tool_calls if call.ok]
     assert calls and all('bolts 3 \ufffd "' in call.reply for call in calls)
     for trajectory in trajectories:
@@ -98,10 +98,9 @@ def check_texts(trajectories: list[Trajectory], folder: Path) -> None:
             ]
         for text in texts:
             text.encode("utf-8")
-    write_parquet(folder / "t.parquet", trajectories)
     write_jsonl(folder / "t.jsonl", trajectories)
-    for found in (read_parquet(folder / "t.parquet"), read_jsonl(folder / "t.jsonl")):
-        assert [(t.id, t.prompt, t.turns) for t in found] == [(t.id, t.prompt, t.turns) for t in trajectories]
+    found = read_jsonl(folder / "t.jsonl")
+    assert [(t.id, t.prompt, t.turns) for t in found] == [(t.id, t.prompt, t.turns) for t in trajectories]
 
 
 class _Scripted:

@@ -66,8 +66,7 @@ class McpTool(_ListedTool):
 class EpisodeTool(_ListedTool):
     """One tool of a server that remembers: each episode has a connection of its own, for all tools of the server.
 
-    A command is then a process for each episode, started at the first call. The state of an episode is the list of its
-    calls; to restore it, they are made again, and a server that answers them differently counts as unavailable.
+    A command is then a process for each episode, started at the first call.
 
     Raises:
         ToolInputError, ToolUnavailableError: when called, as ``McpTool``.
@@ -81,19 +80,11 @@ class EpisodeTool(_ListedTool):
 
     def __call__(self, *texts: str, **arguments: Any) -> ToolReply:
         """Call the tool once: with the text of the block, or with the parameters by name."""
-        return self.group.call(self.server, self.listed.name, self._named(texts, arguments))
+        return reply_of(self.server.call(self.listed.name, self._named(texts, arguments)))
 
     def new_episode(self, seed: int) -> EpisodeTool:
         """The tool for one episode, when it is the server's only one; a toolbox asks the group."""
         return self.group.new_episode(seed)[self.name]
-
-    def get_state(self) -> list[Any]:
-        """The calls of the episode so far: name, arguments, reply."""
-        return list(self.group.calls)
-
-    def set_state(self, state: list[Any]) -> None:
-        """Continue after the calls of ``state``; they are made again before the next call."""
-        self.group.to_repeat = list(state)
 
 
 class EpisodeGroup:
@@ -101,8 +92,6 @@ class EpisodeGroup:
 
     def __init__(self) -> None:
         self.tools: dict[str, EpisodeTool] = {}
-        self.calls: list[Any] = []
-        self.to_repeat: list[Any] = []
 
     def new_episode(self, seed: int) -> dict[str, EpisodeTool]:
         """The tools for another episode, by name. The server gets no seed: the protocol has none."""
@@ -114,32 +103,6 @@ class EpisodeGroup:
             for name, tool in self.tools.items()
         }
         return group.tools
-
-    def call(self, server: McpServer, name: str, arguments: Mapping[str, Any]) -> ToolReply:
-        """Call a tool, after the calls that have to be repeated."""
-        while self.to_repeat:
-            again, given, said = self.to_repeat[0]
-            if self._call(server, again, given)[1] != said:
-                raise ToolUnavailableError(
-                    f"{server.target.name}: when the episode was restored, {again} replied differently than before"
-                )
-            self.to_repeat.pop(0)
-        reply, _ = self._call(server, name, arguments)
-        if isinstance(reply, ToolInputError):
-            raise reply
-        return reply
-
-    def _call(
-        self, server: McpServer, name: str, arguments: Mapping[str, Any]
-    ) -> tuple[ToolReply | ToolInputError, str]:
-        reply: ToolReply | ToolInputError
-        try:
-            reply = reply_of(server.call(name, arguments))
-            said = reply.text
-        except ToolInputError as error:  # it may have changed the server's state, too
-            reply, said = error, f"refused: {error}"
-        self.calls.append((name, dict(arguments), said))
-        return reply, said
 
 
 def mcp_tools(

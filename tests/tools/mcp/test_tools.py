@@ -253,22 +253,3 @@ def test_no_server(server: str, message: str) -> None:
 def test_a_server_that_hangs_when_it_starts() -> None:
     with pytest.raises(UserError, match="no reply within 2 s"):
         mcp_tools(command("liar", "hang", "at", "once"), 2.0)
-
-
-def test_a_restored_episode_makes_its_calls_again(box: Box) -> None:
-    toolbox = box(command("stock"), per_episode=True)
-    first = toolbox.for_episode(0)
-    assert ask(first, "note_add", '{"line": "a"}').reply == "a"
-    assert not ask(first, "shelf", "nowhere").ok
-    states = {tool.name: tool.get_state() for tool in first.tools}  # type: ignore[attr-defined]
-    assert ask(first, "note_add", '{"line": "b"}').reply == "a / b"
-    again = toolbox.for_episode(0)
-    for tool in again.tools:
-        tool.set_state(states[tool.name])  # type: ignore[attr-defined]
-    assert ask(again, "note_add", '{"line": "c"}').reply == "a / c"
-    other = toolbox.for_episode(0)
-    for tool in other.tools:
-        tool.set_state([("note.add", {"line": "a"}, "something else")])  # type: ignore[attr-defined]
-    assert "replied differently" in outage(other, "shelf", "oak A 1")
-    for one in (first, again, other):
-        one.close(only=one.stateful)

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_env.replay import ReplayTool
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_tools.search.http import HttpSearch
@@ -213,23 +212,6 @@ def test_an_index_that_changes_in_mid_run_is_said(
     assert search.fingerprint != before[1]
     assert "searches another index now" in caplog.text
     search.close()
-
-
-def test_recorded_and_replayed(start: Any, tmp_path: Path) -> None:
-    running = start()
-    search = HttpSearch(running.url)
-    recorder = ReplayTool(search, record=tmp_path / "replies.jsonl")
-    replies = recorder.call_batch(["Mozart", "Bizet"])
-    replies.append(asyncio.run(recorder.acall("river")))
-    search.close()
-    running.stop()
-    offline = HttpSearch(running.url)
-    replay = ReplayTool(offline, replay=tmp_path / "replies.jsonl")
-    for query, reply in zip(["Mozart", "Bizet", "river"], replies, strict=True):
-        again = replay(query)
-        assert (again.text, again.hits) == (reply.text, reply.hits)
-        assert again.metadata["cached"] is True
-    offline.close()
 
 
 @pytest.mark.slow
