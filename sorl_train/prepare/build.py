@@ -1,5 +1,5 @@
-"""Prepares a published data set as a folder: ``{split}.jsonl`` in one schema, a manifest, a card, and the questions
-that are in both splits.
+"""Prepares a published data set as a folder: ``{split}.jsonl`` in one schema, a manifest, and the questions that are in
+both splits.
 
 A row is an ``Example`` as one flat object, which the tasks and ``sorl_env.data`` read as any other data file::
 
@@ -25,18 +25,16 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.folders import new_folder
 from sorl_env.registry import load_task
 from sorl_env.task import Example
-from sorl_env.text import read_json
-from sorl_train.prepare.card import card
 from sorl_train.prepare.overlap import Pair, count_pairs, count_repeated, find_pairs
-from sorl_train.prepare.questions import read_questions
 from sorl_train.prepare.recipes import Recipe
-from sorl_train.prepare.sources import Source, is_file, read_source
+from sorl_train.prepare.sources import Source, is_file, read_example, read_questions, read_source
 from sorl_train.run.files import atomic_write
 
-MANIFEST = "sorl_data.json"  # says what each data file of the folder is
+MANIFEST = (
+    "sorl_data.json"  # where each data file of the folder comes from, its licence, filter, counts and hashes
+)
 PAIRS = "overlap.jsonl"
-CARD = "README.md"
-DROP = ("none", "exact", "near")
+DROP = ("none", "exact")
 Manifest = dict[str, Any]
 
 
@@ -45,7 +43,7 @@ class Options:
     """How to prepare.
 
     Attributes:
-        drop: which train questions to leave out because they are in test as well; ``near`` includes the exact ones.
+        drop: ``exact`` leaves out the train questions that are in test as well.
         skip_unreadable: leave out and count rows that the task cannot read, instead of refusing the data.
         test_ids: ids of the test questions, where the published split mixes them with others.
         revision: commit or tag of the hub data set.
@@ -77,9 +75,8 @@ def prepare(recipe: Recipe, sources: Mapping[str, str], out: Path, options: Opti
         examples[split], dropped = _read(recipe, source, split, options)
         entries[split] = _entry(source, dropped, examples[split])
     pairs = _find_overlap(examples, options.against)
-    kinds = {"none": (), "exact": ("exact",), "near": ("exact", "near")}[options.drop]
-    in_test = {pair.train_id for found in pairs.values() for pair in found if pair.kind in kinds}
-    if in_test:
+    in_test = {pair.train_id for found in pairs.values() for pair in found}
+    if in_test and options.drop == "exact":
         kept = [example for example in examples["train"] if example.id not in in_test]
         entries["train"]["dropped"]["also for testing"] = len(examples["train"]) - len(kept)
         examples["train"] = kept
@@ -156,12 +153,11 @@ def _read(recipe: Recipe, source: Source, split: str, options: Options) -> tuple
             dropped[reason] += 1
             continue
         try:
-            example = task.parse_row(row)
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            example = read_example(task.parse_row, row)
+        except ValueError as error:
             if not options.skip_unreadable:
-                problem = f"no column {error}" if isinstance(error, KeyError) else str(error)
                 raise UserError(
-                    f"{where}: not a row of {recipe.name}: {problem}. --skip_unreadable leaves such rows out"
+                    f"{where}: not a row of {recipe.name}: {error}. --skip_unreadable leaves such rows out"
                 ) from error
             dropped["unreadable"] += 1
             continue
@@ -219,7 +215,8 @@ def _write(
         atomic_write(out / f"{split}.jsonl", text)
         digest = hashlib.sha256(text.encode()).hexdigest()
         files[f"{split}.jsonl"] = {"split": split, "rows": len(found), "sha256": digest, **entries[split]}
-    manifest: Manifest = {"version": 1, "name": recipe.name, "licence": recipe.licence, "files": files}
+    about = {"name": recipe.name, "home": recipe.home, "licence": recipe.licence}
+    manifest: Manifest = {"version": 2, **about, "filter": recipe.filter, "note": recipe.note, "files": files}
     if pairs:
         counts = {name: count_pairs(found) for name, found in pairs.items()}
         manifest["overlap"] = {"dropped": options.drop, "with": counts}
@@ -230,7 +227,6 @@ def _write(
     for name in ("train.jsonl", f"{TEST_SPLIT}.jsonl"):
         if name not in files:
             (out / name).unlink(missing_ok=True)
-    atomic_write(out / CARD, card(recipe, manifest))
     atomic_write(out / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
     return manifest
 
@@ -238,25 +234,10 @@ def _write(
 def _check_out(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
-    if out.is_dir() and any(out.iterdir()) and read_manifest(out) is None:
+    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
         raise UserError(f"--out {out} contains files that sorl-data did not write; give a new folder")
 
 
 def jsonl(rows: Iterable[Mapping[str, Any]]) -> str:
     """Rows as JSON lines."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a prepared folder; None for any other folder. Raises ``UserError`` if it is damaged."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        return None
-    try:
-        manifest = read_json(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); prepare the folder again") from error
-    is_ours = isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) and "name" in manifest
-    if not is_ours:
-        raise UserError(f"{path}: not a manifest of sorl-data; prepare the folder again")
-    return manifest

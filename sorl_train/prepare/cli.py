@@ -1,4 +1,4 @@
-"""``sorl-data``: prepare a published data set, find questions that are in two files, describe a file."""
+"""``sorl-data``: prepare a published data set, find questions that are in two files."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sorl_env.check_task import load_tokenizer
-from sorl_env.command import Parser, add_json_option, number, print_json, run_command, whole
-from sorl_env.data import SUFFIXES
+from sorl_env.command import Parser, add_json_option, print_json, run_command, whole
 from sorl_env.errors import UserError
 from sorl_env.text import read_json
-from sorl_train.prepare.build import CARD, DROP, PAIRS, Manifest, Options, choose_sources, jsonl, prepare
-from sorl_train.prepare.overlap import SHINGLE, THRESHOLD, Pair, count_pairs, find_pairs
-from sorl_train.prepare.questions import read_questions
+from sorl_train.prepare.build import DROP, MANIFEST, PAIRS, Manifest, Options, choose_sources, jsonl, prepare
+from sorl_train.prepare.overlap import count_pairs, find_pairs
 from sorl_train.prepare.recipes import RECIPES, find_recipe
-from sorl_train.prepare.show import describe
+from sorl_train.prepare.sources import read_questions
 from sorl_train.run.files import atomic_write
 
-ABOUT = "Prepare published data sets, find questions that are in two files, describe a file."
+ABOUT = "Prepare published data sets, find questions that are in two files."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,14 +37,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_prepare(commands)
     _add_check(commands)
-    _add_show(commands)
     return parser
 
 
 def _add_prepare(commands: Any) -> None:
-    make = commands.add_parser(
-        "prepare", help="write a published data set as train.jsonl and test.jsonl, with a card"
-    )
+    make = commands.add_parser("prepare", help="write a published data set as train.jsonl and test.jsonl")
     add = make.add_argument
     add("name", metavar="NAME", help=", ".join(RECIPES))
     where = "a file (SPLIT=FILE), a folder, or hf:owner/name[:config]; repeatable (default: where it is published)"
@@ -66,7 +60,7 @@ def _add_prepare(commands: Any) -> None:
         metavar="FILE",
         help="JSON list of the test questions' ids, or object with them",
     )
-    drop = "leave out train questions that are in test, word for word or nearly (default: none, only report them)"
+    drop = "exact: leave out train questions that are in test, too (default: none, only report them)"
     add("--drop", choices=DROP, default="none", help=drop)
     against = "files with test questions of other data sets to check train against"
     add("--against", type=Path, nargs="+", default=[], metavar="FILE", help=against)
@@ -75,28 +69,15 @@ def _add_prepare(commands: Any) -> None:
 
 
 def _add_check(commands: Any) -> None:
-    check = commands.add_parser("check", help="find questions that are in two files, word for word or nearly")
+    check = commands.add_parser("check", help="find questions that are in two files, word for word")
     add = check.add_argument
     add("train", type=Path, metavar="TRAIN", help="a file")
     add("test", type=Path, metavar="TEST", help="the file whose questions should not be in it")
     add("--task", help="the task that reads both files (default: read them by their columns)")
-    add("--shingle", type=whole(1), default=SHINGLE, help=f"words of a shingle (default: {SHINGLE})")
-    similarity = f"smallest Jaccard similarity of nearly equal questions (default: {THRESHOLD})"
-    add("--threshold", type=number(above=0, high=1), default=THRESHOLD, help=similarity)
     add("--out", type=Path, metavar="FILE", help="write every pair as a JSON line")
-    add("--rows", type=whole(0), default=5, help="pairs of each kind to print (default: 5)")
+    add("--rows", type=whole(0), default=5, help="pairs to print (default: 5)")
     add_json_option(check)
     check.set_defaults(run=_check)
-
-
-def _add_show(commands: Any) -> None:
-    show = commands.add_parser("show", help="print counts, lengths and the first rows of a file or folder")
-    add = show.add_argument
-    add("path", type=Path, metavar="FILE", help="or the folder of a prepared data set")
-    add("--rows", type=whole(0), default=3, help="rows to print (default: 3)")
-    add("--task", help="the task that reads the file (default: the one it was prepared for)")
-    add("--tokenizer", metavar="FOLDER", help="count tokens with the tokenizer in this model folder")
-    show.set_defaults(run=_show)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
@@ -118,17 +99,13 @@ def _print_manifest(manifest: Manifest, out: Path) -> None:
         left_out = "; ".join(f"{count:,} {reason}" for reason, count in entry["dropped"].items())
         print(f"{out / name}: {entry['rows']:,} questions" + (f" (left out: {left_out})" if left_out else ""))
     overlap = manifest.get("overlap", {"with": {}})
-    found = {name: counts for name, counts in overlap["with"].items() if any(counts.values())}
-    for name, counts in found.items():
-        print(
-            f"{name}: {counts['exact_test']:,} of its questions are in train word for word, "
-            f"{counts['near_test']:,} nearly",
-            file=sys.stderr,
-        )
+    found = {name: counts["test"] for name, counts in overlap["with"].items() if counts["test"]}
+    for name, count in found.items():
+        print(f"{name}: {count:,} of its questions are in train word for word", file=sys.stderr)
     if found:
-        hint = "; --drop exact or near leaves them out of train" if overlap["dropped"] == "none" else ""
+        hint = "; --drop exact leaves them out of train" if overlap["dropped"] == "none" else ""
         print(f"see {out / PAIRS}{hint}", file=sys.stderr)
-    print(f"{out / CARD}: licence {manifest['licence']}, origin, filter, hashes")
+    print(f"{out / MANIFEST}: licence {manifest['licence']}, origin, filter, hashes")
 
 
 def _read_ids(path: Path | None) -> frozenset[str] | None:
@@ -147,44 +124,22 @@ def _read_ids(path: Path | None) -> frozenset[str] | None:
 
 def _check(arguments: argparse.Namespace) -> int:
     train, test = (read_questions(path, arguments.task) for path in (arguments.train, arguments.test))
-    pairs = find_pairs(train, test, shingle=arguments.shingle, threshold=arguments.threshold)
+    pairs = find_pairs(train, test)
     if arguments.out is not None:
         atomic_write(arguments.out, jsonl(dataclasses.asdict(pair) for pair in pairs))
     counts = count_pairs(pairs)
     if arguments.json:
         print_json({"train_questions": len(train), "test_questions": len(test), **counts})
         return 1 if pairs else 0
-    print(f"{len(train):,} and {len(test):,} questions")
-    for kind in ("exact", "near"):
-        print(
-            f"{kind}: {counts[f'{kind}_pairs']:,} pairs, {counts[f'{kind}_train']:,} questions of the first file, "
-            f"{counts[f'{kind}_test']:,} of the second"
-        )
-        for pair in [pair for pair in pairs if pair.kind == kind][: arguments.rows]:
-            print(_pair_text(pair))
-    return 1 if pairs else 0
-
-
-def _pair_text(pair: Pair) -> str:
-    answer = "same answer" if pair.same_answer else "another answer"
-    return (
-        f"  {pair.similarity:.2f}, {answer}\n    {pair.train_id}: {pair.train_question[:200]}\n"
-        f"    {pair.test_id}: {pair.test_question[:200]}"
+    print(
+        f"{len(train):,} and {len(test):,} questions: {counts['pairs']:,} pairs of the same one, {counts['train']:,} "
+        f"questions of the first file, {counts['test']:,} of the second"
     )
-
-
-def _show(arguments: argparse.Namespace) -> int:
-    tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
-    paths = [arguments.path]
-    if arguments.path.is_dir():
-        paths = [arguments.path / f"{split}{suffix}" for split in ("train", "test") for suffix in SUFFIXES]
-        paths = [path for path in paths if path.is_file()]
-        if not paths:
-            raise UserError(f"{arguments.path}: it contains no train or test file ({', '.join(SUFFIXES)})")
-    for path in paths:
-        for line in describe(path, rows=arguments.rows, task=arguments.task, tokenizer=tokenizer):
-            print(line)
-    return 0
+    for pair in pairs[: arguments.rows]:
+        answer = "same answer" if pair.same_answer else "another answer"
+        print(f"  {answer}\n    {pair.train_id}: {pair.train_question[:200]}")
+        print(f"    {pair.test_id}: {pair.test_question[:200]}")
+    return 1 if pairs else 0
 
 
 if __name__ == "__main__":

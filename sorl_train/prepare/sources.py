@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sorl_env.data import SUFFIXES, read_rows
 from sorl_env.errors import UserError
+from sorl_env.registry import load_task
+from sorl_env.task import Example
 from sorl_env.text import read_json
+from sorl_tasks._qa import parse_qa_row
+from sorl_tasks.alphamed19k import parse_row as parse_choice_row
 
 _HUB = "hf:"
 
@@ -21,7 +25,7 @@ class Source:
     """The rows of one published split.
 
     Attributes:
-        name: the file's name, or ``hf:owner/name:config``. It goes into the card, so it is never a path.
+        name: the file's name, or ``hf:owner/name:config``. It goes into the manifest, so it is never a path.
         split: the publisher's name of the split; empty for a file.
         sha256: hash of the file's bytes, or of the rows in order where there is no single file.
         rows: each with the place where it is, for messages.
@@ -118,3 +122,31 @@ def _load_one(
         raise UserError(f"{where}, split {split!r}: {error}{hint}") from error
     for number, row in enumerate(loaded, start=1):
         yield f"{where}/{split}:{number}", row
+
+
+def read_questions(path: Path, task: str | None = None) -> list[Example]:
+    """All questions of a file, read by a task's ``parse_row``, or without a task by their columns.
+
+    Raises:
+        UserError: the file or a row of it cannot be read.
+    """
+    parse = load_task(task).parse_row if task is not None else None
+    examples = []
+    for where, row in read_rows(path):
+        reader = parse or (parse_choice_row if row.get("options") is not None else parse_qa_row)
+        try:
+            examples.append(read_example(reader, row))
+        except ValueError as error:
+            hint = "" if task else " --task NAME reads the columns of that task."
+            raise UserError(f"{where}: {error}.{hint}") from error
+    if not examples:
+        raise UserError(f"{path}: it has no rows; give another file")
+    return examples
+
+
+def read_example(parse: Callable[[Mapping[str, Any]], Example], row: Mapping[str, Any]) -> Example:
+    """A row as an example. Raises ``ValueError`` for whatever is wrong with it."""
+    try:
+        return parse(row)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"no column {error}" if isinstance(error, KeyError) else str(error)) from error

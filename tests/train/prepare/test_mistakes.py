@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from sorl_env import UserError
-from sorl_train.prepare.build import choose_sources, read_manifest
+from sorl_train.prepare.build import MANIFEST, choose_sources
 from sorl_train.prepare.cli import main
 from sorl_train.prepare.recipes import find_recipe
 
@@ -73,9 +74,8 @@ def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
 def test_a_second_call_with_fewer_splits_leaves_nothing_stale(prepared: Path, tmp_path: Path) -> None:
     assert (prepared / "overlap.jsonl").exists()
     made("nq", prepared, f"test={tmp_path / 'b.jsonl'}")
-    assert sorted(path.name for path in prepared.iterdir()) == ["README.md", "sorl_data.json", "test.jsonl"]
-    manifest = read_manifest(prepared)
-    assert manifest is not None and set(manifest["files"]) == {"test.jsonl"}
+    assert sorted(path.name for path in prepared.iterdir()) == ["sorl_data.json", "test.jsonl"]
+    assert set(json.loads((prepared / MANIFEST).read_text())["files"]) == {"test.jsonl"}
 
 
 def test_the_hub_out_of_reach(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

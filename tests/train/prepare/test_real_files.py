@@ -1,4 +1,4 @@
-"""The real files: to one schema, the same bytes each time, with a card."""
+"""The real files: to one schema, the same bytes each time, with a manifest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 from pathlib import Path
 
 import pytest
-import yaml
 
 from sorl_env import load_examples, load_task
 
@@ -22,7 +21,7 @@ def test_real_files_twice(name: str, shared_data: Path, tmp_path: Path) -> None:
     made(name, tmp_path / "two", *sources)
     made(name, tmp_path / "one", *sources)  # over itself
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert {f"{split}.jsonl" for split in SHARED[name]} | {"README.md", "sorl_data.json"} <= set(files)
+    assert {f"{split}.jsonl" for split in SHARED[name]} | {"sorl_data.json"} <= set(files)
     for file in files:
         content = (tmp_path / "one" / file).read_bytes()
         assert content == (tmp_path / "two" / file).read_bytes()
@@ -50,27 +49,20 @@ def test_pubmedqa_is_split_by_its_rows(shared_data: Path, tmp_path: Path) -> Non
     files = manifest["files"]
     assert (files["train.jsonl"]["rows"], files["test.jsonl"]["rows"]) == (500, 236)
     assert files["train.jsonl"]["dropped"] == {"of the test split": 236}
-    assert manifest["overlap"]["with"]["test.jsonl"]["exact_pairs"] == 0
+    assert manifest["overlap"]["with"]["test.jsonl"]["pairs"] == 0
 
 
-def test_the_card_loads_with_datasets_and_names_licence_and_counts(shared_data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    made(
-        "hotpotqa",
-        out,
-        *(f"{s}={shared_data / f}.jsonl.gz" for s, f in SHARED["hotpotqa"].items()),
-        drop="exact",
-    )
-    text = (out / "README.md").read_text()
-    front = yaml.safe_load(text.split("---")[1])
-    assert front["license"] == "cc-by-sa-4.0"
-    assert "| train.jsonl | train | 247 | training |" in text
-    assert "| test.jsonl | test | 253 | evaluation only: training on it is refused |" in text
-    assert "| test.jsonl | 51 test questions | 0 test questions |" in text and "51 also for testing" in text
+def test_a_folder_loads_with_datasets_and_its_manifest_names_licence_and_counts(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    out, sources = tmp_path / "out", SHARED["hotpotqa"].items()
+    manifest = made("hotpotqa", out, *(f"{s}={shared_data / f}.jsonl.gz" for s, f in sources), drop="exact")
+    assert (manifest["licence"], manifest["overlap"]["dropped"]) == ("cc-by-sa-4.0", "exact")
+    assert manifest["overlap"]["with"] == {"test.jsonl": {"pairs": 51, "train": 51, "test": 51}}
+    assert manifest["files"]["train.jsonl"]["dropped"]["also for testing"] == 51
     for split, count in (("train", 247), ("test", 253)):
-        loaded = datasets.load_dataset(str(out), split, cache_dir=str(tmp_path / "cache"))
-        assert {name: len(rows) for name, rows in loaded.items()} == {split: count}
-    assert len(rows_of(out / "overlap.jsonl")) == 51
-    assert not {r["question"] for r in rows_of(out / "train.jsonl")} & {
-        r["question"] for r in rows_of(out / "test.jsonl")
-    }
+        cache = str(tmp_path / "cache")
+        loaded = datasets.load_dataset("json", data_files=str(out / f"{split}.jsonl"), cache_dir=cache)
+        assert len(loaded["train"]) == count == manifest["files"][f"{split}.jsonl"]["rows"]
+    train, test = ({row["question"] for row in rows_of(out / f"{s}.jsonl")} for s in ("train", "test"))
+    assert len(rows_of(out / "overlap.jsonl")) == 51 and not train & test

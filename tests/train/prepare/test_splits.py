@@ -55,7 +55,7 @@ def test_training_on_a_test_split_is_refused(
         made("nq", tmp_path / "again", f"train={prepared / 'test.jsonl'}")
 
 
-def test_drop_leaves_near_duplicates_out_of_train(tmp_path: Path) -> None:
+def test_drop_leaves_copies_out_of_train(tmp_path: Path) -> None:
     texts = [
         "who built the great wall of china first",
         "who built the great wall of china",
@@ -69,11 +69,10 @@ def test_drop_leaves_near_duplicates_out_of_train(tmp_path: Path) -> None:
         tmp_path / "b.jsonl",
         [{"id": "t", "question": "Who built the Great Wall of China?", "golden_answers": ["a"]}],
     )
-    for drop, left in (("none", ["0", "1", "2"]), ("exact", ["0", "2"]), ("near", ["2"])):
+    for drop, left in (("none", ["0", "1", "2"]), ("exact", ["0", "2"])):
         manifest = made("nq", tmp_path / drop, f"train={train}", f"test={test}", drop=drop)
         assert [row["id"] for row in rows_of(tmp_path / drop / "train.jsonl")] == left
-        counts = manifest["overlap"]["with"]["test.jsonl"]
-        assert (counts["exact_pairs"], counts["near_pairs"]) == (1, 1)
+        assert manifest["overlap"]["with"]["test.jsonl"]["pairs"] == 1
 
 
 def test_train_is_checked_against_other_benchmarks(shared_data: Path, tmp_path: Path) -> None:
@@ -83,9 +82,9 @@ def test_train_is_checked_against_other_benchmarks(shared_data: Path, tmp_path: 
     train = f"train={shared_data / 'alphamed/train_shaped.jsonl.gz'}"
     mmlu = shared_data / "medical/mmlu_med_test.jsonl.gz"
     tests = (medqa / "test.jsonl", mmlu)
-    manifest = made("alphamed19k", tmp_path / "alphamed", train, against=tests, drop="near")
+    manifest = made("alphamed19k", tmp_path / "alphamed", train, against=tests, drop="exact")
     counts = manifest["overlap"]["with"]
-    assert {name: found["exact_test"] for name, found in counts.items()} == {
+    assert {name: found["test"] for name, found in counts.items()} == {
         "medqa/test.jsonl": 626,
         "medical/mmlu_med_test.jsonl.gz": 0,
     }
