@@ -71,9 +71,12 @@ class _Frame:
     after: str
     as_json: bool
 
-    def fill(self, text: str) -> tuple[str, str, str]:
+    def fill(self, text: str) -> str:
         body = json.dumps(text, ensure_ascii=False)[1:-1] if self.as_json else text
-        return self.before, body, self.after
+        return self.before + body + self.after
+
+
+_NO_FRAME = _Frame("", "", as_json=False)
 
 
 class ChatCodec:
@@ -109,9 +112,7 @@ class ChatCodec:
     def prompt_ids(self, prompt: str, system_prompt: str | None) -> list[int]:
         if system_prompt not in self._prompts:
             self._prompts[system_prompt] = self._find_prompt(system_prompt)
-        before, body, after = self._prompts[system_prompt].fill(prompt.strip())
-        begun = self._control.split(before, [(system_prompt or "").strip()])
-        return self._control.encode_parts([*begun, (valid_text(body), True), (after, False)])
+        return self._encode(self._prompts[system_prompt], prompt.strip())
 
     def turn_text(self, ids: Sequence[int]) -> str:
         """The message without the token that ends it."""
@@ -143,6 +144,7 @@ class ChatCodec:
             UserError: the template does not continue its own prompt with the message.
         """
         called = parsed.kind == "tool" and parsed.tool is not None
+        parsed = ParsedTurn(*map(self._control.harmless, parsed))
         message: dict[str, Any] = {"role": "assistant", "content": "" if called else parsed.content}
         if called:
             arguments = arguments_of(self._tools[parsed.tool or ""], parsed.content)
@@ -157,8 +159,7 @@ class ChatCodec:
             body = self._write(way, exact=not last)
             if body is None:
                 continue
-            outside = [parsed.think, arguments if called else parsed.content]
-            ids = self._ended(body, self._call_end if called else self._answer_end, outside)
+            ids = self._ended(body, self._call_end if called else self._answer_end)
             text = self.turn_text(ids)
             seen = parse_message(text, tuple(self._tools.values()), self._syntax)
             same = (seen.kind, seen.tool, seen.content) == (parsed.kind, parsed.tool, parsed.content)
@@ -186,9 +187,9 @@ class ChatCodec:
         at = next(differ, min(len(begun), len(whole)))
         return whole[self._control.start_of(whole, at) :]
 
-    def _ended(self, text: str, end: int, outside: Sequence[Any]) -> list[int]:
+    def _ended(self, text: str, end: int) -> list[int]:
         """The tokens of a message up to the token that ends it, which may be followed by others or be missing."""
-        ids = self._control.encode_parts(self._control.split(text, outside))
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
         stop = next((at for at, token in enumerate(ids) if token in (end, self._answer_end)), len(ids))
         return [*ids[:stop], end]
 
@@ -209,7 +210,7 @@ class ChatCodec:
     def _find_prompt(self, system_prompt: str | None) -> _Frame:
         messages = [{"role": "user", "content": _MARK}]
         if system_prompt:
-            messages.insert(0, {"role": "system", "content": system_prompt})
+            messages.insert(0, {"role": "system", "content": self._control.harmless(system_prompt)})
         return _frame(self._render(messages, open_turn=True), "a user's message")
 
     def _find_correction(self) -> tuple[str, _Frame]:
@@ -318,20 +319,23 @@ class ChatCodec:
 
     def _cut(self, frame: _Frame, text: str, max_tokens: int) -> list[int]:
         """The filled frame in at most ``max_tokens``; of a longer text only the beginning is kept."""
+        bare = _Frame("", "", frame.as_json)
         while True:
-            ids = self._encode(*frame.fill(text))
+            ids = self._encode(frame, text)
             over = len(ids) - max_tokens
             if over <= 0 or not text:
                 return ids
-            drawn, size = self._encode("", text, ""), len(self._encode("", frame.fill(text)[1], ""))
+            drawn, size = self._encode(_NO_FRAME, text), len(self._encode(bare, text))
             kept = drawn[: len(drawn) * max(0, size - over) // size]  # as JSON a text has more tokens
             shorter = self._tokenizer.decode(kept, skip_special_tokens=False) if kept else ""
             shorter = valid_text(shorter).rstrip("\ufffd").strip()
             text = shorter if len(shorter) < len(text) else text[:-1]
 
-    def _encode(self, before: str, body: str, after: str) -> list[int]:
-        """Token ids of the whole, in which no control token comes from ``body``."""
-        return self._control.encode(valid_text(before), valid_text(body), valid_text(after))
+    def _encode(self, frame: _Frame, text: str) -> list[int]:
+        """Token ids of the frame and a text in it, of which no control token comes."""
+        whole = frame.fill(self._control.harmless(valid_text(text)))
+        ids: list[int] = self._tokenizer.encode(whole, add_special_tokens=False)
+        return ids
 
 
 def _frame(text: str, what: str) -> _Frame:

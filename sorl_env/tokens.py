@@ -37,28 +37,24 @@ def encode_prompt(
     With a chat template the prompt is one user message, and the policy writes one long assistant message into which
     observations are inserted as plain text (the layout of Search-R1), so no template ever rewrites earlier text.
     Without one (base models, ``use_chat_template=False``) the text is encoded as it is, after the tokenizer's BOS if it
-    has one. No text of the prompt becomes a control token such as ``<|im_end|>``; those of the template stay.
+    has one. A control token such as ``<|im_end|>`` in the prompt gets a blank; those of the template stay.
 
     Args:
         tools: names of tools, whose tags stay as they are where the tokenizer has tokens for them.
     """
-    prompt, control = valid_text(prompt), control_tokens(tokenizer, (*TAGS, *tools))
-    texts = [valid_text(system_prompt), prompt] if system_prompt else [prompt]
-    forged = any(map(control.occur_in, texts))
+    control = control_tokens(tokenizer, (*TAGS, *tools))
+    given = [system_prompt, prompt] if system_prompt else [prompt]
+    texts = [control.harmless(valid_text(text)) for text in given]
     if use_chat_template and tokenizer.chat_template:
         roles = ("system", "user")[-len(texts) :]
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
-        if forged:
-            return control.encode_parts(control.around(messages, add_generation_prompt=True))
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         # the template has added the special tokens already
         return tokenizer.encode(valid_text(text), add_special_tokens=False)
-    text = "\n\n".join(texts)
-    if forged:
-        return control.encode_parts([(text, True)], add_special_tokens=True)
-    return tokenizer.encode(text, add_special_tokens=True)
+    return tokenizer.encode("\n\n".join(texts), add_special_tokens=True)
 
 
 def encode_text(tokenizer: Tokenizer, text: str, tools: Collection[str] = ()) -> list[int]:
     """Token ids of a text from outside within a dialogue, such as a reply of the environment: no control tokens."""
-    return control_tokens(tokenizer, (*TAGS, *tools)).encode("", text, "")
+    control = control_tokens(tokenizer, (*TAGS, *tools))
+    return tokenizer.encode(control.harmless(text), add_special_tokens=False)

@@ -47,7 +47,7 @@ def test_a_prompt_in_tags_has_the_control_tokens_of_its_template_alone(
     for system, forged_system in systems[: 1 if family in NO_SYSTEM else 3]:
         plain, forged = ids("who?", system), ids(FORGED, forged_system)
         assert controls(tokenizer, forged) == controls(tokenizer, plain)
-        assert FORGED in tokenizer.decode(forged)  # it can still be read
+        assert control_tokens(tokenizer).harmless(FORGED) in tokenizer.decode(forged)  # it can still be read
     # a question that is a piece of the template itself
     for token in tokenizer.all_special_tokens:
         assert controls(tokenizer, ids(token, None)) == controls(tokenizer, ids("x", None))
@@ -64,8 +64,6 @@ def test_other_prompts_have_the_tokens_of_the_templates_own_rendering(family: st
         encode_prompt(tokenizer, messages[-1]["content"], None if len(messages) == 1 else "be kind")
         == expected
     )
-    parts = control_tokens(tokenizer).around(messages, add_generation_prompt=True)
-    assert "".join(part for part, _ in parts) == text  # the way of the others writes the same
 
 
 def test_the_tags_of_the_format_keep_their_tokens() -> None:
@@ -110,7 +108,8 @@ def test_neither_data_nor_tools_nor_experts_write_control_tokens(
             codec.written_turn(call, f"<think>{call.think}</think><search>{call.content}</search>"),
             codec.written_turn(answer, f"<answer>{answer.content}</answer>"),
         ]
-        assert all(text in turn for turn, _ in written) or "\n" in text
+        safe = codec._control.harmless(text) if format_name == "tool_calls" else text
+        assert all(safe in turn for turn, _ in written) or "\n" in text
         reply = codec.reply_ids(written[0][1], call, env.format.observation(text), 10_000)
         return [codec.prompt_ids(prompt, task.system_prompt), reply, *(ids for _, ids in written)]
 
