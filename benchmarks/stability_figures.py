@@ -1,4 +1,4 @@
-"""The figures of docs/stability.md and docs/normalization.md, from the results files that are committed beside it.
+"""The figures of docs/stability.md, from the results files that are committed beside it.
 
 python benchmarks/stability_figures.py          # writes docs/images/stability_*.png
 """

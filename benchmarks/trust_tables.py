@@ -25,7 +25,7 @@ GOOD = 0.9  # success that ``steps_to`` waits for
 
 
 def grid(runs: Sequence[Run], algo: str) -> str:
-    """An algorithm by reuse and rate, as it is, with SO and with a trust region: final success, and seeds."""
+    """An algorithm by reuse and rate, as it is, with SO and with a trust region: final success."""
     rows = []
     for reuse in REUSE:
         here = [run for run in runs if reuse_of(run) == reuse]
@@ -41,7 +41,7 @@ def _rate(rate: float) -> str:
 
 
 def _final(runs: Sequence[Run]) -> str:
-    return f"{np.median([run['final'] for run in runs]):.2f} ({len(runs)})" if runs else "-"
+    return f"{np.median([run['final'] for run in runs]):.2f}" if runs else "-"
 
 
 def shares(runs: Sequence[Run]) -> str:
@@ -118,9 +118,5 @@ def tables() -> Mapping[str, Callable[[], str]]:
         "trust_ppo": lambda: grid(whole_grid(), "ppo"),
         "trust_grpo": lambda: grid(whole_grid(), "grpo"),
         "trust_rates": lambda: by_seed(read("trust_rates")),
-        "trust_openrlhf": lambda: by_seed(read("trust_openrlhf")),
-        "trust_free": lambda: by_seed(read("trust_free")),
-        "trust_limit": lambda: by_seed(read("trust_limit")),
         "trust_smollm2": lambda: second_scale(read("smollm2_severe")),
-        "trust_weak": lambda: by_seed(read("trust_weak")),
     }

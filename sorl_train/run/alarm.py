@@ -4,7 +4,7 @@ It computes five signals, each with a limit (``AlarmConfig``), and raises in the
 limit. ``strain`` warns early: how far a step's updates move the policy from the one that sampled the batch, averaged
 over about the last ``MEMORY`` steps, where one step counts for at most ``SPIKE``. In healthy runs it stays low even if
 single steps are extreme; in others it is high many steps before success falls. The other four signals are means over
-``WINDOW`` steps and react to sudden changes. docs/normalization.md says on which runs the limits were chosen, and how
+``WINDOW`` steps and react to sudden changes. docs/stability.md says on which runs the limits were chosen, and how
 well they do on other runs.
 """
 

@@ -1,4 +1,4 @@
-"""``sorl-lab alarm``: judging by hand, records, the command; and the alarm on the runs of docs/normalization.md."""
+"""``sorl-lab alarm``: judging by hand, records, the command; and the alarm on the runs of docs/stability.md."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_held_out_runs_at_constant_rates() -> None:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="44 of 84 collapses are seen early (47 could be), 126 of 171 healthy runs alarm: docs/normalization.md",
+    reason="44 of 84 collapses are seen early (47 could be), 126 of 171 healthy runs alarm: docs/stability.md",
 )
 def test_held_out_runs_in_all_settings() -> None:
     assert meets_the_bar(figures("alarm_held_out"))

@@ -86,7 +86,7 @@ def test_kl_estimates_in_expectation() -> None:
 
 
 def test_the_gradient_of_k2_stays_small_where_that_of_k3_explodes() -> None:
-    """With a weight of .001, for tokens 10 and 19 nats less likely than under the reference: docs/normalization.md."""
+    """With a weight of .001, for tokens 10 and 19 nats less likely than under the reference: docs/stability.md."""
     gradients = {}
     kind: KLKind
     for kind in ("k2", "k3"):
