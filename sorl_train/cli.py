@@ -104,7 +104,8 @@ def _train_alone(config: TrainConfig, arguments: Arguments, lock: FolderLock) ->
         display.message("\n".join([f"resuming {run_dir.path}", *(f"  {change}" for change in changes)]))
     else:
         run_dir = RunDir.create(config.run_dir, config, overwrite=arguments.overwrite, lock=lock)
-        display.message("\n".join([f"run folder {run_dir.path}", *remarks(config)]))
+        moved = f" (the earlier run was moved to {run_dir.moved})" if run_dir.moved else ""
+        display.message("\n".join([f"run folder {run_dir.path}{moved}", *remarks(config)]))
     keep = arguments.resume
     try:
         summary = _run_stage(config, run_dir, display, arguments.resume)

@@ -24,11 +24,11 @@ from sorl_train.learner.replay import replay_metrics
 from sorl_train.learner.scored_batch import prepare
 from sorl_train.rollout.environments import env_facts, record_sources
 from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
-from sorl_train.run.checkpoint import resume_point, rewind
+from sorl_train.run.checkpoint import resume_point, rewind, tell_state
 from sorl_train.run.display import Display
 from sorl_train.run.folder import RunDir
-from sorl_train.run.going_on import next_moves, tell_state
 from sorl_train.run.interrupt import finish_step_on_interrupt, saved_on_error
+from sorl_train.run.step_events import next_moves
 from sorl_train.sft.cold_start import resolve_model
 
 
@@ -89,7 +89,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     engine.load(point.path if point else None)
     with closing(engine.env), closing(engine.eval_env), closing(engine.recorder):
         if point:
-            tell_state(run_dir, display, point)
+            tell_state(run_dir, display.message, point)
             if point.damaged:
                 engine.save()  # with these events, which another resume from this checkpoint would cut off otherwise
         title = (

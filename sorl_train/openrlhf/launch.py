@@ -37,14 +37,14 @@ from sorl_train.openrlhf.checks import (
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.rollout.environments import env_facts, make_env, record_sources
 from sorl_train.run.alarm import ALARM
-from sorl_train.run.checkpoint import resume_point, rewind
+from sorl_train.run.checkpoint import resume_point, rewind, tell_state
 from sorl_train.run.display import Display
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
-from sorl_train.run.going_on import next_moves, tell_state
 from sorl_train.run.interrupt import finish_step_on_interrupt
 from sorl_train.run.lock import HELD
 from sorl_train.run.recorder import ENDED
+from sorl_train.run.step_events import next_moves
 from sorl_train.sft.cold_start import resolve_model
 
 LOG = "openrlhf.log"
@@ -101,7 +101,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     if point:
         run_dir.begin_resume()
         rewind(run_dir, point.path)
-        tell_state(run_dir, display, point)
+        tell_state(run_dir, display.message, point)
     elif config.algorithm.needs_critic:
         display.message(critic_start(config, model))
     place = Placement.of(config)

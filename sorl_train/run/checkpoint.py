@@ -15,24 +15,29 @@
                                  nothing is a pickle
     of the OpenRLHF engine:      _actor/ and _critic/ (DeepSpeed's shards, under the names where OpenRLHF looks)
 
-A folder appears under its name only when it is complete (``hashed_folder``), and after the metrics of its step were
+A folder appears under its name only when it is complete (``atomic_folder``), and after the metrics of its step were
 logged. All parts of a step are one folder, so no resume can combine the actor of one step with the critic of another. A
 run goes on from the newest checkpoint that is whole; newer ones are renamed, to ``damaged_step_000060`` for instance.
 All randomness follows from the seed and the step, so no generator's state has to be kept.
+
+A checkpoint also holds the length and a hash of each log file, and a resume cuts them back to these lengths. So it need
+not look at the lines to know which of them belong to steps that are taken again, or whether the last one is complete.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_train.run.files import free_name, read_own_json
+from sorl_train.run.atomic_folder import find_damage, remove_folder, remove_leftovers, restore_replaced
+from sorl_train.run.files import free_name, read_own_file, read_own_json, sync
 from sorl_train.run.folder import RunDir
-from sorl_train.run.hashed_folder import find_damage, remove_folder, remove_leftovers, restore_replaced
-from sorl_train.run.metrics_log import Lengths, check_logs, cut_logs
 
 STATE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
@@ -71,6 +76,11 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints by their names, oldest first, whether they are whole or not."""
+    return sorted((path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)), key=step_of)
+
+
 def resume_point(run_dir: RunDir) -> Whole:
     """The newest checkpoint that is whole and belongs to the run. All of its files are read, none is changed.
 
@@ -78,11 +88,21 @@ def resume_point(run_dir: RunDir) -> Whole:
         UserError: there is no checkpoint, or all of them are damaged, or the log files are. The message names every
             damaged file and says what can be done.
     """
-    run_id = run_dir.intact_manifest()["run_id"]
+    run_id, damaged = run_dir.run_id, dict[Path, list[str]]()
     restore_replaced(run_dir.checkpoints)
-    found = _first_whole(run_dir.checkpoints, reversed(list_checkpoints(run_dir.checkpoints)), run_id)
-    check_logs(run_dir, logs_at(found.path))
-    return found
+    for path in reversed(list_checkpoints(run_dir.checkpoints)):
+        damage = find_damage(path, run_id)
+        if not damage:
+            _check_logs(run_dir, path)
+            return Whole(path, damaged)
+        damaged[path] = damage
+    anew = "start anew with another --run_dir or --overwrite (which moves this run aside)"
+    if not damaged:
+        raise UserError(f"nothing to resume: no checkpoint in {run_dir.checkpoints}; {anew}")
+    lines = "\n".join(f"  {path.name}: {line}" for path, why in damaged.items() for line in why)
+    raise UserError(
+        f"no checkpoint in {run_dir.checkpoints} is whole:\n{lines}\nRestore these files from a copy, or {anew}."
+    )
 
 
 def rewind(run_dir: RunDir, checkpoint: Path) -> None:
@@ -90,52 +110,37 @@ def rewind(run_dir: RunDir, checkpoint: Path) -> None:
     a killed run left half written."""
     run_dir.remove_leftovers()
     remove_leftovers(run_dir.checkpoints)
-    cut_logs(run_dir, logs_at(checkpoint))
+    for path, written in _logs_at(run_dir, checkpoint).items():
+        if written["bytes"]:
+            os.truncate(path, written["bytes"])
+            sync(path)
+        else:
+            path.unlink(missing_ok=True)  # a run that was not interrupted has no empty files either
+
+
+def tell_state(run_dir: RunDir, tell: Callable[[str], None], point: Whole) -> None:
+    """Say that the best policy is of a later step, and which damaged checkpoints a resume passed over, the latter in
+    ``events.jsonl`` as well. They are renamed, so that neither a resume nor pruning counts them."""
+    if ahead := best_ahead(point.path):
+        tell(
+            f"checkpoints/best is of step {ahead[0]}, after this checkpoint (success {ahead[1]:.3f}): it stays the "
+            "best policy, and the summary names it, unless the resumed run comes to a better one"
+        )
+    for reason in point.passed_over:
+        run_dir.append_event({"step": point.step, "kind": "damaged_checkpoint", "reason": reason})
+        tell(f"{reason}; going on from step {point.step}")
+    for path in point.damaged:
+        path.rename(free_name(path.with_name(f"damaged_{path.name}")))
 
 
 def best_ahead(checkpoint: Path) -> tuple[int, float] | None:
     """Step and success of the policy in ``best``, if it is of a later step than the checkpoint: the run was killed in
-    between, or later checkpoints are damaged. None also where an older version wrote it, or it is damaged."""
+    between, or later checkpoints are damaged. None also where it is damaged itself."""
     best = checkpoint.parent / "best"
-    if find_damage(best) or not (best / STATE).is_file():
+    if find_damage(best):
         return None
     state = read_own_json(best / STATE)
     return (state["step"], state["success"]) if state["step"] > step_of(checkpoint) else None
-
-
-def logs_at(checkpoint: Path) -> Lengths:
-    """How long the run's log files were when the checkpoint was written."""
-    lengths: Lengths = read_own_json(checkpoint / STATE)["logs"]
-    return lengths
-
-
-def _first_whole(folder: Path, candidates: Iterable[Path], run_id: str) -> Whole:
-    damaged: dict[Path, list[str]] = {}
-    for path in candidates:
-        damage = find_damage(path, run_id)
-        if not damage:
-            return Whole(path, damaged)
-        damaged[path] = damage
-    if not damaged:
-        raise UserError(
-            f"nothing to resume: no checkpoint in {folder}; start anew with another --run_dir or --overwrite"
-        )
-    lines = "\n".join(f"  {path.name}: {line}" for path, why in damaged.items() for line in why)
-    raise UserError(
-        f"no checkpoint in {folder} is whole:\n{lines}\nRestore these files from a copy, or start anew with another "
-        "--run_dir or --overwrite (which moves this run aside)."
-    )
-
-
-def set_aside(damaged: Iterable[Path]) -> None:
-    """Rename damaged checkpoints, so that neither a resume nor pruning counts them. None is deleted."""
-    for path in damaged:
-        path.rename(free_name(path.with_name(f"damaged_{path.name}")))
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints by their names, oldest first, whether they are whole or not."""
-    return sorted((path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
@@ -154,8 +159,38 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 
 
 def _is_scheduled(checkpoint: Path) -> bool:
-    """Whether ``checkpoint.every`` asked for it. One of an older version, or a damaged one, counts as such."""
+    """Whether ``checkpoint.every`` asked for it. A damaged one counts as such."""
     try:
         return bool(read_own_json(checkpoint / STATE).get("scheduled", True))
     except UserError:
         return True
+
+
+def log_lengths(run_dir: RunDir) -> dict[str, dict[str, Any]]:
+    """Length and hash of each log file, which is on the disk by then: a power cut must not leave it shorter."""
+    lengths = {}
+    for path in run_dir.logs:
+        if path.is_file():
+            sync(path)
+        content = path.read_bytes() if path.is_file() else b""
+        lengths[path.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    sync(run_dir.path)
+    return lengths
+
+
+def _logs_at(run_dir: RunDir, checkpoint: Path) -> dict[Path, Mapping[str, Any]]:
+    """The log files with what ``log_lengths`` said of them when the checkpoint was written."""
+    lengths = read_own_json(checkpoint / STATE)["logs"]
+    return {path: lengths[path.name] for path in run_dir.logs}
+
+
+def _check_logs(run_dir: RunDir, checkpoint: Path) -> None:
+    """Raise ``UserError`` unless each log file begins with its content when the checkpoint was written."""
+    for path, written in _logs_at(run_dir, checkpoint).items():
+        content = read_own_file(path)[: written["bytes"]] if written["bytes"] else b""
+        if hashlib.sha256(content).hexdigest() != written["sha256"]:
+            raise UserError(
+                f"{path} is damaged: it does not begin with the {written['bytes']:,} bytes that it had when "
+                f"{checkpoint.name} was written. Restore it from a copy, or start anew with another --run_dir or "
+                "--overwrite (which moves this run aside)."
+            )

@@ -10,7 +10,6 @@ from typing import Any
 from sorl_env.errors import UserError
 from sorl_env.folders import naming
 from sorl_env.text import read_json
-from sorl_train.run.hashed_folder import sync
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
@@ -29,6 +28,16 @@ def atomic_write(path: Path, content: str | bytes) -> None:
             temporary.unlink(missing_ok=True)
             raise
     sync(path.parent)  # so that the new name survives a power cut
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of names in a folder, is on the disk."""
+    with naming(path):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def free_name(path: Path) -> Path:

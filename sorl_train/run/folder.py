@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import re
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
@@ -31,8 +30,7 @@ from sorl_env.folders import remove_empty
 from sorl_train.config.files import config_hash, read_resolved, to_yaml
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import LimitsConfig, TrainConfig
-from sorl_train.run.files import atomic_write, free_name, read_own_file, read_own_json
-from sorl_train.run.hashed_folder import hash_json
+from sorl_train.run.files import append_line, atomic_write, free_name, read_own_file, read_own_json
 from sorl_train.run.lock import LOCK, FolderLock, check_place
 from sorl_train.run.manifest import environment_facts
 
@@ -56,24 +54,29 @@ class RunDir:
     Attributes:
         lock: what keeps other processes out of the folder, where this process holds it (``sorl-train`` does).
         begun: whether this start or resume was accepted, so that the folder is its own to change.
+        moved: where ``overwrite`` has moved an earlier run.
     """
 
     def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
         self.path = path
         self.lock = lock
         self.begun = False
+        self.moved: Path | None = None
         self._accepted: tuple[dict[str, Any], str] | None = None  # what ``begin_resume`` writes
         self.config = path / "config.yaml"
         self.manifest = path / "manifest.json"
         self.metrics = path / "metrics.jsonl"
         self.timings = path / "timings.jsonl"
+        self.events = path / "events.jsonl"
+        self.logs = (self.metrics, self.timings, self.events)
         self.summary = path / "summary.json"
         self.report = path / "report.html"
         self.trajectories = path / "trajectories"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "events"
-        self.events = path / "events.jsonl"
         self.stop_file = path / ".stop"  # asks a run in another process to finish its step, save and end
+
+    # -- a new run ------------------------------------------------------------------------------------------------
 
     @classmethod
     def create(
@@ -83,10 +86,10 @@ class RunDir:
         run = cls(Path(path), lock)
         run.check_free(overwrite=overwrite)
         if run._is_taken():
-            aside = run.path.rename(free_name(run.path))
+            run.moved = run.path.rename(free_name(run.path))
             if lock is not None:
                 lock.take()
-                (aside / LOCK).unlink()
+                (run.moved / LOCK).unlink()
         run.trajectories.mkdir(parents=True, exist_ok=True)
         run.checkpoints.mkdir(exist_ok=True)
         for half in run._half_configs():
@@ -108,22 +111,40 @@ class RunDir:
     def check_free(self, *, overwrite: bool = False) -> None:
         """Raise ``UserError`` unless a new run can use this folder; ``overwrite`` allows an earlier run in it."""
         check_place(self.path, "--run_dir")
-        if self._is_taken() and not (overwrite and self.config.is_file()):
-            raise UserError(self._taken())
+        if not self._is_taken() or (overwrite and self.config.is_file()):
+            return
+        another, finished = free_name(self.path), self.summary.is_file()
+        if not finished and not self.config.is_file():
+            raise UserError(
+                f"{self.path} is not empty and is not a run folder; give another folder (--run_dir {another})"
+            )
+        resume = f"Continue it (sorl-train --resume --run_dir {self.path}), give"
+        raise UserError(
+            f"{self.path} holds {'a finished' if finished else 'an unfinished'} run. "
+            f"{resume if self.has_checkpoint and not finished else 'Give'} another folder (--run_dir {another}), or "
+            "--overwrite to move that run aside and start again"
+        )
 
     def _is_taken(self) -> bool:
         """Whether more is in the folder than a start leaves that was killed before it had written its config."""
-        if not self.path.is_dir():
-            return False
-        empty = {
-            path
-            for path in (self.trajectories, self.checkpoints)
-            if path.is_dir() and not any(path.iterdir())
-        }
-        return bool({*self.path.iterdir()} - {self.path / LOCK, *empty, *self._half_configs()})
+        own = {self.trajectories, self.checkpoints}
+        empty = {path for path in own if path.is_dir() and not any(path.iterdir())}
+        there = set(self.path.iterdir()) if self.path.is_dir() else set()
+        return bool(there - {self.path / LOCK, *empty, *self._half_configs()})
 
     def _half_configs(self) -> list[Path]:
         return list(self.path.glob(f".{self.config.name}.*"))
+
+    def discard_if_unused(self) -> None:
+        """Delete the folder if nothing was trained in it, so that a corrected command can use its name."""
+        remove_empty([self.trajectories])
+        remove_empty([self.checkpoints])
+        if {path.name for path in self.path.iterdir()} <= {self.config.name, self.manifest.name, LOCK}:
+            self.config.unlink(missing_ok=True)
+            self.manifest.unlink(missing_ok=True)
+            remove_empty([self.path])  # what holds the lock is removed with it
+
+    # -- a resumed run --------------------------------------------------------------------------------------------
 
     @classmethod
     def resume(
@@ -138,8 +159,7 @@ class RunDir:
                 changed that may not change.
         """
         run = cls(Path(path), lock)
-        manifest = run.intact_manifest()
-        old, new = flatten(saved_config(path)), flatten(config)
+        old, new, manifest = flatten(saved_config(path)), flatten(config), run.read_manifest()
         changed = [name for name in new if old[name] != new[name]]
         limits = _limits_of(old, manifest)
         raised = {name for name, limit in limits.items() if _rises(limit, new[name])}
@@ -158,11 +178,11 @@ class RunDir:
                 f"N above {config.update.steps}, or start a new run with another --run_dir"
             )
         changes = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in changed if name != "run_dir"]
-        text = to_yaml(config)
         environment = environment_facts()
         if others := list(_differences(_numeric(manifest), _numeric(environment), "environment")):
             changes.append("from here on its numbers are not exactly the same: " + "; ".join(others))
-        run._accepted = {"time": _now(), "changes": changes, "environment": environment}, text
+        resumed = {"time": _now(), "changes": changes, "environment": environment}
+        run._accepted = resumed, to_yaml(config)
         return run, changes
 
     def begin_resume(self) -> None:
@@ -170,13 +190,47 @@ class RunDir:
         assert self._accepted is not None
         resume, text = self._accepted
         manifest = self.read_manifest()
-        manifest["resumes"].append(resume)
-        manifest["config_files"] = sorted({*manifest["config_files"], _sha256(text)})
+        manifest.setdefault("resumes", []).append(resume)
+        manifest["config_files"] = sorted({*manifest.get("config_files", ()), _sha256(text)})
         # first: after a kill in between, it knows the old config and the new one
         self._write_manifest(manifest)
         atomic_write(self.config, text)
         self.summary.unlink(missing_ok=True)  # it marks a finished run
         self.begun = True
+
+    def check_config(self) -> None:
+        """Raise ``UserError`` unless ``config.yaml`` exists, is not empty, and was written by this run.
+
+        The last is checked only if there is a manifest: others than a resume need none.
+        """
+        if not os.path.lexists(self.config) and not os.path.lexists(self.manifest):
+            raise UserError(
+                f"nothing to resume: {self.path} is not a run folder (it has no {self.config.name}); drop --resume to "
+                "start a run there"
+            )
+        content = read_own_file(self.config)
+        if not content.strip():
+            raise UserError(f"{self.config} is empty: restore it from a copy")
+        known = self.read_manifest().get("config_files") if os.path.lexists(self.manifest) else None
+        if known is not None and hashlib.sha256(content).hexdigest() not in known:
+            raise UserError(
+                f"{self.config} is not the file that this run wrote: it was edited, damaged, or is another run's. "
+                "Restore it from a copy. To resume with other settings, give options (--update.steps 200)."
+            )
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint to resume from, damaged or not."""
+        return any(self.checkpoints.glob("step_*"))  # a damaged one that was set aside has another name
+
+    def remove_leftovers(self) -> None:
+        """Delete the temporary files that a killed run left."""
+        for folder in (self.path, self.trajectories):
+            for path in folder.glob(".*"):
+                if _TEMPORARY.fullmatch(path.name) and path.is_file():
+                    path.unlink()
+
+    # -- facts ----------------------------------------------------------------------------------------------------
 
     def record(self, section: str, facts: Mapping[str, Any]) -> None:
         """Add facts (JSON values) to the manifest under ``section``, such as data sources and hashes.
@@ -210,88 +264,18 @@ class RunDir:
     @property
     def run_id(self) -> str:
         """An id that no other run has, not even one with the same settings."""
-        return str(self.read_manifest()["run_id"])
+        return str(self.read_manifest().get("run_id"))
 
-    def check_config(self) -> None:
-        """Raise ``UserError`` unless ``config.yaml`` exists, is not empty, and was written by this run.
-
-        The last is checked only if there is a manifest, and it is of a version that records the config's hashes.
-        """
-        if not os.path.lexists(self.config) and not os.path.lexists(self.manifest):
-            raise UserError(
-                f"nothing to resume: {self.path} is not a run folder (it has no {self.config.name}); drop --resume to "
-                "start a run there"
-            )
-        content = read_own_file(self.config)
-        if not content.strip():
-            raise UserError(f"{self.config} is empty: restore it from a copy")
-        known = self.read_manifest().get("config_files") if os.path.lexists(self.manifest) else None
-        if known is not None and hashlib.sha256(content).hexdigest() not in known:
-            raise UserError(
-                f"{self.config} is not the file that this run wrote: it was edited, damaged, or is another run's. "
-                "Restore it from a copy. To resume with other settings, give options (--update.steps 200)."
-            )
-
-    def intact_manifest(self) -> dict[str, Any]:
-        """The manifest, whose hash is checked: it says which files belong to the run."""
-        self.check_config()
-        manifest = self.read_manifest()
-        claimed = manifest.pop("sha256", None)
-        if claimed is None and "run_id" not in manifest:
-            version = manifest.get("versions", {}).get("sorl", "unknown")
-            raise UserError(
-                f"{self.path} is a run of an earlier version of sorl ({version}), whose checkpoints have no hashes "
-                "and cannot be checked: resume it with that version, or start a new run from its policy (--model "
-                f"{self.checkpoints / 'best' / 'policy'})"
-            )
-        if claimed != hash_json(manifest):
-            raise UserError(f"{self.manifest} is damaged (its hash differs): restore it from a copy")
-        return manifest
+    def append_event(self, event: Mapping[str, Any]) -> None:
+        """Append a line to ``events.jsonl``."""
+        append_line(self.events, json.dumps(event) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write final and best figures. The file marks the run as finished."""
         atomic_write(self.summary, json.dumps(summary, indent=2) + "\n")
 
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint to resume from, damaged or not."""
-        return any(self.checkpoints.glob("step_*"))  # a damaged one that was set aside has another name
-
-    def discard_if_unused(self) -> None:
-        """Delete the folder if nothing was trained in it, so that a corrected command can use its name."""
-        for folder in (self.trajectories, self.checkpoints):
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
-        if {path.name for path in self.path.iterdir()} <= {self.config.name, self.manifest.name, LOCK}:
-            self.config.unlink(missing_ok=True)
-            self.manifest.unlink(missing_ok=True)
-            remove_empty([self.path])  # what holds the lock is removed with it
-
-    def remove_leftovers(self) -> None:
-        """Delete the temporary files that a killed run left."""
-        for folder in (self.path, self.trajectories):
-            for path in folder.glob(".*"):
-                if _TEMPORARY.fullmatch(path.name) and path.is_file():
-                    path.unlink()
-
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """Write the facts with a hash over them, by which a resume notices damage."""
-        facts = {name: value for name, value in manifest.items() if name != "sha256"}
-        facts = json.loads(json.dumps(facts))
-        atomic_write(self.manifest, json.dumps(facts | {"sha256": hash_json(facts)}, indent=2) + "\n")
-
-    def _taken(self) -> str:
-        another = free_name(self.path)
-        if not self.summary.is_file() and not self.config.is_file():
-            return (
-                f"{self.path} is not empty and is not a run folder; give another folder (--run_dir {another})"
-            )
-        finished, resume = self.summary.is_file(), f"sorl-train --resume --run_dir {self.path}"
-        again = f"Continue it ({resume}), give" if self.has_checkpoint and not finished else "Give"
-        return (
-            f"{self.path} holds {'a finished' if finished else 'an unfinished'} run. {again} another folder (--run_dir "
-            f"{another}), or --overwrite to move that run aside and start again"
-        )
+        atomic_write(self.manifest, json.dumps(manifest, indent=2) + "\n")
 
 
 def saved_config(
@@ -347,4 +331,4 @@ def _sha256(text: str) -> str:
 
 
 def _now() -> str:
-    return datetime.fromtimestamp(time.time(), tz=timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -2,31 +2,23 @@
 
 ``metrics.jsonl`` is reproducible bit for bit: one line a step, keys sorted, floats in their shortest exact form.
 Everything that depends on the clock is named ``time/...`` and goes to ``timings.jsonl``. A step has to be logged before
-its checkpoint is written, which holds the length and a hash of each log file: a resume cuts them back to these lengths.
-So it need not look at the lines to know which of them belong to steps that are taken again, or whether the last one is
-complete. If a file no longer begins with what was in it then, it is damaged, and the resume is refused.
+its checkpoint is written, which holds the lengths of the log files.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.util
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.config.files import read_resolved
-from sorl_train.run.files import append_line, read_own_file
+from sorl_train.run.files import append_line
 from sorl_train.run.folder import RunDir
-from sorl_train.run.hashed_folder import sync
-
-Lengths = Mapping[str, Mapping[str, Any]]  # file name -> {"bytes": length, "sha256": hash of that many bytes}
 
 
 class MetricsLog:
@@ -102,54 +94,3 @@ def _line(step: int, values: Mapping[str, float]) -> str:
         number = value if type(value) is int else float(value)
         plain[name] = number if math.isfinite(number) else None
     return json.dumps(plain, allow_nan=False) + "\n"
-
-
-def log_lengths(run_dir: RunDir) -> dict[str, dict[str, Any]]:
-    """Length and hash of each log file, which is on the disk by then: a power cut must not leave it shorter."""
-    lengths = {}
-    for path in _logs(run_dir):
-        content = b""
-        if path.is_file():
-            sync(path)
-            content = path.read_bytes()
-        lengths[path.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    sync(run_dir.path)
-    return lengths
-
-
-def check_logs(run_dir: RunDir, lengths: Lengths) -> None:
-    """Raise ``UserError`` unless each log file begins with its content when the checkpoint was written."""
-    found = []
-    for path in _logs(run_dir):
-        size, written = lengths[path.name]["bytes"], lengths[path.name]["sha256"]
-        content = read_own_file(path) if os.path.lexists(path) else b""
-        if len(content) < size:
-            found.append(
-                f"{path.name} has {len(content):,} bytes, but had {size:,} when the checkpoint was written"
-            )
-        elif hashlib.sha256(content[:size]).hexdigest() != written:
-            found.append(
-                f"{path.name}: its first {size:,} bytes have changed since the checkpoint was written"
-            )
-    if found:
-        lines = "\n".join(f"  {line}" for line in found)
-        raise UserError(
-            f"{run_dir.path} cannot be resumed, because log files are damaged:\n{lines}\nRestore "
-            "them from a copy, or start anew with another --run_dir or --overwrite (which moves this run aside)."
-        )
-
-
-def cut_logs(run_dir: RunDir, lengths: Lengths) -> None:
-    """Cut the log files back to their lengths in the checkpoint."""
-    for path in _logs(run_dir):
-        if not path.is_file():
-            continue
-        if lengths[path.name]["bytes"]:
-            os.truncate(path, lengths[path.name]["bytes"])
-            sync(path)
-        else:
-            path.unlink()  # a run that was not interrupted has no empty files either
-
-
-def _logs(run_dir: RunDir) -> tuple[Path, ...]:
-    return run_dir.metrics, run_dir.timings, run_dir.events

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from sorl_env.errors import UserError
 from sorl_env.task import Task
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
-from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.config.settings import TrainConfig
 from sorl_train.run.alarm import CollapseAlarm
+from sorl_train.run.atomic_folder import atomic_folder
 from sorl_train.run.cards.policy import write_policy_card
 from sorl_train.run.cards.trajectories import write_trajectory_card
 from sorl_train.run.checkpoint import (
@@ -28,14 +28,14 @@ from sorl_train.run.checkpoint import (
     best_ahead,
     checkpoint_name,
     list_checkpoints,
+    log_lengths,
     prune_checkpoints,
 )
 from sorl_train.run.display import Advance, Display
-from sorl_train.run.files import append_line, read_jsonl, read_own_json
+from sorl_train.run.files import read_jsonl, read_own_json
 from sorl_train.run.folder import NON_FINITE, RunDir
-from sorl_train.run.hashed_folder import write_folder
 from sorl_train.run.interrupt import Diverged
-from sorl_train.run.metrics_log import MetricsLog, log_lengths
+from sorl_train.run.metrics_log import MetricsLog
 from sorl_train.run.step_events import in_vain, missing_groups, moved_back
 from sorl_train.run.summary import Summary
 
@@ -53,7 +53,7 @@ class Recorder:
     Args:
         config: the settings as they are in ``config.yaml``.
         task: the task, which the cards describe.
-        hash_up_to: see ``write_folder``; for the checkpoints.
+        hash_up_to: see ``atomic_folder``; for the checkpoints.
 
     Attributes:
         ended: why the run ends before its last step; empty while it goes on.
@@ -169,7 +169,7 @@ class Recorder:
         """Look for a collapse that has come or is coming, and for tools that are out; set ``ended`` as configured."""
         self._count_lost(step, trajectories)
         if metrics.get("loss/trust_moves_back"):
-            append_event(self.run_dir, {"step": step, "kind": "moved_back", "reason": moved_back(metrics)})
+            self.run_dir.append_event({"step": step, "kind": "moved_back", "reason": moved_back(metrics)})
         self._watch_dynamic_sampling(step, metrics)
         self._watch_success(step, metrics)
         if metrics.get("rollout/overlong_filtered_frac") == 1.0:
@@ -178,7 +178,7 @@ class Recorder:
             )
         alarm, action = self._alarm.observe(step, metrics), self.config.alarm.action
         if alarm is not None:
-            append_event(self.run_dir, alarm.event(action))
+            self.run_dir.append_event(alarm.event(action))
             self.display.message(f"collapse alarm in step {alarm.step}: {alarm.reason}")
             if action == "stop":
                 self._end(step, f"ended by the collapse alarm after step {step} (alarm.action=stop)")
@@ -187,7 +187,7 @@ class Recorder:
 
     def _end(self, step: int, why: str) -> None:
         self.ended = why
-        append_event(self.run_dir, {"step": step, "kind": ENDED, "reason": why})
+        self.run_dir.append_event({"step": step, "kind": ENDED, "reason": why})
 
     def _watch_dynamic_sampling(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say that a batch could not be filled: in ``events.jsonl``, and to the user if it made no step."""
@@ -196,7 +196,7 @@ class Recorder:
         reason = missing_groups(metrics, self.config.rollout.dynamic_sampling)
         if kept := metrics["rollout/dynamic_kept"]:
             reason += f"; the step was trained on {kept:g} rollouts"
-            append_event(self.run_dir, {"step": step, "kind": "dynamic_sampling", "reason": reason})
+            self.run_dir.append_event({"step": step, "kind": "dynamic_sampling", "reason": reason})
         else:
             self._tell(step, "no_step", f"{reason}; nothing was trained on")
 
@@ -208,7 +208,7 @@ class Recorder:
                 self._tell(step, "in_vain", reason)
 
     def _tell(self, step: int, kind: str, reason: str) -> None:
-        append_event(self.run_dir, {"step": step, "kind": kind, "reason": reason})
+        self.run_dir.append_event({"step": step, "kind": kind, "reason": reason})
         self.display.message(f"step {step}: {reason}")
 
     def _count_lost(self, step: int, trajectories: Sequence[Trajectory]) -> None:
@@ -252,13 +252,9 @@ class Recorder:
 
     def save_best(self, step: int, save_policy: Writer) -> None:
         """Keep the policy of ``step`` as the best one; only its weights, as training goes on from the newest."""
-
-        def write(folder: Path) -> None:
+        with self._new_folder("best") as folder:
             self._write_policy(folder, step, save_policy, best=self.config.stage == "rl")
-            state = {"step": step, "success": self._summary.final_success}
-            (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-
-        write_folder(self.run_dir.checkpoints / "best", write, self._run_id, hash_up_to=self._hash_up_to)
+            _write_state(folder, {"step": step, "success": self._summary.final_success})
 
     def save_checkpoint(
         self, step: int, save_policy: Writer, save_rest: Writer, state: Mapping[str, Any] | None = None
@@ -270,20 +266,22 @@ class Recorder:
             save_rest: writes what else the engine needs for a resume.
             state: the engine's own values, which ``restore`` gives back.
         """
-
-        scheduled = step == 0 or _is_due(step, self.config.checkpoint.every)
-
-        def write(folder: Path) -> None:
+        with self._new_folder(checkpoint_name(step)) as folder:
             self._write_policy(folder, step, save_policy, best=False)
             save_rest(folder)
-            own = {"step": step, "lost_steps": self._lost_steps, "summary": self._summary.state()}
-            own |= {"scheduled": scheduled, "ended": self.ended, "update_steps": self.config.update.steps}
-            content = {**own, **(state or {}), "logs": log_lengths(self.run_dir)}
-            (folder / STATE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-        folder = self.run_dir.checkpoints / checkpoint_name(step)
-        write_folder(folder, write, self._run_id, hash_up_to=self._hash_up_to)
+            own = {
+                "step": step,
+                "lost_steps": self._lost_steps,
+                "summary": self._summary.state(),
+                "scheduled": step == 0 or _is_due(step, self.config.checkpoint.every),
+                "ended": self.ended,
+                "update_steps": self.config.update.steps,
+            }
+            _write_state(folder, {**own, **(state or {}), "logs": log_lengths(self.run_dir)})
         prune_checkpoints(self.run_dir.checkpoints, self.config.checkpoint.keep)
+
+    def _new_folder(self, name: str) -> AbstractContextManager[Path]:
+        return atomic_folder(self.run_dir.checkpoints / name, self._run_id, hash_up_to=self._hash_up_to)
 
     def _write_policy(self, folder: Path, step: int, save_policy: Writer, *, best: bool) -> None:
         save_policy(folder / "policy")
@@ -296,7 +294,8 @@ class Recorder:
         self._summary.ahead = best_ahead(checkpoint)
         self._lost_steps = state["lost_steps"]
         steps = read_jsonl(self.run_dir.metrics) if self.run_dir.metrics.is_file() else []
-        self._alarm = alarm_so_far(self.config.alarm, steps)
+        for line in steps:
+            self._alarm.observe(line["step"], line)
         self._in_vain = sum(bool(in_vain(line)) for line in steps)
         if state.get("update_steps") == self.config.update.steps:  # otherwise it is to train on after its end
             self.ended = state["ended"]
@@ -308,14 +307,5 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def append_event(run_dir: RunDir, event: Mapping[str, Any]) -> None:
-    """Append a line to ``events.jsonl``."""
-    append_line(run_dir.events, json.dumps(event) + "\n")
-
-
-def alarm_so_far(config: AlarmConfig, steps: Iterable[Mapping[str, Any]]) -> CollapseAlarm:
-    """The collapse alarm of a resumed run, which has seen the metrics that the run has logged so far."""
-    alarm = CollapseAlarm(config)
-    for line in steps:
-        alarm.observe(line["step"], line)
-    return alarm
+def _write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")

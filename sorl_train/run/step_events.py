@@ -1,8 +1,13 @@
-"""What the metrics of a step say that a user has to know, in sentences for ``events.jsonl`` and the terminal."""
+"""What a user has to know of a step or of an early end, in sentences for ``events.jsonl`` and the terminal."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
+
+from sorl_train.config.settings import TrainConfig
+from sorl_train.run.files import free_name
+from sorl_train.run.folder import RunDir
 
 
 def moved_back(metrics: Mapping[str, float]) -> str:
@@ -43,3 +48,19 @@ def in_vain(metrics: Mapping[str, float]) -> str:
         f"no trajectory succeeded, and none was better than another, so {outcome}: start with --stage sft, or with an "
         "easier task"
     )
+
+
+def next_moves(config: TrainConfig, run_dir: RunDir, best_step: int | None) -> str:
+    """What to do after a run that ended before its last step: its own settings would lead to the same place again."""
+    change, trust_kl = f"--optim.lr {config.optim.lr / 2:g}", config.update.trust_kl
+    if trust_kl is None:
+        lower, change = change, "--update.trust_kl 0.01"
+        advice = f"a trust region ({change}), which takes bad steps back, or a lower rate ({lower})"
+    else:
+        advice = (
+            f"a lower rate ({change}), or a limit of the trust region (update.trust_kl) below {trust_kl:g}"
+        )
+    start = run_dir.checkpoints / "best" / "policy"
+    words = ["sorl-train", "--config", run_dir.config, "--model", start, *change.split()]
+    command = shlex.join(map(str, [*words, "--run_dir", free_name(run_dir.path)]))
+    return f"Go on from the last good policy, that of step {best_step}, with {advice}:\n  {command}"

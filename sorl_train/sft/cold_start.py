@@ -9,8 +9,8 @@ from pathlib import Path
 
 from sorl_env.folders import cache_folder, new_folder
 from sorl_train.config.settings import TINY, TrainConfig
+from sorl_train.run.atomic_folder import atomic_folder, find_damage
 from sorl_train.run.display import Display
-from sorl_train.run.hashed_folder import find_damage, write_folder
 
 RECIPE_VERSION = 4  # to be raised when the recipe changes, so that policies of the old recipe are built again
 
@@ -24,8 +24,8 @@ def resolve_model(config: TrainConfig, display: Display) -> str:
     if damage:
         display.message(f"the cached policy in {folder} is damaged and built again: {'; '.join(damage)}")
     if damage or not folder.is_dir():
-        with new_folder(folder.parent):
-            write_folder(folder, lambda path: _build(config, display, path), keep_whole=True)
+        with new_folder(folder.parent), atomic_folder(folder, keep_whole=True) as unfinished:
+            _build(config, display, unfinished)
     return str(folder)
 
 

@@ -78,7 +78,7 @@ INSIDE = frozenset(
     sorl_train/evaluate/ask.py:unknown_words sorl_train/evaluate/ask.py:_example
     sorl_train/evaluate/find_policy.py:_HUB_NAME
     sorl_train/run/metrics_log.py:_start_wandb sorl_train/prepare/overlap.py:_WORD
-    sorl_train/run/folder.py:_TEMPORARY sorl_train/run/hashed_folder.py:write_folder
+    sorl_train/run/folder.py:_TEMPORARY sorl_train/run/atomic_folder.py:atomic_folder
     sorl_train/report/dialogues.py:_STEP_FILE sorl_train/report/groups.py:_RUN_ID
     sorl_train/report/groups.py:_MOVED_ASIDE sorl_train/report/groups.py:_natural
     sorl_train/serve_agent/chat.py:_options

@@ -15,16 +15,20 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
-from sorl_train.run.checkpoint import checkpoint_name, prune_checkpoints, resume_point, rewind
+from sorl_train.run.atomic_folder import atomic_folder, remove_leftovers
+from sorl_train.run.checkpoint import (
+    checkpoint_name,
+    log_lengths,
+    prune_checkpoints,
+    resume_point,
+    rewind,
+)
 from sorl_train.run.folder import RunDir
-from sorl_train.run.hashed_folder import remove_leftovers, write_folder
-from sorl_train.run.metrics_log import log_lengths
 
 PARTS = ("policy", "_actor", "_critic")  # the OpenRLHF engine's
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -49,25 +53,22 @@ def die_before(folder: Path, number: int) -> None:
     sys.addaudithook(hook)
 
 
-def writer(run: RunDir, step: int) -> Callable[[Path], None]:
-    """Writes a checkpoint in several files, each of which says which step it is of."""
-
-    def write(partial: Path) -> None:
+def save(run: RunDir, name: str, run_id: str, step: int) -> None:
+    """A checkpoint in several files, each of which says which step it is of."""
+    with atomic_folder(run.checkpoints / name, run_id) as partial:
         for part in PARTS:
             (partial / part).mkdir()
             for shard in ("rank_0", "rank_1"):
                 (partial / part / shard).write_text(str(step))
         (partial / "state.json").write_text(json.dumps({"logs": log_lengths(run)}))
 
-    return write
-
 
 def save_all(run: RunDir, run_id: str, keep: int, steps: int, done: Path) -> None:
     """What a run does, step by step; every second step is the best so far."""
     for step in range(1, steps + 1):
         if step % 2 == 0:
-            write_folder(run.checkpoints / "best", writer(run, step), run_id)
-        write_folder(run.checkpoints / checkpoint_name(step), writer(run, step), run_id)
+            save(run, "best", run_id, step)
+        save(run, checkpoint_name(step), run_id, step)
         done.write_text(str(step))
         prune_checkpoints(run.checkpoints, keep)
 

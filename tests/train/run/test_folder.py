@@ -22,11 +22,12 @@ from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.files import config_hash, read_resolved
 from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.run import folder
+from sorl_train.run.atomic_folder import atomic_folder
+from sorl_train.run.checkpoint import log_lengths
 from sorl_train.run.files import append_line, atomic_write, read_jsonl
 from sorl_train.run.folder import RunDir
-from sorl_train.run.hashed_folder import write_folder
 from sorl_train.run.manifest import environment_facts, git_facts
-from sorl_train.run.metrics_log import MetricsLog, cut_logs, log_lengths
+from sorl_train.run.metrics_log import MetricsLog
 
 
 def with_steps(steps: int) -> TrainConfig:
@@ -53,13 +54,18 @@ def test_atomic_write_replaces_all_or_nothing(tmp_path: Path, monkeypatch: pytes
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
+def fill(path: Path) -> None:
+    with atomic_folder(path) as folder:
+        (folder / "file").write_text("new")
+
+
 @pytest.mark.parametrize(
     "write",
     [
         lambda path: atomic_write(path, "new"),
         lambda path: append_line(path, "new\n"),
         lambda path: write_jsonl(path, []),
-        lambda path: write_folder(path, lambda folder: (folder / "file").write_text("new") and None),
+        fill,
     ],
     ids=["file", "line", "trajectories", "folder"],
 )
@@ -147,7 +153,7 @@ def test_a_start_that_was_killed_before_the_config_leaves_a_free_folder(tmp_path
         (tmp_path / "run" / name).mkdir(parents=True)
     (tmp_path / "run" / ".config.yaml.0a1b2c3d").write_text("algo: so_p")
     run = RunDir.create(tmp_path / "run", with_steps(4))
-    assert not list(run.path.glob(".*")) and run.intact_manifest()
+    assert not list(run.path.glob(".*")) and run.read_manifest()
     assert not run.path.with_name("run-2").exists()
 
 
@@ -290,7 +296,7 @@ def test_tensorboard_shows_a_step_that_was_taken_back_once(run: RunDir) -> None:
         lengths = log_lengths(run)
         for step in (2, 3):
             log.log(step, {"loss/a": float(step)})
-    cut_logs(run, lengths)  # as a resume does
+    os.truncate(run.metrics, lengths["metrics.jsonl"]["bytes"])  # as a resume does
     with closing(MetricsLog(run)) as log:
         log.log(2, {"loss/a": 20.0})
     events = EventAccumulator(str(run.tensorboard)).Reload()
