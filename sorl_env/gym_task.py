@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "gym:"
 _SPLITS = ("train", "validation", "test")
 _LARGEST = 10_000_000  # examples of a split; each split has its own range of seeds
-_HELP = "see docs/interop/environments.md"
+_HELP = "see docs/interop.md"
 
 TextGym = gymnasium.Env[str, str]
 
