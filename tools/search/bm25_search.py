@@ -12,7 +12,7 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
-from sorl_env.tool import ToolInputError, ToolReply
+from sorl_env.tool import ToolReply
 from sorl_tools.corpus import Passage, format_passages, read_corpus
 from sorl_tools.index.cached import build_index, hash_passages, open_bm25, tokenize
 from sorl_tools.index.postings import largest
@@ -106,13 +106,3 @@ class BM25Search:
     def __call__(self, query: str) -> ToolReply:
         """Search once. Raises ``ToolInputError`` for a query that is longer than servers accept."""
         return format_passages([passage for passage, _ in self.retrieve(check_query(query))])
-
-    def call_batch(self, arguments: Sequence[str]) -> list[ToolReply | Exception]:
-        """Search for several queries. A query that is too long fails alone."""
-        replies: list[ToolReply | Exception] = []
-        for query in arguments:
-            try:
-                replies.append(self(query))
-            except ToolInputError as error:
-                replies.append(error)
-        return replies

@@ -16,8 +16,7 @@ from sorl_env.errors import UserError
 from sorl_env.folders import cache_folder
 from sorl_env.rewards import normalize_answer
 from sorl_env.task import ToolSettings
-from sorl_env.tool import ToolReply, ToolRequest
-from sorl_env.toolbox import Toolbox
+from sorl_env.tool import ToolReply
 from sorl_tools.corpus import Passage, format_passages, read_corpus
 from sorl_tools.search.bm25_search import BM25Search, HttpSearch, search_tool
 
@@ -76,15 +75,6 @@ def test_no_match_is_an_answer(query: str) -> None:
 def test_a_corpus_of_one_and_empty_passages() -> None:
     assert BM25Search([PASSAGES[2]])("river").hits == 1
     assert BM25Search([Passage("0", "", ""), PASSAGES[2]])("river").text.startswith("Doc 1 (Salzburg)")
-
-
-def test_batch_equals_single_calls() -> None:
-    search = BM25Search(PASSAGES)
-    queries = ["Mozart", "river", "nothing", "Paris"]
-    assert search.call_batch(queries) == [search(query) for query in queries]
-    box = Toolbox([search])
-    outcomes = box.call_batch([ToolRequest("search", query) for query in queries])
-    assert [getattr(outcome, "hits", None) for outcome in outcomes] == [2, 1, 0, 1]
 
 
 def test_scores_are_those_of_bm25s() -> None:
@@ -228,7 +218,7 @@ def test_replies_of_servers_are_kept_where_the_settings_say(tmp_path: Path) -> N
     key = ("sha256:1", 3, "who?")
     for tool in (in_memory, on_disk):
         assert tool.cache is not None
-        tool.cache.put([(key, [])])
+        tool.cache.put(key, [])
         assert tool.cache.get(key) == []
         tool.close()
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]

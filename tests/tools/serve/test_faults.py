@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from sorl_tools.search.http import HttpSearch
 from sorl_tools.search.http_cache import ReplyCache
 
 from ...waiting import wait_until
-from .faulty_server import FAULTS, HANGING, FaultyServer, answer, hang, send
+from .faulty_server import FAULTS, HANGING, FaultyServer, hang
 
 
 @pytest.fixture
@@ -56,66 +54,21 @@ def test_a_fault_that_stays_is_an_outage_of_its_own_call(faulty: FaultyServer, n
     search.close()
 
 
-@pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
-@pytest.mark.parametrize("header", ["seconds", "date"])
-def test_retry_after(faulty: FaultyServer, status: str, header: str) -> None:
-    def come_back_later(client: socket.socket) -> None:
-        value = "1" if header == "seconds" else formatdate(time.time() + 2, usegmt=True)
-        send(answer(status, b"", f"Retry-After: {value}"))(client)
-
-    faulty.behaviours = [come_back_later]
-    search = HttpSearch(faulty.url)
-    outcome = Toolbox([search], backoff_s=0.01).call(ToolRequest("search", "x"))
-    assert isinstance(outcome, ToolCall) and outcome.attempts == 2
-    first, second = faulty.requests
-    assert 0.9 <= second - first < 25.0  # asked to wait 1 s; a date has whole seconds
-    search.close()
-
-
-def test_nonsense_in_retry_after(faulty: FaultyServer) -> None:
-    for value in ("soon", "-5", "Wed, 99 Foo", "\t", "1e9"):
-        faulty.behaviours = [send(answer("429 Too Many Requests", b"", f"Retry-After: {value}"))]
-        search = HttpSearch(faulty.url)
-        started = time.monotonic()
-        assert isinstance(Toolbox([search], backoff_s=0.01).call(ToolRequest("search", "x")), ToolCall)
-        assert time.monotonic() - started < 15  # nonsense that was heeded would last to the deadline, 30 s
-        search.close()
-
-
-def test_a_retry_after_beyond_the_deadline_is_an_outage_at_once(faulty: FaultyServer) -> None:
-    faulty.behaviours = [send(answer("503 Service Unavailable", b"", "Retry-After: 600"))]
-    search = HttpSearch(faulty.url, timeout_s=40.0)
-    started = time.monotonic()
-    outcome = Toolbox([search], timeout_s=40.0, backoff_s=0.01).call(ToolRequest("search", "x"))
-    assert isinstance(outcome, ToolUnavailableError) and time.monotonic() - started < 30
-    assert len(faulty.requests) == 1
-    search.close()
-
-
 def test_the_next_server_is_asked(faulty: FaultyServer) -> None:
     gone = FaultyServer()
     gone.close()
     other = FaultyServer()
     search = HttpSearch(f"{gone.url}, {faulty.url},{other.url}", timeout_s=3.0)
     assert search.urls == (gone.url, faulty.url, other.url)
-    for _ in range(20):
+    for _ in range(18):
         assert search("x").hits == 1  # no call fails, so the toolbox has nothing to retry
-    assert len(faulty.requests) + len(other.requests) == 20
+    assert (len(faulty.requests), len(other.requests)) == (
+        12,
+        6,
+    )  # they take turns, also that of the one that is gone
     faulty.behaviours = [hang]
     other.behaviours = [hang]
     assert isinstance(Toolbox([search]).call(ToolRequest("search", "x")), ToolCall)
-    search.close()
-    other.close()
-
-
-def test_servers_share_the_load(faulty: FaultyServer) -> None:
-    other = FaultyServer()
-    search = HttpSearch([faulty.url, other.url])
-    slow = [lambda client: (time.sleep(0.05), client.sendall(answer()))[0]] * 40
-    faulty.behaviours, other.behaviours = list(slow), list(slow)
-    with ThreadPoolExecutor(8) as threads:
-        assert all(reply.hits == 1 for reply in threads.map(search, "abcdefghijklmnop"))
-    assert min(len(faulty.requests), len(other.requests)) >= 4
     search.close()
     other.close()
 
@@ -124,17 +77,6 @@ def test_servers_share_the_load(faulty: FaultyServer) -> None:
 def test_lists_of_addresses_that_cannot_be(url: str | list[str]) -> None:
     with pytest.raises(UserError, match="search_url="):
         HttpSearch(url)
-
-
-def test_many_queries_go_out_in_parts(start: Any) -> None:
-    running = start()
-    search = HttpSearch(running.url, top_k=1)
-    words = ["Mozart", "Bizet", "river", "nothing"]
-    queries = [f"{words[i % 4]} {'x' * (i // 4)}" for i in range(1000)]
-    outcomes = Toolbox([search]).call_batch([ToolRequest("search", query) for query in queries])
-    assert [getattr(outcome, "hits", None) for outcome in outcomes] == [1, 1, 1, 0] * 250
-    assert search("half a character \ud83d Mozart").hits == 1
-    search.close()
 
 
 def test_cached_replies_cost_no_request(start: Any, tmp_path: Path) -> None:
@@ -147,16 +89,14 @@ def test_cached_replies_cost_no_request(start: Any, tmp_path: Path) -> None:
     assert isinstance(first, ToolCall) and isinstance(again, ToolCall)
     assert (first.cached, again.cached) == (False, True)
     assert (first.reply, first.hits) == (again.reply, again.hits)
-    batch = box.call_batch([ToolRequest("search", query) for query in ("Mozart", "Bizet", "Bizet")])
-    assert [getattr(outcome, "cached", None) for outcome in batch] == [True, False, False]
-    on_loop = asyncio.run(box.acall(ToolRequest("search", "Bizet")))
+    on_loop = asyncio.run(box.acall(ToolRequest("search", "Mozart")))
     assert isinstance(on_loop, ToolCall) and on_loop.cached
     search.close()
     running.stop()
     offline = HttpSearch(running.url, cache=ReplyCache(path=tmp_path / "replies.db"))
     with pytest.raises(ToolUnavailableError):
         offline("Mozart")  # it cannot know what index would answer
-    offline._fingerprint, offline._has_asked = fingerprint, True
+    offline._fingerprint = fingerprint
     assert offline("Mozart").metadata == {"cached": True}
     offline.close()
 
@@ -219,7 +159,7 @@ def test_a_killed_server_that_comes_back_loses_no_call(start: Any) -> None:
     """Eight rollouts search on while the server is killed and started anew on the same port."""
     running = start()
     search = HttpSearch(running.url, top_k=1, timeout_s=30.0)
-    box = Toolbox([search], timeout_s=30.0)
+    box = Toolbox([search], timeout_s=30.0, retries=8)
     stop = threading.Event()
     outcomes: list[Any] = []
 
@@ -233,7 +173,7 @@ def test_a_killed_server_that_comes_back_loses_no_call(start: Any) -> None:
     time.sleep(0.5)
     running.process.kill()
     running.process.wait()
-    time.sleep(3.0)  # longer than all retries of a toolbox together
+    time.sleep(3.0)
     before = len(outcomes)
     start(port=running.port)
     wait_until(lambda: len(outcomes) >= before + 100)
@@ -250,7 +190,7 @@ def test_a_killed_server_that_comes_back_loses_no_call(start: Any) -> None:
 def test_the_same_on_an_event_loop(start: Any) -> None:
     running = start()
     search = HttpSearch(running.url, top_k=1, timeout_s=30.0)
-    box = Toolbox([search], timeout_s=30.0)
+    box = Toolbox([search], timeout_s=30.0, retries=8)
 
     async def run() -> list[Any]:
         async def rollout(number: int) -> list[Any]:
@@ -305,20 +245,4 @@ def test_event_loops_that_end_leave_no_connections(start: Any) -> None:
         asyncio.run(ask())
     gc.collect()
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 8
-    search.close()
-
-
-def test_a_call_given_up_on_leaves_the_server_as_it_was(faulty: FaultyServer) -> None:
-    search = HttpSearch(faulty.url, timeout_s=10.0)
-    faulty.behaviours = [hang] * 5
-
-    async def give_up() -> None:
-        for _ in range(5):
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(search.acall("x"), 0.05)
-
-    asyncio.run(give_up())
-    faulty.behaviours.clear()
-    assert search._pool.servers[0].in_flight == 0 and search._pool.servers[0].failures == 0
-    assert search("x").hits == 1
     search.close()

@@ -66,7 +66,7 @@ def test_finds_what_the_search_in_process_finds(
     local = BM25Search.from_file(corpus, top_k=3)
     queries = ["composers born in Salzburg", "green river", "nothing of this", "", "Mozart Mozart", "Übung"]
     remote = HttpSearch(server.url, top_k=3)
-    assert remote.call_batch(queries) == local.call_batch(queries)
+    assert [remote(query) for query in queries] == [local(query) for query in queries]
     assert remote.fingerprint == local.fingerprint
     reply = server.retrieve(queries=queries, topk=3, return_scores=True).json["result"]
     for query, hits in zip(queries, reply, strict=True):

@@ -49,7 +49,7 @@ def test_a_server_finds_what_the_index_finds(
     assert running.request("GET", "/health").json["backend"] == backend
     search = HttpSearch(running.url, top_k=3)
     assert search.fingerprint == read_manifest(tmp_path / "index").hash
-    assert [reply.text for reply in search.call_batch(queries)] == [
+    assert [reply.text for reply in map(search, queries)] == [
         format_passages([hit.passage for hit in hits]).text for hits in expected
     ]
     sent = running.retrieve(queries=queries, topk=3, return_scores=True).json["result"]
