@@ -16,7 +16,7 @@ from sorl_train.run.checkpoint import list_checkpoints
 from sorl_train.run.folder import RunDir, saved_config
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_CARD = "README.md"  # as in run.cards.facts, whose import would import torch
+_CARD = "README.md"  # as in run.cards, whose import would import torch
 _SMALL = 1 << 24  # bytes; of larger files only the beginning and the end are hashed
 
 

@@ -21,8 +21,7 @@ from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.settings import TrainConfig
 from sorl_train.run.alarm import CollapseAlarm
 from sorl_train.run.atomic_folder import atomic_folder
-from sorl_train.run.cards.policy import write_policy_card
-from sorl_train.run.cards.trajectories import write_trajectory_card
+from sorl_train.run.cards import write_policy_card, write_trajectory_card
 from sorl_train.run.checkpoint import (
     STATE,
     best_ahead,

@@ -23,8 +23,7 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.evaluate.ask import main as sorl_ask
 from sorl_train.evaluate.find_policy import fingerprint
 from sorl_train.rollout.environments import env_facts, make_env
-from sorl_train.run.cards.policy import usage_options, write_policy_card
-from sorl_train.run.cards.trajectories import write_trajectory_card
+from sorl_train.run.cards import usage_options, write_policy_card, write_trajectory_card
 from sorl_train.run.folder import RunDir
 from sorl_train.run.metrics_log import MetricsLog
 
@@ -100,10 +99,6 @@ def test_medical_tasks_and_samples_are_marked(tmp_path: Path) -> None:
     ("settings", "words"),
     [
         ({"algo": "so_ppo", "loss__clip_bias_delta": 0.5}, "the rms norm of the clipping bias above 0.5"),
-        ({"algo": "grpo", "rollout__group_size": 8}, "in groups of 8"),
-        ({"algo": "so_ppo"}, "; clip range 0.2; KL"),
-        ({"algo": "cispo"}, "; clip range 0.2 below and 4 above; KL"),
-        ({"algo": "sapo", "loss__sapo_tau_neg": 2.0}, "; temperatures of the gate 1 and 2; KL"),
         ({"algo": "turn_ppo"}, "ratio of a turn, gae advantages, no normalization"),
         ({"stage": "sft", "sft__steps": 20}, "| steps | 20, of 24 demonstrations of the task's scripted expert |"),
     ],

@@ -1,0 +1,269 @@
+"""The cards of a run's policies and of its trajectories: one template, filled in by huggingface_hub.
+
+Everything comes from the run's settings, manifest and metrics; a figure that the run does not have is left out. Cards
+have no times and no paths of this machine, so that a run that was killed and resumed writes the same cards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sorl_env.figures import figure, markdown_table
+from sorl_env.task import Task
+from sorl_train.config.files import config_hash
+from sorl_train.config.find_algorithm import short_name
+from sorl_train.config.settings import TINY, TrainConfig
+from sorl_train.run.files import atomic_write, read_jsonl
+from sorl_train.run.folder import RunDir
+
+CARD = "README.md"
+_TEMPLATE = Path(__file__).with_name("card.md.jinja")
+_HUB = "hf:"
+_MEDICAL = ("alphamed19k", "bioasq", "medmcqa", "medqa", "medxpertqa", "mmlu_medical", "pubmedqa")
+_FIGURES = {
+    "eval/success": "success",
+    "eval/search_off_success": "success, search finds nothing",
+    "eval/valid_turn_rate": "turns in the format",
+    "eval/num_turns": "turns a question",
+}
+# configuration of the trajectories' data set -> its split, its files, and the metric of their steps
+_KINDS = {
+    "sampled": ("train", "step_*.jsonl", "rollout/success"),
+    "evaluation": ("test", "eval_*.jsonl", "eval/success"),
+}
+
+
+def write_policy_card(
+    folder: Path, run_dir: RunDir, config: TrainConfig, task: Task, step: int, *, best: bool
+) -> None:
+    """Write the card of the policy in ``folder``, which is that of training step ``step``.
+
+    Args:
+        best: the policy is kept because its evaluation is the best so far.
+    """
+    from huggingface_hub import ModelCard
+
+    lines = read_jsonl(run_dir.metrics) if run_dir.metrics.is_file() else []
+    evaluations = [line for line in lines if "eval/success" in line and line["step"] <= step]
+    data = run_dir.read_manifest().get("data", {})
+    asked, method = data.get("eval", {}), _method(config)
+    which = "The best checkpoint so far, of" if best else "The checkpoint after"
+    tools = ", ".join(f"`{name}`" for name in asked.get("tools", data.get("train", {}).get("tools", {})))
+    source = str(asked.get("source", "embedded"))
+    tags = "`<think>`, then the block of a tool or `<answer>`, and replies in `<information>`"
+    calls = "the tool calls of its own chat template, one in a message, and an answer alone in the last one"
+    card = ModelCard.from_template(
+        _policy_head(run_dir, config, task, step, evaluations),
+        template_path=str(_TEMPLATE),
+        is_policy=True,
+        is_tiny=config.model == TINY,
+        title=f"{method} on {task.name}",
+        about=f"{which} step {step}: a language model that answers in several turns"
+        + (f" and calls tools in between ({tools})" if tools else "")
+        + ", trained with sorl.",
+        facts=_facts(run_dir, config, task, _training(run_dir, config, step)),
+        figures=_evaluated(run_dir, evaluations[:1] + evaluations[1:][-1:], step),
+        best=best,
+        is_sample=asked.get("is_sample"),
+        options=shlex.join(usage_options(config)),
+        data_option=""
+        if source == "embedded"
+        else f" --data {source if source.startswith(_HUB) else 'QUESTIONS'}",
+        format=tags if config.format == "tags" else calls,
+        **_shared(run_dir, config, task),
+    )
+    atomic_write(folder / CARD, f"{card}\n")
+
+
+def _policy_head(
+    run_dir: RunDir, config: TrainConfig, task: Task, step: int, evaluations: Sequence[Mapping[str, Any]]
+) -> Any:
+    """The head of a policy's card, which the hub reads."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    data = run_dir.read_manifest().get("data", {})
+    asked, results = data.get("eval", {}), None
+    if asked and evaluations and evaluations[-1]["step"] == step:  # else the figure is one of other weights
+        count = _questions(run_dir, step)
+        results = [
+            EvalResult(
+                task_type="question-answering",
+                dataset_type=_hub_name(asked) or task.name,
+                dataset_name=task.name,
+                dataset_split=asked["split"],
+                metric_type="success",
+                metric_name=f"success, {_decoding(config)}" + (f", {count} questions" if count else ""),
+                metric_value=evaluations[-1]["eval/success"],
+            )
+        ]
+    is_tiny, trained_on = config.model == TINY, _hub_name(data.get("train", {}))
+    return ModelCardData(
+        model_name=f"{task.name}-{_method(config).replace(' ', '-')}-s{config.seed}-step{step}",
+        base_model=None if is_tiny or Path(config.model).is_dir() else config.model,
+        datasets=[trained_on] if trained_on else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license="unknown" if is_tiny else "other",
+        license_name=None if is_tiny else "as-the-base-model",
+        language=["en"],
+        tags=["sorl", "tool-use", "reinforcement-learning" if config.stage == "rl" else "sft", task.name],
+        eval_results=results,
+    )
+
+
+def write_trajectory_card(run_dir: RunDir, config: TrainConfig, task: Task) -> None:
+    """Write the card of the trajectory files that the run has so far, unless it would be the same as before."""
+    from huggingface_hub import DatasetCard, DatasetCardData
+
+    success = (
+        {line["step"]: line for line in read_jsonl(run_dir.metrics)} if run_dir.metrics.is_file() else {}
+    )
+    rows, configs = [], []
+    for kind, (split, pattern, metric) in _KINDS.items():
+        steps = sorted(int(path.stem.rpartition("_")[2]) for path in run_dir.trajectories.glob(pattern))
+        if not steps:
+            continue
+        configs.append({"config_name": kind, "data_files": [{"split": split, "path": pattern}]})
+        ends = [figure(success.get(step, {}).get(metric), missing="") for step in (steps[0], steps[-1])]
+        rows.append((f"`{kind}`", f"`{pattern}`", f"{len(steps)}, of steps {steps[0]} to {steps[-1]}", *ends))
+    title = f"Trajectories of {_method(config)} on {task.name}"
+    columns = ("configuration", "files", "how many", "success in the first", "success in the last")
+    card = DatasetCard.from_template(
+        DatasetCardData(
+            pretty_name=title,
+            license="unknown",
+            language=["en"],
+            task_categories=["question-answering", "text-generation"],
+            tags=["sorl", "tool-use", task.name],
+            configs=configs,
+        ),
+        template_path=str(_TEMPLATE),
+        title=title,
+        about="What a policy wrote, turn by turn, and what its tools replied: as sampled in training (`sampled`), and "
+        f"when it was evaluated on held-out questions (`evaluation`, {_decoding(config)}). Made with sorl.",
+        facts=f"{markdown_table(columns, rows)}\n\n{_facts(run_dir, config, task, {})}",
+        **_shared(run_dir, config, task),
+    )
+    path, text = run_dir.trajectories / CARD, f"{card}\n"
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        atomic_write(path, text)
+
+
+def usage_options(config: TrainConfig) -> list[str]:
+    """Options of ``sorl-ask``, ``sorl-eval`` and ``sorl-serve-agent`` with a run's settings, for those who have only
+    the policy. What only the run's author has (a server, a corpus) is a name in capitals."""
+    search = config.search
+    options = {
+        "task": _public_name(config.task),
+        **{f"task_args.{name}": json.dumps(value) for name, value in config.task_args.items()},
+        **{f"limits.{name}": value for name, value in dataclasses.asdict(config.limits).items()},
+        "search.url": "RETRIEVAL_SERVER" if search.url else None,
+        "search.corpus": "PASSAGES" if search.corpus else None,
+        "search.top_k": search.top_k if search.top_k != 3 else None,
+        "format": config.format if config.format != "tags" else None,
+        "chat_template": None if config.chat_template else "false",
+    }
+    given = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
+    given += [("--tools", "MCP_SERVER")] * len(config.tools or ())
+    return [word for option in given for word in option]
+
+
+def _shared(run_dir: RunDir, config: TrainConfig, task: Task) -> dict[str, Any]:
+    """What the template says in both cards."""
+    manifest = run_dir.read_manifest()
+    versions, git = ", ".join(f"{name} {v}" for name, v in manifest["versions"].items()), manifest.get("git")
+    if git:
+        versions += f". Code at commit `{git['commit']}`" + (", with changes" if git["dirty"] else "")
+    return {"versions": versions, "decoding": _decoding(config), "is_medical": task.name in _MEDICAL}
+
+
+def _facts(run_dir: RunDir, config: TrainConfig, task: Task, more: Mapping[str, str]) -> str:
+    data = run_dir.read_manifest().get("data", {})
+    base = f"`{_public_name(config.model)}`" + (", a local folder" if Path(config.model).is_dir() else "")
+    if config.model == TINY:
+        base = "none: a small transformer with random weights, taught by the task's scripted expert"
+    facts = {
+        "base model": base,
+        "task": f"`{task.name}`" + (f": {task.description}" if task.description else ""),
+        "training data": _data_text(data.get("train")),
+        "evaluation data": _data_text(data.get("eval")),
+        **more,
+        "seed": str(config.seed),
+    }
+    return markdown_table(("", ""), [(name, text) for name, text in facts.items() if text])
+
+
+def _training(run_dir: RunDir, config: TrainConfig, step: int) -> dict[str, str]:
+    """The settings that matter most, and those that a resume has changed."""
+    sft, algorithm, resumes = config.sft, config.algorithm, run_dir.read_manifest().get("resumes", [])
+    changes = [c for resume in resumes for c in resume["changes"] if c.startswith(("eval.", "update."))]
+    source = f"`{_public_name(sft.demos)}`" if sft.demos else "the task's scripted expert"
+    if config.stage == "sft":
+        how = {"steps": f"{sft.steps}, of {sft.batch_size} demonstrations of {source}", "rate": f"{sft.lr:g}"}
+    else:
+        normalized = (
+            f"normalized by the {config.loss.clip_bias_norm} norm of the clipping bias above "
+            f"{config.loss.clip_bias_delta:g}"
+        )
+        how = {
+            "algorithm": f"`{short_name(config.algo)}`: ratio of a {algorithm.ratio}, {algorithm.advantage} "
+            f"advantages, {normalized if algorithm.normalize else 'no normalization'}",
+            "steps": f"{step} of {config.update.steps}, of {config.rollout.batch_size} trajectories",
+            "rate": f"{config.optim.lr:g}",
+        }
+    settings = f"`config.yaml` of the run, whose settings have the SHA-256 `{config_hash(config)}`"
+    return {**how, "all settings": settings, "changed on the way": ", ".join(changes)}
+
+
+def _evaluated(run_dir: RunDir, evaluations: Sequence[Mapping[str, Any]], step: int) -> str:
+    """A table of evaluations; empty if there are none."""
+    names = [name for name in _FIGURES if any(line.get(name) is not None for line in evaluations)]
+    rows = []
+    for line in evaluations:
+        at: int = line["step"]
+        whose = "this policy" if at == step else "before training" if at == 0 else "an earlier policy"
+        figures = [figure(line.get(name), missing="") for name in names]
+        rows.append((f"{at}, {whose}", _questions(run_dir, at), *figures))
+    return markdown_table(("step", "questions", *(_FIGURES[name] for name in names)), rows) if rows else ""
+
+
+def _questions(run_dir: RunDir, step: int) -> str:
+    """How many questions the evaluation of a step asked; empty if its trajectories were deleted."""
+    path = run_dir.trajectories / f"eval_{step:06d}.jsonl"
+    return str(path.read_bytes().count(b"\n")) if path.is_file() else ""
+
+
+def _data_text(facts: Mapping[str, Any] | None) -> str:
+    """What the manifest says about a set of questions."""
+    if not facts:
+        return ""
+    source = str(facts["source"])
+    where = "embedded in the task" if source == "embedded" else f"`{_public_name(source)}`"
+    sample = ", a sample and **not the benchmark**" if facts.get("is_sample") else ""
+    return f"{where}, split `{facts['split']}`, {facts['examples']:,} questions{sample}, SHA-256 `{facts['sha256']}`"
+
+
+def _method(config: TrainConfig) -> str:
+    return "supervised fine-tuning" if config.stage == "sft" else short_name(config.algo)
+
+
+def _decoding(config: TrainConfig) -> str:
+    temperature = config.eval.temperature
+    return "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
+
+
+def _hub_name(facts: Mapping[str, Any]) -> str | None:
+    """The name of the data set that the facts are about, if it is on the hub."""
+    source = str(facts.get("source", ""))
+    return source[len(_HUB) :].partition(":")[0] if source.startswith(_HUB) else None
+
+
+def _public_name(name: str) -> str:
+    """A hub name as it is; of a path on this machine only the last part, as the rest means nothing elsewhere."""
+    path = Path(name)
+    return path.name if not name.startswith(_HUB) and (path.is_absolute() or path.exists()) else name
