@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,15 @@ from gymnasium.spaces import Text
 from sorl_env.data import ExampleSet
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.outside import Threads
-from sorl_env.session_env import INSTRUCTION, Format, Reply, SessionEnv, seeded_examples, session_task
+from sorl_env.session_env import (
+    INSTRUCTION,
+    Format,
+    Reply,
+    SessionEnv,
+    check_settings,
+    seeded_examples,
+    session_task,
+)
 from sorl_env.spaces import UnicodeText
 from sorl_env.task import Example, Limits, Task
 from sorl_env.task_file import import_file, import_module, mark_user_module
@@ -24,8 +31,6 @@ from sorl_env.trajectory import StopReason
 logger = logging.getLogger(__name__)
 
 PREFIX = "gym:"
-_SPLITS = ("train", "validation", "test")
-_LARGEST = 10_000_000  # examples of a split; each split has its own range of seeds
 _HELP = "see docs/interop.md"
 
 TextGym = gymnasium.Env[str, str]
@@ -58,16 +63,9 @@ def gym_task(
     Raises:
         UserError: there is no such environment or wrapper, or its spaces are not text.
     """
-    if format not in ("action", "raw"):
-        raise UserError(f"format must be action or raw, not {format!r}")
-    if not 1 <= examples <= _LARGEST:
-        raise UserError(f"examples must be from 1 to {_LARGEST:,}, not {examples}")
-    if not math.isfinite(timeout_s) or timeout_s <= 0:
-        raise UserError(f"timeout_s must be above 0, not {timeout_s}")
+    check_settings(format, examples, timeout_s=timeout_s)
     wrap = None if wrapper is None else _find_wrapper(wrapper)
-    make = _maker(env_id, wrap, dict(kwargs or {}))
-    pool = _Pool(make, timeout_s)
-    pool.put_back(make())  # a wrong id or wrong spaces are refused here
+    pool = _Pool(_maker(env_id, wrap, dict(kwargs or {})), timeout_s)
     if instruction is None:
         instruction = INSTRUCTION if format == "action" else ""
 
@@ -83,29 +81,25 @@ def gym_task(
             on_close=pool.close,
         )
 
-    def episodes(split: str) -> Sequence[Example]:
-        if split not in _SPLITS:
-            raise UserError(f"{PREFIX}{env_id} has no split {split!r}. {did_you_mean(split, _SPLITS)}")
-        return seeded_examples(examples, _SPLITS.index(split) * _LARGEST)
-
     about = f"the Gymnasium environment {env_id}"
-    limits = Limits(max_turns=max_turns)
-    return session_task(f"{PREFIX}{env_id}", limits, about, environment=environment, embedded=episodes)
+    return session_task(
+        f"{PREFIX}{env_id}",
+        Limits(max_turns=max_turns),
+        about,
+        environment=environment,
+        embedded=lambda split: seeded_examples(f"{PREFIX}{env_id}", split, examples),
+    )
 
 
 def _maker(env_id: str, wrap: Callable[[Any], Any] | None, kwargs: dict[str, Any]) -> Callable[[], TextGym]:
     def make() -> TextGym:
         try:
             env = gymnasium.make(env_id, **kwargs)
-        except gymnasium.error.Error as error:
+        except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
             raise UserError(
-                f"{PREFIX}{env_id}: {error}. Give a registered id; {PREFIX}package.module:ID imports the module that "
-                "registers it"
+                f"{PREFIX}{env_id}: {error}. Give a registered id ({PREFIX}package.module:ID imports the module that "
+                f"registers it), install the package that it comes from, or correct task_args.kwargs={kwargs}"
             ) from error
-        except ModuleNotFoundError as error:
-            raise UserError(f"{PREFIX}{env_id}: {error}; install the package that it comes from") from error
-        except TypeError as error:
-            raise UserError(f"{PREFIX}{env_id}: task_args.kwargs={kwargs}: {error}") from error
         return _check_spaces(env_id, env if wrap is None else wrap(env), wrapped=wrap is not None)
 
     return make
@@ -154,17 +148,11 @@ class _Pool:
         self.make = make
         self.timeout_s = timeout_s
         self.threads = Threads()
-        self._idle: list[TextGym] = []
-
-    def take(self) -> TextGym:
-        return self._idle.pop() if self._idle else self.make()
-
-    def put_back(self, env: TextGym) -> None:
-        self._idle.append(env)
+        self.idle = [make()]  # a wrong id or wrong spaces are refused here
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        while self.idle:
+            self.idle.pop().close()
 
 
 class _GymSession:
@@ -176,12 +164,13 @@ class _GymSession:
 
     async def reset(self, example: Example, seed: int) -> tuple[str, Example]:
         """The seed of the example starts the episode, so that the rollouts of a group start alike."""
-        text, _ = await self._call("reset", self._reset, int(example.metadata["seed"]))
-        return _text(text, "reset"), example
 
-    def _reset(self, seed: int) -> Any:
-        self._env = env = self._pool.take()
-        return env.reset(seed=seed)
+        def begin(seed: int) -> Any:
+            self._env = env = self._pool.idle.pop() if self._pool.idle else self._pool.make()
+            return env.reset(seed=seed)
+
+        text, _ = await self._call("reset", begin, int(example.metadata["seed"]))
+        return self._text(text, "reset"), example
 
     async def step(self, action: str) -> Reply:
         assert self._env is not None
@@ -194,7 +183,7 @@ class _GymSession:
             value = float(reward)
         except (TypeError, ValueError) as error:
             raise self._broken(f"step gave the reward {reward!r}") from error
-        return Reply(_text(text, "step"), value, bool(terminated), bool(truncated))
+        return Reply(self._text(text, "step"), value, bool(terminated), bool(truncated))
 
     async def _call(self, what: str, function: Callable[[Any], Any], argument: Any) -> Any:
         timeout_s = self._pool.timeout_s
@@ -207,6 +196,12 @@ class _GymSession:
             logger.exception("the environment raised in %s", what)
             raise self._broken(f"{what} raised {type(error).__name__}: {error}"[:1000]) from error
 
+    def _text(self, value: Any, what: str) -> str:
+        if not isinstance(value, str):
+            kind = type(value).__name__
+            raise self._broken(f"{what} gave an observation of type {kind}, although its space is Text")
+        return value
+
     def _broken(self, why: str) -> ToolUnavailableError:
         self._env = None  # never used again; closing it might hang as well
         return ToolUnavailableError(f"the Gymnasium environment is unavailable: {why}")
@@ -217,14 +212,5 @@ class _GymSession:
     def close(self, *, ended: bool) -> None:
         """Give the environment back; its next reset ends an episode that was given up."""
         if self._env is not None:
-            self._pool.put_back(self._env)
+            self._pool.idle.append(self._env)
             self._env = None
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise ToolUnavailableError(
-            f"the Gymnasium environment is broken: {what} gave an observation of type {type(value).__name__}, although "
-            "its observation space is Text"
-        )
-    return value

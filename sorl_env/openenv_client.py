@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sorl_env.openenv_wire import KEY, reply_from_json
 from sorl_env.session_env import Reply
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0  # between two attempts to connect
 _CONNECT_S = 10.0
-_FULL = "CAPACITY_REACHED"
 _MAX_ERROR_CHARS = 1000
 
 ToAction = Callable[[str], Mapping[str, Any]]
@@ -65,6 +64,13 @@ class Server:
 
 class _FullError(Exception):
     """The server has no place for another episode."""
+
+
+class _Observation(NamedTuple):
+    text: str
+    reward: float
+    done: bool
+    metadata: Mapping[str, Any]
 
 
 class OpenEnvSession:
@@ -150,33 +156,34 @@ class OpenEnvSession:
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> _Observation:
         """Send a message; returns the observation that answers it."""
         assert self._connection is not None
-        connection, timeout_s = self._connection, self._server.timeout_s
+        connection = self._connection
         message = json.dumps({"type": kind, "data": dict(data)})
 
         async def exchange() -> str | bytes:
             await connection.send(message)
             return await connection.recv()
 
-        text = await asyncio.wait_for(exchange(), timeout_s)
+        text = await asyncio.wait_for(exchange(), self._server.timeout_s)
         try:
             reply = read_json(text)
         except ValueError as error:
             raise self._unavailable("its reply cannot be read", error) from error
-        if not isinstance(reply, dict) or not isinstance(reply.get("data"), dict):
+        if not isinstance(reply, dict) or not isinstance(found := reply.get("data"), dict):
             raise self._unavailable(f"its reply is not a message of OpenEnv: {quoted(str(reply))}")
         if reply.get("type") == "error":
-            self._refuse(reply["data"])
+            raise self._refusal(found)
         if reply.get("type") != "observation":
             raise self._unavailable(f"its reply is of type {quoted(str(reply.get('type')))}, not observation")
-        return self._read(reply["data"])
+        return self._read(found)
 
-    def _refuse(self, data: Mapping[str, Any]) -> None:
+    def _refusal(self, data: Mapping[str, Any]) -> Exception:
         code, said = data.get("code"), quoted(str(data.get("message")), _MAX_ERROR_CHARS)
-        if code == _FULL:
-            raise _FullError(said)
+        if code == "CAPACITY_REACHED":
+            return _FullError(said)
         if code == "VALIDATION_ERROR":  # the policy wrote an action of another form
-            raise ToolInputError(f"This action is not possible here: {str(data.get('errors') or said)[:300]}")
-        raise self._unavailable(f"it says {quoted(str(code))}: {said}")
+            wrong = str(data.get("errors") or said)[:300]
+            return ToolInputError(f"This action is not possible here: {wrong}")
+        return self._unavailable(f"it says {quoted(str(code))}: {said}")
 
     def _read(self, data: Mapping[str, Any]) -> _Observation:
         observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
@@ -184,14 +191,13 @@ class OpenEnvSession:
             raise self._unavailable("its observation has another form")
         if reward is not None and (not isinstance(reward, (int, float)) or not math.isfinite(reward)):
             raise self._unavailable(f"it gave a reward of {quoted(str(reward))}")
-        metadata = observation.get("metadata")
-        record = metadata if isinstance(metadata, dict) else {}
+        record = observation.get("metadata")
         if self._server.is_sorl:
-            of_sorl = record.get(KEY)
-            if not isinstance(of_sorl, dict):
+            record = record.get(KEY) if isinstance(record, dict) else None
+            if not isinstance(record, dict):
                 raise self._unavailable(f"its metadata lacks {KEY!r}")
-            record = of_sorl
-        return _Observation(self._server.to_text(observation), float(reward or 0.0), done, record)
+        text = self._server.to_text(observation)
+        return _Observation(text, float(reward or 0.0), done, record if isinstance(record, dict) else {})
 
     def _unavailable(self, what: str, error: BaseException | None = None) -> ToolUnavailableError:
         self.close(ended=False)
@@ -203,11 +209,3 @@ class OpenEnvSession:
         if self._connection is not None:
             connection, self._connection = self._connection, None
             connection.transport.abort()
-
-
-@dataclass(frozen=True)
-class _Observation:
-    text: str
-    reward: float
-    done: bool
-    metadata: Mapping[str, Any]

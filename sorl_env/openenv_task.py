@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,22 +13,28 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from sorl_env.bounds import Bounds
 from sorl_env.data import ExampleSet
 from sorl_env.errors import UserError
 from sorl_env.openenv_client import OpenEnvSession, Server, ToAction
 from sorl_env.openenv_wire import KEY, PROTOCOL, limits_of
-from sorl_env.session_env import INSTRUCTION, Format, SessionEnv, seeded_examples, session_task
+from sorl_env.session_env import (
+    INSTRUCTION,
+    SEEDS_OF_A_SPLIT,
+    Format,
+    SessionEnv,
+    check_settings,
+    seeded_examples,
+    session_task,
+)
 from sorl_env.task import Example, Limits, Task
 from sorl_env.text import quoted, read_json
 from sorl_env.tool import ToolInputError
 
 TOKEN_VARIABLE = "SORL_OPENENV_TOKEN"
-_PREFIX = "openenv:"
 _ASK_S = 10.0
 _MAX_BYTES = 4 << 20
-_MAX_EXAMPLES = 10_000_000
-_SPLITS = ("train", "validation", "test")
-_PLAIN = ("string", "integer", "number", "boolean")
+_PLAIN = ("integer", "number", "boolean")
 
 
 def openenv_task(
@@ -59,20 +64,24 @@ def openenv_task(
     Raises:
         UserError: the server cannot be reached, or is not one of OpenEnv.
     """
-    _check_settings(format, {"timeout_s": timeout_s, "wait_s": wait_s}, examples, max_reply_mb)
+    check_settings(format, examples, timeout_s=timeout_s, wait_s=wait_s)
+    if problem := Bounds(1, 1024).problem(max_reply_mb):
+        raise UserError(f"max_reply_mb {problem}")
+    if find_spec("websockets") is None:
+        raise UserError("openenv tasks need the package websockets: pip install 'sorl[train]'")
     http = _Http(url)
-    schema, state = http.get("/schema"), http.get("/state")
-    facts = state.get(KEY)
-    form: Format = format if facts is None else "raw"
+    schema, facts = http.page("/schema"), http.page("/state").get(KEY)
     limits, ends = Limits(max_turns=max_turns), tuple(stop)
-    begins = instruction if instruction is not None else INSTRUCTION if format == "action" else ""
+    if instruction is None:
+        instruction = INSTRUCTION if format == "action" else ""
+    form: Format = format if facts is None else "raw"
     if facts is not None:
-        field, begins = "text", ""
-        limits, ends = _read_facts(url, facts)
+        field, instruction = "text", ""
+        limits, ends = _read_facts(http.where, facts)
     server = Server(
         url=http.url,
         is_sorl=facts is not None,
-        to_action=_action_maker(url, schema.get("action"), is_sorl=facts is not None),
+        to_action=_action_maker(http.where, schema.get("action"), is_sorl=facts is not None),
         to_text=_text_reader(field),
         timeout_s=timeout_s,
         wait_s=wait_s,
@@ -82,71 +91,53 @@ def openenv_task(
 
     def environment(task: Task, given: ExampleSet, chosen: Limits) -> SessionEnv:
         opens = partial(OpenEnvSession, server)
-        return SessionEnv(task, given, chosen, opens, format=form, stop=ends, instruction=begins)
+        return SessionEnv(task, given, chosen, opens, format=form, stop=ends, instruction=instruction)
 
     return session_task(
-        f"{_PREFIX}{http.url}",
+        f"openenv:{http.url}",
         limits,
         f"the OpenEnv environment at {http.url}",
         environment=environment,
-        embedded=lambda split: _episodes(http, split, examples, is_sorl=facts is not None),
+        embedded=lambda split: _episodes(http, split, examples),
         system_prompt=None if facts is None else facts.get("system_prompt"),
     )
 
 
-def _check_settings(format: str, seconds: Mapping[str, float], examples: int, max_reply_mb: int) -> None:
-    for name, value in seconds.items():
-        if not math.isfinite(value) or not 0 < value <= 86400:
-            raise UserError(f"{name} must be above 0 and at most 86400, not {value}")
-    for name, number, most in (("examples", examples, _MAX_EXAMPLES), ("max_reply_mb", max_reply_mb, 1024)):
-        if not 1 <= number <= most:
-            raise UserError(f"{name} must be from 1 to {most:,}, not {number}")
-    if format not in ("action", "raw"):
-        raise UserError(f"format must be action or raw, not {format!r}")
-    if find_spec("websockets") is None:
-        raise UserError(f"{_PREFIX[:-1]} tasks need the package websockets: pip install 'sorl[train]'")
-
-
-def _read_facts(url: str, facts: Any) -> tuple[Limits, tuple[str, ...]]:
+def _read_facts(where: str, facts: Any) -> tuple[Limits, tuple[str, ...]]:
     """The limits and the stop strings of a task that ``sorl-serve-env`` serves."""
     try:
-        if facts["protocol"] != PROTOCOL:
-            raise UserError(
-                f"{_PREFIX}{url}: the server is a sorl-serve-env of protocol {facts['protocol']}, this is {PROTOCOL}: "
-                "install the same version of sorl on both sides"
-            )
-        return limits_of(facts), tuple(map(str, facts["stop"]))
-    except UserError:
-        raise
+        if facts["protocol"] == PROTOCOL:
+            return limits_of(facts), tuple(map(str, facts["stop"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{_PREFIX}{url}: what it says of its task cannot be read: {error!r}") from error
+        raise UserError(f"{where}: what it says of its task cannot be read: {error!r}") from error
+    raise UserError(
+        f"{where}: the server is a sorl-serve-env of protocol {facts['protocol']}, this is {PROTOCOL}: install "
+        "the same version of sorl on both sides"
+    )
 
 
-def _episodes(http: _Http, split: str, count: int, *, is_sorl: bool) -> tuple[Example, ...]:
+def _episodes(http: _Http, split: str, count: int) -> tuple[Example, ...]:
     """The tasks of a server that lists them (OpenEnv's Task API), or else seeds."""
-    name = http.environment()
-    found = None if name is None else http.post(f"/{name}/num_tasks", {"split": split})
-    if found is None:
-        if split not in _SPLITS:
-            raise UserError(
-                f"{_PREFIX}{http.url} has no splits of its own: choose one of {', '.join(_SPLITS)}"
-            )
-        return seeded_examples(count, _SPLITS.index(split) * _MAX_EXAMPLES)
+    names = http.ask("/list_environments", optional=True)
+    lists_tasks = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    found = http.ask(f"/{names[0]}/num_tasks", {"split": split}, optional=True) if lists_tasks else None
+    if not isinstance(found, dict):
+        return seeded_examples(http.where, split, count)
     number = found.get("num_tasks")
-    if not isinstance(number, int) or not 0 <= number <= _MAX_EXAMPLES:
-        raise UserError(f"{_PREFIX}{http.url}: it says that split {split!r} has {quoted(str(number))} tasks")
+    if not isinstance(number, int) or not 0 <= number <= SEEDS_OF_A_SPLIT:
+        raise UserError(f"{http.where}: it says that split {split!r} has {quoted(str(number))} tasks")
     return tuple(
         Example(id=f"{split}-{index}", question="", metadata={"split": split, "index": index})
         for index in range(number)
     )
 
 
-def _action_maker(url: str, schema: Any, *, is_sorl: bool) -> ToAction:
+def _action_maker(where: str, schema: Any, *, is_sorl: bool) -> ToAction:
     """How a text becomes an action of this schema: the value of its only field, or a JSON object."""
     if is_sorl:
         return lambda text: {"message": text}
     if not isinstance(schema, dict) or not isinstance(schema.get("properties"), dict):
-        raise UserError(f"{_PREFIX}{url}: /schema has no schema of an action: is this an OpenEnv server?")
+        raise UserError(f"{where}: /schema has no schema of an action: is this an OpenEnv server?")
     fields = {name: about for name, about in schema["properties"].items() if name != "metadata"}
     required = [name for name in schema.get("required", ()) if name in fields] or list(fields)
     only = required[0] if len(required) == 1 else None
@@ -159,15 +150,14 @@ def _action_maker(url: str, schema: Any, *, is_sorl: bool) -> ToAction:
     def to_action(text: str) -> Mapping[str, Any]:
         try:
             value = read_json(text)
+            if plain and not isinstance(value, dict):
+                return {str(only): value}
+            if isinstance(value, dict):
+                return value
+            said = ""
         except ValueError as error:
-            raise ToolInputError(
-                f"This action is not possible here: it must be {wanted}, but {error}"
-            ) from error
-        if plain and not isinstance(value, dict):
-            return {str(only): value}
-        if not isinstance(value, dict):
-            raise ToolInputError(f"This action is not possible here: it must be {wanted}")
-        return value
+            said = f", but {error}"
+        raise ToolInputError(f"This action is not possible here: it must be {wanted}{said}")
 
     return to_action
 
@@ -189,56 +179,47 @@ class _Http:
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
+        self.where = f"openenv:{url}"
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"{_PREFIX}{url}: write {_PREFIX}http://HOST:PORT")
+            raise UserError(f"{self.where}: write openenv:http://HOST:PORT")
         self.url = url.rstrip("/")
         self.token = os.environ.get(TOKEN_VARIABLE)
 
-    def get(self, path: str) -> Mapping[str, Any]:
-        found = self._ask("GET", path)
+    def page(self, path: str) -> Mapping[str, Any]:
+        """The answer that each server of OpenEnv gives."""
+        found = self.ask(path)
         if not isinstance(found, dict):
-            raise UserError(
-                f"{_PREFIX}{self.url}: {path} is not what an OpenEnv server says; is the address right?"
-            )
+            raise UserError(f"{self.where}: {path} is not what an OpenEnv server says; is the address right?")
         return found
 
-    def environment(self) -> str | None:
-        """The name under which the server lists tasks."""
-        names = self._ask("GET", "/list_environments", optional=True)
-        if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
-            return names[0]
-        return None
-
-    def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The answer, or None where the server has no such thing."""
-        found = self._ask("POST", path, body, optional=True)
-        return found if isinstance(found, dict) else None
-
-    def _ask(self, method: str, path: str, body: Any = None, *, optional: bool = False) -> Any:
+    def ask(self, path: str, body: Any = None, *, optional: bool = False) -> Any:
+        """The JSON that answers a GET, or the POST of a body; None where an optional page is not there."""
         headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
-        where = f"{_PREFIX}{self.url}"
-        content, deadline = bytearray(), time.monotonic() + 3 * _ASK_S
+        method, content = "GET" if body is None else "POST", bytearray()
+        deadline = time.monotonic() + 3 * _ASK_S
         try:
             with httpx.stream(
                 method, self.url + path, json=body, headers=headers, timeout=_ASK_S
             ) as response:
                 for piece in response.iter_bytes():
                     content += piece
-                    if time.monotonic() > deadline:
-                        raise UserError(f"{where}: its answer to {path} takes longer than {3 * _ASK_S:g} s")
-                    if len(content) > _MAX_BYTES:
-                        raise UserError(f"{where}: its answer to {path} is longer than {_MAX_BYTES:,} bytes")
+                    if len(content) > _MAX_BYTES or time.monotonic() > deadline:
+                        raise UserError(
+                            f"{self.where}: its answer to {path} is longer than {_MAX_BYTES:,} bytes or takes too long"
+                        )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
-            raise UserError(f"{where} does not answer ({why}): start it, or correct the address") from error
+            raise UserError(
+                f"{self.where} does not answer ({why}): start it, or correct the address"
+            ) from error
         if response.status_code == 401:
-            raise UserError(f"{where} wants a token: set the environment variable {TOKEN_VARIABLE}")
+            raise UserError(f"{self.where} wants a token: set the environment variable {TOKEN_VARIABLE}")
         if optional and response.status_code in (404, 405, 501):
             return None
         if response.status_code != 200:
-            said = quoted(bytes(content[:500]).decode("utf-8", "replace"), 200)
-            raise UserError(f"{where}: {path} answers {response.status_code}: {said}")
+            said = quoted(content[:500].decode("utf-8", "replace"), 200)
+            raise UserError(f"{self.where}: {path} answers {response.status_code}: {said}")
         try:
             return read_json(bytes(content))
         except ValueError as error:
-            raise UserError(f"{where}: its answer to {path} cannot be read: {error}") from error
+            raise UserError(f"{self.where}: its answer to {path} cannot be read: {error}") from error

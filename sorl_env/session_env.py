@@ -18,8 +18,10 @@ from typing import Any, Literal, Protocol
 
 from gymnasium.error import ResetNeeded
 
+from sorl_env.bounds import Bounds
 from sorl_env.data import ExampleSet
 from sorl_env.episode_clock import EpisodeClock
+from sorl_env.errors import UserError, did_you_mean
 from sorl_env.parser import FormatError, ParsedTurn, neutralise, parse_turn
 from sorl_env.step import StepResult, turn_row
 from sorl_env.task import Example, Limits, Task
@@ -29,6 +31,7 @@ from sorl_env.trajectory import StopReason
 
 Format = Literal["action", "raw"]
 ACTION = "action"
+SEEDS_OF_A_SPLIT = 10_000_000
 REWARD = "environment"  # the name of an environment's reward among the reward items
 INSTRUCTION = (
     "You act in an environment over several turns. In each turn you may think first, and then write exactly one action "
@@ -227,12 +230,31 @@ class SessionEnv:
         self._on_close()
 
 
-def seeded_examples(count: int, offset: int = 0) -> tuple[Example, ...]:
-    """Examples that are seeds: number i starts the episode that its environment makes of seed ``offset + i``."""
+def seeded_examples(task: str, split: str, count: int) -> tuple[Example, ...]:
+    """The first examples of a split, each of which is a seed of its environment. No two splits share one.
+
+    Raises:
+        UserError: there is no such split.
+    """
+    splits = ("train", "validation", "test")
+    if split not in splits:
+        raise UserError(f"{task} has no split {split!r}. {did_you_mean(split, splits)}")
+    first = splits.index(split) * SEEDS_OF_A_SPLIT
     return tuple(
         Example(id=f"seed-{seed}", question="", metadata={"seed": seed})
-        for seed in range(offset, offset + count)
+        for seed in range(first, first + count)
     )
+
+
+def check_settings(format: str, examples: int, **seconds: float) -> None:
+    """Check what users give for such an environment. Raises ``UserError``."""
+    if format not in ("action", "raw"):
+        raise UserError(f"format must be action or raw, not {format!r}")
+    problems = {"examples": Bounds(1, SEEDS_OF_A_SPLIT).problem(examples)}
+    problems |= {name: Bounds(above=0, high=86400).problem(value) for name, value in seconds.items()}
+    for name, problem in problems.items():
+        if problem:
+            raise UserError(f"{name} {problem}")
 
 
 def session_task(name: str, limits: Limits, description: str, **declared: Any) -> Task:

@@ -6,7 +6,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from sorl_env.text import quoted, read_json
@@ -15,7 +15,7 @@ _MAX_PROBLEM_CHARS = 200  # of a message about the policy's arguments that Pytho
 MAX_INTEGER = 2**63 - 1  # no tool needs larger ones, and arithmetic of them with floats raises
 
 _SCALARS: dict[type, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
-_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
     "number": (int, float),
@@ -75,12 +75,12 @@ def check_schema(schema: Mapping[str, Any], where: str) -> None:
     """
     if schema.get("type") != "object" or not isinstance(schema.get("properties"), Mapping):
         raise ValueError(f"{where}: its schema must be an object with properties, not {schema!r}")
-    pending: list[Mapping[str, Any]] = list(schema["properties"].values())
+    pending: list[Mapping[str, Any]] = [schema]
     while pending:
         part = pending.pop()
-        if "type" in part and not (isinstance(part["type"], str) and part["type"] in _PYTHON_TYPES):
+        if "type" in part and not (isinstance(part["type"], str) and part["type"] in PYTHON_TYPES):
             raise ValueError(
-                f"{where}: unknown type {part['type']!r}; use {', '.join(_PYTHON_TYPES)} or anyOf"
+                f"{where}: unknown type {part['type']!r}; use {', '.join(PYTHON_TYPES)} or anyOf"
             )
         pending += [*part.get("anyOf", ()), *part.get("properties", {}).values()]
         pending += [part["items"]] if "items" in part else []
@@ -133,19 +133,28 @@ def find_problem(value: Any, schema: Mapping[str, Any], path: str = "arguments")
     if "enum" in schema and not any(type(value) is type(one) and value == one for one in schema["enum"]):
         return f"{path} must be one of {', '.join(map(repr, schema['enum']))}"
     expected = schema.get("type")
-    if expected is not None and not _has_type(value, expected):
+    if expected is not None and (
+        not isinstance(value, PYTHON_TYPES[expected]) or (isinstance(value, bool) and expected != "boolean")
+    ):
         return f"{path} must be {expected}, not {type(value).__name__}"
     if isinstance(value, (int, float)):
         if value < schema.get("minimum", value):
             return f"{path} must be at least {schema['minimum']}"
         if value > schema.get("maximum", value):
             return f"{path} must be at most {schema['maximum']}"
-    if expected == "array" and "items" in schema:
-        problems = (find_problem(item, schema["items"], f"{path}[{i}]") for i, item in enumerate(value))
-        return next((problem for problem in problems if problem), None)
-    if expected == "object":
-        return _find_object_problem(value, schema, path)
-    return None
+    inner: Iterable[tuple[str, Any, Mapping[str, Any]]] = ()
+    if expected == "array":
+        inner = ((f"{path}[{i}]", item, schema.get("items", {})) for i, item in enumerate(value))
+    elif expected == "object":
+        properties: Mapping[str, Any] = schema.get("properties", {})
+        if missing := [name for name in schema.get("required", ()) if name not in value]:
+            return f"{path} lack {', '.join(map(repr, missing))}"
+        unknown = [name for name in value if name not in properties]
+        if unknown and schema.get("additionalProperties") is False:
+            known = ", ".join(map(repr, properties))
+            return f"{path} have no parameter {quoted(unknown[0])}; there are {known}"
+        inner = ((f"{path}.{name}", value[name], properties[name]) for name in value if name in properties)
+    return next(filter(None, (find_problem(item, part, where) for where, item, part in inner)), None)
 
 
 def _find_extreme(value: Any) -> str | None:
@@ -161,23 +170,3 @@ def _find_extreme(value: Any) -> str | None:
         inner = value.values() if isinstance(value, dict) else value
         return next((problem for problem in map(_find_extreme, inner) if problem), None)
     return None
-
-
-def _has_type(value: Any, expected: str) -> bool:
-    if isinstance(value, bool):  # a bool is an int in Python, but not in JSON
-        return expected == "boolean"
-    return isinstance(value, _PYTHON_TYPES[expected])
-
-
-def _find_object_problem(value: Mapping[str, Any], schema: Mapping[str, Any], path: str) -> str | None:
-    properties: Mapping[str, Any] = schema.get("properties", {})
-    missing = [name for name in schema.get("required", ()) if name not in value]
-    if missing:
-        return f"{path} lack {', '.join(map(repr, missing))}"
-    unknown = [name for name in value if name not in properties]
-    if unknown and schema.get("additionalProperties", True) is False:
-        return f"{path} have no parameter {quoted(unknown[0])}; there are {', '.join(map(repr, properties))}"
-    problems = (
-        find_problem(value[name], properties[name], f"{path}.{name}") for name in value if name in properties
-    )
-    return next((problem for problem in problems if problem), None)

@@ -9,10 +9,20 @@ from typing import Any
 from sorl_env.errors import UserError
 from sorl_env.text import MAX_DEPTH, quoted
 from sorl_env.tool import RESERVED_NAMES
+from sorl_env.tool_schema import PYTHON_TYPES
 
 MAX_NAME_CHARS = 128
 MAX_PROPERTIES = 1000
-_TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
+# Keywords that a toolbox knows beside anyOf, items and properties, and the types of their values.
+_KEPT: dict[str, tuple[type, ...]] = {
+    "type": (str,),
+    "description": (str,),
+    "enum": (list,),
+    "minimum": (int, float),
+    "maximum": (int, float),
+    "required": (list,),
+    "additionalProperties": (bool,),
+}
 _NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9_-]")
 
 
@@ -35,16 +45,14 @@ def readable_schema(schema: Any, where: str) -> dict[str, Any]:
     Raises:
         UserError: it is not the schema of an object.
     """
-    properties = schema.get("properties", {}) if isinstance(schema, Mapping) else None
-    if (
-        not isinstance(properties, Mapping)
-        or schema.get("type") != "object"
-        or len(properties) > MAX_PROPERTIES
-    ):
+    if not isinstance(schema, Mapping) or schema.get("type") != "object":
         raise UserError(
             f"{where}: its schema {quoted(repr(schema))} is not that of an object with parameters"
         )
-    return {"type": "object", "properties": {}, **_readable(schema, 0)}
+    read = {"properties": {}, **_readable(schema, 0)}
+    if len(read["properties"]) > MAX_PROPERTIES:
+        raise UserError(f"{where}: it has more than {MAX_PROPERTIES} parameters")
+    return read
 
 
 def _readable(schema: Any, depth: int) -> dict[str, Any]:
@@ -52,28 +60,17 @@ def _readable(schema: Any, depth: int) -> dict[str, Any]:
         return {}
     kinds = schema.get("type")
     if isinstance(kinds, list):  # several types in one
-        rest = {name: value for name, value in schema.items() if name != "type"}
-        options = [_readable({**rest, "type": kind}, depth + 1) for kind in kinds]
+        options = [_readable({**schema, "type": kind}, depth + 1) for kind in kinds]
         return {"anyOf": options} if options and all(options) else {}
-    read: dict[str, Any] = {"type": kinds} if isinstance(kinds, str) and kinds in _TYPES else {}
-    if isinstance(schema.get("description"), str):
-        read["description"] = schema["description"]
-    if isinstance(schema.get("enum"), list):
-        read["enum"] = schema["enum"]
-    for name in ("minimum", "maximum"):
-        if isinstance(schema.get(name), (int, float)) and not isinstance(schema[name], bool):
-            read[name] = schema[name]
-    choices = schema.get("anyOf")
-    if isinstance(choices, list) and choices:
+    read = {name: schema[name] for name, kept in _KEPT.items() if isinstance(schema.get(name), kept)}
+    if kinds not in (*PYTHON_TYPES,):
+        read.pop("type", None)
+    if "required" in read:
+        read["required"] = [name for name in read["required"] if isinstance(name, str)]
+    if isinstance(choices := schema.get("anyOf"), list) and choices:
         read["anyOf"] = [_readable(choice, depth + 1) for choice in choices]
     if isinstance(schema.get("items"), Mapping):
         read["items"] = _readable(schema["items"], depth + 1)
-    properties = schema.get("properties")
-    if isinstance(properties, Mapping):
+    if isinstance(properties := schema.get("properties"), Mapping):
         read["properties"] = {str(name): _readable(part, depth + 1) for name, part in properties.items()}
-        required = schema.get("required")
-        if isinstance(required, list):
-            read["required"] = [name for name in required if isinstance(name, str)]
-    if isinstance(schema.get("additionalProperties"), bool):
-        read["additionalProperties"] = schema["additionalProperties"]
     return read
