@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from sorl_env.check import Check, describe_checks, raised
-from sorl_env.check_episodes import check_episodes, requests
-from sorl_env.check_session import check_session
-from sorl_env.check_tools import check_tool
-from sorl_env.command import (
-    FAILED,
-    Parser,
-    add_json_option,
-    number,
-    print_json,
-    run_command,
-    whole,
-)
+from sorl_env.check_tools import check_episodes, check_tool, requests
+from sorl_env.command import FAILED, Parser, add_json_option, number, print_json, run_command, whole
 from sorl_env.env import ToolUseEnv
 from sorl_env.env_parts import add_task_options, read_task_args
 from sorl_env.errors import UserError
+from sorl_env.interrupts import run_async
 from sorl_env.registry import load_task
 from sorl_env.rewards import normalize_answer
-from sorl_env.session_env import SessionEnv
-from sorl_env.step import StepResult
+from sorl_env.session_env import ACTION, SessionEnv
 from sorl_env.task import Example, Task, ToolSettings
 from sorl_env.text import quoted
-from sorl_env.text_env import need_tools, open_env
+from sorl_env.text_env import TextEnv, need_tools, open_env
 from sorl_env.tokens import Tokenizer, encode_prompt
-from sorl_env.tool import RESERVED_NAMES
+from sorl_env.tool import RESERVED_NAMES, ToolUnavailableError
 
 __all__ = ["WRONG_ANSWER", "Check", "check_task", "main"]
 
@@ -48,28 +38,61 @@ def check_task(env: ToolUseEnv, *, limit: int = 200, tokenizer: Tokenizer | None
     Args:
         tokenizer: counts the tokens of the prompts. Without one, words are counted, which are never more than tokens.
     """
-    task = env.task
     examples = env.examples.examples[:limit]
+    prompts = [env.format.prompt(env.task, example) for example in examples]
     checks = [
-        _check_rows(task, len(env.examples)),
-        *_check_reward(env, len(examples)),
-        *_check_prompts(env, examples, tokenizer),
+        _check_rows(env.task, len(env.examples)),
+        *_check_rewards(env, examples),
+        _check_sizes(env, prompts, tokenizer),
+        *_check_tags(env, prompts),
         *(check_tool(env, tool, examples[0].question) for tool in env.toolbox.tools),
     ]
     if any(check.tool_is_out for check in checks):
         return checks  # every episode that uses the tool would wait for it again
-    checks.append(_contained("seeds", lambda: _check_seeds(env)))
+    checks.append(_contained("seeds", _check_seeds, env))
     if env.toolbox.tools:
         checks.append(check_episodes(env))
-    if (expert := task.expert) is not None:
-        checks.append(_check_expert(env.spawn(), expert, len(examples)))
+    if env.task.expert is not None:
+        checks.append(_check_expert(env.spawn(), env.task.expert, examples))
     return checks
 
 
-def _contained(name: str, check: Callable[[], Check]) -> Check:
+async def check_session(
+    env: SessionEnv, *, limit: int = 200, tokenizer: Tokenizer | None = None
+) -> list[Check]:
+    """Check an environment from elsewhere: does it answer, and does its seed decide how an episode begins?
+
+    The texts that begin its first ``limit`` episodes are read; one of them plays a turn.
+    """
+    prompts: list[str] = []
+    try:
+        for index in range(min(limit, len(env.examples))):
+            prompts.append(await env.areset(index, _SEEDS[0]))
+            env.end_episode()
+        again = await env.areset(0, _SEEDS[0])
+        turn = await env.astep(f"<{ACTION}>look</{ACTION}>" if env.format == "action" else "look")
+    except ToolUnavailableError as error:
+        return [Check("episodes", False, str(error))]
+    finally:
+        env.end_episode()
+    same = "the first episode begins in the same way again"
+    differs = (
+        "the first episode began in two different ways: the rollouts of a group would have different prompts; let the "
+        "environment follow its seed, or use an algorithm with a critic"
+    )
+    problem = turn.info.get("error")
+    return [
+        Check("episodes", True, f"{len(prompts)} begin"),
+        _check_sizes(env, prompts, tokenizer),
+        Check("seeds", again == prompts[0], same if again == prompts[0] else differs),
+        Check("turn", problem is None, problem or f"a reply of {len(turn.observation)} characters"),
+    ]
+
+
+def _contained(name: str, check: Callable[..., Check], *arguments: Any) -> Check:
     """A check in which the task's own code may raise, which must not hide the other checks."""
     try:
-        return check()
+        return check(*arguments)
     except UserError:
         raise  # says which contract is broken, and would do so in every check
     except Exception as error:  # noqa: BLE001  as the rollout contains it
@@ -83,34 +106,28 @@ def _check_rows(task: Task, count: int) -> Check:
     except (KeyError, ValueError) as error:
         return Check("rows", True, f"{count} read; an empty row is refused: {type(error).__name__}: {error}")
     except (TypeError, AttributeError, IndexError) as error:
-        return Check(
-            "rows",
-            False,
-            f"parse_row({{}}) raises {error!r}, not a KeyError or ValueError that names the column",
-        )
-    return Check("rows", False, "parse_row({}) succeeds: raise KeyError or ValueError naming the column")
+        wrong = f"raises {error!r}, not a KeyError or ValueError that names the column"
+    else:
+        wrong = "succeeds: raise KeyError or ValueError naming the column"
+    return Check("rows", False, f"parse_row({{}}) {wrong}")
 
 
-def _check_reward(env: ToolUseEnv, count: int) -> list[Check]:
+def _check_rewards(env: ToolUseEnv, examples: Sequence[Example]) -> Iterator[Check]:
     """As the only turn of an episode, a gold answer must score 1 and an empty or a wrong answer 0."""
-    task = env.task
-    once = env.spawn()
-    once.limits = replace(env.limits, max_turns=1)
-    wrong = task.wrong_answer or (lambda example: WRONG_ANSWER)
+    wrong = env.task.wrong_answer or (lambda example: WRONG_ANSWER)
     cases: dict[str, tuple[float, Callable[[Example], Sequence[str]]]] = {
         "gold answer": (1.0, lambda example: example.golden_answers),
         "empty answer": (0.0, lambda example: _nothing(example.golden_answers)),
         "wrong answer": (0.0, lambda example: (wrong(example),)),
     }
-    if not any(example.golden_answers for example in env.examples.examples[:count]):
+    if not any(example.golden_answers for example in examples):
         del cases["gold answer"]  # nothing to compare with, so the expert has to show that 1.0 can be reached
-    checks = [
-        _contained(name, functools.partial(_score_answers, once, name, count, *case))
-        for name, case in cases.items()
-    ]
-    if "gold answer" not in cases and task.expert is None:
-        checks.append(Check("gold answer", False, "there are no golden_answers and no expert"))
-    return checks
+        if env.task.expert is None:
+            yield Check("gold answer", False, "there are no golden_answers and no expert")
+    once = env.spawn()
+    once.limits = replace(env.limits, max_turns=1)
+    for name, case in cases.items():
+        yield _contained(name, _score_answers, once, len(examples), name, *case)
 
 
 def _nothing(golds: Sequence[str]) -> Sequence[str]:
@@ -122,60 +139,52 @@ def _nothing(golds: Sequence[str]) -> Sequence[str]:
 
 
 def _score_answers(
-    env: ToolUseEnv, name: str, count: int, expected: float, answers: Callable[[Example], Sequence[str]]
+    env: ToolUseEnv, count: int, name: str, expected: float, answers: Callable[[Example], Sequence[str]]
 ) -> Check:
     scored = 0
     for index in range(count):
         env.reset(options={"index": index})
-        given = answers(env.example)
+        where, given = f"example {quoted(env.example.id)}", answers(env.example)
         if not given:
-            return Check(name, False, f"example {quoted(env.example.id)} has no golden_answers")
+            return Check(name, False, f"{where} has no golden_answers")
         for answer in given:
             env.reset(options={"index": index})
             result = env.step(f"<think>check</think>\n<answer>{answer}</answer>")
-            if abs(result.reward - expected) > 1e-6:
-                return Check(
-                    name,
-                    False,
-                    f"example {quoted(env.example.id)}: {quoted(answer)} scores {result.reward:g} "
-                    f"{result.info['reward_items']}, expected {expected:g}",
-                )
+            if not _is_close(result.reward, expected):
+                got = f"{quoted(answer)} scores {result.reward:g} {result.info['reward_items']}"
+                return Check(name, False, f"{where}: {got}, expected {expected:g}")
             scored += 1
     return Check(name, True, f"{scored} score {expected:g}")
 
 
-def _check_prompts(env: ToolUseEnv, examples: Sequence[Example], tokenizer: Tokenizer | None) -> list[Check]:
-    task = env.task
-    sizes: list[tuple[int, str]] = []
-    prompts = [env.format.prompt(task, example) for example in examples]
-    for example, prompt in zip(examples, prompts, strict=True):
-        if tokenizer is None:
-            sizes.append((len(f"{task.system_prompt or ''} {prompt}".split()), example.id))
-        else:
-            sizes.append((len(encode_prompt(tokenizer, prompt, task.system_prompt)), example.id))
-    longest, example_id = max(sizes)
+def _check_sizes(env: TextEnv, prompts: Sequence[str], tokenizer: Tokenizer | None) -> Check:
+    system, limit = env.task.system_prompt, env.limits.max_prompt_tokens
+    if tokenizer is None:
+        sizes = [len(f"{system or ''} {prompt}".split()) for prompt in prompts]
+    else:
+        sizes = [len(encode_prompt(tokenizer, prompt, system)) for prompt in prompts]
     unit = "words; count tokens with --tokenizer FOLDER" if tokenizer is None else "tokens"
-    limit = task.limits.max_prompt_tokens
-    detail = f"longest {longest}, example {quoted(example_id)} (limit {limit}; {unit})"
-    problem = _find_tag_problem(task, env.toolbox.names, prompts)
-    return [Check("prompts", longest <= limit, detail), *([Check("tags", False, problem)] if problem else [])]
+    longest = max(sizes)
+    example = env.examples.examples[sizes.index(longest)]
+    detail = f"longest {longest}, example {quoted(example.id)} (limit {limit}; {unit})"
+    return Check("prompts", longest <= limit, detail)
 
 
-def _find_tag_problem(task: Task, tools: Sequence[str], prompts: Sequence[str]) -> str | None:
+def _check_tags(env: ToolUseEnv, prompts: Sequence[str]) -> Iterator[Check]:
     """What is wrong with the tags that all prompts name; others come with the data."""
+    task, tags = env.task, (*env.toolbox.names, "answer")
     named = set.intersection(*(set(_TAG.findall(f"{task.system_prompt or ''} {one}")) for one in prompts))
-    if unknown := sorted(named - {*tools, "answer", *RESERVED_NAMES}):
-        have = ", ".join(f"<{tool}>" for tool in (*tools, "answer"))
-        return f"the prompt names <{unknown[0]}>, which no tool reads; the tags are {have}"
-    if task.expert is not None:
-        return None  # its demonstrations may teach the tags
-    for tag in (*tools, "answer"):
-        if tag not in named:
-            return (
-                f"the prompt does not name <{tag}>, so no policy can know of it: say what to write between <{tag}> and "
-                f"</{tag}>"
-            )
-    return None
+    unknown = sorted(named - {*tags, *RESERVED_NAMES})
+    # the demonstrations of an expert may teach the tags
+    missing = [tag for tag in tags if tag not in named and task.expert is None]
+    if unknown:
+        have = ", ".join(f"<{tag}>" for tag in tags)
+        yield Check(
+            "tags", False, f"the prompt names <{unknown[0]}>, which no tool reads; the tags are {have}"
+        )
+    elif missing:
+        said = f"the prompt does not name <{missing[0]}>, so no policy can know of it: say what to write between "
+        yield Check("tags", False, f"{said}<{missing[0]}> and </{missing[0]}>")
 
 
 def _check_seeds(env: ToolUseEnv) -> Check:
@@ -187,11 +196,11 @@ def _check_seeds(env: ToolUseEnv) -> Check:
     turns.append(f"<answer>{WRONG_ANSWER}</answer>")
     for seed in _SEEDS:
         first, second = (_episode(env.spawn(), seed, turns) for _ in range(2))
-        if first != second:
-            turn = next(i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
-            where = f"turn {turn}" if turn else "reset"
-            seen = f"{first[turn][0][:60]!r}, and then {second[turn][0][:60]!r}"
-            return Check("seeds", False, f"seed {seed}, {where}: first {seen}")
+        for turn, (one, other) in enumerate(zip(first, second, strict=False)):
+            if one != other:
+                where = f"turn {turn}" if turn else "reset"
+                seen = f"first {one[0][:60]!r}, and then {other[0][:60]!r}"
+                return Check("seeds", False, f"seed {seed}, {where}: {seen}")
     return Check("seeds", True, f"{', '.join(map(str, _SEEDS))} reproduce their episodes")
 
 
@@ -207,43 +216,41 @@ def _episode(env: ToolUseEnv, seed: int, turns: Sequence[str]) -> list[tuple[str
 
 
 def _check_expert(
-    env: ToolUseEnv, expert: Callable[[Example, Sequence[str]], str | None], count: int
+    env: ToolUseEnv, expert: Callable[[Example, Sequence[str]], str | None], examples: Sequence[Example]
 ) -> Check:
     """An expert that plays must solve something; it may give up where the tools do not return what it needs."""
     solved = given_up = 0
     failed = ""  # the first episode that it did not solve
-    for index in range(count):
+    for index, example in enumerate(examples):
         env.reset(options={"index": index})
-        observations: list[str] = []
+        where, observations = f"example {quoted(example.id)}", list[str]()
         while True:
             try:
                 turn = expert(env.example, observations)
             except Exception as error:  # noqa: BLE001  as in _contained
                 saw = f", after it saw {quoted(observations[-1].strip(), 300)}" if observations else ""
-                where = f"example {quoted(env.example.id)}, turn {len(observations)}"
-                return Check("expert", False, f"{where}: {raised(error)}{saw}")
+                return Check("expert", False, f"{where}, turn {len(observations)}: {raised(error)}{saw}")
             if turn is None:
                 given_up += 1
                 break
             result = env.step(turn)
             observations.append(result.observation)
             if result.terminated or result.truncated:
-                right = abs(result.reward - 1.0) <= 1e-6
+                right = _is_close(result.reward, 1.0)
                 solved += right
-                if not right and not failed:
-                    failed = f"; the first that it does not: {_told(env, turn, result)}"
+                why = result.info["error"] or result.info["format_error"] or result.info["stop_reason"]
+                told = f"{where} ends with {why}, reward {result.reward:g}, turn {quoted(turn, 120)}"
+                failed = failed or ("" if right else f"; the first that it does not: {told}")
                 break
     left_out = f", gives up on {given_up}" if given_up else ""
     # without gold answers nothing else shows that a reward of 1 can be reached
-    may_give_up = given_up == count and any(one.golden_answers for one in env.examples.examples[:count])
-    said = f"solves {solved} of {count}{left_out}"
+    may_give_up = given_up == len(examples) and any(one.golden_answers for one in examples)
+    said = f"solves {solved} of {len(examples)}{left_out}"
     return Check("expert", solved > 0 or may_give_up, said if solved else said + failed)
 
 
-def _told(env: ToolUseEnv, turn: str, result: StepResult) -> str:
-    """How an episode ended, and its last turn."""
-    why = result.info["error"] or result.info["format_error"] or result.info["stop_reason"]
-    return f"example {quoted(env.example.id)} ends with {why}, reward {result.reward:g}, turn {quoted(turn, 120)}"
+def _is_close(reward: float, expected: float) -> bool:
+    return abs(reward - expected) <= 1e-6
 
 
 def load_tokenizer(folder: str) -> Tokenizer:
@@ -297,33 +304,24 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def _check(argv: Sequence[str]) -> int:
     args = _parse_args(argv)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    settings = ToolSettings(
-        corpus=args.corpus,
-        search_url=args.search_url,
-        timeout_s=args.timeout_s,
-        tools=tuple(args.tools),
-    )
+    settings = ToolSettings(args.corpus, args.search_url, timeout_s=args.timeout_s, tools=tuple(args.tools))
     task = load_task(args.task, **read_task_args(args))
     env = open_env(task, data=args.data, split=args.split, tool_settings=settings)
-    loaded = env.examples
+    count, split, source = len(env.examples), env.examples.split, env.examples.source
+    is_sample = env.examples.is_sample
     if not args.json:
-        sample = ", a sample and not the benchmark" if loaded.is_sample else ""
-        print(f"task {env.task.name}: {len(loaded)} examples, split {loaded.split}, {loaded.source}{sample}")
+        sample = ", a sample and not the benchmark" if is_sample else ""
+        print(f"task {task.name}: {count} examples, split {split}, {source}{sample}")
     try:
         if isinstance(env, SessionEnv):
-            checks = check_session(env, limit=args.limit, tokenizer=tokenizer)
+            checks = run_async(check_session(env, limit=args.limit, tokenizer=tokenizer))
         else:
             checks = check_task(need_tools(env, "the contract"), limit=args.limit, tokenizer=tokenizer)
     finally:
         env.close()
     if args.json:
-        facts = {
-            "task": env.task.name,
-            "examples": len(loaded),
-            "split": loaded.split,
-            "source": loaded.source,
-        }
-        print_json({**facts, "is_sample": loaded.is_sample, "checks": checks})
+        facts = {"task": task.name, "examples": count, "split": split, "source": source}
+        print_json({**facts, "is_sample": is_sample, "checks": checks})
     else:
         print(describe_checks(checks, 14))
     return int(not all(check.passed for check in checks))

@@ -1,13 +1,13 @@
-"""Part of ``sorl-check-task``: does each tool answer, whatever the policy writes?"""
+"""Part of ``sorl-check-task``: does each tool answer whatever the policy writes, and does it keep episodes apart?"""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from sorl_env.check import Check, raised
-from sorl_env.check_episodes import requests
 from sorl_env.env import ToolUseEnv
 from sorl_env.text import quoted
 from sorl_env.tool import Tool, ToolOutcome, ToolRequest, ToolUnavailableError
@@ -16,25 +16,24 @@ from sorl_env.tool_schema import takes_raw_text
 # What a policy in training writes. None of it does harm to a tool that changes something.
 _TEXTS = ("?", "0", "-1", "nothing", "two words", '"', "(", "[1, 2]", "%s", "\N{SNOWMAN}\n\0", "x" * 2000)
 _NUMBERS = (0, -1, 2**53)
-_MOST_REQUESTS = 40
+_MOST_JUNK = 40
+_MOST_REQUESTS = 8  # different requests to one tool, where its schema offers values to choose from
+_ROUNDS = 3
+_SEED = 7
 
 
 def check_tool(env: ToolUseEnv, tool: Tool, question: str) -> Check:
-    """The tool answers within its deadline, alone, in a batch, and to junk. A refusal counts as an answer."""
+    """The tool answers within its deadline, a second time, and to junk. A refusal counts as an answer."""
     name = f"tool {tool.name}"
     request = next(requests(tool, question))
     fresh = env.spawn()
     fresh.begin_episode(0)
     try:
         first = fresh.toolbox.call(request)
-        outcomes = [first]
-        if not isinstance(first, ToolUnavailableError):
-            outcomes += fresh.toolbox.call_batch([request, request])
-        for outcome in outcomes:
-            if problem := _problem(name, request, outcome):
-                return problem
-        for junk in itertools.islice(_junk(tool), _MOST_REQUESTS):
-            if problem := _problem(name, junk, fresh.toolbox.call(junk)):
+        if problem := _problem(name, request, first):
+            return problem
+        for again in (request, *itertools.islice(_junk(tool), _MOST_JUNK)):
+            if problem := _problem(name, again, fresh.toolbox.call(again)):
                 return problem
     finally:
         fresh.end_episode()
@@ -51,11 +50,95 @@ def _problem(name: str, request: ToolRequest, outcome: ToolOutcome) -> Check | N
     if "bug in the tool" not in str(outcome):
         detail = f"{outcome} (asked for {asked}); start it, or correct its address. Episodes were not checked"
         return Check(name, False, detail, tool_is_out=True)
-    cause = outcome.__cause__
-    what = str(outcome) if cause is None else raised(cause)
-    return Check(
-        name, False, f"asked for {asked}: {what}; raise ToolInputError, whose text the policy then reads"
+    what = str(outcome) if outcome.__cause__ is None else raised(outcome.__cause__)
+    advice = "raise ToolInputError, whose text the policy then reads"
+    return Check(name, False, f"asked for {asked}: {what}; {advice}")
+
+
+def check_episodes(env: ToolUseEnv) -> Check:
+    """Two episodes whose tool calls alternate must get the replies that each of them gets alone.
+
+    Rollouts run many episodes at once. A tool that keeps state without offering ``new_episode`` mixes them up, and only
+    a comparison shows it.
+    """
+    question = env.examples.examples[0].question
+    # No other check uses these words, so the replies do not depend on what an earlier check left in a tool.
+    scripts = [_script(env.toolbox.tools, f"{question} ({part})") for part in ("first", "second")]
+    try:
+        alone = [_replies(env, [script])[0] for script in scripts]
+        together = _replies(env, scripts)
+    except ToolUnavailableError as error:
+        return Check("episodes", False, f"could not be checked: {error}")
+    for script, expected, seen in zip(scripts, alone, together, strict=True):
+        for request, one, other in zip(script, expected, seen, strict=True):
+            if one != other:
+                return Check("episodes", False, _difference(env, request, one, other))
+    kept = ", ".join(sorted(env.toolbox.stateful))
+    said = f"; {kept} keeps a state of its own in each" if kept else ""
+    return Check("episodes", True, f"two at the same time get the same replies as each alone{said}")
+
+
+def _difference(env: ToolUseEnv, request: ToolRequest, one: str, other: str) -> str:
+    seen = f"tool {request.tool} replies {one[:60]!r} to {request.argument[:60]!r}"
+    if request.tool in env.toolbox.stateful:
+        return (
+            f"{seen} alone, and {other[:60]!r} beside another episode: the tools that new_episode returns must not "
+            "share anything that changes"
+        )
+    return (
+        f"{seen} at first, and {other[:60]!r} in a later episode with the same calls. The tool remembers earlier "
+        "episodes, shares such a memory with another tool, or draws at random. Give it new_episode (docs/add_a_tool.md)"
     )
+
+
+def _replies(root: ToolUseEnv, scripts: Sequence[Sequence[ToolRequest]]) -> list[list[str]]:
+    """The replies to each script, played in episodes of the same seed whose calls alternate.
+
+    Raises:
+        ToolUnavailableError: a tool is out, so there is nothing to compare.
+    """
+    envs = [root.spawn() for _ in scripts]
+    seen: list[list[str]] = [[] for _ in envs]
+    try:
+        for env in envs:
+            env.reset(seed=_SEED, options={"index": 0})
+        for requests_ in zip(*scripts, strict=True):
+            for env, request, replies in zip(envs, requests_, seen, strict=True):
+                outcome = env.toolbox.call(request)
+                if isinstance(outcome, ToolUnavailableError):
+                    raise outcome
+                replies.append(outcome.reply)
+    finally:
+        for env in envs:
+            env.end_episode()
+    return seen
+
+
+def _script(tools: Sequence[Tool], text: str) -> list[ToolRequest]:
+    """Calls of every tool with all its choices, several times over, because a call may read what another one wrote."""
+    once = [request for tool in tools for request in itertools.islice(requests(tool, text), _MOST_REQUESTS)]
+    return once * _ROUNDS
+
+
+def requests(tool: Tool, text: str) -> Iterator[ToolRequest]:
+    """Requests that fit the schema: ``text`` for every string, and one request per combination of the choices."""
+    if takes_raw_text(tool.schema):
+        yield ToolRequest(tool.name, text)
+        return
+    properties: Mapping[str, Any] = tool.schema.get("properties", {})
+    names = list(tool.schema.get("required", ()))
+    for values in itertools.product(*(_sample_values(properties[name], text) for name in names)):
+        yield ToolRequest(tool.name, json.dumps(dict(zip(names, values, strict=True))))
+
+
+def _sample_values(schema: Mapping[str, Any], text: str) -> Sequence[Any]:
+    if "enum" in schema:
+        return list(schema["enum"])
+    if "anyOf" in schema:
+        return _sample_values(schema["anyOf"][0], text)
+    number = schema.get("minimum", 1)
+    values = {"string": text, "integer": number, "number": number, "boolean": True, "array": [], "object": {}}
+    return [values.get(schema["type"])]
 
 
 def _junk(tool: Tool) -> Iterator[ToolRequest]:
@@ -63,8 +146,7 @@ def _junk(tool: Tool) -> Iterator[ToolRequest]:
     if takes_raw_text(tool.schema):
         yield from (ToolRequest(tool.name, text) for text in _TEXTS)
         return
-    for text in _TEXTS:
-        yield next(requests(tool, text))
+    yield from (next(requests(tool, text)) for text in _TEXTS)
     properties = tool.schema["properties"]
     numbers = [name for name, one in properties.items() if one.get("type") in ("integer", "number")]
     for request in itertools.islice(requests(tool, "?"), len(_TEXTS)):

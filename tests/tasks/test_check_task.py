@@ -108,7 +108,7 @@ def test_a_task_without_gold_answers_needs_an_expert() -> None:
 
 def test_prompts_that_are_too_long() -> None:
     detail = failures(limits=Limits(max_prompt_tokens=3))["prompts"]
-    assert "longest 6, example '4' (limit 3; words" in detail
+    assert "longest 6, example '0' (limit 3; words" in detail
 
 
 def test_a_tokenizer_counts_exactly() -> None:
