@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,6 @@ from sorl_env.trajectory_io import iter_jsonl
 
 Kind = Literal["step", "eval"]
 _T = TypeVar("_T")
-_K = TypeVar("_K")
 
 COUNT = 10
 _READ_OF_A_FILE = 64  # trajectories, except of the last step; a file may have hundreds of long ones
@@ -58,11 +57,9 @@ def choose_dialogues(folder: Path, notes: list[str], count: int = COUNT) -> list
     chosen = [Dialogue(last, kind, lowest, "lowest reward of the last saved step")]
     if highest is not lowest:
         chosen.append(Dialogue(last, kind, highest, "highest reward of the last saved step"))
-    steps[last] = [t for t in steps[last] if t is not lowest and t is not highest]
-    available = {step: len(found) for step, found in steps.items()}
-    for step, number in share_out(available, count - len(chosen)).items():
-        chosen += [Dialogue(step, kind, trajectory) for trajectory in evenly(steps[step], number)]
-    return sorted(chosen, key=lambda dialogue: dialogue.step)
+    steps[last] = [t for t in steps[last] if t is not lowest and t is not highest][:_READ_OF_A_FILE]
+    others = [Dialogue(step, kind, trajectory) for step in sorted(steps) for trajectory in steps[step]]
+    return sorted([*chosen, *evenly(others, count - len(chosen))], key=lambda dialogue: dialogue.step)
 
 
 def segments(text: str) -> list[tuple[str, str]]:
@@ -124,15 +121,6 @@ def extremes(ranked: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory]:
     """The trajectories with the lowest and the highest reward; excluded ones count only if all are excluded."""
     counted = [trajectory for trajectory in ranked if not trajectory.excluded] or ranked
     return counted[0], counted[-1]
-
-
-def share_out(available: Mapping[_K, int], wanted: int) -> dict[_K, int]:
-    """Share ``wanted`` out as equally as the available numbers allow; everything if that is fewer."""
-    given, left = dict.fromkeys(available, 0), wanted
-    for rank, (name, number) in enumerate(sorted(available.items(), key=lambda item: item[1])):
-        given[name] = min(number, left // (len(available) - rank))
-        left -= given[name]
-    return given
 
 
 def evenly(items: Sequence[_T], number: int) -> list[_T]:

@@ -165,10 +165,6 @@ def _labels(
     for indices, words in zip(members, described, strict=True):
         cell = next((cell for i in indices if (cell := runs[i].cell)), None)
         labels.append(cell or words or runs[indices[0]].label)
-    for label in {label for label in labels if labels.count(label) > 1}:
-        alike = [i for i, other in enumerate(labels) if other == label]
-        for i, words in zip(alike, _described([settings[i] for i in alike]), strict=True):
-            labels[i] = f"{label}, {words or runs[members[i][0]].label}"
     return labels
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 
 from sorl_env.errors import UserError
-from sorl_env.figures import MISSING, duration, size
+from sorl_env.figures import duration
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
 
@@ -31,7 +31,7 @@ def render_page(template: str, *, styles: Sequence[str], scripts: Sequence[str],
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # curves keep their order
-    environment.filters |= {"figure": figure, "seconds": duration, "pretty": _pretty}
+    environment.filters |= {"seconds": duration, "pretty": _pretty}
     texts = [_script(name) for name in scripts]
     return environment.get_template(template).render(
         styles=[_asset(name) for name in styles],
@@ -59,21 +59,6 @@ def check_place_for(page: Path) -> None:
     """Raise ``UserError`` if the page's path is a folder."""
     if page.is_dir():
         raise UserError(f"--out {page} is a folder; name a file in it, as {page / 'page.html'}")
-
-
-def figure(value: Any, kind: str = "") -> str:
-    """A figure of a certain kind as a person reads it; an en dash where there is none."""
-    if not isinstance(value, (int, float)):
-        return MISSING
-    if kind == "seconds":
-        return duration(value)
-    if kind == "megabytes":
-        return size(1e6 * value)
-    if kind == "step":
-        return f"step {value:.0f}"
-    if kind == "short":
-        return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
-    return f"{value:.3f}" if kind == "share" else f"{value:.4g}"
 
 
 def _pretty(value: Any) -> str:

@@ -19,13 +19,13 @@ from typing import Any
 from sorl_env.command import Parser, add_json_option, print_json, run_command, say
 from sorl_env.errors import UserError
 from sorl_env.folders import new_folder
-from sorl_train.report.curves import chart_data, missing_figures, stage_seconds
+from sorl_train.report.curves import chart_data, stage_seconds
 from sorl_train.report.dialogues import COUNT, question_of, segments, step_files
 from sorl_train.report.figures import SECTIONS
 from sorl_train.report.groups import find_runs, group_runs, name_runs
 from sorl_train.report.page import check_place_for, render_page
-from sorl_train.report.run import HEADLINE, STABILITY, ReportRun, read_run
-from sorl_train.report.table import COLUMNS, group_rows, run_rows
+from sorl_train.report.run import ReportRun, read_run
+from sorl_train.report.table import COLUMNS, HEADLINE, STABILITY, group_rows, run_cell, run_rows
 from sorl_train.report.viewer import NAME as VIEWER
 from sorl_train.report.viewer import write_viewer
 from sorl_train.run.files import atomic_write
@@ -84,15 +84,14 @@ def render(runs: Sequence[ReportRun], title: str, viewers: Sequence[str | None])
         grouped=grouped,
         viewers=viewers,
         detailed=detailed,
-        headline=HEADLINE,
-        stability=STABILITY,
+        cards={"Headline figures": HEADLINE, "Stability": STABILITY},
+        cell=run_cell,
         sections=SECTIONS,
         columns=COLUMNS,
         names=names,
         run_table=run_rows(runs, groups, names),
         group_table=group_rows(runs, groups),
         data=chart_data(runs, groups, names),
-        missing=missing_figures(runs),
         events=[(i, _with_dialogues(event, run)) for i, run in enumerate(runs) for event in run.events],
         stages=[stage_seconds(run) for run in runs] if detailed else [],
         differing=list(groups[0].settings),
@@ -109,21 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(argv: Sequence[str]) -> int:
     parser = Parser(prog="sorl-report", description="Write one self-contained HTML page about runs.")
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="run folders, drawn over each other, or a study's folder",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="default: RUN/report.html, or report.html here for several runs"
-    )
-    parser.add_argument(
-        "--viewers",
-        action=argparse.BooleanOptionalAction,
-        help="also write each run's viewer, to link to (default: for a single run only)",
-    )
+    add = parser.add_argument
+    several = "run folders, drawn over each other, or a study's folder"
+    add("runs", nargs="+", type=Path, metavar="RUN", help=several)
+    add("--out", type=Path, help="default: RUN/report.html, or report.html here for several runs")
+    viewers = "also write each run's viewer, to link to (default: for a single run only)"
+    add("--viewers", action=argparse.BooleanOptionalAction, help=viewers)
     add_json_option(parser)
     arguments = parser.parse_args(argv)
     runs: list[Path] = arguments.runs
@@ -143,7 +133,7 @@ def _report(argv: Sequence[str]) -> int:
 
 def _figures(run: ReportRun) -> dict[str, Any]:
     names = {"label": run.label, "cell": run.cell, "seed": run.config.get("seed"), "status": run.status}
-    return names | {name: {**run.headline, **run.stability}.get(name) for name, *_ in COLUMNS}
+    return names | {column.name: run.results.get(column.name) for column in COLUMNS}
 
 
 def _write_viewer(run: Path) -> None:
@@ -157,13 +147,10 @@ def _write_viewer(run: Path) -> None:
 def _labels(paths: Sequence[Path]) -> list[str]:
     """The ends of the runs' paths, as long as it takes to tell the runs apart."""
     parts = [path.resolve().parts for path in paths]
-    if len(paths) == 1:
-        return [parts[0][-1]]
-    for depth in range(1, max(map(len, parts))):
-        labels = ["/".join(part[-depth:]) for part in parts]
-        if len(set(labels)) == len(labels):
-            return labels
-    raise UserError(f"the same run is given twice: {', '.join(map(str, paths))}")
+    depth = 1
+    while len({part[-depth:] for part in parts}) < len(parts):
+        depth += 1
+    return ["/".join(part[-depth:]) for part in parts]
 
 
 def _viewer_address(run: Path, out: Path) -> str | None:

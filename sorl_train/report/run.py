@@ -20,27 +20,9 @@ from sorl_train.report.dialogues import COUNT, Dialogue, choose_dialogues, step_
 from sorl_train.run.folder import RunDir
 from sorl_train.run.stability import measure
 
-Row = Mapping[str, Any]
+MetricRow = Mapping[str, Any]  # a line of metrics.jsonl: metrics by name, with their step
 _T = TypeVar("_T")
 
-# name in summary.json, label, kind of number
-HEADLINE = (
-    ("cold_start_success", "Success after cold start", "share"),
-    ("final_success", "Final success", "share"),
-    ("best_success", "Best success", "share"),
-    ("search_off_success", "Success without search", "share"),
-    ("wall_s", "Wall time", "seconds"),
-    ("peak_rss_mb", "Peak memory", "megabytes"),
-)
-# name in the result of ``measure``, label, kind of number
-STABILITY = (
-    ("kept", "Final / peak", "share"),
-    ("worst_drop", "Largest drop from peak", "share"),
-    ("collapse_step", "Collapsed at", "step"),
-    ("max_grad_norm", "Max gradient norm", "short"),
-    ("normalized", "Normalized updates", "share"),
-    ("clip_frac", "Share of tokens clipped", "short"),
-)
 # the settings to show first
 _KEY_SETTINGS = (
     "algo task model seed update.steps optim.lr optim.critic_lr rollout.batch_size rollout.group_size "
@@ -61,11 +43,11 @@ class ReportRun:
     Attributes:
         config: the settings by dotted name.
         metrics, timings: one mapping per step, with its ``step``, in order.
-        headline: those figures of ``HEADLINE`` that are known.
-        stability: those figures of ``STABILITY`` that are known (see ``sorl_train.run.stability.measure``).
+        results: the numbers of ``summary.json``, or as of the last step, and those of a run's stability that are known
+            (see ``sorl_train.run.stability.measure``).
         cell: in a study, the name that this run shares with those that differ in the seed alone.
         events: what happened in the run, such as a collapse alarm; each with ``step``, ``kind`` and ``reason``.
-        finished: whether the run wrote its summary; without it the headline is as of the last step.
+        finished: whether the run wrote its summary.
         data_samples: which of its data are only an embedded sample of a benchmark.
         notes: what is missing or unreadable.
     """
@@ -74,11 +56,10 @@ class ReportRun:
     path: Path
     config: Mapping[str, Any]
     manifest: Mapping[str, Any]
-    metrics: Sequence[Row]
-    timings: Sequence[Row]
-    headline: Mapping[str, float]
-    stability: Mapping[str, float]
-    events: Sequence[Row]
+    metrics: Sequence[MetricRow]
+    timings: Sequence[MetricRow]
+    results: Mapping[str, float]
+    events: Sequence[MetricRow]
     finished: bool
     data_samples: Sequence[str]
     dialogues: Sequence[Dialogue]
@@ -93,6 +74,11 @@ class ReportRun:
     @property
     def algo(self) -> str:
         return short_name(str(self.config.get("algo", "unknown")))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its stability is known: from its first evaluation and step on."""
+        return "worst_drop" in self.results
 
     @property
     def normalizes(self) -> bool:
@@ -165,8 +151,7 @@ def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = 
         manifest=manifest,
         metrics=metrics,
         timings=timings,
-        headline=_headline_so_far(metrics) | _numbers(summary),
-        stability=_stability(path),
+        results=_success_so_far(metrics) | _numbers(summary) | _stability(path),
         events=_events(path / EVENTS, notes),
         finished=bool(summary),
         data_samples=sorted(set(_samples(manifest))),
@@ -189,20 +174,20 @@ def _read(file: Path, parse: Callable[[Path], _T], notes: list[str]) -> _T | Non
     return None
 
 
-def _rows(file: Path, notes: list[str]) -> list[Row]:
+def _rows(file: Path, notes: list[str]) -> list[MetricRow]:
     """The lines of a metrics file, by step. A resumed run may repeat a step: then the later line counts."""
     rows = {int(row["step"]): row for row in _lines(file, notes, ("step",))}
     return [rows[step] for step in sorted(rows)]
 
 
-def _events(file: Path, notes: list[str]) -> list[Row]:
+def _events(file: Path, notes: list[str]) -> list[MetricRow]:
     """The events in the order in which they happened; most runs have none, and then no file."""
     texts = ("kind", "reason", "action")
     rows = _lines(file, notes, ("step", "kind")) if file.is_file() else ()
     return [{"step": int(row["step"]), **{name: str(row.get(name, "")) for name in texts}} for row in rows]
 
 
-def _lines(file: Path, notes: list[str], needed: Sequence[str]) -> Iterator[Row]:
+def _lines(file: Path, notes: list[str], needed: Sequence[str]) -> Iterator[MetricRow]:
     """The lines that are JSON objects with the needed names and a whole step; a note for every other line."""
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
@@ -226,7 +211,7 @@ def _stability(path: Path) -> dict[str, float]:
     return {name: value for name, value in figures.items() if not math.isnan(value)}
 
 
-def _headline_so_far(metrics: Sequence[Row]) -> dict[str, float]:
+def _success_so_far(metrics: Sequence[MetricRow]) -> dict[str, float]:
     evaluated = [(row["step"], row["eval/success"]) for row in metrics if is_number(row.get("eval/success"))]
     if not evaluated:
         return {}

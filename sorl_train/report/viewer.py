@@ -18,15 +18,7 @@ from sorl_train.report.dialogues import step_files
 from sorl_train.report.groups import find_runs
 from sorl_train.report.page import check_place_for, render_page
 from sorl_train.report.run import ReportRun, read_run
-from sorl_train.report.viewer_data import (
-    CHUNK,
-    MOST_BYTES,
-    MOST_DIALOGUES,
-    Packed,
-    StepFile,
-    pack,
-    pack_files,
-)
+from sorl_train.report.viewer_data import CHUNK, MOST_DIALOGUES, StepFile, ViewerPage, pack, read_page
 from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import RunDir
 
@@ -48,12 +40,11 @@ def write_viewer(
     *,
     steps: tuple[int, int] | None = None,
     most: int = MOST_DIALOGUES,
-    most_bytes: int = MOST_BYTES,
 ) -> Path:
     """Write the page of a run, by default to ``RUN/viewer.html``, and return its path.
 
-    If there are more dialogues than ``most``, or more than fit into ``most_bytes``, the page has the lowest and the
-    highest reward of each step and the same number of others from each; it says so.
+    If there are more dialogues than ``most``, the page has the lowest and the highest reward of each step and the same
+    number of others from each; it says so.
 
     Args:
         steps: first and last step to show; None shows all.
@@ -67,18 +58,18 @@ def write_viewer(
     run = read_run(run_dir, run_dir.resolve().name, dialogues=0)
     files = _files(run_dir, steps)
     notes: list[str] = []
-    packed = pack_files(files, notes, most=most, most_bytes=most_bytes)
-    if not packed.rows:
+    content = read_page(files, notes, most)
+    if not content.rows:
         raise UserError(f"no dialogue in {run_dir} can be read: {'; '.join(notes) or 'its files are empty'}")
     out = out or run_dir / NAME
     check_place_for(out)
-    page = render(run, packed, notes)
+    page = render(run, content, notes)
     with new_folder(out.parent):
         atomic_write(out, page)
     return out
 
 
-def render(run: ReportRun, packed: Packed, notes: Sequence[str]) -> str:
+def render(run: ReportRun, content: ViewerPage, notes: Sequence[str]) -> str:
     """The page as text."""
     clip_eps = run.config.get("loss.clip_eps")
     high = run.config.get("loss.clip_eps_high")
@@ -88,15 +79,15 @@ def render(run: ReportRun, packed: Packed, notes: Sequence[str]) -> str:
         scripts=_SCRIPTS,
         title=f"{run.title} · {run.label}",
         run=run,
-        shown=len(packed.rows),
-        found=packed.found,
+        shown=len(content.rows),
+        found=content.found,
         notes=notes,
         data={
             "chunk": CHUNK,
             "clip_eps": clip_eps,
             "clip_eps_high": clip_eps if high is None else high,
-            "rows": pack(packed.rows),
-            "chunks": packed.chunks,
+            "rows": pack(content.rows),
+            "chunks": content.chunks,
         },
     )
 
@@ -108,17 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _view(argv: Sequence[str]) -> int:
     parser = Parser(prog="sorl-view", description="Write a run's dialogues to one page.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("--out", type=Path, help=f"default: RUN/{NAME}")
-    parser.add_argument(
-        "--steps", metavar="FIRST-LAST", help="only the dialogues of these steps, or of one step"
-    )
-    parser.add_argument(
-        "--most",
-        type=whole(1),
-        default=MOST_DIALOGUES,
-        help="dialogues in the page, but at least two of each step (default: %(default)s)",
-    )
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run folder")
+    add("--out", type=Path, help=f"default: RUN/{NAME}")
+    add("--steps", metavar="FIRST-LAST", help="only the dialogues of these steps, or of one step")
+    most = "dialogues in the page, but at least two of each step (default: %(default)s)"
+    add("--most", type=whole(1), default=MOST_DIALOGUES, help=most)
     arguments = parser.parse_args(argv)
     steps = _parse_steps(arguments.steps) if arguments.steps else None
     print(write_viewer(arguments.run, arguments.out, steps=steps, most=arguments.most))

@@ -11,13 +11,11 @@ import base64
 import gzip
 import json
 import math
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sorl_env.errors import UserError
 from sorl_env.trajectory import Trajectory, Turn
 from sorl_train.report.dialogues import (
     Kind,
@@ -27,14 +25,11 @@ from sorl_train.report.dialogues import (
     question_of,
     read_some,
     segments,
-    share_out,
 )
 from sorl_train.run.token_stats import TokenRecord, iter_token_records, sidecar_of
 
-MOST_DIALOGUES = 4000
-MOST_BYTES = 20_000_000  # of compressed dialogues in a page
+MOST_DIALOGUES = 2000  # of the paper's length, they take about 40 MB
 CHUNK = 32
-_LINES_READ = 1 << 20  # bytes at a time, when lines are counted
 
 NO_TOKENS_SAVED = "The run saved no figures per token for this step."
 NO_LOSS = "Held-out dialogues have no figures per token, because they enter no loss."
@@ -45,26 +40,44 @@ StepFile = tuple[Kind, int, Path]
 
 
 @dataclass
-class Packed:
-    """A page's dialogues.
+class ViewerPage:
+    """The dialogues of a page.
 
     Attributes:
         rows: what the list shows of each dialogue; row i is dialogue ``i % CHUNK`` of chunk ``i // CHUNK``.
         chunks: the compressed dialogues.
         found: how many dialogues the run saved, shown or not.
-        size: bytes of all chunks.
     """
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    chunks: list[str] = field(default_factory=list)
-    found: int = 0
-    size: int = 0
+    rows: list[dict[str, Any]]
+    chunks: list[str]
+    found: int
 
-    def add(self, rows: Sequence[dict[str, Any]], dialogues: Sequence[dict[str, Any]]) -> None:
-        """Append a chunk; all chunks of a page but the last have ``CHUNK`` dialogues."""
-        self.rows.extend(rows)
-        self.chunks.append(pack(dialogues))
-        self.size += len(self.chunks[-1])
+
+def read_page(files: Sequence[StepFile], notes: list[str], most: int) -> ViewerPage:
+    """Compress at most ``most`` dialogues, the same number of each file, but at least two.
+
+    The lowest and the highest reward of a file are always included; the others are spread over its rewards.
+    """
+    page = ViewerPage([], [], 0)
+    dialogues: list[dict[str, Any]] = []
+    for kind, step, path in files:
+        trajectories = read_some(path, notes)
+        page.found += len(trajectories)
+        chosen = _choose(trajectories, max(2, most // len(files)))
+        tokens, why = _token_records(kind, path, {trajectory.id for trajectory, _ in chosen}, notes)
+        for trajectory, mark in chosen:
+            record = tokens.get(trajectory.id)
+            dialogue = encode(trajectory, record, why)
+            page.rows.append(row_of(kind, step, trajectory, mark, record if not dialogue["note"] else None))
+            dialogues.append(dialogue)
+        while len(dialogues) >= CHUNK:
+            page.chunks.append(pack(dialogues[:CHUNK]))
+            del dialogues[:CHUNK]
+    if dialogues:
+        page.chunks.append(pack(dialogues))
+    _drop_common_start(page.rows)
+    return page
 
 
 def pack(value: Any) -> str:
@@ -73,56 +86,6 @@ def pack(value: Any) -> str:
     # a tokenizer can make half a surrogate pair, which is not text
     data = text.encode("utf-8", errors="replace")
     return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
-
-
-def pack_files(files: Sequence[StepFile], notes: list[str], *, most: int, most_bytes: int) -> Packed:
-    """Compress as many dialogues as ``most`` and ``most_bytes`` allow, the same number from each file.
-
-    The lowest and the highest reward of each file are always included; the others are spread over its rewards.
-
-    Raises:
-        UserError: even two dialogues of each file exceed ``most_bytes``.
-    """
-    counts = {file: _count_lines(file[2]) for file in files}
-    while True:
-        heard: list[str] = []
-        packed = _pack(counts, max(most, 2 * len(files)), most_bytes, heard)
-        if packed.size <= most_bytes:
-            notes += heard
-            _drop_common_start(packed.rows)
-            return packed
-        if most <= 2 * len(files):
-            raise UserError(
-                f"two dialogues of each of {len(files)} steps exceed the {most_bytes / 1e6:.0f} MB of a page; "
-                "choose fewer steps with --steps FIRST-LAST"
-            )
-        most = int(0.9 * len(packed.rows) * most_bytes / packed.size)
-
-
-def _pack(counts: Mapping[StepFile, int], most: int, most_bytes: int, notes: list[str]) -> Packed:
-    packed = Packed()
-    rows: list[dict[str, Any]] = []
-    dialogues: list[dict[str, Any]] = []
-    given = share_out(counts, most)
-    for file in counts:
-        kind, step, path = file
-        trajectories = read_some(path, notes)
-        packed.found += len(trajectories)
-        chosen = _choose(trajectories, max(2, given[file]))
-        tokens, why = _token_records(kind, path, {trajectory.id for trajectory, _ in chosen}, notes)
-        for trajectory, mark in chosen:
-            record = tokens.get(trajectory.id)
-            dialogue = encode(trajectory, record, why)
-            rows.append(row_of(kind, step, trajectory, mark, record if not dialogue["note"] else None))
-            dialogues.append(dialogue)
-            if len(rows) == CHUNK:
-                packed.add(rows, dialogues)
-                rows, dialogues = [], []
-        if packed.size > 2 * most_bytes:
-            break  # enough to estimate how many fit
-    if rows:
-        packed.add(rows, dialogues)
-    return packed
 
 
 def _choose(trajectories: Sequence[Trajectory], number: int) -> list[tuple[Trajectory, str]]:
@@ -198,38 +161,27 @@ def encode(t: Trajectory, record: TokenRecord | None, why: str) -> dict[str, Any
         "facts": facts,
         "error": t.error or "",
         "prompt": t.prompt,
-        "turns": [_encode_turn(turn, by_turn.get(turn.index), _pieces_of(t)) for turn in t.turns],
+        "turns": [_encode_turn(turn, by_turn.get(turn.index), "format" in t.metadata) for turn in t.turns],
         "note": note,
     }
 
 
-def _pieces_of(t: Trajectory) -> Callable[[Turn], list[tuple[str, str]]]:
-    """What takes the turns of a trajectory apart, which its format decides."""
-    return message_segments if "format" in t.metadata else lambda turn: segments(turn.text)
-
-
-def _encode_turn(
-    turn: Turn, tokens: Mapping[str, Any] | None, pieces_of: Callable[[Turn], list[tuple[str, str]]]
-) -> dict[str, Any]:
+def _encode_turn(turn: Turn, tokens: Mapping[str, Any] | None, is_message: bool) -> dict[str, Any]:
+    """One turn; ``is_message``: it is in the format of tool calls, not of tags."""
     text = turn.text if tokens is None else "".join(tokens["text"])
+    shown = ("tool", "argument", "ok", "hits", "attempts", "cached", "cut_from")
     calls = [
         {
-            "tool": call.tool,
-            "argument": call.argument,
-            "ok": call.ok,
+            **{name: getattr(call, name) for name in shown},
             "error": call.error or "",
             "latency_s": _plain(call.latency_s),
-            "hits": call.hits,
-            "attempts": call.attempts,
-            "cached": call.cached,
-            "cut_from": call.cut_from,
         }
         for call in turn.tool_calls
     ]
     return {
         "kind": turn.kind,
         "error": turn.format_error or "",
-        "pieces": pieces_of(replace(turn, text=text)),
+        "pieces": message_segments(replace(turn, text=text)) if is_message else segments(text),
         "tokens": tokens,
         "length": turn.end - turn.start,
         "generate_s": _plain(turn.generate_s),
@@ -259,16 +211,3 @@ def _split(record: TokenRecord) -> dict[int, dict[str, Any]]:
 
 def _plain(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _count_lines(path: Path) -> int:
-    """The number of lines in a file, up to the point where it is damaged."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    count = 0
-    with opener(path, "rb") as stream:
-        try:
-            while block := stream.read(_LINES_READ):
-                count += block.count(b"\n")
-        except (EOFError, gzip.BadGzipFile, zlib.error):
-            pass  # reported when its trajectories are read
-    return count

@@ -82,7 +82,7 @@ sorl.lines = (() => {
     const now = /^(eval|time)\//.test(name) ? () => false : (r, i) => logged[r].has(steps[i]);
     const columns = line.members.map((r) => ofRun(r, name));
     columns.forEach((column) => { column.real = column.map((value) => value !== null); });
-    if (figure.holds) hold(line, columns);
+    if (figure.section === "outcome") hold(line, columns);
     const middle = [], low = [], high = [], off = [], broken = [];
     steps.forEach((_, i) => {
       const present = columns.map((column) => column[i]).filter((value) => value !== null).sort((a, b) => a - b);

@@ -21,7 +21,7 @@ sorl.plots = (() => {
   };
 
   // --- curves: of each line that is shown, each metric of the figure that is on ------------------------------------
-  const present = (figure) => Object.keys(figure.curves).filter(
+  const present = (figure) => Object.keys(figure.metrics).filter(
     (name) => data.runs.some((run) => (run.values[name] || []).some((value) => value !== null)),
   );
 
@@ -39,7 +39,7 @@ sorl.plots = (() => {
 
   const deltaOf = (figure) => {
     const deltas = new Set(data.runs.map((run) => run.delta).filter((delta) => delta !== null));
-    return figure.delta && deltas.size === 1 ? [...deltas][0] : null;
+    return figure.marks === "delta" && deltas.size === 1 ? [...deltas][0] : null;
   };
 
   // --- what uPlot is told --------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ sorl.plots = (() => {
         setCursor: [onCursor],
         setSeries: [onFocus],
         drawAxes: [drawBands(curves)],
-        draw: [...(delta === null ? [] : [drawDelta(delta)]), ...(figure.alarms ? [drawAlarms] : [])],
+        draw: [...(delta === null ? [] : [drawDelta(delta)]), ...(figure.marks === "alarms" ? [drawAlarms] : [])],
       },
     };
   };
@@ -185,7 +185,7 @@ sorl.plots = (() => {
     const several = lines.all().length > 1;
     const names = present(figure);
     const button = (parent, name) => {
-      const made = element(parent, "button", figure.curves[name] || "value", off.has(name) ? "off" : "");
+      const made = element(parent, "button", figure.metrics[name] || "value", off.has(name) ? "off" : "");
       made.type = "button";
       made.title = "hide or show";
       made.setAttribute("aria-pressed", String(!off.has(name)));
@@ -263,7 +263,7 @@ sorl.plots = (() => {
 
     const read = (u) => {
       const index = u && u.cursor.left >= 0 ? u.cursor.idx : null;
-      const alarm = typeof index === "number" && figure.alarms && lines.shown().some((line) => alarmsOf(line).includes(steps[index]));
+      const alarm = typeof index === "number" && figure.marks === "alarms" && lines.shown().some((line) => alarmsOf(line).includes(steps[index]));
       at.textContent = typeof index === "number" ? `step ${steps[index]}${alarm ? " · alarm" : ""}` : "latest";
       write(index, focused);
     };

@@ -52,7 +52,7 @@ def test_a_run_that_ended_early_does_not_lift_the_median(
         "broken": [False] * 4,
     }
     # a norm is not held: the line ends where only one of three is left; the zero is off the log axis, but counted
-    assert line("grad-norm", "loss/grad_norm") == {
+    assert line("gradient-norm", "loss/grad_norm") == {
         "middle": [1.0, 4.0, 4.0, None], "low": [1.0, 4.0, 2.0, None], "high": [1.0, 8.0, 6.0, None],
         "off": [False] * 4, "broken": [False] * 4,
     }  # fmt: skip
@@ -86,10 +86,10 @@ def expect_breaks(browser: Any, run: Path, norms: list[float | None]) -> None:
       }
       return false;
     })"""
-    painted = {step: browser.run(f"{blue}('grad-norm', {step})") for step in (1.5, 3, 4, 5, 6, 7)}
+    painted = {step: browser.run(f"{blue}('gradient-norm', {step})") for step in (1.5, 3, 4, 5, 6, 7)}
     assert [step for step, is_blue in painted.items() if is_blue] == [1.5, 4, 6]
     assert all(browser.run(f"{blue}('success', {step})") for step in (1.5, 4, 6))
-    assert readout(browser, "grad-norm") == ["0"]
+    assert readout(browser, "gradient-norm") == ["0"]
 
 
 def test_many_lines_show_the_nearest(browser: Any, make_run: Callable[..., Path], tmp_path: Path) -> None:

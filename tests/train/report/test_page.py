@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sorl_train.report.figures import FIGURES
+from sorl_train.report.figures import SECTIONS
 from sorl_train.report.report import write_report
 from sorl_train.report.viewer import write_viewer
 
@@ -53,7 +53,8 @@ def test_the_page_draws_itself_alone(
     painted = dict(browser.run(COUNT_PAINTED))
     expected = json.loads(browser.run("document.getElementById('data').textContent"))["figures"]
     assert list(painted) == [f"figure-{figure['id']}" for figure in expected]
-    assert len(painted) == (len(FIGURES) - (2 if name == "broken" else 0))
+    all_of_them = sum(len(section.figures) for section in SECTIONS)
+    assert len(painted) == all_of_them - (2 if name == "broken" else 0)
     assert all(colours > 10 for colours in painted.values()), painted  # axes, grid and antialiased curves
     assert browser.run("document.documentElement.scrollWidth") <= width
     assert browser.complaints() == []
@@ -127,14 +128,14 @@ def readout(browser: Any, figure: str) -> list[str]:
 def test_hover_reads_all_plots(browser: Any, pages: dict[str, Path]) -> None:
     browser.open(pages["one"])
     run = json.loads(browser.run("document.getElementById('data').textContent"))["runs"][0]
-    assert float(readout(browser, "grad-norm")[0]) == pytest.approx(
+    assert float(readout(browser, "gradient-norm")[0]) == pytest.approx(
         run["values"]["loss/grad_norm"][-1], rel=1e-2
     )
     browser.run("document.querySelector('#figure-success').scrollIntoView()")
     browser.move_to("#figure-success .u-over", x=25 / 40)
-    browser.wait_for("document.querySelector('#figure-grad-norm .at').textContent === 'step 25'")
+    browser.wait_for("document.querySelector('#figure-gradient-norm .at').textContent === 'step 25'")
     index = run["steps"].index(25)
-    assert float(readout(browser, "grad-norm")[0]) == pytest.approx(
+    assert float(readout(browser, "gradient-norm")[0]) == pytest.approx(
         run["values"]["loss/grad_norm"][index], rel=1e-2
     )
     # the evaluation before step 25 is that of step 20, and greyed
@@ -209,7 +210,7 @@ def test_the_table_sorts(browser: Any, pages: dict[str, Path]) -> None:
 
     assert sort("Final success") == (["so_ppo", "ppo"], "descending")
     assert sort("Final success") == (["ppo", "so_ppo"], "ascending")
-    assert sort("Max grad norm") == (["ppo", "so_ppo"], "descending")
+    assert sort("Max gradient norm") == (["ppo", "so_ppo"], "descending")
     # so_ppo did not collapse: what has no value is last in either order
     assert sort("Collapsed at")[0] == sort("Collapsed at")[0] == ["ppo", "so_ppo"]
     assert sort("Run") == (["ppo", "so_ppo"], "ascending")
