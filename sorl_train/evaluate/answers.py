@@ -10,10 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from sorl_env.errors import UserError, did_you_mean
 from sorl_env.rewards import exact_match, f1, multiple_choice, normalize_answer, substring_match
-
-REWARDS = ("em", "f1", "subem", "choice")
 
 
 class Answer(NamedTuple):
@@ -80,30 +77,16 @@ def _blocks(text: str, tag: str) -> Iterator[tuple[int, int]]:
         yield start, end
 
 
-def score(reward: str, answer: str | None, golds: Sequence[str], options: Mapping[str, str] | None) -> float:
-    """The score of an answer, in [0, 1]; no answer scores 0.
-
-    ``em``, ``f1`` and ``subem`` are SQuAD's scores, the best over the gold answers. ``choice`` is the reward of
-    training, `multiple_choice`: 1 for the right option, whose letter is then the only gold answer.
-
-    Raises:
-        UserError: an unknown reward, or ``choice`` without options.
-    """
-    if reward not in REWARDS:
-        raise UserError(f"there is no reward {reward!r}. {did_you_mean(reward, REWARDS)}")
-    if reward == "choice":
-        if not options:
-            raise UserError("reward 'choice' needs questions with options; use em, f1 or subem")
-        return 0.0 if answer is None else multiple_choice(answer, golds[0], options)
-    if answer is None:
-        return 0.0
-    return {"em": exact_match, "f1": f1, "subem": substring_match}[reward](answer, golds)
-
-
 def scores(answer: str | None, golds: Sequence[str], options: Mapping[str, str] | None) -> dict[str, float]:
-    """All scores that apply to a question; the first one is its main score."""
-    names = ("choice",) if options else ("em", "f1", "subem")
-    return {name: score(name, answer, golds, options) for name in names}
+    """All scores in [0, 1] that apply to a question; the first one is its main score. No answer scores 0.
+
+    ``em``, ``f1`` and ``subem`` are SQuAD's scores, the best over the gold answers. A question with options has
+    ``choice``, the reward of training: 1 for the right option (`multiple_choice`), whose letter is the gold answer.
+    """
+    if options:
+        return {"choice": 0.0 if answer is None else multiple_choice(answer, golds[0], options)}
+    rules = {"em": exact_match, "f1": f1, "subem": substring_match}
+    return {name: 0.0 if answer is None else rule(answer, golds) for name, rule in rules.items()}
 
 
 def answer_in_text(text: str, golds: Iterable[str], options: Mapping[str, str] | None) -> bool:

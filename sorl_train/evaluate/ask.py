@@ -27,7 +27,7 @@ try:
 except ModuleNotFoundError as missing:  # the core alone is installed
     raise SystemExit(f"sorl-ask needs the package {missing.name!r}: pip install 'sorl[train]'") from missing
 
-from sorl_train.evaluate.rows import Job
+from sorl_train.evaluate.results import Job
 from sorl_train.evaluate.runner import Policy, agent_trajectory, in_session
 
 ABOUT = "Ask a policy one question, and show its turns."

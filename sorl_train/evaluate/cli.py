@@ -1,7 +1,6 @@
 """``sorl-eval MODEL --task NAME ..``: a policy on tasks, in four modes, with intervals and tables.
 
-``sorl-eval compare A B``, ``sorl-eval rescore FOLDER --reward NAME`` and ``sorl-eval table FOLDER ..`` read what it
-wrote.
+``sorl-eval compare A B`` and ``sorl-eval table FOLDER ..`` read what it wrote.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ except ModuleNotFoundError as missing:  # the core alone is installed
 from sorl_tools.progress import Progress
 from sorl_train.evaluate.compare import compare_main
 from sorl_train.evaluate.find_policy import PolicySource
-from sorl_train.evaluate.journal import Journal
 from sorl_train.evaluate.prompts import MODES, check_modes
-from sorl_train.evaluate.rescore import rescore_main
-from sorl_train.evaluate.rows import Job, Row
+from sorl_train.evaluate.results import EvalResult, Job
+from sorl_train.evaluate.results_file import EvalResultsFile
 from sorl_train.evaluate.runner import Policy, check_search, plan_jobs, run_evaluation
 from sorl_train.evaluate.summary import summarize
 from sorl_train.evaluate.tables import latex, make_tables, markdown, table_main
@@ -52,14 +50,9 @@ EXAMPLES = """\
   sorl-eval --endpoint URL --model_name NAME --tokenizer MODEL --task nq --search.url URL
 commands on its results, each with a --help of its own:
   sorl-eval compare A B                             paired interval and test, questions gained and lost
-  sorl-eval rescore FOLDER --reward NAME            score the same answers with another reward
   sorl-eval table FOLDER .. --latex                 several policies beside the paper's published rows
 """
-COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
-    "compare": compare_main,
-    "rescore": rescore_main,
-    "table": table_main,
-}
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"compare": compare_main, "table": table_main}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,11 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        help="a model folder, a checkpoint, a run folder (its best checkpoint), or a hub name",
-    )
+    model = "a model folder, a checkpoint, a run folder (its best checkpoint), or a hub name"
+    add("model", nargs="?", help=model)
     add("--task", nargs="+", default=[], metavar="NAME", help="default: the run's own task")
     modes = f"one or several of {', '.join(MODES)} (default: agent)"
     add("--mode", nargs="+", default=["agent"], metavar="MODE", help=modes)
@@ -123,51 +113,49 @@ def _evaluate_in(
     envs: Mapping[str, TextEnv],
     settings: Mapping[str, Any],
 ) -> int:
-    journal = Journal(folder, settings)
+    file = EvalResultsFile(folder, settings)
     jobs = plan_jobs(envs, args.mode, args.limit, args.samples, args.seed)
-    open_jobs = [job for job in jobs if job.key not in journal.rows]
+    open_jobs = [job for job in jobs if job.key not in file.results]
     if open_jobs:
-        with journal.dropped_if_empty():
-            policy = make_policy(args, source, envs.values())
-            _check_prompts(policy, envs, open_jobs)
+        policy = make_policy(args, source, envs.values())
+        _check_prompts(policy, envs, open_jobs)
         progress = Progress(args.quiet)
         progress.start("evaluate", len(jobs), len(jobs) - len(open_jobs))
 
-        def on_row(row: Row, seconds: Mapping[str, float]) -> None:
-            journal.add(row, seconds)
+        def on_result(result: EvalResult) -> None:
+            file.add(result)
             progress.advance(1)
 
         try:
-            with journal.dropped_if_empty():
-                run_evaluation(policy, envs, open_jobs, on_row)
+            run_evaluation(policy, envs, open_jobs, on_result)
         finally:
             progress.close()
             for env in envs.values():
                 env.close()
-    return write_summary(journal, journal.finish(jobs), settings, as_json=args.json)
+    return _write_summary(folder, file.finish(jobs), settings, args.json)
 
 
-def write_summary(
-    journal: Journal, rows: Sequence[Row], settings: Mapping[str, Any], *, as_json: bool = False
+def _write_summary(
+    folder: Path, results: Sequence[EvalResult], settings: Mapping[str, Any], as_json: bool
 ) -> int:
     """Write ``summary.json`` and the tables, print the summary or the Markdown table; returns the exit status."""
-    entries = summarize(rows, journal.seconds)
+    entries = summarize(results)
     for entry in entries:
         entry["is_sample"] = settings["tasks"][entry["task"]]["is_sample"]
     summary = {"label": settings["label"], "settings": settings, "entries": entries}
-    atomic_write(journal.folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    atomic_write(folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     tables = make_tables([summary])
-    atomic_write(journal.folder / "table.md", markdown(tables))
-    atomic_write(journal.folder / "table.tex", latex(tables))
+    atomic_write(folder / "table.md", markdown(tables))
+    atomic_write(folder / "table.tex", latex(tables))
     if as_json:
         print_json(summary)
     else:
-        print(f"{markdown(tables)}\n{journal.folder}: results.jsonl, summary.json, table.md, table.tex")
-    excluded = [row for row in rows if row.excluded]
+        print(f"{markdown(tables)}\n{folder}: results.jsonl, summary.json, table.md, table.tex")
+    excluded = [result for result in results if result.excluded]
     if excluded:
         say(
             "sorl-eval",
-            f"{len(excluded)} of {len(rows)} answers are left out because a tool failed, the last one with: "
+            f"{len(excluded)} of {len(results)} answers are left out because a tool failed, the last one with: "
             f"{excluded[-1].error}. The same command tries them again",
         )
     return 1 if excluded else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,21 +15,15 @@ from sorl_env.command import Parser, add_json_option, print_json, whole
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.figures import markdown_table
 from sorl_train.evaluate.intervals import SIGNIFICANT, Paired, paired
-from sorl_train.evaluate.journal import read_folder
 from sorl_train.evaluate.prompts import MODES
-from sorl_train.evaluate.rows import Row
+from sorl_train.evaluate.results import EvalResult
+from sorl_train.evaluate.results_file import read_folder
 from sorl_train.run.files import atomic_write
 
 ABOUT = "Compare two evaluations over the questions that both have, and list the questions gained and lost."
 Question = tuple[str, int]  # id, and a number that tells questions with the same id apart
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the two evaluations: its rows by task and mode, and by question."""
-
-    name: str
-    groups: Mapping[tuple[str, str], Mapping[Question, list[Row]]]
+Answers = dict[Question, list[EvalResult]]
+Groups = dict[tuple[str, str], Answers]  # the answers to each question, by task and mode
 
 
 @dataclass(frozen=True)
@@ -52,11 +46,8 @@ def compare_main(argv: Sequence[str]) -> int:
     add("a", help="folder of an evaluation; FOLDER:MODE takes one of its modes")
     add("b", help="folder of the evaluation to compare it with")
     add("--metric", help="em, f1, subem, choice or reward (default: each task's main score)")
-    add(
-        "--out",
-        type=Path,
-        help="also write everything to this file as JSON, with all questions gained and lost",
-    )
+    everything = "also write everything to this file as JSON, with all questions gained and lost"
+    add("--out", type=Path, help=everything)
     add("--show", type=whole(0), default=5, help="how many of these questions to print (default: 5)")
     add_json_option(parser)
     args = parser.parse_args(argv)
@@ -79,70 +70,66 @@ def compare(a: str, b: str, metric: str | None = None) -> list[Comparison]:
     Raises:
         UserError: a folder without an evaluation, no question in common, or an unknown metric.
     """
-    (side_a, mode_a), (side_b, mode_b) = _read_side(a), _read_side(b)
+    (label_a, groups_a, mode_a), (label_b, groups_b, mode_b) = _read_side(a), _read_side(b)
     if (mode_a is None) != (mode_b is None):
         raise UserError(f"{a} and {b}: name a mode on both sides, or on neither")
-    pairs = []
-    for task, mode in side_a.groups:
-        if mode_a is None:
-            pairs.append((task, mode, mode))
-        elif mode == mode_a:
-            pairs.append((task, mode, mode_b or mode))
-    found = [
-        comparison
-        for task, first, second in pairs
-        if (task, second) in side_b.groups
-        and (comparison := _compare(side_a, side_b, task, first, second, metric))
-    ]
+    found = []
+    for (task, mode), before in groups_a.items():
+        other = mode_b or mode
+        if mode_a in (None, mode) and (task, other) in groups_b:
+            found += _compare(before, groups_b[task, other], task, mode, other, metric)
     if not found:
-        raise UserError(f"{a} and {b} share no question: {_content(side_a)} against {_content(side_b)}")
+        raise UserError(
+            f"{a} and {b} share no question: {_content(label_a, groups_a)} against {_content(label_b, groups_b)}"
+        )
     return found
 
 
-def _read_side(text: str) -> tuple[Side, str | None]:
-    """The rows in a folder, and the mode that follows its name after a colon."""
+def _read_side(text: str) -> tuple[str, Groups, str | None]:
+    """The label and the results in a folder, and the mode that follows its name after a colon."""
     folder, colon, mode = text.rpartition(":")
     if not colon or mode not in MODES:
         folder, mode = text, ""
-    settings, rows = read_folder(Path(folder).expanduser())
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.task, row.mode), []).append(row)
-    by_question = {group: _questions(rows) for group, rows in groups.items()}
-    return Side(str(settings["label"]), by_question), mode or None
+    settings, results = read_folder(Path(folder).expanduser())
+    groups: dict[tuple[str, str], list[EvalResult]] = {}
+    for result in results:
+        groups.setdefault((result.task, result.mode), []).append(result)
+    return str(settings["label"]), {name: _answers(group) for name, group in groups.items()}, mode or None
 
 
-def _questions(rows: Sequence[Row]) -> dict[Question, list[Row]]:
-    """Rows by question. Ids identify questions across folders; questions with the same id are numbered in order."""
+def _answers(results: Sequence[EvalResult]) -> Answers:
+    """Results by question. Ids identify questions across folders; questions with the same id are numbered in order."""
     names: dict[int, Question] = {}
     seen: Counter[str] = Counter()
-    for index, example_id in sorted({(row.index, row.example_id) for row in rows}):
+    for index, example_id in sorted({(result.index, result.example_id) for result in results}):
         names[index] = (example_id, seen[example_id])
         seen[example_id] += 1
-    found: dict[Question, list[Row]] = {}
-    for row in rows:
-        if not row.excluded:
-            found.setdefault(names[row.index], []).append(row)
+    found: Answers = {}
+    for result in results:
+        if not result.excluded:
+            found.setdefault(names[result.index], []).append(result)
     return found
 
 
-def _compare(a: Side, b: Side, task: str, mode_a: str, mode_b: str, metric: str | None) -> Comparison | None:
-    before, after = a.groups[task, mode_a], b.groups[task, mode_b]
+def _compare(
+    before: Answers, after: Answers, task: str, mode_a: str, mode_b: str, metric: str | None
+) -> list[Comparison]:
+    """One comparison; none if no question is shared."""
     shared = [question for question in before if question in after]
     if not shared:
-        return None
+        return []
     name = metric or next(iter(before[shared[0]][0].scores))
-    first = [fmean(_value(row, name) for row in before[question]) for question in shared]
-    second = [fmean(_value(row, name) for row in after[question]) for question in shared]
+    first = [fmean(_value(result, name) for result in before[question]) for question in shared]
+    second = [fmean(_value(result, name) for result in after[question]) for question in shared]
     changes = list(zip(shared, first, second, strict=True))
 
     def texts(sign: int) -> tuple[tuple[str, str], ...]:
         return tuple((q[0], before[q][0].question) for q, x, y in changes if sign * (y - x) > 0)
 
-    return Comparison(task, mode_a, mode_b, name, paired(first, second), texts(1), texts(-1))
+    return [Comparison(task, mode_a, mode_b, name, paired(first, second), texts(1), texts(-1))]
 
 
-def _value(row: Row, metric: str) -> float:
+def _value(row: EvalResult, metric: str) -> float:
     if metric == "reward" and row.reward is not None:
         return row.reward
     if metric not in row.scores:
@@ -151,8 +138,8 @@ def _value(row: Row, metric: str) -> float:
     return row.scores[metric]
 
 
-def _content(side: Side) -> str:
-    return f"{side.name} has {', '.join(f'{task} ({mode})' for task, mode in side.groups) or 'nothing'}"
+def _content(label: str, groups: Groups) -> str:
+    return f"{label} has {', '.join(f'{task} ({mode})' for task, mode in groups) or 'nothing'}"
 
 
 HEAD = "task, mode, metric, questions, A, B, B - A, 95%, p, test, gained, lost".split(", ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
@@ -21,10 +20,15 @@ from sorl_env.turn_codec import make_codec, turn_text
 from sorl_train.config.seeds import derive_seed, generator
 from sorl_train.evaluate.endpoint import TextTokenizer
 from sorl_train.evaluate.prompts import STOP, one_turn_prompt
-from sorl_train.evaluate.rows import Job, Row, row_of_one_turn, row_of_outage, row_of_trajectory
+from sorl_train.evaluate.results import (
+    EvalResult,
+    Job,
+    result_of_one_turn,
+    result_of_outage,
+    result_of_trajectory,
+)
 
 SEARCH = "search"
-OnRow = Callable[[Row, Mapping[str, float]], None]
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,15 @@ def check_search(envs: Mapping[str, TextEnv], modes: Sequence[str]) -> None:
             )
 
 
-def run_evaluation(policy: Policy, envs: Mapping[str, TextEnv], jobs: Sequence[Job], on_row: OnRow) -> None:
-    """Answer all ``jobs`` in a new event loop; ``on_row`` gets each row and its seconds when it ends.
+def run_evaluation(
+    policy: Policy, envs: Mapping[str, TextEnv], jobs: Sequence[Job], on_result: Callable[[EvalResult], None]
+) -> None:
+    """Answer all ``jobs`` in a new event loop; ``on_result`` gets each result when it is there.
 
     Raises:
         UserError: a prompt is too long, or the policy cannot be reached.
     """
-    in_session(policy, lambda: _run_all(policy, envs, jobs, on_row))
+    in_session(policy, lambda: _run_all(policy, envs, jobs, on_result))
 
 
 def in_session(policy: Policy, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -103,15 +109,15 @@ def in_session(policy: Policy, work: Callable[[], Coroutine[Any, Any, None]]) ->
     run_async(main())
 
 
-async def _run_all(policy: Policy, envs: Mapping[str, TextEnv], jobs: Sequence[Job], on_row: OnRow) -> None:
+async def _run_all(
+    policy: Policy, envs: Mapping[str, TextEnv], jobs: Sequence[Job], on_result: Callable[[EvalResult], None]
+) -> None:
     slots = asyncio.Semaphore(policy.settings.max_concurrency)
 
     async def run(job: Job) -> None:
         async with slots:
-            started = time.monotonic()
             answer = answer_over_turns if job.mode == "agent" else answer_in_one_turn
-            row, seconds = await answer(policy, envs[job.task], job)
-            on_row(row, {"total_s": round(time.monotonic() - started, 6), **seconds})
+            on_result(await answer(policy, envs[job.task], job))
 
     tasks = [asyncio.ensure_future(run(job)) for job in jobs]
     try:
@@ -122,15 +128,10 @@ async def _run_all(policy: Policy, envs: Mapping[str, TextEnv], jobs: Sequence[J
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def answer_over_turns(policy: Policy, env: TextEnv, job: Job) -> tuple[Row, dict[str, float]]:
+async def answer_over_turns(policy: Policy, env: TextEnv, job: Job) -> EvalResult:
     """Answer in mode ``agent``: with the environment's whole dialogue, as in training."""
     trajectory = await agent_trajectory(policy, env, job)
-    seconds = {
-        "generate_s": round(sum(turn.generate_s for turn in trajectory.turns), 6),
-        "tool_s": round(sum(turn.tool_s for turn in trajectory.turns), 6),
-    }
-    example = env.examples.examples[job.index]
-    return row_of_trajectory(job, trajectory, example, policy.knows_ids), seconds
+    return result_of_trajectory(job, trajectory, env.examples.examples[job.index], policy.knows_ids)
 
 
 async def agent_trajectory(policy: Policy, env: TextEnv, job: Job) -> Trajectory:
@@ -139,19 +140,17 @@ async def agent_trajectory(policy: Policy, env: TextEnv, job: Job) -> Trajectory
     return await run_trajectory(env.spawn(), policy.tokenizer, policy.sampler, rollout, policy.settings)
 
 
-async def answer_in_one_turn(policy: Policy, given: TextEnv, job: Job) -> tuple[Row, dict[str, float]]:
+async def answer_in_one_turn(policy: Policy, given: TextEnv, job: Job) -> EvalResult:
     """Answer in mode ``direct``, ``cot`` or ``rag``, in one turn; ``rag`` first searches once for the question."""
     env = need_tools(given, f"mode {job.mode}")
     example = env.examples.examples[job.index]
     calls: list[ToolCall] = []
-    context, tool_s = "", 0.0
+    context = ""
     if job.mode == "rag":
-        started = time.monotonic()
         outcome = await env.toolbox.acall(ToolRequest(SEARCH, example.question))
-        tool_s = round(time.monotonic() - started, 6)
         if isinstance(outcome, ToolUnavailableError):
             prompt = one_turn_prompt(job.mode, env.task, example)
-            return row_of_outage(job, example, prompt, str(outcome)), {"generate_s": 0.0, "tool_s": tool_s}
+            return result_of_outage(job, example, prompt, str(outcome))
         calls = [outcome]
         context = _cut(outcome.reply, policy.tokenizer, env) if outcome.ok else ""
     prompt = one_turn_prompt(job.mode, env.task, example, context)
@@ -171,16 +170,13 @@ async def answer_in_one_turn(policy: Policy, given: TextEnv, job: Job) -> tuple[
         seed=job.seed,
         stop_ids=() if codec is None else codec.stop_ids,
     )
-    started = time.monotonic()
     try:
         sampled = await policy.sampler.generate(job.id, ids, params)
     finally:
         policy.sampler.release(job.id)
-    seconds = {"generate_s": round(time.monotonic() - started, 6), "tool_s": tool_s}
     drawn = sampled.token_ids
     text = turn_text(policy.tokenizer, drawn, stop) if codec is None else codec.turn_text(drawn)
-    row = row_of_one_turn(job, env, example, prompt, len(ids), text, sampled, calls, policy.knows_ids)
-    return row, seconds
+    return result_of_one_turn(job, env, example, prompt, len(ids), text, sampled, calls, policy.knows_ids)
 
 
 def _cut(reply: str, tokenizer: Tokenizer, env: TextEnv) -> str:

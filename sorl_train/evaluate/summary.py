@@ -5,29 +5,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 from sorl_train.evaluate.answers import ks, pass_at_k
 from sorl_train.evaluate.intervals import mean_interval
-from sorl_train.evaluate.rows import Key, Row
+from sorl_train.evaluate.results import EvalResult
 
 
-def summarize(rows: Sequence[Row], seconds: Mapping[Key, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per task and mode, in the order of the rows."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.task, row.mode), []).append(row)
-    return [_entry(task, mode, group, seconds) for (task, mode), group in groups.items()]
+def summarize(results: Sequence[EvalResult]) -> list[dict[str, Any]]:
+    """One entry per task and mode, in the order of the results."""
+    groups: dict[tuple[str, str], list[EvalResult]] = {}
+    for result in results:
+        groups.setdefault((result.task, result.mode), []).append(result)
+    return [_entry(task, mode, group) for (task, mode), group in groups.items()]
 
 
-def _entry(
-    task: str, mode: str, rows: Sequence[Row], seconds: Mapping[Key, Mapping[str, Any]]
-) -> dict[str, Any]:
+def _entry(task: str, mode: str, rows: Sequence[EvalResult]) -> dict[str, Any]:
     """All intervals are over questions, so the samples of a question are averaged first."""
     counted = [row for row in rows if not row.excluded]
-    questions: dict[int, list[Row]] = {}
+    questions: dict[int, list[EvalResult]] = {}
     for row in counted:
         questions.setdefault(row.index, []).append(row)
     groups = list(questions.values())
@@ -58,7 +56,6 @@ def _entry(
             name: _mean([getattr(row, f"{name}_tokens") for row in counted])
             for name in ("prompt", "action", "observation")
         },
-        "seconds": _seconds([seconds[row.key] for row in counted if row.key in seconds]),
     }
 
 
@@ -67,7 +64,7 @@ def _interval(values: Sequence[float]) -> dict[str, float | None]:
     return {name: None if math.isnan(value) else value for name, value in found.items()}
 
 
-def _pass_at_k(groups: Sequence[Sequence[Row]], name: str) -> dict[str, dict[str, float | None]]:
+def _pass_at_k(groups: Sequence[Sequence[EvalResult]], name: str) -> dict[str, dict[str, float | None]]:
     """pass@k over the questions that have all their samples; a score of 1 is a pass."""
     samples = max((len(group) for group in groups), default=0)
     if samples < 2:
@@ -75,11 +72,6 @@ def _pass_at_k(groups: Sequence[Sequence[Row]], name: str) -> dict[str, dict[str
     whole = [group for group in groups if len(group) == samples]
     right = [sum(row.scores[name] >= 1.0 for row in group) for group in whole]
     return {str(k): _interval([pass_at_k(samples, count, k) for count in right]) for k in ks(samples)}
-
-
-def _seconds(timings: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Mean seconds per question. The ``total_s`` of questions that are answered at the same time overlap."""
-    return {name: _mean([line[name] for line in timings]) for name in ("total_s", "generate_s", "tool_s")}
 
 
 def _mean(values: Sequence[float]) -> float | None:

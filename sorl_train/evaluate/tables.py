@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from sorl_env.command import Parser, add_json_option, print_json
 from sorl_env.errors import UserError
@@ -37,14 +37,20 @@ class Column:
     domain: str = ""
 
 
+class Cell(NamedTuple):
+    """A figure in percent; only ours have intervals."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
 @dataclass(frozen=True)
 class Line:
-    """A row of figures in percent, None where there is none; only our rows have intervals."""
+    """A policy's figure in each column and last their average; None where it has none."""
 
     name: str
-    values: tuple[float | None, ...]
-    intervals: tuple[tuple[float, float] | None, ...]
-    average: float | None
+    cells: tuple[Cell | None, ...]
     published: bool = False
 
 
@@ -119,7 +125,9 @@ def _table(
     groups = []
     for group in published()["groups"]:
         lines = [
-            Line(row["name"], tuple(row["values"]), (None,) * len(columns), row["average"], published=True)
+            Line(
+                row["name"], tuple(Cell(value) for value in (*row["values"], row["average"])), published=True
+            )
             for row in group["rows"]
             if with_published
         ]
@@ -132,23 +140,21 @@ def _table(
 
 def _line(columns: Sequence[Column], summary: Mapping[str, Any], mode: str) -> Line | None:
     """The figures of a policy in one mode; None if it has none in these columns."""
-    values: list[float | None] = []
-    intervals: list[tuple[float, float] | None] = []
-    for column in columns:
-        entry = next((e for e in summary["entries"] if e["task"] in column.tasks and e["mode"] == mode), None)
-        metric = entry["metrics"][entry["main"]] if entry else None
-        if metric is None or metric["mean"] is None:  # a tool failed in every question
-            values.append(None)
-            intervals.append(None)
-        else:
-            values.append(100 * metric["mean"])
-            intervals.append((100 * metric["low"], 100 * metric["high"]))
-    present = [value for value in values if value is not None]
+    cells = [_find_cell(column, summary, mode) for column in columns]
+    present = [cell.mean for cell in cells if cell is not None]
     if not present:
         return None
-    average = fmean(present) if len(present) == len(columns) else None
-    name = f"{summary['label']} ({MODE_NAMES[mode]})"
-    return Line(name, tuple(values), tuple(intervals), average)
+    average = Cell(fmean(present)) if len(present) == len(columns) else None
+    return Line(f"{summary['label']} ({MODE_NAMES[mode]})", (*cells, average))
+
+
+def _find_cell(column: Column, summary: Mapping[str, Any], mode: str) -> Cell | None:
+    for entry in summary["entries"]:
+        metric = entry["metrics"][entry["main"]]
+        # no mean: a tool failed in every question
+        if entry["task"] in column.tasks and entry["mode"] == mode and metric["mean"] is not None:
+            return Cell(*(100 * metric[name] for name in ("mean", "low", "high")))
+    return None
 
 
 def _notes(
@@ -185,17 +191,11 @@ def markdown(tables: Sequence[Table]) -> str:
             for line in lines:
                 mark = ", published" if line.published else ""
                 rows.append(
-                    [line.name + mark, *map(_cell, line.values, line.intervals), _cell(line.average, None)]
+                    [line.name + mark, *(_cell(cell, " [{:.1f}, {:.1f}]", "-") for cell in line.cells)]
                 )
         text = markdown_table(head, rows, "l" + "r" * (len(head) - 1))
         parts.append("\n".join([text, "", *(f"- {note}" for note in table.notes)]))
     return "\n\n".join(parts) + "\n"
-
-
-def _cell(value: float | None, interval: tuple[float, float] | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if interval is None else f"{value:.2f} [{interval[0]:.1f}, {interval[1]:.1f}]"
 
 
 def latex(tables: Sequence[Table]) -> str:
@@ -217,17 +217,16 @@ def _latex(table: Table) -> str:
             lines += [rf"\multicolumn{{{width}}}{{c}}{{\textit{{{_tex(name)}}}}} \\", r"\midrule"]
         for row in rows:
             mark = r" \textit{(published)}" if row.published else ""
-            figures = [*map(_tex_cell, row.values, row.intervals), _tex_cell(row.average, None)]
+            figures = [_cell(cell, r" {{\scriptsize [{:.1f}, {:.1f}]}}", "--") for cell in row.cells]
             lines.append(" & ".join([f"{_tex(row.name)}{mark}", *figures]) + r" \\")
     lines += [r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in table.notes)]
     return "\n".join(lines)
 
 
-def _tex_cell(value: float | None, interval: tuple[float, float] | None) -> str:
-    if value is None:
-        return "--"
-    spread = "" if interval is None else rf" {{\scriptsize [{interval[0]:.1f}, {interval[1]:.1f}]}}"
-    return f"{value:.2f}{spread}"
+def _cell(cell: Cell | None, interval: str, missing: str) -> str:
+    if cell is None:
+        return missing
+    return f"{cell.mean:.2f}" + ("" if cell.low is None else interval.format(cell.low, cell.high))
 
 
 _TEX = {character: f"\\{character}" for character in "_&%#$"} | {"~": r"\textasciitilde{}", "^": r"\^{}"}

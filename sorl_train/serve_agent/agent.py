@@ -25,7 +25,7 @@ from sorl_env.task import Example
 from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_env.turn_codec import make_codec
 from sorl_train.evaluate.ask import env_of_question, unknown_words
-from sorl_train.evaluate.rows import turn_facts
+from sorl_train.evaluate.results import turn_facts
 from sorl_train.evaluate.runner import Policy, in_session
 from sorl_train.serve_agent.chat import ChatRequest, RequestError
 

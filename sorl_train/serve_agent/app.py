@@ -15,7 +15,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
-from sorl_train.evaluate.rows import final_answer
+from sorl_train.evaluate.results import final_answer
 from sorl_train.report.page import render_page
 from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.chat import ChatRequest, Head, RequestError, parse_request

@@ -16,7 +16,7 @@ from sorl_env.bounds import MAX_SEED
 from sorl_env.errors import did_you_mean
 from sorl_env.text import read_json
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_train.evaluate.rows import final_answer, turn_facts
+from sorl_train.evaluate.results import final_answer, turn_facts
 
 # Accepted without effect: they tell a provider who asks and what to store.
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")

@@ -183,7 +183,7 @@ def test_evaluation_in_one_turn_reads_messages_and_refuses_rag(env: ToolUseEnv, 
     policy = Policy(script, tokenizer, nullcontext, RolloutSettings(temperature=0.0, max_concurrency=1))
     rows: list[Any] = []
     jobs = plan_jobs({"minihop": env}, ["direct"], 1, 1, 0)
-    run_evaluation(policy, {"minihop": env}, jobs, lambda row, seconds: rows.append(row))
+    run_evaluation(policy, {"minihop": env}, jobs, lambda row: rows.append(row))
     assert rows[0].answer == "employer" and rows[0].valid_turns == 1
 
 

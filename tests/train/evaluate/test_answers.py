@@ -9,7 +9,7 @@ import pytest
 
 from sorl_env import load_examples, load_task
 from sorl_env.rewards import multiple_choice
-from sorl_train.evaluate.answers import read_answer, score
+from sorl_train.evaluate.answers import read_answer, scores
 
 OPTIONS = {"A": "Iron", "B": "Zinc", "C": "Vitamin B12", "D": "Vitamin B"}
 FILES = {
@@ -42,7 +42,7 @@ def chosen(output: str, options: Mapping[str, str], mode: str = "cot") -> list[s
     """The letters for which an output scores 1."""
     found = read_answer(output, mode, options)
     answer = None if found is None else found.text
-    return [letter for letter in options if score("choice", answer, [letter], options)]
+    return [letter for letter in options if scores(answer, [letter], options)["choice"]]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_no_option_of_a_real_question_gives_a_wrong_letter(shared_data: Path) ->
 
 def test_training_and_evaluation_score_an_answer_by_one_rule() -> None:
     for answer in ("A", "(a)", "A.", "A: iron", "A: zinc", "[A]", "A or B", "Iron", "", "A, of course"):
-        assert score("choice", answer, ["A"], OPTIONS) == multiple_choice(answer, "A", OPTIONS)
+        assert scores(answer, ["A"], OPTIONS) == {"choice": multiple_choice(answer, "A", OPTIONS)}
 
 
 @pytest.mark.parametrize(

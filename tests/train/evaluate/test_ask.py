@@ -42,25 +42,6 @@ def test_options_are_shown_and_the_prompt_holds_them(
     assert "A: iron\nB: zinc" in printed and "\033[1mQuestion:" in printed
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ([], "give a question"),
-        (["x", "--index", "3"], "give a question"),
-        (["x"], "give a model folder"),
-        (["x", "--model", "RUN", "--options", "1=zinc"], "write A=TEXT"),
-        (["--index", "64", "--model", "RUN"], "questions 0 to 63"),
-        (["x", "--model", "RUN", "--task", "nq", "--search.corpus", "nowhere.jsonl"], "nowhere.jsonl"),
-    ],
-)
-def test_mistakes_are_named(
-    run_folder: Path, capsys: pytest.CaptureFixture[str], command: list[str], message: str
-) -> None:
-    assert main([part.replace("RUN", str(run_folder)) for part in command]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("sorl-ask: ") and message in error
-
-
 def test_the_options_are_read_without_torch() -> None:
     code = "import sys, sorl_train.evaluate.cli, sorl_train.evaluate.ask; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

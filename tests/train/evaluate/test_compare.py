@@ -1,7 +1,8 @@
-"""Comparing, scoring again, tables: on folders written by hand."""
+"""Comparing and tables: on folders written by hand."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -15,16 +16,14 @@ from sorl_env.errors import UserError
 from sorl_train.evaluate.cli import main
 from sorl_train.evaluate.compare import compare
 from sorl_train.evaluate.intervals import mean_interval
-from sorl_train.evaluate.rescore import rescore
-from sorl_train.evaluate.rescore import summarize as again
-from sorl_train.evaluate.rows import Row
+from sorl_train.evaluate.results import EvalResult
 from sorl_train.evaluate.summary import summarize
 from sorl_train.evaluate.tables import latex, make_tables, markdown, published
 
 
 def row(
     index: int, score: float, *, task: str = "nq", mode: str = "agent", sample: int = 0, **changes: Any
-) -> Row:
+) -> EvalResult:
     record: dict[str, Any] = {
         "task": task,
         "mode": mode,
@@ -51,10 +50,10 @@ def row(
         "observation_tokens": 0,
         "seed": 0,
     }
-    return Row(**(record | changes))
+    return EvalResult(**(record | changes))
 
 
-def write(folder: Path, rows: Sequence[Row]) -> str:
+def write(folder: Path, rows: Sequence[EvalResult]) -> str:
     folder.mkdir()
     settings = {"label": folder.name, "tasks": ["minihop"], "modes": ["agent"], "limit": None, "samples": 1}
     (folder / "settings.json").write_text(json.dumps(settings))
@@ -143,46 +142,15 @@ def test_five_gained_and_none_lost_are_no_verdict(tmp_path: Path, capsys: pytest
         assert f"nq, agent: {verdict}" in capsys.readouterr().out
 
 
-def test_rows_are_scored_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    golds = ("the big cat",)
-    rows = [
-        row(0, 0.0, answer="a cat", golden_answers=golds),
-        row(1, 1.0, answer="big cat", golden_answers=golds),
-        row(2, 0.0, answer=None, golden_answers=golds),
-        row(3, 0.0, answer="big cat", golden_answers=golds, excluded=True),
-    ]
-    folder = tmp_path / "a"
-    write(folder, rows)
-    assert [r.after for r in rescore(folder, "f1")] == pytest.approx([2 / 3, 1.0, 0.0])
-    assert main(["rescore", str(folder), "--reward", "f1"]) == 0
-    assert "| nq, agent | 3 | 3 | 0.3333 | 0.5556 |" in capsys.readouterr().out
-    lines = [json.loads(line) for line in (folder / "rescored_f1.jsonl").read_text().splitlines()]
-    assert [line["before"] for line in lines] == [0.0, 1.0, 0.0]
-    with pytest.raises(UserError, match="needs questions with options"):
-        rescore(folder, "choice")
-    with pytest.raises(UserError, match="no reward 'emm'"):
-        rescore(folder, "emm")
-
-
-def test_answers_to_one_question_are_averaged_before_the_interval(tmp_path: Path) -> None:
+def test_answers_to_one_question_are_averaged_before_the_interval() -> None:
     """Two questions with 50 samples each are two questions, not a hundred."""
-    rows = [row(i, 0.0, answer=("right", "wrong")[i], sample=n) for i in range(2) for n in range(50)]
-    write(tmp_path / "a", rows)
-    (found,) = again(rescore(tmp_path / "a", "em"))
-    assert (found["answers"], found["questions"], found["now"]) == (100, 2, mean_interval([1.0, 0.0]))
+    (entry,) = summarize([row(i, float(i == 0), sample=n) for i in range(2) for n in range(50)])
+    assert (entry["questions"], entry["samples"]) == (2, 50)
+    assert entry["metrics"]["em"] == dataclasses.asdict(mean_interval([1.0, 0.0]))
 
 
-def test_trajectories_of_a_run_are_scored_again(run_folder: Path) -> None:
-    rows = rescore(run_folder, "em")
-    assert len(rows) == 16 + 8 + 8 and all(r.before == r.after for r in rows)  # its own reward is exact match
-    trained = [r for r in rescore(run_folder / "trajectories", "subem") if r.group == "minihop, train"]
-    assert (
-        rescore(run_folder / "trajectories" / "step_000001.jsonl", "subem") == trained and len(trained) == 16
-    )
-
-
-def summary(label: str, rows: Sequence[Row], is_sample: bool = False) -> dict[str, Any]:
-    return {"label": label, "entries": [{**entry, "is_sample": is_sample} for entry in summarize(rows, {})]}
+def summary(label: str, rows: Sequence[EvalResult], is_sample: bool = False) -> dict[str, Any]:
+    return {"label": label, "entries": [{**entry, "is_sample": is_sample} for entry in summarize(rows)]}
 
 
 def test_published_averages_are_those_of_their_rows() -> None:
@@ -232,7 +200,7 @@ def test_other_tasks_get_a_table_of_their_own_and_missing_cells_a_dash() -> None
     first, second = make_tables([summary("m", rows, is_sample=True), summary("n", [row(0, 1.0)])])
     assert [column.name for column in second.columns] == ["nq"]
     ours = [line for _, lines in first.groups for line in lines if not line.published]
-    assert [line.values for line in ours] == [(0.0, None, None, None, None)] and ours[0].average is None
+    assert [[cell and cell.mean for cell in line.cells] for line in ours] == [[0.0] + [None] * 5]
     assert "| m (agent) | 0.00 [0.0, 79.3] | - | - | - | - | - |" in markdown([first])
     assert "embedded sample, which is not the benchmark" in markdown([second])
     assert not any(line.published for _, lines in second.groups for line in lines)

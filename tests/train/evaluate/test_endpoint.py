@@ -121,26 +121,14 @@ def test_a_refusal_and_an_outage_stop_the_evaluation_with_the_reason(
 def test_an_evaluation_stopped_by_an_outage_goes_on_when_the_server_is_back(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [
-        "--task",
-        "minihop",
-        "--mode",
-        "direct",
-        "--limit",
-        "12",
-        "--sampler.max_concurrency",
-        "1",
-        "--quiet",
-    ]
+    options = "--task minihop --mode direct --limit 12 --sampler.max_concurrency 1 --quiet".split()
     options += ["--limits.max_new_tokens", "6"]
     with serving(folder, vllm=True) as served:
         whole = evaluate(tmp_path / "whole", *served_as(served, *options[2:]))
     with serving(folder, vllm=True) as served:
         command = [*served_as(served, "--timeout_s", "0.4"), *options]
-        command += [f"--task_args.{key}={value}" for key, value in WORLD.items()] + [
-            "--out",
-            str(tmp_path / "broken"),
-        ]
+        knobs = [f"--task_args.{key}={value}" for key, value in WORLD.items()]
+        command += [*knobs, "--out", str(tmp_path / "broken")]
         served.requests = Stopper(served)  # type: ignore[assignment]
         assert main(command) == 2
         assert "the answers so far are kept" in capsys.readouterr().err
@@ -212,13 +200,6 @@ def test_an_end_of_text_inside_a_block_is_not_its_closing_tag(
     (row,) = evaluate(tmp_path / "out", *options, "--limits.max_turns", "1")
     (turn,) = row["turns"]
     assert turn["token_ids"] == ids and turn["kind"] == "invalid" and row["answer"] is None
-
-
-def test_an_endpoint_needs_a_name_and_no_model_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--endpoint", "http://127.0.0.1:9/v1", "--task", "minihop"]) == 2
-    assert "--endpoint needs --model_name" in capsys.readouterr().err
-    assert main(["models/x", "--endpoint", "http://127.0.0.1:9/v1", "--task", "minihop"]) == 2
-    assert "give one of them" in capsys.readouterr().err
 
 
 def reply_of(body: bytes) -> str:

@@ -15,17 +15,17 @@ from sorl_env.tool import ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_train.evaluate.endpoint import TextTokenizer
 from sorl_train.evaluate.prompts import MODES, check_modes, one_turn_prompt
-from sorl_train.evaluate.rows import Row
+from sorl_train.evaluate.results import EvalResult
 from sorl_train.evaluate.runner import Policy, check_search, plan_jobs, run_evaluation
 from sorl_train.evaluate.summary import summarize
 
 from .conftest import WORLD, Expert
 
 
-def answer(policy: Policy, env: ToolUseEnv, modes: list[str], limit: int | None = None) -> list[Row]:
+def answer(policy: Policy, env: ToolUseEnv, modes: list[str], limit: int | None = None) -> list[EvalResult]:
     jobs = plan_jobs({"minihop": env}, modes, limit, 1, 0)
-    rows: dict[object, Row] = {}
-    run_evaluation(policy, {"minihop": env}, jobs, lambda row, seconds: rows.update({row.key: row}))
+    rows: dict[object, EvalResult] = {}
+    run_evaluation(policy, {"minihop": env}, jobs, lambda row: rows.update({row.key: row}))
     return [rows[job.key] for job in jobs]
 
 
@@ -47,7 +47,7 @@ def test_the_expert_answers_all_as_an_agent_one_hop_with_one_search_and_nothing_
     assert sum(row.main_score for row in by_mode["rag"]) > 16
     assert isinstance(expert.sampler, Expert) and expert.sampler.most_in_flight == 4
 
-    entries = summarize(rows, {})
+    entries = summarize(rows)
     means = {entry["mode"]: entry["metrics"]["em"] for entry in entries}
     assert means["agent"]["low"] > means["rag"]["high"] and means["rag"]["low"] > means["direct"]["high"]
 
@@ -106,7 +106,7 @@ def test_an_outage_counts_nowhere(expert: Policy, minihop: ToolUseEnv, mode: str
     out = [row for row in rows if row.excluded]
     assert len(out) == 6 and all("on fire" in (row.error or "") for row in out)
     assert {row.stop_reason for row in out} == {"error"}
-    (entry,) = summarize(rows, {})
+    (entry,) = summarize(rows)
     assert entry["excluded"] == 6 and entry["questions"] == 6
 
 
@@ -167,8 +167,8 @@ def test_a_policy_of_a_model_that_writes_prose() -> None:
     env = ToolUseEnv("nq", split="test")
     policy = Policy(Prose(), tokenizer, nullcontext, RolloutSettings(temperature=0.0))  # type: ignore[arg-type]
     jobs = plan_jobs({"nq": env}, ["direct", "cot", "rag"], 1, 1, 0)
-    rows: list[Row] = []
-    run_evaluation(policy, {"nq": env}, jobs, lambda row, seconds: rows.append(row))
+    rows: list[EvalResult] = []
+    run_evaluation(policy, {"nq": env}, jobs, lambda row: rows.append(row))
     found = {row.mode: (row.answer, row.answer_from, row.valid_turns) for row in rows}
     assert found == {
         "direct": ("Paris", "text", 1),

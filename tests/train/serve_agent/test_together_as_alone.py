@@ -28,7 +28,7 @@ from sorl_env.trajectory import Trajectory
 from sorl_train.evaluate.arguments import find_source, make_envs, make_policy
 from sorl_train.evaluate.ask import _parser as ask_parser
 from sorl_train.evaluate.cli import main
-from sorl_train.evaluate.rows import Key, Row
+from sorl_train.evaluate.results import EvalResult, Key
 from sorl_train.evaluate.runner import Policy, plan_jobs, run_evaluation
 from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.app import App
@@ -199,14 +199,14 @@ def check_evaluation(run: Path, task: Path, folder: Path, places: Sequence[int],
 def check_mixed_modes(run: Path, task: Path, count: int, temperature: float, places: Sequence[int]) -> None:
     """A question of mode ``rag`` takes its row after its search, so that rows are free while others wait for tools."""
 
-    def rows_of(at_once: int) -> dict[Key, Row]:
+    def rows_of(at_once: int) -> dict[Key, EvalResult]:
         policy, env = policy_of(run, task, at_once)
         settings = RolloutSettings(temperature=temperature, max_concurrency=at_once)
         jobs = plan_jobs({"minihop": env}, ["agent", "rag"], count, 1, seed=0)
         random.Random(0).shuffle(jobs)
-        rows: dict[Key, Row] = {}
+        rows: dict[Key, EvalResult] = {}
         mixed = replace(policy, settings=settings)
-        run_evaluation(mixed, {"minihop": env}, jobs, lambda row, _: rows.update({row.key: row}))
+        run_evaluation(mixed, {"minihop": env}, jobs, lambda row: rows.update({row.key: row}))
         return rows
 
     alone = rows_of(1)

@@ -1,6 +1,6 @@
 """One line of ``results.jsonl``: what a policy did on one question, and its scores.
 
-A row holds no times, so that the same evaluation writes the same bytes.
+A result holds no times, so that the same evaluation writes the same bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class EvalResult:
     """One question, answered once.
 
     Attributes:
@@ -53,8 +53,8 @@ class Row:
         answer_from: where the answer was found: ``turn`` in mode agent, else as in ``Answer``.
         scores: by name; the first one is the main score.
         reward: the task's own, in mode ``agent``.
-        excluded: a tool failed or the task's code raised. Such a row says nothing about the policy, enters no figure,
-            and its question is tried again when the evaluation is started again.
+        excluded: a tool failed or the task's code raised. That says nothing about the policy: it enters no figure, and
+            the question is tried again when the evaluation is started again.
         answer_in_retrieved: whether a retrieved passage contained a gold answer; None where nothing was searched for.
     """
 
@@ -94,23 +94,29 @@ class Row:
         return next(iter(self.scores.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """The row as plain values."""
+        """The result as plain values."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any], where: str) -> Row:
-        """Inverse of ``to_json``. Raises ``UserError``, naming ``where``, for a record that is not a row."""
+    def from_json(cls, record: Mapping[str, Any], where: str) -> EvalResult:
+        """Inverse of ``to_json``. Raises ``UserError``, naming ``where``, for a record that is not a result."""
         if not isinstance(record, dict):
-            raise UserError(f"{where}: not a row of sorl-eval: it must be a JSON object; name another folder")
+            raise UserError(
+                f"{where}: not a result of sorl-eval: it must be a JSON object; name another folder"
+            )
         names = [field.name for field in dataclasses.fields(cls)]
         for name in (*(n for n in names if n not in record), *(n for n in record if n not in names)):
-            raise UserError(f"{where}: not a row of sorl-eval: field {name!r}. {did_you_mean(name, names)}")
+            raise UserError(
+                f"{where}: not a result of sorl-eval: field {name!r}. {did_you_mean(name, names)}"
+            )
         lists = {name: tuple(record[name]) for name in ("golden_answers", "turns")}
         return cls(**(dict(record) | lists))
 
 
-def row_of_trajectory(job: Job, trajectory: Trajectory, example: Example, keep_ids: bool = True) -> Row:
-    """The row of a question answered over several turns. Only an answer in a well-formed turn counts.
+def result_of_trajectory(
+    job: Job, trajectory: Trajectory, example: Example, keep_ids: bool = True
+) -> EvalResult:
+    """The result of a question answered over several turns. Only an answer in a well-formed turn counts.
 
     Args:
         keep_ids: whether the token ids of the trajectory are those of the policy's own tokenizer.
@@ -119,7 +125,7 @@ def row_of_trajectory(job: Job, trajectory: Trajectory, example: Example, keep_i
     calls = [call for turn in trajectory.turns for call in turn.tool_calls]
     prompt_tokens = trajectory.turns[0].start if trajectory.turns else len(trajectory.token_ids)
     ids = trajectory.token_ids
-    return Row(
+    return EvalResult(
         **_about(job, example, answer, calls),
         prompt=trajectory.prompt,
         turns=tuple(
@@ -138,7 +144,7 @@ def row_of_trajectory(job: Job, trajectory: Trajectory, example: Example, keep_i
     )
 
 
-def row_of_one_turn(
+def result_of_one_turn(
     job: Job,
     env: ToolUseEnv,
     example: Example,
@@ -148,12 +154,12 @@ def row_of_one_turn(
     sampled: SampledTurn,
     calls: Sequence[ToolCall],
     keep_ids: bool = True,
-) -> Row:
-    """The row of a question answered in one turn. The turn is valid if its answer is where the prompt asks for it.
+) -> EvalResult:
+    """The result of a question answered in one turn. The turn is valid if its answer is where the prompt asks for it.
 
     Args:
         text: the output up to its first stop string.
-        keep_ids: as for `row_of_trajectory`.
+        keep_ids: as for `result_of_trajectory`.
     """
     if env.task.vocabulary is not None:  # such a policy can only write the turns of its own task
         parsed = env.format.parse(text, env.toolbox, env.task.require_think)
@@ -175,7 +181,7 @@ def row_of_one_turn(
         "tool_calls": _calls(calls),
         "token_ids": list(sampled.token_ids) if keep_ids else None,
     }
-    return Row(
+    return EvalResult(
         **_about(job, example, answer, calls),
         prompt=prompt,
         turns=(turn,),
@@ -187,10 +193,10 @@ def row_of_one_turn(
     )
 
 
-def row_of_outage(job: Job, example: Example, prompt: str, error: str) -> Row:
-    """The row of a question whose one search failed."""
+def result_of_outage(job: Job, example: Example, prompt: str, error: str) -> EvalResult:
+    """The result of a question whose one search failed."""
     about = _about(job, example, None, ()) | {"searches": 1}
-    return Row(**about, prompt=prompt, stop_reason=StopReason.ERROR.value, excluded=True, error=error)
+    return EvalResult(**about, prompt=prompt, stop_reason=StopReason.ERROR.value, excluded=True, error=error)
 
 
 def final_answer(trajectory: Trajectory) -> str | None:
@@ -218,7 +224,7 @@ def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def _about(job: Job, example: Example, answer: str | None, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """What all rows have in common: the question, the answer with its scores, and the searches."""
+    """What all results have in common: the question, the answer with its scores, and the searches."""
     found = "\n".join(call.reply for call in calls if call.ok)
     golds, options = example.golden_answers, example.options
     return {
