@@ -24,7 +24,7 @@ _PHRASE = re.compile(
     r"\banswer(?:\s{1,9}to\s{1,9}the\s{1,9}question)?(?:\s{1,9}is\b|\s{0,9}:)", re.IGNORECASE
 )
 _SENTENCE_END = re.compile(r"(?<!\b[A-Z])\.(?:\s|$)")  # "J. Smith" goes on
-_REASON = re.compile(r"[,.]? (?:because|since|as)\b.*")  # behind a letter: "(A), because .."
+_REASON = re.compile(r"[,.]? (?:because|since|as)\b.*", re.DOTALL)  # behind a letter: "(A), because .."
 
 
 def read_answer(output: str, mode: str, options: Mapping[str, str] | None = None) -> Answer | None:
@@ -32,25 +32,36 @@ def read_answer(output: str, mode: str, options: Mapping[str, str] | None = None
 
     The last ``<answer>`` block counts. Without a block, it is the rest of the sentence after the last "the answer is".
     Without that, mode ``direct`` takes the first line, because its prompt asks for nothing but the answer. The other
-    prompts ask for the tags, so a turn without them has not answered, unless it is nothing but the letter of one of
-    its question's ``options``.
+    prompts ask for the tags, so a turn without them has not answered, unless it is nothing but an option's letter.
+
+    Outside of a block only what names one of the ``options``, as `multiple_choice` reads it, is an answer to a question
+    that has options. Nothing is guessed.
     """
     block = _last_block(output)
     if block is not None:
         return Answer(block.strip(), "tag")
     plain = _without_thoughts(output).strip()
+    found = _after_the_phrase(plain)
+    if found is None and plain and (mode == "direct" or options):
+        found = Answer(plain.split("\n", 1)[0].strip() if mode == "direct" else plain, "text")
+    if found is None or not options:
+        return found
+    for text in (found.text, _REASON.sub("", found.text)):
+        if any(multiple_choice(text, letter, options) for letter in options):
+            return Answer(text, found.where)
+    return None
+
+
+def _after_the_phrase(plain: str) -> Answer | None:
+    """The rest of the sentence after the last "the answer is" that has one."""
     end = len(plain)
     for phrase in reversed(list(_PHRASE.finditer(plain))):
         said = plain[phrase.end() : end].lstrip(": *\n")
         if said:
             said = said.split("\n", 1)[0]
             stop = _SENTENCE_END.search(said)
-            answer = (said[: stop.start()] if stop else said).strip(" *")
-            return Answer(_REASON.sub("", answer) if options else answer, "phrase")
+            return Answer((said[: stop.start()] if stop else said).strip(" *"), "phrase")
         end = phrase.start()
-    is_letter = any(multiple_choice(plain, letter, options) for letter in options or ())
-    if (mode == "direct" and plain) or is_letter:
-        return Answer(plain.split("\n", 1)[0].strip(), "text")
     return None
 
 

@@ -119,13 +119,10 @@ class EndpointSampler:
             "stop": list(params.stop),
             "seed": params.seed & _SEED_BITS,
             "include_stop_str_in_output": True,
-            **(
-                {"stop_token_ids": list(params.stop_ids), "skip_special_tokens": False}
-                if params.stop_ids
-                else {}
-            ),
             "return_token_ids": not as_text,
         }
+        if params.stop_ids:
+            body |= {"stop_token_ids": list(params.stop_ids), "skip_special_tokens": False}
         choice = _choice(await self._post(body), self.url)
         finish = choice.get("finish_reason")
         text = str(choice["text"])
@@ -188,12 +185,9 @@ def with_stop_string(text: str, choice: Mapping[str, Any], stop: Sequence[str]) 
     told = [choice[name] for name in _ENDED_BY if name in choice]
     if told:
         return text + told[0] if told[0] in stop else text
-    open_at = {
-        word: text.rfind(f"<{word[2:]}")
-        for word in stop
-        if word.startswith("</") and text.rfind(f"<{word[2:]}") >= 0
-    }
-    return text + max(open_at, key=lambda word: open_at[word]) if open_at else text
+    opened = {text.rfind(f"<{word[2:]}"): word for word in stop if word.startswith("</")}
+    last = max(opened, default=-1)
+    return text + opened[last] if last >= 0 else text
 
 
 def _choice(reply: httpx.Response, url: str) -> Mapping[str, Any]:

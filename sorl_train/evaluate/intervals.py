@@ -145,9 +145,8 @@ def mcnemar_exact(gained: int, lost: int) -> float:
     0.0625
     """
     changed = gained + lost
-    tail = ways = (
-        1  # to choose 0 of the changes, then 1, and so on; all binomials anew would take minutes for 20,000
-    )
+    # the ways to choose 0 of the changes, then 1, and so on; all binomials anew would take minutes for 20,000
+    tail = ways = 1
     for i in range(min(gained, lost)):
         ways = ways * (changed - i) // (i + 1)
         tail += ways
@@ -168,9 +167,7 @@ def _sign_flip_p(differences: Values, draws: int, seed: int) -> float:
         return 1.0
     generator, total = np.random.default_rng(seed), changes.sum()
     sizes = _parts(draws, len(changes))
-    kept = [
-        generator.integers(0, 2, size, dtype=np.int8) @ changes for size in sizes
-    ]  # the rest changes its sign
+    kept = [generator.integers(0, 2, size, dtype=np.int8) @ changes for size in sizes]  # others change signs
     seen = abs(total) - 1e-9 * np.abs(changes).sum()  # sums in another order round differently
     return float((1 + (np.abs(2 * np.concatenate(kept) - total) >= seen).sum()) / (1 + draws))
 

@@ -207,20 +207,12 @@ def final_answer(trajectory: Trajectory) -> str | None:
 
 def turn_facts(turn: Turn) -> dict[str, Any]:
     """A turn as plain values: the policy's text, what is wrong with it, and what the tools replied."""
-    return {
-        "text": turn.text,
-        "kind": turn.kind,
-        "content": turn.content,
-        "format_error": turn.format_error,
-        "observation": turn.observation,
-        "tool_calls": _calls(turn.tool_calls),
-    }
+    names = ("text", "kind", "content", "format_error", "observation")
+    return {**{name: getattr(turn, name) for name in names}, "tool_calls": _calls(turn.tool_calls)}
 
 
 def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    return [
-        {"tool": call.tool, "argument": call.argument, "ok": call.ok, "hits": call.hits} for call in calls
-    ]
+    return [{name: getattr(call, name) for name in ("tool", "argument", "ok", "hits")} for call in calls]
 
 
 def _about(job: Job, example: Example, answer: str | None, calls: Sequence[ToolCall]) -> dict[str, Any]:

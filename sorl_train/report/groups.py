@@ -17,7 +17,7 @@ from sorl_train.run.folder import RunDir
 RUNS = "runs"
 RESULTS = "results.jsonl"
 _OF_ONE_RUN = ("run_dir", "seed")
-_LABEL_SETTINGS = 4
+_LABEL_SETTINGS = 4  # with more settings that tell groups apart, a group goes by its run's label
 _MOST_VALUES = 8  # a setting with more values is not offered for choosing groups
 _RUN_ID = re.compile(r"-s\d+-[0-9a-f]+$")  # the end of a run folder's name in a study, after the arm
 # an earlier start of such a run, which is not another seed
@@ -100,23 +100,17 @@ def group_runs(runs: Sequence[ReportRun]) -> list[Group]:
     members: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         shared = {name: value for name, value in run.config.items() if name not in _OF_ONE_RUN}
-        members.setdefault(
-            json.dumps(shared, sort_keys=True, default=str) if shared else f"run {i}", []
-        ).append(i)
+        key = json.dumps(shared, sort_keys=True, default=str) if shared else f"run {i}"
+        members.setdefault(key, []).append(i)
     firsts = [runs[indices[0]] for indices in members.values()]
-    differing = differing_settings(firsts)
-    settings = [{name: values[i] for name, values in differing.items()} for i in range(len(firsts))]
+    names = dict.fromkeys(name for run in firsts for name in run.config if name not in _OF_ONE_RUN)
+    columns = {name: [run.config.get(name) for run in firsts] for name in names}
+    differing = {name: column for name, column in columns.items() if any(x != column[0] for x in column)}
+    settings = [{name: column[i] for name, column in differing.items()} for i in range(len(firsts))]
     labels = _labels(runs, list(members.values()), settings)
     groups = [Group(*parts) for parts in zip(labels, settings, members.values(), strict=True)]
     in_study = any(run.cell for run in runs)
     return sorted(groups, key=lambda group: _order(group.settings)) if in_study else groups
-
-
-def differing_settings(runs: Sequence[ReportRun]) -> Mapping[str, Sequence[Any]]:
-    """Settings other than the seed that differ between runs, with the value in each run (None: not set)."""
-    names = dict.fromkeys(name for run in runs for name in run.config if name not in _OF_ONE_RUN)
-    values = {name: [run.config.get(name) for run in runs] for name in names}
-    return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
 
 
 def choices(groups: Sequence[Group]) -> Mapping[str, Sequence[Any]]:
@@ -159,24 +153,15 @@ def _labels(
 ) -> list[str]:
     """Each group's cell in its study, or else the settings that tell the groups apart, or else its run's label."""
     if len(members) == 1:
-        return [runs[members[0][0]].title if len(members[0]) > 1 else runs[members[0][0]].label]
-    described = _described(settings)
+        only = runs[members[0][0]]
+        return [only.title if len(members[0]) > 1 else only.label]
+    telling = _telling(settings) if len(_telling(settings)) <= _LABEL_SETTINGS else {}
+    columns = [[text if name == "algo" else f"{name}={text}" for text in telling[name]] for name in telling]
     labels = []
-    for indices, words in zip(members, described, strict=True):
+    for g, indices in enumerate(members):
         cell = next((cell for i in indices if (cell := runs[i].cell)), None)
-        labels.append(cell or words or runs[indices[0]].label)
+        labels.append(cell or ", ".join(column[g] for column in columns) or runs[indices[0]].label)
     return labels
-
-
-def _described(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each group's values of the settings that tell the groups apart; empty if there are too many such settings."""
-    telling = _telling(settings)
-    if not 0 < len(telling) <= _LABEL_SETTINGS:
-        return [""] * len(settings)
-    columns = [
-        [text if name == "algo" else f"{name}={text}" for text in column] for name, column in telling.items()
-    ]
-    return [", ".join(words) for words in zip(*columns, strict=True)]
 
 
 def _order(settings: Mapping[str, Any]) -> list[tuple[bool, float, str]]:

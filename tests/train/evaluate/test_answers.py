@@ -80,7 +80,8 @@ def test_choices_as_models_write_them(output: str, letters: str) -> None:
 def test_mode_direct_takes_the_first_line_as_it_is() -> None:
     assert chosen("B: Zinc\n\nIt is low.", OPTIONS, "direct") == ["B"]
     assert chosen("B: Zinc\n\nIt is low.", OPTIONS, "cot") == []
-    assert chosen("Zinc", OPTIONS, "direct") == []
+    assert read_answer("Zinc", "direct", OPTIONS) is None and read_answer("Zinc", "direct") is not None
+    assert read_answer("The answer is unclear.", "direct", OPTIONS) is None
 
 
 def questions(shared_data: Path, step: int) -> Iterator[Mapping[str, str]]:

@@ -17,6 +17,7 @@ from sorl_env.tool import ToolCall
 from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.settings import OptimConfig, RolloutConfig, TrainConfig, UpdateConfig
+from sorl_train.report.figures import SECTIONS
 from sorl_train.run.folder import RunDir
 from sorl_train.run.metrics_log import MetricsLog
 from sorl_train.run.token_stats import TokenRecord, write_token_records
@@ -27,7 +28,6 @@ HOSTILE = (
     "(Vela</pre></details><script>document.title='owned'</script>\u2028"
     "<img src=x onerror=\"document.title='owned'\">"
 )
-KINDS = ("tag", "reasoning", "query", "answer")
 PEOPLE = ["Orin Talmar", "Sela Quist", "Bram Odell", "Ivo Kestrel", "Mara Lunde"]
 TOWNS = ["Varnholt", "Eskaby", "Tarn Hollow", "Lindeck", "Port Amsel"]
 
@@ -115,66 +115,39 @@ def make_metrics(step: int, share: float, rng: np.random.Generator, collapse: bo
     noise = 0.03 * rng.standard_normal()
     bias = 0.4 * blow * math.exp(0.5 * rng.standard_normal())
     norm = 0.8 * blow * math.exp(0.2 * rng.standard_normal())
-    metrics = {
+    drawn = (name for section in SECTIONS for figure in section.figures for name in figure.metrics)
+    metrics = {name: 0.1 * share for name in drawn if not name.startswith("eval/")}
+    metrics |= {
         "rollout/success": min(1.0, max(0.0, success - 0.05 + noise)),
         "rollout/valid_turn_rate": min(1.0, 0.99 / (1 + 0.01 * (blow - 1))),
-        "rollout/excluded_rate": 0.0,
         "rollout/reward_mean": min(1.0, max(0.0, success - 0.05 + noise)),
-        "rollout/num_turns": 2.9 + 0.1 * noise,
         "rollout/response_tokens": 42 + 30 * noise,
         "rollout/stop_answer": min(1.0, success),
+        "rollout/replay_age_mean": 4 * share,
         "tool/calls": float(240 + rng.integers(20)),
         "loss/policy": 0.02 * noise,
         "loss/grad_norm": norm,
         "loss/grad_norm_normalized": norm / max(1.0, bias),
+        "loss/grad_norm_max": 1.6 * norm,
         "loss/clip_frac": min(0.6, 0.02 * blow**0.7),
         "loss/clip_bias_norm": bias,
         "loss/clip_bias_scalar": 0.002 * bias,
-        "loss/clip_bias_trajectory": 0.01 * bias,
         "loss/clip_bias_token": bias,
-        "loss/clip_bias_token_mean": 0.07 * bias,
-        "loss/clip_bias_logit": 1.3 * bias,
-        "loss/grad_norm_max": 1.6 * norm,
         "loss/effective_lr": 3e-4 / max(1.0, bias),
-        "loss/advantage_mean": 0.02 * noise,
-        "loss/advantage_std": 0.3 * (1 - 0.8 * share),
-        "loss/log_ratio_p01": -0.05 * blow**0.6,
-        "loss/log_ratio_p50": 0.002 * noise,
-        "loss/log_ratio_p99": 0.06 * blow**0.6,
-        "loss/ess_token": 1 / (1 + 0.02 * blow),
-        "loss/ess_turn": 1 / (1 + 0.008 * blow),
-        "loss/ess_sequence": 1 / (1 + 0.003 * blow),
-        **{f"loss/clip_frac_turn{k}": min(0.6, 0.01 * (k + 1) * blow**0.7) for k in range(3)},
-        **{f"loss/clip_frac_{kind}": min(0.6, 0.004 * (i + 1) * blow**0.7) for i, kind in enumerate(KINDS)},
         "loss/normalizer": 1 / max(1.0, bias),
         "loss/normalized_frac": float(bias > 1),
+        "loss/log_ratio_p01": -0.05 * blow**0.6,
+        "loss/log_ratio_p99": 0.06 * blow**0.6,
+        "loss/ess_token": 1 / (1 + 0.02 * blow),
         "loss/approx_kl": 0.002 * blow * (1 + abs(noise)),
         "loss/trust_kl": 0.004 * min(1.0, blow),
         "loss/trust_kl_max": 0.006 * blow,
         "loss/trust_scale": 1 / max(1.0, blow),
-        "loss/trust_moves_back": float(blow > 2),
-        "loss/correction_mean": 1 - 0.01 * share,
-        "loss/correction_cut_frac": 0.02 * share,
-        "loss/correction_zero_frac": 0.01 * share,
-        "loss/correction_mask_frac": 0.03 * share,
-        "rollout/overlong_punished_frac": 0.1 * share,
-        "rollout/overlong_filtered_frac": 0.05 * share,
-        "rollout/dynamic_drawn": 128 + 64 * share,
-        "rollout/dynamic_kept": 128.0,
-        "rollout/dynamic_missing": 0.0,
-        "rollout/replay_share": 0.1 * share,
-        "rollout/replay_age_mean": 4 * share,
-        "rollout/replay_age_max": 8 * share,
-        "rollout/replay_size": 64 * share,
-        "reward/overlong": -0.04 * share,
-        "loss/ref_kl": 0.05 * share * blow,
         "loss/entropy": 0.4 * (1 - 0.7 * share),
-        "rollout/mismatch_kl": 1e-6 * (1 + rng.random()),
         "time/rollout_s": 1.8 + 0.2 * rng.random(),
         "time/update_s": 1.1 + 0.1 * rng.random(),
         "time/log_probs_s": 0.2,
         "time/tokens_per_s": 4800 + 500 * noise,
-        "time/rollout_tokens_per_s": 9000 + 500 * noise,
         "time/step_s": 3.5,
     }
     if step % 10 == 0:
@@ -221,11 +194,8 @@ def make_run(
         for step in range(1, steps + 1):
             log.log(step, make_metrics(step, step / steps, rng, collapse))
     if collapse:
-        event = {
-            "step": steps * 5 // 8,
-            "kind": "collapse_alarm",
-            "reason": "gradient norm 9 times its median",
-        }
+        reason = "gradient norm 9 times its median"
+        event = {"step": steps * 5 // 8, "kind": "collapse_alarm", "reason": reason}
         (path / "events.jsonl").write_text(json.dumps(event) + "\n")
     for step in sorted({1, *range(10, steps + 1, 10)}):
         stops = [StopReason.INVALID, StopReason.ANSWER, StopReason.ERROR, *[StopReason.ANSWER] * (batch - 3)]
