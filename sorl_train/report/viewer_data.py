@@ -55,16 +55,17 @@ class ViewerPage:
 
 
 def read_page(files: Sequence[StepFile], notes: list[str], most: int) -> ViewerPage:
-    """Compress at most ``most`` dialogues, the same number of each file, but at least two.
+    """Compress at most ``most`` dialogues, the same number of each file, but at least two; what a file lacks, later
+    ones may have.
 
     The lowest and the highest reward of a file are always included; the others are spread over its rewards.
     """
     page = ViewerPage([], [], 0)
     dialogues: list[dict[str, Any]] = []
-    for kind, step, path in files:
+    for k, (kind, step, path) in enumerate(files):
         trajectories = read_some(path, notes)
         page.found += len(trajectories)
-        chosen = _choose(trajectories, max(2, most // len(files)))
+        chosen = _choose(trajectories, max(2, (most - len(page.rows)) // (len(files) - k)))
         tokens, why = _token_records(kind, path, {trajectory.id for trajectory, _ in chosen}, notes)
         for trajectory, mark in chosen:
             record = tokens.get(trajectory.id)
