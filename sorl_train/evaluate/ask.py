@@ -83,16 +83,8 @@ def ask(policy: Policy, env: ToolUseEnv, example: Example, seed: int = 0) -> Tra
     Raises:
         UserError: the prompt is too long, or the policy cannot be reached.
     """
-    asked = env_of_question(env, example)
     job = Job(env.task.name, "agent", 0, 0, seed)
-    found: list[Any] = []
-
-    async def main() -> None:
-        found.append(await agent_trajectory(policy, asked, job))
-
-    in_session(policy, main)
-    trajectory: Trajectory = found[0]
-    return trajectory
+    return in_session(policy, lambda: agent_trajectory(policy, env_of_question(env, example), job))
 
 
 def env_of_question(env: ToolUseEnv, example: Example) -> ToolUseEnv:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.interrupts import run_async
@@ -29,6 +29,7 @@ from sorl_train.evaluate.results import (
 )
 
 SEARCH = "search"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -94,19 +95,18 @@ def run_evaluation(
     in_session(policy, lambda: _run_all(policy, envs, jobs, on_result))
 
 
-def in_session(policy: Policy, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine in a new event loop, inside the policy's session."""
+def in_session(policy: Policy, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+    """The result of a coroutine in a new event loop, inside the policy's session."""
 
-    async def main() -> None:
+    async def main() -> _T:
         session = policy.session()
         if isinstance(session, AbstractAsyncContextManager):
             async with session:
-                await work()
-        else:
-            with session:
-                await work()
+                return await work()
+        with session:
+            return await work()
 
-    run_async(main())
+    return run_async(main())
 
 
 async def _run_all(

@@ -46,20 +46,11 @@ def _add_prepare(commands: Any) -> None:
     add("name", metavar="NAME", help=", ".join(RECIPES))
     where = "a file (SPLIT=FILE), a folder, or hf:owner/name[:config]; repeatable (default: where it is published)"
     add("--source", action="append", default=[], metavar="[SPLIT=]WHERE", help=where)
-    add(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="a new folder, or one that was prepared before",
-    )
+    out = "a new folder, or one that was prepared before"
+    add("--out", type=Path, required=True, metavar="FOLDER", help=out)
     add("--revision", help="commit or tag of the hub data set")
-    add(
-        "--test_ids",
-        type=Path,
-        metavar="FILE",
-        help="JSON list of the test questions' ids, or object with them",
-    )
+    test_ids = "JSON list of the test questions' ids, or object with them"
+    add("--test_ids", type=Path, metavar="FILE", help=test_ids)
     drop = "exact: leave out train questions that are in test, too (default: none, only report them)"
     add("--drop", choices=DROP, default="none", help=drop)
     against = "files with test questions of other data sets to check train against"
