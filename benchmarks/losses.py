@@ -1,20 +1,17 @@
-"""Time and memory of the losses: each ratio level, plain autograd against a closed form, and log-probabilities.
+"""Time and memory of the losses: each ratio level, and log-probabilities beside the plain formulas.
 
     python benchmarks/losses.py                     # (64, 4096), one thread
-    python benchmarks/losses.py --updates           # also whole updates, minutes
     python benchmarks/losses.py --json losses.json
 
-The turn-level loss should take at most 1.15 times the time of the token-level one and 1.1 times its peak memory. Plain
-autograd should cost at most 5% of the quickstart's update stage and 1% of an update of a language model. Rounds are
-interleaved and ratios are medians over rounds, so that other load on the machine slows all sides alike. Peak memory is
-what torch's allocator hands out during one forward and backward pass, without the inputs.
+The turn-level loss should take at most 1.15 times the time of the token-level one and 1.1 times its peak memory. Rounds
+are interleaved and ratios are medians over rounds, so that other load on the machine slows all sides alike. Peak memory
+is what torch's allocator hands out during one forward and backward pass, without the inputs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -23,23 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from closed_form_loss import closed_form_policy_loss
-from diagnostics import make_engine
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from sorl_train.config.files import load_config
-from sorl_train.learner import update
-from sorl_train.learner.batch import Batch
-from sorl_train.learner.means import Means
-from sorl_train.learner.scored_batch import estimate_advantages
-from sorl_train.learner.settings import update_settings
-from sorl_train.learner.update import PolicyUpdate
 from sorl_train.losses.log_probs import token_log_probs
 from sorl_train.losses.policy import LossSettings, policy_loss
 
 Step = Callable[[], Any]
-LOSSES = {"closed form": closed_form_policy_loss, "plain autograd": policy_loss}
 
 
 def turn_layout(rows: int, columns: int, turns: int, generator: torch.Generator) -> Tensor:
@@ -66,73 +52,18 @@ def loss_inputs(rows: int, columns: int, turns: int) -> tuple[list[Tensor], Tens
     return [log_probs, old_log_probs, advantages, turn_ids >= 0, turn_ids], logit_scale
 
 
-def loss_step(loss: Any, level: Any, inputs: tuple[list[Tensor], Tensor]) -> Step:
+def loss_step(level: Any, inputs: tuple[list[Tensor], Tensor]) -> Step:
     """Forward and backward pass of a policy loss as the trainer calls it."""
     tensors, logit_scale = inputs
 
     def step() -> None:
         tensors[0].grad = None
         settings = LossSettings(level)
-        loss(*tensors, settings, denominator=float(len(tensors[0])), logit_scale=logit_scale).loss.backward()
+        policy_loss(
+            *tensors, settings, denominator=float(len(tensors[0])), logit_scale=logit_scale
+        ).loss.backward()
 
     return step
-
-
-def with_each_loss(step: Step) -> dict[str, Step]:
-    """The same update with either loss in it."""
-
-    def with_loss(loss: Any) -> None:
-        update.policy_loss = loss
-        try:
-            step()
-        finally:
-            update.policy_loss = policy_loss
-
-    return {name: lambda loss=loss: with_loss(loss) for name, loss in LOSSES.items()}
-
-
-def quickstart_update(folder: Path) -> Step:
-    """The update stage of a quickstart step, policy and critic; the cold start before it may take minutes."""
-    engine = make_engine("so_ppo", folder, {})
-    batch = engine.collect(2).batch
-    assert batch is not None
-    scored = estimate_advantages(batch, engine.config.algorithm.advantage, engine.config.loss)
-    return lambda: engine.update(scored, 2)
-
-
-def language_model(
-    rows: int, columns: int, layers: int, overrides: Mapping[str, Any]
-) -> tuple[PolicyUpdate, Batch]:
-    """A model with the sizes and the vocabulary of SmolLM2-135M and random weights, and trajectories for it."""
-    sizes = {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-    }
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=49152, num_hidden_layers=layers, **sizes))
-    config = load_config("quickstart", dict(overrides))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    policy_update = PolicyUpdate(model, optimizer, update_settings(config))
-    (log_probs, old_log_probs, advantages, mask, turn_ids), _ = loss_inputs(rows, columns, turns=3)
-    mask, turn_ids = torch.ones_like(mask), turn_ids.long().clamp(min=0).cummax(dim=1).values
-    batch = Batch(
-        token_ids=torch.randint(0, 49152, (rows, columns + 1)),
-        lengths=torch.full((rows,), columns + 1),
-        action_mask=mask,
-        loss_mask=mask,
-        turn_ids=turn_ids,
-        rollout_log_probs=log_probs.detach(),
-        rewards=torch.zeros(rows),
-        token_rewards=torch.zeros(rows, columns),
-        included=torch.ones(rows, dtype=torch.bool),
-        group_ids=torch.arange(rows),
-        ids=tuple(map(str, range(rows))),
-        old_log_probs=old_log_probs - 10.0,  # about where random weights are
-        advantages=advantages,
-    )
-    return policy_update, batch
 
 
 def log_prob_steps(positions: int, vocabulary: int, dtype: torch.dtype) -> dict[str, Step]:
@@ -156,7 +87,7 @@ def log_prob_steps(positions: int, vocabulary: int, dtype: torch.dtype) -> dict[
     return {"log_softmax, gather": plain, "token_log_probs": chunked}
 
 
-def measure(steps: Mapping[str, Step], rounds: int, memory: bool = True) -> dict[str, dict[str, float]]:
+def measure(steps: Mapping[str, Step], rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds, MiB and their ratios to those of the first step, by name."""
     names = list(steps)
     for step in steps.values():
@@ -167,7 +98,7 @@ def measure(steps: Mapping[str, Step], rounds: int, memory: bool = True) -> dict
             start = time.perf_counter()
             steps[name]()
             seconds[name].append(time.perf_counter() - start)
-    mib = {name: peak_mib(step) if memory else math.nan for name, step in steps.items()}
+    mib = {name: peak_mib(step) for name, step in steps.items()}
     return {
         name: {
             "milliseconds": 1e3 * statistics.median(seconds[name]),
@@ -217,14 +148,12 @@ def main() -> None:
         "--positions", type=int, default=512, help="of the log-probabilities (default: %(default)s)"
     )
     parser.add_argument("--vocabulary", type=int, default=32768, help="of them, too (default: %(default)s)")
-    parser.add_argument("--updates", action="store_true", help="also compare whole updates with either loss")
-    parser.add_argument("--layers", type=int, default=30, help="of the language model (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
     inputs = loss_inputs(args.rows, args.columns, args.turns)
-    levels = {level: loss_step(policy_loss, level, inputs) for level in ("token", "turn", "sequence")}
+    levels = {level: loss_step(level, inputs) for level in ("token", "turn", "sequence")}
     losses = measure(levels, args.rounds)
     show(f"policy loss, forward and backward, ({args.rows}, {args.columns}), {args.turns} turns", losses)
     turn = losses["turn"]
@@ -235,20 +164,6 @@ def main() -> None:
         "settings": {**vars(args), "json": None, "torch": torch.__version__},
         "losses": losses,
     }
-    for name, shape in {"large": inputs, "quickstart": loss_inputs(8, 150, 3)}.items():
-        for level in ("token", "turn"):
-            sides = {side: loss_step(loss, level, shape) for side, loss in LOSSES.items()}
-            figures[f"{name}_{level}"] = results = measure(sides, args.rounds)
-            show(f"loss alone, {name} {tuple(shape[0][0].shape)}, ratio of the {level}", results)
-    if args.updates:
-        with tempfile.TemporaryDirectory() as folder:
-            sides = with_each_loss(quickstart_update(Path(folder) / "run"))
-            figures["quickstart_update"] = results = measure(sides, max(args.rounds // 5, 3), memory=False)
-            show("update stage of the quickstart (plain autograd: at most 1.05)", results)
-        policy_update, batch = language_model(8, 250, args.layers, {"update.micro_batch_size": 8})
-        sides = with_each_loss(lambda: policy_update.step(batch, 1e-6, Means()))
-        figures["language_model_update"] = results = measure(sides, max(args.rounds // 10, 3), memory=False)
-        show("update of a language model, 2,000 tokens (plain autograd: at most 1.01)", results)
     for dtype in (torch.bfloat16, torch.float32):
         steps = log_prob_steps(args.positions, args.vocabulary, dtype)
         figures[f"log_probs_{dtype}".replace("torch.", "")] = results = measure(

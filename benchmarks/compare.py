@@ -1,0 +1,317 @@
+"""Two revisions side by side: is the newer one slower?
+
+    python benchmarks/compare.py BASE [HEAD] --rounds 10 --json compare.json
+
+Checks both revisions out into temporary folders, makes one tiny policy and one index for both, and measures each
+headline figure in turns, every measurement in a process of its own:
+
+- environment: steps a second of ``gym.make``'s environment with one tool, of processor time;
+- loss: forward and backward passes a second of the turn-level policy loss on (16, 2048), of processor time;
+- training: tokens a second of whole SO-PPO steps of ``sorl-train`` on MiniHop;
+- search: queries a second that a ``sorl-serve`` answers to eight clients.
+
+A row shows the median ratio HEAD / BASE of the rates and a 95% interval for the mean ratio (Student's t over the
+logarithms of the rounds' ratios). The exit status is 1 if an interval lies wholly below 1: HEAD is slower. What is
+measured goes through commands and public functions that both revisions must have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+CLIENTS, SECONDS = 8, 2.0
+TASK = '''
+from sorl_env import Example, Task
+
+def look_up(query: str) -> str:
+    """Find passages."""
+    return "\\n".join(f"{number}. A passage of some words about {query}, the sea and a harbour." for number in range(9))
+
+look_up.inline = True
+EXAMPLES = [Example(id=str(i), question=f"What is {i}?", golden_answers=(str(i),)) for i in range(100)]
+TASK = Task(
+    name="compare",
+    env_id="sorl/Compare-v0",
+    prompt=lambda example: f"Use <look_up> and <answer>. {example.question}",
+    reward=lambda example, turns: {"exact_match": float(turns[-1].content in example.golden_answers)},
+    parse_row=lambda row: Example(id=str(row["id"]), question=str(row["question"])),
+    tools=lambda settings: [look_up],
+    embedded=lambda split: EXAMPLES,
+)
+'''
+
+
+def rate(run: Callable[[], int], clock: Callable[[], float] = time.process_time) -> float:
+    """What ``run`` does a second, over ``SECONDS`` seconds after one call that is not counted."""
+    run()
+    done, started = 0, clock()
+    while clock() - started < SECONDS:
+        done += run()
+    return done / (clock() - started)
+
+
+def environment(folder: Path) -> float:
+    import gymnasium as gym
+
+    from sorl_env import load_task
+    from sorl_env.registry import register_task
+
+    task = load_task(str(folder / "task.py"))
+    register_task(task)
+    env = gym.make(task.env_id)
+    think = "<think>I should find out where the river meets the sea first.</think>\n"
+    episode = [f"{think}<look_up>river and sea</look_up>"] * 3 + [f"{think}<answer>the harbour</answer>"]
+
+    def play() -> int:
+        env.reset()
+        for action in episode:
+            ended = env.step(action)[2]
+        assert ended
+        return len(episode)
+
+    return rate(play)
+
+
+def loss(folder: Path) -> float:
+    import torch
+
+    from sorl_train.losses.policy import LossSettings, policy_loss
+
+    torch.set_num_threads(1)
+    rows, columns = 16, 2048
+    generator = torch.Generator().manual_seed(0)
+    turn_ids = (torch.arange(columns) // 64 // 2).repeat(rows, 1)
+    mask = (torch.arange(columns) // 64 % 2 == 0).repeat(rows, 1)
+    new = (-torch.rand(rows, columns, generator=generator)).requires_grad_()
+    old = new.detach() + 0.3 * torch.randn(rows, columns, generator=generator)
+    advantages = torch.randn(rows, columns, generator=generator)
+
+    def step() -> int:
+        new.grad = None
+        policy_loss(
+            new, old, advantages, mask, turn_ids, LossSettings("turn"), denominator=float(rows)
+        ).loss.backward()
+        return 1
+
+    return rate(step)
+
+
+def training(folder: Path) -> float:
+    run = Path(tempfile.mkdtemp()) / "run"
+    command = [
+        *"-m sorl_train.cli --algo so_ppo --rollout.batch_size 64 --update.steps 3 --eval.every 0".split()
+    ]
+    command += ["--model", str(folder / "policy"), "--run_dir", str(run), "--eval.num_examples_final", "1"]
+    subprocess.run([sys.executable, *command], check=True, capture_output=True)
+    rows = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
+    shutil.rmtree(run.parent)
+    return statistics.median(row["time/tokens_per_s"] for row in rows if "time/tokens_per_s" in row)
+
+
+def search(folder: Path) -> float:
+    import httpx
+
+    with (
+        served(folder / "index") as url,
+        httpx.Client(base_url=url) as client,
+        ThreadPoolExecutor(CLIENTS) as pool,
+    ):
+
+        def ask(number: int) -> None:
+            words = " ".join(f"w{(number * step) % 997}" for step in (3, 7, 11, 31))
+            client.post(
+                "/retrieve", json={"queries": [words], "topk": 3, "return_scores": True}
+            ).raise_for_status()
+
+        def batch() -> int:
+            list(pool.map(ask, range(64)))
+            return 64
+
+        return rate(batch, time.perf_counter)
+
+
+@contextlib.contextmanager
+def served(index: Path) -> Iterator[str]:
+    """A ``sorl-serve`` of the index on a free port, until it answers; its address."""
+    import httpx
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "sorl_tools.serve.cli", str(index), "--port", str(port)]
+    with (
+        (index.parent / "serve.log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as server,
+    ):
+        try:
+            url = f"http://127.0.0.1:{port}"
+            for _ in range(600):
+                with contextlib.suppress(httpx.TransportError):
+                    if httpx.get(f"{url}/health").is_success:
+                        break
+                if server.poll() is not None:
+                    raise RuntimeError(Path(log.name).read_text())
+                time.sleep(0.1)
+            yield url
+        finally:
+            server.terminate()
+
+
+MEASURES = {measure.__name__: measure for measure in (environment, loss, training, search)}
+
+
+def python(tree: Path, *arguments: str) -> str:
+    """What a Python process of a revision prints."""
+    # tasks/ and tools/ are linked there under the names that they are installed as
+    paths = os.pathsep.join([str(tree), str(tree / ".ci" / "typings")])
+    environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, cwd=tree)
+    if done.returncode:
+        raise SystemExit(f"{tree.name}: {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def commit(revision: str) -> str:
+    command = ["git", "rev-parse", "--short", revision]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def prepare(revision: str, folder: Path) -> Path:
+    """Check a revision out; the path of its tree, with the task and the index that it measures beside it."""
+    folder.mkdir()
+    tree = folder / "tree"
+    subprocess.run(
+        ["git", "worktree", "add", "--quiet", "--detach", str(tree), revision], check=True, cwd=ROOT
+    )
+    (folder / "task.py").write_text(TASK)
+    with (folder / "corpus.jsonl").open("w") as corpus:
+        for number in range(20_000):
+            words = " ".join(f"w{(number * step + step) % 997}" for step in range(1, 80))
+            corpus.write(json.dumps({"id": str(number), "contents": f'"Passage {number}"\n{words}'}) + "\n")
+    build = [
+        "-m",
+        "sorl_tools.index.cli",
+        "build",
+        str(folder / "corpus.jsonl"),
+        "--out",
+        str(folder / "index"),
+    ]
+    python(tree, *build, "--quiet")
+    return tree
+
+
+def make_policy(tree: Path, folder: Path) -> Path:
+    """A tiny policy that both revisions train: a short cold start on MiniHop."""
+    run = folder / "cold_start"
+    options = "--stage sft --sft.steps 150 --eval.num_examples 1 --eval.num_examples_final 1"
+    python(tree, "-m", "sorl_train.cli", *options.split(), "--run_dir", str(run))
+    return max(run.rglob("model.safetensors"), key=lambda path: path.stat().st_mtime).parent
+
+
+def measured(rounds: int, only: Sequence[str], folder: Path, trees: Mapping[str, Path]) -> dict[str, Any]:
+    """The rates of both sides by measure, in turns that begin with either side alternately."""
+    rates: dict[str, dict[str, list[float]]] = {name: {side: [] for side in trees} for name in only}
+    if "training" in only:
+        policy = make_policy(trees["head"], folder)
+        for side in trees:
+            shutil.copytree(policy, folder / side / "policy")
+    for number in tqdm(range(rounds), unit="round"):
+        for name, sides in rates.items():
+            for side in trees if number % 2 else reversed(trees):
+                printed = python(
+                    trees[side], str(Path(__file__).resolve()), name, "--measure", str(folder / side)
+                )
+                sides[side].append(float(printed.split()[-1]))
+    rows = {}
+    for name, sides in rates.items():
+        ratios = [head / base for base, head in zip(sides["base"], sides["head"], strict=True)]
+        medians = {side: statistics.median(values) for side, values in sides.items()}
+        rows[name] = {**medians, "ratio": statistics.median(ratios), "interval": interval(ratios)}
+    return rows
+
+
+def machine() -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    packages = {name: version(name) for name in ("torch", "gymnasium")}
+    return {"machine": platform.machine(), "cores": cores, "python": platform.python_version(), **packages}
+
+
+def show(figures: Mapping[str, Any]) -> None:
+    print(", ".join(f"{name} {value}" for name, value in figures["machine"].items()))
+    print(f"\n{'rate a second':14} {'base':>11} {'head':>11} {'head/base':>10} {'95% interval':>16}")
+    for name, row in figures["measures"].items():
+        low, high = row["interval"]
+        print(
+            f"{name:14} {row['base']:11,.1f} {row['head']:11,.1f} {row['ratio']:10.3f} {low:7.3f} to {high:5.3f}",
+            end="",
+        )
+        print("  slower" if high < 1 else "  faster" if low > 1 else "")
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """95% interval of the mean ratio, from the logarithms."""
+    logs = np.log(ratios)
+    low, high = stats.t.interval(0.95, len(logs) - 1, logs.mean(), stats.sem(logs))
+    return math.exp(low), math.exp(high)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("base", help="the older revision, as git names it")
+    parser.add_argument("head", nargs="?", default="HEAD", help="the newer one (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help="pairs of measurements (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what to measure")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:  # in a process of one revision
+        print(MEASURES[args.base](args.measure))
+        return 0
+    if args.rounds < 2:
+        parser.error("--rounds: an interval takes at least 2")
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        trees = {side: prepare(getattr(args, side), folder / side) for side in ("base", "head")}
+        try:
+            figures = {
+                "machine": machine(),
+                "rounds": args.rounds,
+                "base": commit(args.base),
+                "head": commit(args.head),
+            }
+            figures["measures"] = measured(args.rounds, args.only, folder, trees)
+        finally:
+            for tree in trees.values():
+                subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=False)
+    show(figures)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return int(any(row["interval"][1] < 1 for row in figures["measures"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
