@@ -1,17 +1,36 @@
-"""Losses with the signatures of prime-rl, NeMo-RL, torchtitan and SkyRL: the same loss on the same tensors."""
+"""The recipes of docs/interop/plugins.md, each with the arguments of the trainer that it is for."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from sorl_train.losses.policy import LossOutput, LossSettings, policy_loss
-from sorl_train.losses.surrogates import ClipRange
-from sorl_train.plugins import nemo_rl, prime_rl, skyrl, torchtitan
 from sorl_train.plugins.objective import objective_of_process, turn_ids_of
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "interop" / "plugins.md"
+
+
+def recipe(trainer: str, monkeypatch: pytest.MonkeyPatch, **theirs: Any) -> dict[str, Any]:
+    """What the page's block defines that imports ``trainer``, whose names are ``theirs``."""
+    (block,) = (
+        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if trainer in block
+    )
+    for place in re.findall(r"from ((?:prime_rl|nemo_rl|skyrl)\S*)", block):
+        parts = place.split(".")
+        for count in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:count]), ModuleType(parts[count - 1]))
+        for name, value in theirs.items():
+            setattr(sys.modules[place], name, value)
+    found: dict[str, Any] = {}
+    exec(compile(block, str(PAGE), "exec"), found)
+    return found
 
 
 def tensors(rows: int = 3, width: int = 14) -> dict[str, torch.Tensor]:
@@ -38,15 +57,13 @@ def expected(
         t["advantages"],
         t["mask"],
         turn_ids_of(t["mask"] if turns is None else turns),
-        LossSettings(level, clip=ClipRange(0.1, 0.3), aggregation=mean),
+        LossSettings(level, aggregation=mean),
         denominator=denominator,
     )
 
 
-OPTIONS: dict[str, Any] = {"algorithm": "so_grpo", "clip_eps": 0.1, "clip_eps_high": 0.3, "ratio": "turn"}
-
-
-def test_prime_rl_adds_sequences_up() -> None:
+def test_prime_rl_adds_sequences_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = recipe("prime_rl", monkeypatch, LossOutputs=SimpleNamespace)["loss"]
     t = tensors()
     total = torch.tensor(0.0)
     for i in range(3):
@@ -57,18 +74,16 @@ def test_prime_rl_adds_sequences_up() -> None:
             loss_mask=t["mask"][i],
             loss_weights=None,
         )
-        loss, metrics = prime_rl.sequence_loss(inputs, **OPTIONS)
-        total = total + loss
+        total = total + loss(inputs).loss
     whole = expected(t, "token_mean", 1.0)
     torch.testing.assert_close(total, whole.loss)
-    assert set(metrics) == {"clip_frac", "approx_kl", "ratio_mean"}
-    steps = objective_of_process(algorithm="so_grpo", clip=ClipRange(0.1, 0.3), ratio="turn").steps
+    steps = objective_of_process(algorithm="so_grpo", ratio="turn").steps
     assert steps.scale() == pytest.approx(0.003 / whole.clip_bias.norm("rms"))
     steps.clear()
 
 
-@pytest.mark.parametrize("token_level", [True, False])
-def test_nemo_rl(token_level: bool) -> None:
+def test_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
+    SorlLoss = recipe("nemo_rl", monkeypatch, LossType=SimpleNamespace(SEQUENCE_LEVEL="s"))["SorlLoss"]
     t = tensors()
     wide = {
         name: torch.cat([torch.full((3, 1), 7.0), t[name].float()], dim=1) for name in ("old", "advantages")
@@ -80,20 +95,20 @@ def test_nemo_rl(token_level: bool) -> None:
         "prev_logprobs": wide["old"],
     }
     t["mask"] = t["mask"] & torch.tensor([[True], [False], [True]])
-    loss_fn = nemo_rl.SorlLoss(token_level_loss=token_level, **OPTIONS)
-    loss, metrics = loss_fn(
+    loss, metrics = SorlLoss()(
         next_token_logprobs=t["log_probs"],
         data=data,
         global_valid_seqs=torch.tensor(4.0),
         global_valid_toks=torch.tensor(40.0),
     )
-    whole = expected(t, *(("token_mean", 40.0) if token_level else ("trajectory_mean", 4.0)))
-    torch.testing.assert_close(loss, whole.loss)
+    torch.testing.assert_close(loss, expected(t, "trajectory_mean", 4.0).loss)
     assert metrics["num_valid_samples"] == 2.0
-    assert loss_fn.loss_type.name == ("TOKEN_LEVEL" if token_level else "SEQUENCE_LEVEL")
+    objective_of_process(algorithm="so_grpo", ratio="turn").steps.clear()
 
 
-def test_torchtitan_packs_sequences_and_leaves_out_what_the_sampler_did_not_report() -> None:
+def test_torchtitan_packs_sequences_and_leaves_out_what_the_sampler_did_not_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     g = torch.Generator().manual_seed(2)
     logits = torch.randn(20, 9, generator=g, requires_grad=True)
     labels = torch.randint(0, 9, (20,), generator=g)
@@ -103,7 +118,7 @@ def test_torchtitan_packs_sequences_and_leaves_out_what_the_sampler_did_not_repo
     labels[~mask] = -100
     old = t["old"][0].clone()
     old[1] = float("nan")
-    loss, metrics = torchtitan.SorlLoss(**OPTIONS)(
+    loss, _ = recipe("generator_logprobs", monkeypatch)["loss"](
         logits,
         labels,
         torch.tensor(50.0),
@@ -115,50 +130,27 @@ def test_torchtitan_packs_sequences_and_leaves_out_what_the_sampler_did_not_repo
     mask[1] = False  # it does not split its turn
     chosen = logits.log_softmax(-1)[torch.arange(20), labels.clamp(min=0)]
     t |= {"log_probs": chosen[None], "old": old[None], "mask": mask[None]}
-    whole = expected(t, "token_mean", 50.0, turns=turns)
-    torch.testing.assert_close(loss, whole.loss)
-    assert float(metrics["loss/ratio_clipped_frac"]) == pytest.approx(float(whole.stats.clipped) / 50.0)
+    torch.testing.assert_close(loss, expected(t, "token_mean", 50.0, turns=turns).loss)
     (gradient,) = torch.autograd.grad(loss, logits)
     assert torch.isfinite(gradient).all()
+    objective_of_process(algorithm="so_grpo", ratio="turn").steps.clear()
 
 
-def test_a_packed_row_has_no_sequences() -> None:
-    with pytest.raises(ValueError, match="which a packed row does not show"):
-        torchtitan.SorlLoss("gspo")
-
-
-def test_skyrl_scales_advantages_and_the_norm_does_not_mind() -> None:
+def test_skyrl_scales_advantages_and_the_norm_does_not_mind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its unit, the norm is that of advantages whose root mean square is 1."""
+    registered: dict[str, Any] = {}
+    registry = SimpleNamespace(register=registered.__setitem__)
+    recipe("skyrl", monkeypatch, PolicyLossRegistry=registry)
+    loss = registered["sorl_so_grpo"]
     t = tensors()
     mask = t["mask"]
     t["advantages"] = t["advantages"] / t["advantages"][mask].square().mean().sqrt()
     whole = expected(t, "token_mean", 1.0)
-    config = SimpleNamespace(eps_clip_low=0.1, eps_clip_high=0.3)
-    steps = objective_of_process(
-        algorithm="so_grpo", clip=ClipRange(0.1, 0.3), relative=True, ratio="turn"
-    ).steps
+    steps = objective_of_process(algorithm="so_grpo", ratio="turn", relative=True).steps
     for unit in (1.0, 1e-3):
         for rows in (slice(0, 2), slice(2, 3)):
-            _, metrics = skyrl.policy_loss(
-                t["log_probs"][rows],
-                t["old"][rows],
-                unit * t["advantages"][rows],
-                config,
-                mask[rows],
-                None,
-                algorithm="so_grpo",
-                ratio="turn",
-            )
+            given = (t["log_probs"][rows], t["old"][rows], unit * t["advantages"][rows])
+            _, metrics = loss(*given, SimpleNamespace(), mask[rows], None)
         assert steps.scale() == pytest.approx(0.003 / whole.clip_bias.norm("rms"), rel=1e-4)
         steps.clear()
     assert 0.0 <= metrics["clip_ratio"] <= 1.0
-
-
-def test_skyrl_registers_every_algorithm() -> None:
-    found: dict[str, Any] = {}
-    skyrl.register(SimpleNamespace(register=found.__setitem__))
-    assert {"sorl_so_ppo", "sorl_so_grpo", "sorl_gspo"} <= set(found)
-    t = tensors()
-    config = SimpleNamespace(eps_clip_low=0.1, eps_clip_high=0.3)
-    loss, _ = found["sorl_ppo"](t["log_probs"], t["old"], t["advantages"], config, t["mask"])
-    torch.testing.assert_close(loss, expected(t, "token_mean", 1.0, "token").loss)
