@@ -21,8 +21,7 @@ GroupBaseline = Literal["mean", "leave_one_out"]
 AnchorState = Literal["observation", "history"]
 Aggregation = Literal["trajectory_mean", "token_mean"]
 KLKind = Literal["k1", "k2", "k3"]
-ClipBiasNorm = Literal["scalar", "trajectory", "token", "token_mean", "rms", "logit", "gradient"]
-Scope = Literal["mini_batch", "trajectory"]
+ClipBiasNorm = Literal["scalar", "token", "rms", "logit"]
 Target = Literal["gradient", "update"]
 CorrectionMode = Literal["none", "truncate", "band"]
 SurrogateName = Literal["clipped", "cispo", "sapo", "topr"]
@@ -253,19 +252,10 @@ _NEEDS: tuple[tuple[str, str, _Reads], ...] = (
     ("loss.turn_weight", "turns to compare", lambda row, _: row.advantage in ("turn_group", "state_group")),
     ("loss.anchor_state", "states to compare", lambda row, _: row.advantage == "state_group"),
     (
-        "loss.clip_bias_norm loss.clip_bias_scope loss.clip_bias_target loss.clip_bias_delta "
-        "optim.clip_before_normalization",
+        "loss.clip_bias_norm loss.clip_bias_target loss.clip_bias_delta",
         "normalized steps",
         lambda row, _: row.normalize,
     ),
-    (
-        "optim.clip_before_normalization",
-        "a scaled gradient (loss.clip_bias_target=gradient)",
-        lambda _, given: (
-            (given["loss.clip_bias_target"] == "gradient") == (given["loss.clip_bias_scope"] == "mini_batch")
-        ),
-    ),
-    ("optim.clip_before_normalization", *_if("optim.max_grad_norm")),
     ("loss.dual_clip", "PPO's clip", lambda row, _: row.surrogate_name in ("clipped", None)),
     (
         "loss.sapo_tau_pos loss.sapo_tau_neg",

@@ -150,9 +150,6 @@ def _conflicts(config: TrainConfig) -> list[str]:
         f"search.cache ({search.cache}) keeps the replies of servers: give search.url, or leave it out": (
             search.cache and not search.url
         ),
-        "loss.clip_bias_norm=gradient needs one backward pass for each norm: use loss.clip_bias_scope=mini_batch": (
-            loss.clip_bias_norm == "gradient" and loss.clip_bias_scope == "trajectory"
-        ),
         f"loss.clip_eps must be below 1 (the lower bound is 1 - clip_eps), it is {loss.clip_eps}": (
             loss.clip_eps >= 1
         ),

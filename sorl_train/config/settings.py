@@ -24,7 +24,6 @@ from sorl_train.algorithms import (
     GroupLevel,
     KLKind,
     RatioLevel,
-    Scope,
     Target,
 )
 from sorl_train.config.field import opt
@@ -142,11 +141,6 @@ class LossConfig:
         "norm of the clipping bias that is compared with clip_bias_delta",
         paper="L2; the paper does not say of which quantity",
     )
-    clip_bias_scope: Scope = opt(
-        "mini_batch",
-        "one factor for the whole mini-batch (the paper's equation) or one for each trajectory (the paper's text)",
-        paper="mini_batch",
-    )
     clip_bias_target: Target = opt(
         "update",
         "scale the gradient (the paper's equation) or the optimizer's step (the paper's text)",
@@ -220,9 +214,6 @@ class OptimConfig:
     beta2: float = opt(0.999, "decay of AdamW's second moment", low=0, high=1)
     adam_eps: float = opt(1e-8, "epsilon of AdamW", above=0)
     max_grad_norm: float | None = opt(1.0, "largest norm of the gradient; None: it is not clipped", above=0)
-    clip_before_normalization: bool = opt(
-        False, "clip the gradient before it is scaled by the clipping bias, not after", paper="not said"
-    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sorl_env.errors import UserError
 from sorl_env.outside import call_outside
-from sorl_train.algorithms import ClipBiasNorm, KLKind, Scope, Target
+from sorl_train.algorithms import ClipBiasNorm, KLKind, Target
 from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.policy import LossSettings
 from sorl_train.losses.surrogates import SURROGATES, ClipRange, Surrogate
@@ -21,15 +21,14 @@ class UpdateSettings:
     """Settings of ``PolicyUpdate`` and ``CriticUpdate``.
 
     Attributes:
-        loss: which policy loss; its ``delta`` is also the threshold of the mini-batch scope.
+        loss: which policy loss.
         normalize: whether the algorithm scales its steps by the clipping bias.
-        clip_bias_norm, clip_bias_scope, clip_bias_target: how it does that (``losses.clip_bias.normalization``).
+        clip_bias_norm, clip_bias_target, clip_bias_delta: how it does that (``losses.clip_bias.normalization``).
         kl_type, kl_coef: estimator and weight of the KL term in the loss; the weight is 0 when the KL is in the reward.
         entropy_coef: weight of the entropy bonus.
         value_clip: clip range of the value loss, or None.
         micro_batch_size, critic_micro_batch_size: trajectories of one forward and backward pass.
         max_grad_norm: limit of gradient clipping, or None.
-        clip_before_normalization: clip the gradient before it is scaled by the clipping bias.
         skip_without_signal: no step for a mini-batch whose advantages are all 0.
         target_kl: limit of ``PolicyUpdate.past_target_kl``, or None.
         trust_kl, trust_max_scale: limit and largest scale of ``TrustRegion``; a limit of None: there is none.
@@ -41,8 +40,8 @@ class UpdateSettings:
     loss: LossSettings
     normalize: bool
     clip_bias_norm: ClipBiasNorm
-    clip_bias_scope: Scope
     clip_bias_target: Target
+    clip_bias_delta: float
     kl_type: KLKind
     kl_coef: float
     entropy_coef: float
@@ -50,7 +49,6 @@ class UpdateSettings:
     micro_batch_size: int
     critic_micro_batch_size: int
     max_grad_norm: float | None
-    clip_before_normalization: bool
     skip_without_signal: bool
     target_kl: float | None
     trust_kl: float | None
@@ -58,15 +56,6 @@ class UpdateSettings:
     temperature: float
     dtype: str
     keep_dropout: bool
-
-    def clip_limit(self, grad_scale: float) -> float | None:
-        """``max_grad_norm`` to apply to a gradient that is already multiplied by ``grad_scale``.
-
-        With ``clip_before_normalization`` the limit is scaled as well, which equals clipping first.
-        """
-        if self.max_grad_norm is None or not self.clip_before_normalization:
-            return self.max_grad_norm
-        return self.max_grad_norm * grad_scale
 
 
 def update_settings(config: TrainConfig) -> UpdateSettings:
@@ -78,21 +67,17 @@ def update_settings(config: TrainConfig) -> UpdateSettings:
         surrogate: Surrogate = functools.partial(call_outside, algorithm.surrogate)
     else:
         surrogate = SURROGATES[algorithm.surrogate or "clipped"].function
-    per_trajectory = algorithm.normalize and loss.clip_bias_scope == "trajectory"
     return UpdateSettings(
         loss=LossSettings(
             ratio_level=algorithm.ratio,
             surrogate=surrogate,
             clip=clip,
             aggregation=loss.aggregation,
-            trajectory_norm=loss.clip_bias_norm if per_trajectory else None,
-            delta=loss.clip_bias_delta,
-            clip_bias_objective=algorithm.normalize and loss.clip_bias_norm == "gradient",
         ),
         normalize=algorithm.normalize,
         clip_bias_norm=loss.clip_bias_norm,
-        clip_bias_scope=loss.clip_bias_scope,
         clip_bias_target=loss.clip_bias_target,
+        clip_bias_delta=loss.clip_bias_delta,
         kl_type=loss.kl_type,
         kl_coef=loss.kl_coef if loss.kl_in == "loss" else 0.0,
         entropy_coef=loss.entropy_coef,
@@ -100,7 +85,6 @@ def update_settings(config: TrainConfig) -> UpdateSettings:
         micro_batch_size=update.micro_batch_size,
         critic_micro_batch_size=update.critic_micro_batch_size,
         max_grad_norm=optim.max_grad_norm,
-        clip_before_normalization=optim.clip_before_normalization,
         skip_without_signal=update.skip_without_signal,
         target_kl=update.target_kl,
         trust_kl=update.trust_kl if config.stage == "rl" else None,

@@ -43,7 +43,6 @@ class _Totals:
         self.losses: dict[str, float] = defaultdict(float)
         self.bias: ClipBias | None = None
         self.stats: LossStats | None = None
-        self.bias_gradient: list[Tensor] | None = None
         self.not_finite: tuple[str, ...] = ()  # trajectories of micro-batches whose loss is not
 
     def add(self, rows: Tensor, found: TokenStats, output: LossOutput, losses: Mapping[str, Tensor]) -> None:
@@ -56,11 +55,6 @@ class _Totals:
             self.losses[name] += float(value.detach())
         self.bias = output.clip_bias if self.bias is None else self.bias + output.clip_bias
         self.stats = output.stats if self.stats is None else self.stats + output.stats
-
-    def add_bias_gradient(self, gradient: Sequence[Tensor]) -> None:
-        total = self.bias_gradient
-        added = gradient if total is None else [a + b for a, b in zip(total, gradient, strict=True)]
-        self.bias_gradient = list(added)
 
 
 class PolicyUpdate:
@@ -103,7 +97,7 @@ class PolicyUpdate:
         scheduled, lr = lr, lr if self.trust is None else lr * self.trust.scale
         names, values = totals.losses.keys(), sum_over_ranks(*totals.losses.values())
         bias, stats = totals.bias.all_reduce(), totals.stats.all_reduce()
-        scales = self._normalization(bias, totals.bias_gradient)
+        scales = self._normalization(bias)
         # nothing asks for such a step, and a trust region could not see what it does to other questions
         skips = self.settings.skip_without_signal or self.trust is not None
         if not float(stats.tokens) or (skips and not float(stats.signal)):
@@ -197,11 +191,6 @@ class PolicyUpdate:
                     losses["policy"] = losses["policy"] + settings.kl_coef * losses["ref_kl"]
             if not torch.isfinite(losses["policy"]):
                 totals.not_finite += micro.ids
-            if learns and output.clip_bias_objective is not None:
-                gradient = torch.autograd.grad(
-                    output.clip_bias_objective, self.parameters, retain_graph=True, materialize_grads=True
-                )
-                totals.add_bias_gradient(gradient)
             if learns:
                 self._backward(losses["policy"], last)
             totals.add(rows, found, output, losses)
@@ -273,25 +262,17 @@ class PolicyUpdate:
 
     def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
         """Scale and clip the gradient and take the step; returns the norm of the gradient before both."""
-        limit = self.settings.clip_limit(scales.grad_scale)
-        rate = lr * scales.update_scale
+        limit, rate = self.settings.max_grad_norm, lr * scales.update_scale
         what = "the policy gradient"
         return take_step(self.parameters, self.optimizer, rate, limit, what, mini.ids, scales.grad_scale)
 
-    def _normalization(self, bias: ClipBias, bias_gradient: list[Tensor] | None) -> Normalization:
+    def _normalization(self, bias: ClipBias) -> Normalization:
         settings = self.settings
+        norm = settings.clip_bias_norm
         if not settings.normalize:
-            name = "token" if settings.clip_bias_norm == "gradient" else settings.clip_bias_norm
-            return Normalization(grad_scale=1.0, update_scale=1.0, norm=bias.norm(name), factor=1.0)
-        norm = None if bias_gradient is None else float(torch.stack([g.norm() for g in bias_gradient]).norm())
-        return normalization(
-            bias,
-            norm=settings.clip_bias_norm,
-            scope=settings.clip_bias_scope,
-            target=settings.clip_bias_target,
-            delta=settings.loss.delta,
-            gradient_norm=norm,
-        )
+            return Normalization(grad_scale=1.0, update_scale=1.0, norm=bias.norm(norm), factor=1.0)
+        target, delta = settings.clip_bias_target, settings.clip_bias_delta
+        return normalization(bias, norm=norm, target=target, delta=delta)
 
 
 class CriticUpdate:

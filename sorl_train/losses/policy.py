@@ -23,9 +23,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from sorl_train.algorithms import Aggregation, ClipBiasNorm, RatioLevel, check_choice
+from sorl_train.algorithms import Aggregation, RatioLevel, check_choice
 from sorl_train.losses.aggregate import check_shapes, row_weights
-from sorl_train.losses.clip_bias import ClipBias, check_delta, check_scope, measure
+from sorl_train.losses.clip_bias import ClipBias, measure
 from sorl_train.losses.ratios import importance_ratio
 from sorl_train.losses.segments import Segments
 from sorl_train.losses.sums import Sums
@@ -41,29 +41,18 @@ class LossSettings:
         surrogate: objective of each token; the default is PPO's clipped one.
         clip: the clip range of the surrogate. It also says which tokens count as clipped, whatever the surrogate.
         aggregation: see ``aggregate``.
-        trajectory_norm: clip-bias norm of the trajectory scope: the terms of each trajectory are multiplied by its own
-            f_i = delta / max(||C_i||, delta), which is a constant to the gradient. None: f_i = 1.
-        delta: threshold of that norm; the paper's value is 1.
-        clip_bias_objective: also build the scalar that the ``gradient`` norm differentiates.
 
     Raises:
-        ValueError: for an unknown choice, or a norm or delta that the trajectory scope cannot have.
+        ValueError: for an unknown ratio level.
     """
 
     ratio_level: RatioLevel = "token"
     surrogate: Surrogate = clipped
     clip: ClipRange = field(default_factory=ClipRange)
     aggregation: Aggregation = "trajectory_mean"
-    trajectory_norm: ClipBiasNorm | None = None
-    delta: float = 1.0
-    clip_bias_objective: bool = False
 
     def __post_init__(self) -> None:
         check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
-        if self.trajectory_norm is not None:
-            check_choice("trajectory_norm", self.trajectory_norm, get_args(ClipBiasNorm))
-            check_scope(self.trajectory_norm, "trajectory")
-            check_delta(self.delta)
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,7 @@ class LossStats(Sums):
     def metrics(self) -> dict[str, float]:
         """Metrics by name.
 
-        ``signal_frac``: share of tokens whose advantage is not 0, nor the weight that corrects for the sampler.
+        ``signal_frac``: share of tokens with a nonzero advantage and a nonzero correction weight.
         ``clip_frac``: share of clipped tokens.
         ``approx_kl``: mean(log_ratio^2) / 2, an estimate of KL(old || current) that is never negative and needs no
         exponential. ``ratio_mean``, ``ratio_std``: of the ratio in the loss.
@@ -104,14 +93,11 @@ class LossOutput:
         loss: scalar to call ``backward`` on.
         clip_bias: statistics of the clipping bias, detached, to be summed over micro-batches and ranks.
         stats: sums behind the metrics, likewise.
-        clip_bias_objective: scalar whose parameter gradient is that of the clipping bias C; None unless
-            ``LossSettings.clip_bias_objective`` asks for it, and None when this micro-batch clipped nothing.
     """
 
     loss: Tensor
     clip_bias: ClipBias
     stats: LossStats
-    clip_bias_objective: Tensor | None
 
 
 def policy_loss(
@@ -137,7 +123,7 @@ def policy_loss(
     docstring lists the deviations from the paper.
 
     Args:
-        log_probs: (B, T), the only input that a gradient flows to; it can be taken once, not twice.
+        log_probs: (B, T), the only input that a gradient flows to; differentiable once; it has no second derivative.
         old_log_probs, advantages: (B, T).
         loss_mask: (B, T) bool. A trajectory without loss tokens contributes 0.
         turn_ids: (B, T) int, >= 0 on loss tokens, not decreasing along a trajectory; read at level ``turn`` only.
@@ -163,17 +149,13 @@ def policy_loss(
     ratio = importance_ratio(log_ratio)
     with torch.no_grad():
         bias = (ratio * weighted).masked_fill_(~settings.clip.clips(ratio, weighted), 0.0)  # c_t
-        factors, clip_bias = measure(segments, bias, logit_scale, settings.trajectory_norm, settings.delta)
-        weights = factors * row_weights(segments.row_lengths, settings.aggregation, denominator, dtype)
+        clip_bias = measure(segments, bias, logit_scale)
+        weights = row_weights(segments.row_lengths, settings.aggregation, denominator, dtype)
         stats = _statistics(clip_bias, ratio, weighted, log_ratio_square_sum)
     surrogate = settings.surrogate(ratio, advantage, settings.clip)
     check_shapes(ratio, surrogate=surrogate)
     loss = -(segments.row_sums(surrogate if factor is None else factor * surrogate) * weights).sum()
-    if not (settings.clip_bias_objective and bool(clip_bias.clipped)):
-        return LossOutput(loss, clip_bias, stats, None)
-    # equal to c_t, with the gradient of c_t even beyond the clamp of the log-ratio
-    differentiable = bias * (1.0 + log_ratio - log_ratio.detach())
-    return LossOutput(loss, clip_bias, stats, (segments.row_sums(differentiable) * weights).sum())
+    return LossOutput(loss, clip_bias, stats)
 
 
 def _statistics(clip_bias: ClipBias, ratio: Tensor, advantage: Tensor, square_sum: Tensor) -> LossStats:

@@ -53,8 +53,6 @@ def _problems(config: TrainConfig) -> list[str]:
     )
     cases = {
         "stage: sft runs on engine=local": config.stage != "rl",
-        "loss.clip_bias_norm=gradient needs a second backward pass, which DeepSpeed would add to the first: use logit, "
-        "which is exact in logit space": config.loss.clip_bias_norm == "gradient",
         f"rollout.dynamic_sampling={config.rollout.dynamic_sampling} is for engine=local, OpenRLHF hands out a fixed "
         "list of prompts: use 0": config.rollout.dynamic_sampling > 0,
         f"replay.size={config.replay.size} is for engine=local, whose checkpoints hold the buffer: use 0": (

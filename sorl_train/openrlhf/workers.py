@@ -79,8 +79,8 @@ class DeepSpeedPolicyUpdate(PolicyUpdate):
         self._deepspeed.backward(loss, last)
 
     def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
-        limit = self.settings.clip_limit(scales.grad_scale)
-        grad_norm = self._deepspeed.apply(lr * scales.update_scale, scales.grad_scale, limit)
+        limit, rate = self.settings.max_grad_norm, lr * scales.update_scale
+        grad_norm = self._deepspeed.apply(rate, scales.grad_scale, limit)
         return _finite(grad_norm, "the policy gradient", mini)
 
     def _weights(self) -> list[Tensor]:

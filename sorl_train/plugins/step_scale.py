@@ -22,9 +22,6 @@ from sorl_train.losses.clip_bias import ClipBias, check_delta
 from sorl_train.losses.policy import LossOutput, LossStats
 from sorl_train.losses.sums import sum_over_ranks
 
-# Each needs more than log-probabilities: the distribution at each token, or a second backward pass.
-_UNAVAILABLE = ("logit", "gradient")
-
 logger = logging.getLogger(__name__)
 
 
@@ -61,10 +58,10 @@ class StepScale:
     ) -> None:
         names = get_args(ClipBiasNorm)
         check_choice("clip_bias_norm", norm, names)
-        if norm in _UNAVAILABLE:
-            available = ", ".join(name for name in names if name not in _UNAVAILABLE)
+        if norm == "logit":  # it needs the distribution at each token
+            available = ", ".join(name for name in names if name != "logit")
             raise ValueError(
-                f"clip_bias_norm {norm!r} needs more than a policy loss is given; take one of {available}"
+                f"clip_bias_norm 'logit' needs more than a policy loss is given; take one of {available}"
             )
         if relative and norm != "rms":
             raise ValueError(f"clip_bias_norm {norm!r} cannot be relative to the advantages: take 'rms'")

@@ -28,7 +28,7 @@ _KEY_SETTINGS = (
     "algo task model seed update.steps optim.lr optim.critic_lr rollout.batch_size rollout.group_size "
     "update.mini_batch_size update.epochs rollout.max_staleness loss.clip_eps loss.clip_eps_high loss.dual_clip "
     "loss.sapo_tau_pos loss.sapo_tau_neg "
-    "loss.clip_bias_norm loss.clip_bias_scope loss.clip_bias_target loss.clip_bias_delta loss.kl_coef update.trust_kl "
+    "loss.clip_bias_norm loss.clip_bias_target loss.clip_bias_delta loss.kl_coef update.trust_kl "
     "replay.size replay.mode replay.per_group replay.max_age "
     "correction.mode correction.level correction.sequence_mask overlong.buffer overlong.exclude"
 ).split()

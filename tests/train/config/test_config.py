@@ -309,10 +309,6 @@ def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
             {"search.corpus": "a", "search.url": "b"},
             r"search.corpus \(a\) and search.url \(b\) exclude each other",
         ),
-        (
-            {"loss.clip_bias_norm": "gradient", "loss.clip_bias_scope": "trajectory"},
-            "clip_bias_scope=mini_batch",
-        ),
         ({"limits.max_prompt_tokens": 9, "limits.max_trajectory_tokens": 9}, "leaves no room"),
         ({"replay.size": 64}, "replay.size 64 lets past .* algo so_ppo .* such as so_grpo, or replay.size=0"),
         (

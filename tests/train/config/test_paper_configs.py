@@ -194,7 +194,7 @@ def test_the_papers_settings(name: str) -> None:
     text = (config_folder() / "paper" / f"{NQ}.yaml").read_text()
     for key in ("clip_bias_norm: token", "clip_bias_delta: 1.0", "clip_bias_target: update", "kl_type: k3"):
         assert key in text
-    assert (loss.clip_bias_norm, loss.clip_bias_delta, loss.clip_bias_scope) == ("token", 1.0, "mini_batch")
+    assert (loss.clip_bias_norm, loss.clip_bias_delta) == ("token", 1.0)
     assert (loss.kl_type, loss.kl_in) == ("k3", "loss")
 
 

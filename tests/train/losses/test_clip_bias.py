@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sorl_train.losses.clip_bias import ClipBias, clip_bias_factor, normalization
+from sorl_train.losses.clip_bias import ClipBias, normalization
 
 from .keywords import policy_loss
 
@@ -20,23 +20,13 @@ MASK = torch.tensor([[True, True, False], [True, True, True]])
 SCALE = torch.tensor([[0.5, 1.0, 1.0], [0.1, 1.0, 0.2]], dtype=F64)
 NORMS = {
     "scalar": ((2 - 0.5) / 2 + (3 - 2) / 3) / 2,
-    "trajectory": math.hypot((2 - 0.5) / 2, (3 - 2) / 3),
     "token": math.sqrt(4 + 0.25 + 9 + 4),
-    "token_mean": (math.sqrt(4.25) + math.sqrt(13)) / 2,
     "rms": math.sqrt((4 + 0.25 + 9 + 4) / 5),
     "logit": math.sqrt((2 * 0.5) ** 2 + 0.5**2 + (3 * 0.1) ** 2 + (2 * 0.2) ** 2),
 }
-OWN = {  # norms of each trajectory alone
-    "scalar": (0.75, 1 / 3),
-    "trajectory": (0.75, 1 / 3),
-    "token": (math.sqrt(4.25), math.sqrt(13)),
-    "token_mean": (math.sqrt(4.25), math.sqrt(13)),
-    "rms": (math.sqrt(4.25 / 2), math.sqrt(13 / 3)),
-    "logit": (math.sqrt(1.25), 0.5),
-}
 
 
-def bias(trajectory_norm: str | None = None, delta: float = 1.0, scale: Tensor | None = SCALE) -> ClipBias:
+def bias(scale: Tensor | None = SCALE) -> ClipBias:
     return policy_loss(
         RATIOS.log(),
         torch.zeros(2, 3, dtype=F64),
@@ -45,8 +35,6 @@ def bias(trajectory_norm: str | None = None, delta: float = 1.0, scale: Tensor |
         torch.zeros(2, 3, dtype=torch.long),
         ratio_level="token",
         logit_scale=scale,
-        trajectory_norm=trajectory_norm,
-        delta=delta,
     ).clip_bias
 
 
@@ -58,13 +46,13 @@ def test_norms_by_hand(name: str) -> None:
 
 @pytest.mark.parametrize("name", NORMS)
 def test_factor_is_one_up_to_delta_and_falls_with_the_norm(name: str) -> None:
-    assert clip_bias_factor(bias(), name, delta=0.1) == pytest.approx(0.1 / NORMS[name])
-    assert clip_bias_factor(bias(), name, delta=100.0) == 1.0
+    assert normalization(bias(), norm=name, delta=0.1).factor == pytest.approx(0.1 / NORMS[name])
+    assert normalization(bias(), norm=name, delta=100.0).factor == 1.0
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_factor_is_the_papers_for_its_delta(name: str) -> None:
-    assert clip_bias_factor(bias(), name) == pytest.approx(1 / max(NORMS[name], 1.0))
+    assert normalization(bias(), norm=name).factor == pytest.approx(1 / max(NORMS[name], 1.0))
 
 
 @pytest.mark.parametrize("copies", [1, 4, 16])
@@ -74,7 +62,7 @@ def test_what_each_norm_grows_with(copies: int) -> None:
     for _ in range(copies - 1):
         wide = wide + bias()
     root = math.sqrt(copies)
-    growth = {"scalar": 1.0, "trajectory": root, "token": root, "token_mean": 1.0, "rms": 1.0, "logit": root}
+    growth = {"scalar": 1.0, "token": root, "rms": 1.0, "logit": root}
     assert wide.norms() == pytest.approx({name: NORMS[name] * growth[name] for name in NORMS})
 
     long = policy_loss(
@@ -86,29 +74,24 @@ def test_what_each_norm_grows_with(copies: int) -> None:
         ratio_level="token",
         logit_scale=SCALE.repeat(1, copies),
     ).clip_bias
-    growth = {"scalar": 1.0, "trajectory": 1.0, "token": root, "token_mean": root, "rms": 1.0, "logit": root}
+    growth = {"scalar": 1.0, "token": root, "rms": 1.0, "logit": root}
     assert long.norms() == pytest.approx({name: NORMS[name] * growth[name] for name in NORMS})
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_scales_of_both_scopes_and_targets(name: str) -> None:
+def test_scales_of_both_targets(name: str) -> None:
     delta = 0.4
     f = delta / max(NORMS[name], delta)
-    m = sum(delta / max(norm, delta) for norm in OWN[name]) / 2
 
-    def scales(scope: str, target: str) -> tuple[float, float, float, float]:
-        measured = bias(name if scope == "trajectory" else None, delta)
-        result = normalization(measured, norm=name, scope=scope, target=target, delta=delta)
+    def scales(target: str) -> tuple[float, float, float, float]:
+        result = normalization(bias(), norm=name, target=target, delta=delta)
         return result.grad_scale, result.update_scale, result.factor, result.norm
 
-    assert scales("mini_batch", "gradient") == pytest.approx((f, 1.0, f, NORMS[name]))
-    assert scales("mini_batch", "update") == pytest.approx((1.0, f, f, NORMS[name]))
-    assert scales("trajectory", "gradient") == pytest.approx((1.0, 1.0, m, NORMS[name]))
-    assert scales("trajectory", "update") == pytest.approx((1 / m, m, m, NORMS[name]))
+    assert scales("gradient") == pytest.approx((f, 1.0, f, NORMS[name]))
+    assert scales("update") == pytest.approx((1.0, f, f, NORMS[name]))
 
 
-@pytest.mark.parametrize("scope", ["mini_batch", "trajectory"])
-def test_plain_sgd_does_not_tell_the_targets_apart_and_adam_does(scope: str) -> None:
+def test_plain_sgd_does_not_tell_the_targets_apart_and_adam_does() -> None:
     def train(target: str, optimizer_class: type[torch.optim.Optimizer]) -> Tensor:
         theta = torch.tensor([0.4, -0.3], dtype=F64, requires_grad=True)
         optimizer = optimizer_class([theta], lr=0.05)
@@ -122,11 +105,10 @@ def test_plain_sgd_does_not_tell_the_targets_apart_and_adam_does(scope: str) -> 
                 torch.ones(3, 8, dtype=torch.bool),
                 torch.arange(8).div(3, rounding_mode="floor").expand(3, 8),
                 ratio_level="turn",
-                trajectory_norm="token" if scope == "trajectory" else None,
             )
             optimizer.zero_grad()
             output.loss.backward()
-            scales = normalization(output.clip_bias, norm="token", scope=scope, target=target)
+            scales = normalization(output.clip_bias, norm="token", target=target)
             assert theta.grad is not None and scales.factor < 0.9
             theta.grad *= scales.grad_scale
             optimizer.param_groups[0]["lr"] = 0.05 * scales.update_scale
@@ -139,35 +121,14 @@ def test_plain_sgd_does_not_tell_the_targets_apart_and_adam_does(scope: str) -> 
     assert (adam[0] - adam[1]).abs().max() > 1e-3
 
 
-def test_gradient_norm_comes_from_the_caller() -> None:
-    measured = bias()
-    scales = normalization(measured, norm="gradient", target="gradient", gradient_norm=5.0)
-    assert (scales.grad_scale, scales.norm) == (0.2, 5.0)
-    with pytest.raises(ValueError, match="needs gradient_norm"):
-        normalization(measured, norm="gradient")
-    nothing = policy_loss(
-        *[torch.zeros(1, 2)] * 3,
-        torch.ones(1, 2, dtype=torch.bool),
-        torch.zeros(1, 2).int(),
-        ratio_level="turn",
-    ).clip_bias
-    assert (
-        normalization(nothing, norm="gradient").factor == 1.0
-    )  # nothing clipped: no second backward, no norm
-
-
 def test_clear_errors() -> None:
-    with pytest.raises(ValueError, match="'gradient' with scope 'trajectory'"):
-        normalization(bias(), norm="gradient", scope="trajectory", gradient_norm=1.0)
     with pytest.raises(ValueError, match=r"unknown clip_bias_norm 'tokens'.*Did you mean 'token'\?"):
         normalization(bias(), norm="tokens")
-    with pytest.raises(ValueError, match="unknown scope 'batch'"):
-        normalization(bias(), scope="batch")
     with pytest.raises(ValueError, match=r"unknown target 'updates'.*Did you mean 'update'\?"):
         normalization(bias(), target="updates")
     with pytest.raises(ValueError, match="must be positive, not -1"):
         normalization(bias(), delta=-1.0)
     without = bias(scale=None)
-    assert set(without.norms()) == {"scalar", "trajectory", "token", "token_mean", "rms"}
+    assert set(without.norms()) == {"scalar", "token", "rms"}
     with pytest.raises(ValueError, match=r"needs policy_loss\(..., logit_scale=...\)"):
         without.norm("logit")

@@ -195,20 +195,6 @@ def test_token_mean_divides_by_the_tokens_of_the_batch() -> None:
     assert loss_denominator(MASK, "token_mean") == 7.0
 
 
-def test_trajectory_scope_weighs_each_trajectory_by_its_own_bias() -> None:
-    lp = log_probs()
-    output = hand_loss("token", lp, trajectory_norm="token")
-    output.loss.backward()
-    factor = 1 / math.hypot(2.0, 0.5, 3.92)  # row 1 has norm 0.5 < delta = 1, so factor 1
-    assert output.loss.item() == pytest.approx(
-        -(factor * (1.2 - 0.8 + 2.4 - 3.0) / 4 + (0.81 - 2.0 - 0.8) / 3) / 2
-    )
-    assert lp.grad is not None
-    assert lp.grad[0, 5].item() == pytest.approx(factor * 3 / 8)
-    assert lp.grad[1, 1].item() == pytest.approx(2 / 6)
-    assert output.clip_bias.factor_sum.item() == pytest.approx(1 + factor)
-
-
 def test_half_precision_is_computed_in_float32() -> None:
     lp = log_probs().detach().to(torch.bfloat16).requires_grad_()
     output = hand_loss("turn", lp)
@@ -248,10 +234,7 @@ def test_inputs_are_left_as_they_were(level: str) -> None:
     inputs = [log_probs(), OLD.clone(), ADVANTAGES.clone(), MASK.clone(), TURNS.clone(), torch.rand(2, 6)]
     copies = [x.detach().clone() for x in inputs]
     *tensors, scale = inputs
-    output = policy_loss(
-        *tensors, ratio_level=level, logit_scale=scale, trajectory_norm="logit", clip_bias_objective=True
-    )
-    (output.loss + output.clip_bias_objective).backward()
+    policy_loss(*tensors, ratio_level=level, logit_scale=scale).loss.backward()
     assert all(torch.equal(x, copy) for x, copy in zip(inputs, copies, strict=True))
 
 
@@ -269,7 +252,6 @@ def test_a_trajectory_without_tokens_changes_nothing(level: str) -> None:
         torch.cat([empty.bool(), MASK, empty.bool()]),
         torch.cat([empty.long(), TURNS, empty.long()]),  # turn 0 exists there, without a loss token
         ratio_level=level,
-        trajectory_norm=None,
     )
     output.loss.backward()
     assert output.loss.item() == expected.loss.item()
@@ -290,14 +272,12 @@ def test_no_tokens_at_all_is_zero_and_not_nan(level: str, shape: tuple[int, int]
         torch.zeros(shape, dtype=torch.bool),
         torch.full(shape, -1),
         ratio_level=level,
-        trajectory_norm="token",
-        clip_bias_objective=True,
     )
     output.loss.backward()
     assert output.loss.item() == 0.0 and lp.grad is not None and not lp.grad.any()
-    assert set(output.clip_bias.norms().values()) == {0.0} and output.clip_bias_objective is None
+    assert set(output.clip_bias.norms().values()) == {0.0}
     assert set(output.stats.metrics().values()) == {0.0}
-    assert normalization(output.clip_bias, scope="trajectory").update_scale == 1.0
+    assert normalization(output.clip_bias).update_scale == 1.0
 
 
 @pytest.mark.parametrize("level", ["token", "turn", "sequence"])
@@ -311,10 +291,9 @@ def test_all_clipped_has_no_gradient_and_none_clipped_no_bias(level: str) -> Non
     assert output.clip_bias.norm("scalar") == pytest.approx(3.0)
 
     near = OLD.clone().requires_grad_()
-    output = hand_loss(level, near, ADVANTAGES, clip_bias_objective=True)
+    output = hand_loss(level, near, ADVANTAGES)
     output.loss.backward()
     assert output.stats.metrics()["clip_frac"] == 0.0 and set(output.clip_bias.norms().values()) == {0.0}
-    assert output.clip_bias_objective is None
     rows = (ADVANTAGES * MASK).sum(1) / MASK.sum(1)
     assert output.loss.item() == pytest.approx(-rows.mean().item())
 
@@ -329,7 +308,7 @@ def test_zero_advantage_is_not_clipped() -> None:
 def test_extreme_log_ratios_stay_finite(level: str, gap: float) -> None:
     for sign in (1.0, -1.0):
         lp = (OLD.float() + sign * gap).nan_to_num(posinf=1e30, neginf=-1e30).requires_grad_()
-        output = hand_loss(level, lp, ADVANTAGES.float(), trajectory_norm="token", clip_bias_objective=True)
+        output = hand_loss(level, lp, ADVANTAGES.float())
         output.loss.backward()
         assert torch.isfinite(output.loss) and lp.grad is not None and torch.isfinite(lp.grad).all()
         assert all(math.isfinite(x) for x in output.clip_bias.norms().values())
@@ -385,12 +364,6 @@ def test_clear_errors() -> None:
         hand_loss("token", aggregation="mean")
     with pytest.raises(ValueError, match="denominator must not be negative, not -1"):
         hand_loss("token", denominator=-1)
-    with pytest.raises(ValueError, match="trajectory_norm 'logit' needs logit_scale"):
-        hand_loss("token", trajectory_norm="logit")
-    with pytest.raises(ValueError, match="'gradient' with scope 'trajectory'"):
-        hand_loss("token", trajectory_norm="gradient")
-    with pytest.raises(ValueError, match=r"delta.*must be positive, not 0"):
-        hand_loss("token", trajectory_norm="token", delta=0.0)
 
 
 @pytest.mark.parametrize("level", ["token", "turn", "sequence"])

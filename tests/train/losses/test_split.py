@@ -21,13 +21,12 @@ from sorl_train.losses.value import value_loss
 from .keywords import policy_loss
 
 ROOT = Path(__file__).resolve().parents[3]
-NORMS = ("scalar", "trajectory", "token", "token_mean", "rms", "logit")
+NORMS = ("scalar", "token", "rms", "logit")
 SETTINGS = tuple(
     itertools.product(
         ("token", "turn", "sequence"),
         ("trajectory_mean", "token_mean"),
         NORMS,
-        ("mini_batch", "trajectory"),
         ("gradient", "update"),
         ("clipped",),
     )
@@ -38,7 +37,6 @@ SETTINGS += tuple(
         ("token", "turn", "sequence"),
         ("trajectory_mean", "token_mean"),
         ("rms",),
-        ("mini_batch", "trajectory"),
         ("update",),
         OTHERS,
     )
@@ -72,9 +70,9 @@ def inputs() -> dict[str, Tensor]:
 
 
 def micro(
-    data: dict[str, Tensor], rows: slice, theta: Tensor, denominator: float, setting: tuple, **options
+    data: dict[str, Tensor], rows: slice, theta: Tensor, denominator: float, setting: tuple
 ) -> LossOutput:
-    level, aggregation, norm, scope, _, surrogate = setting
+    level, aggregation, _, _, surrogate = setting
     part = {name: tensor[rows] for name, tensor in data.items()}
     return policy_loss(
         part["features"] @ theta,
@@ -87,9 +85,6 @@ def micro(
         aggregation=aggregation,
         denominator=denominator,
         logit_scale=part["scale"],
-        trajectory_norm=norm if scope == "trajectory" else None,
-        delta=DELTA,
-        **options,
     )
 
 
@@ -110,8 +105,8 @@ def run(
         bias, stats = bias.all_reduce(), stats.all_reduce()
         dist.all_reduce(theta.grad)
         dist.all_reduce(loss)
-    _, _, norm, scope, target, _ = setting
-    scales = normalization(bias, norm=norm, scope=scope, target=target, delta=DELTA)
+    _, _, norm, target, _ = setting
+    scales = normalization(bias, norm=norm, target=target, delta=DELTA)
     return Result(theta.grad * scales.grad_scale, scales, loss.item(), stats.metrics())
 
 
@@ -140,22 +135,6 @@ def test_uneven_micro_batches(setting: tuple) -> None:
     ]  # two of them carry no loss at all
     denominators = [loss_denominator(data["mask"][rows], setting[1]) for rows in cuts]
     same(run(data, cuts, sum(denominators), setting), whole(data, setting))
-
-
-@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
-def test_the_gradient_of_the_clipping_bias_adds_up(level: str) -> None:
-    data = inputs()
-    theta = torch.full((5,), 0.3, requires_grad=True)
-    setting = (level, "trajectory_mean", "gradient", "mini_batch", "gradient", "clipped")
-
-    def bias_gradient(rows: slice) -> Tensor:
-        objective = micro(data, rows, theta, 6.0, setting, clip_bias_objective=True).clip_bias_objective
-        return torch.zeros(5) if objective is None else torch.autograd.grad(objective, theta)[0]
-
-    parts = [bias_gradient(rows) for rows in (slice(0, 2), slice(2, 3), slice(3, 9))]
-    expected = bias_gradient(slice(0, 9))
-    assert not parts[1].any() and expected.norm() > 0.1
-    torch.testing.assert_close(torch.stack(parts).sum(0), expected, atol=1e-6, rtol=1e-6)
 
 
 # of two ranks; the last one has no loss token

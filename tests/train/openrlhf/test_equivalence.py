@@ -86,10 +86,10 @@ def deepspeed_steps(path: Path, ranks: int, *cases: dict[str, Any]) -> list[dict
     [
         (1, 2, 1, {}),
         (1, 2, 4, {"loss.clip_bias_target": "gradient"}),
-        (1, 3, 4, {"loss.clip_bias_scope": "trajectory"}),
+        (1, 3, 4, {}),
         (2, 2, 4, {"loss.clip_bias_target": "gradient", "optim.max_grad_norm": 0.01}),
         (2, 3, 1, {"algo": "so_grpo", "rollout.group_size": 4}),
-        (2, 3, 4, {"loss.clip_bias_scope": "trajectory", "loss.clip_bias_target": "gradient"}),
+        (2, 3, 4, {"loss.clip_bias_target": "gradient"}),
         (2, 2, 4, {"correction.mode": "band", "correction.sequence_mask": 0.6}),
     ],
 )

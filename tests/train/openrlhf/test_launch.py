@@ -96,7 +96,6 @@ def test_the_users_own_flags_come_last_and_win() -> None:
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        ({"loss__clip_bias_norm": "gradient"}, "needs a second backward pass"),
         ({"lora__rank": 8}, "is for engine=local"),
         (
             {"algo": "so_grpo", "rollout__group_size": 4, "rollout__dynamic_sampling": 2},

@@ -179,9 +179,8 @@ def test_the_rate_of_a_trust_region_joins_in() -> None:
     [
         (
             {"clip_bias_norm": "logit"},
-            "needs more than a policy loss is given; take one of scalar, trajectory",
+            "needs more than a policy loss is given; take one of scalar, token, rms",
         ),
-        ({"clip_bias_norm": "gradient"}, "needs more than a policy loss is given"),
         ({"clip_bias_norm": "rmse"}, "Did you mean 'rms'"),
         ({"clip_bias_delta": 0.0}, "must be positive, not 0.0"),
         ({"ratio": "turns"}, "Did you mean 'turn'"),
