@@ -8,7 +8,6 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.parser import FormatError, ParsedTurn, neutralise, parse_turn
 from sorl_env.registry import load_task, make, register_envs, register_task, task_names
-from sorl_env.shared_text import SharedTexts
 from sorl_env.spaces import UnicodeText
 from sorl_env.step import StepResult
 from sorl_env.task import Example, HubSource, Limits, Task, ToolSettings
@@ -24,7 +23,6 @@ from sorl_env.tool import (
 )
 from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory import StopReason, Trajectory, Turn
-from sorl_env.vector import ToolUseVectorEnv
 
 __all__ = [
     "Example",
@@ -33,7 +31,6 @@ __all__ = [
     "HubSource",
     "Limits",
     "ParsedTurn",
-    "SharedTexts",
     "StepResult",
     "StopReason",
     "Task",
@@ -46,7 +43,6 @@ __all__ = [
     "ToolSettings",
     "ToolUnavailableError",
     "ToolUseEnv",
-    "ToolUseVectorEnv",
     "Toolbox",
     "Trajectory",
     "Turn",

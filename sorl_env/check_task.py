@@ -13,13 +13,13 @@ from sorl_env.check import Check, describe_checks, raised
 from sorl_env.check_tools import check_episodes, check_tool, requests
 from sorl_env.command import FAILED, Parser, add_json_option, number, print_json, run_command, whole
 from sorl_env.env import ToolUseEnv
-from sorl_env.env_parts import add_task_options, read_task_args
 from sorl_env.errors import UserError
 from sorl_env.interrupts import run_async
 from sorl_env.registry import load_task
 from sorl_env.rewards import normalize_answer
 from sorl_env.session_env import ACTION, SessionEnv
 from sorl_env.task import Example, Task, ToolSettings
+from sorl_env.task_options import add_task_options, read_task_args
 from sorl_env.text import quoted
 from sorl_env.text_env import TextEnv, need_tools, open_env
 from sorl_env.tokens import Tokenizer, encode_prompt

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium.error import ResetNeeded
 
 from sorl_env.data import ExampleSet, load_examples
 from sorl_env.declared import ask_for_items
-from sorl_env.env_parts import equip, read_index_option, warn_of_sample
 from sorl_env.episode_clock import EpisodeClock
-from sorl_env.episode_tools import EpisodeTools, draw_tool_seeds
+from sorl_env.equip import equip
 from sorl_env.errors import UserError
 from sorl_env.parser import ParsedTurn
 from sorl_env.registry import load_task
 from sorl_env.render import render_dialogue
 from sorl_env.spaces import UnicodeText
-from sorl_env.step import EPISODE_INFO, EpisodeRow, StepResult, TurnRow, turn_row
+from sorl_env.step import StepResult
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.text import valid_text
 from sorl_env.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, ToolUnavailableError
@@ -28,8 +29,7 @@ from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory import StopReason
 from sorl_env.turn_format import FormatName, TurnFormat, find_format
 
-__all__ = ["StepResult", "ToolUseEnv", "read_index_option"]
-_ANSWER, _ERROR, _ABORTED = StopReason.ANSWER, StopReason.ERROR, StopReason.ABORTED
+logger = logging.getLogger(__name__)
 
 # An episode's phase is the call that must come next. Plain strings: comparing enum members costs a tenth of a step.
 _RESET = "reset()"
@@ -45,9 +45,8 @@ class ToolUseEnv(gymnasium.Env[str, str]):
     fixed correction after a malformed turn. It is empty after the last turn. ``terminated``: the policy answered.
     ``truncated``: a budget ran out, or a tool failed.
 
-    ``info`` of a step: ``parsed`` (ParsedTurn), ``format_error``, ``reward_items``, ``tool_calls``, ``turn`` (from 0),
-    ``stop_reason``, ``error`` (of an unavailable tool), ``example_id``. ``info`` of reset: ``example_id``, ``index``,
-    ``question``, ``tools``, ``source``, ``split``, ``is_sample``.
+    ``info`` of a step: see ``StepResult``. ``info`` of reset: ``example_id``, ``index``, ``question``, ``tools``,
+    ``source``, ``split``, ``is_sample``.
 
     Args:
         task: a task, or a reference that ``load_task`` takes.
@@ -58,8 +57,8 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         knobs: keyword arguments for a task that is built by a function.
         format: how turns are written, see ``turn_format``.
 
-    ``step`` is ``begin_turn``, then the tool calls, then ``finish_turn``. Vector environments and asynchronous rollouts
-    use the two halves, and call the tools of many episodes together in between.
+    ``step`` is ``begin_turn``, then the tool calls, then ``finish_turn``. Asynchronous rollouts use the two halves, and
+    wait for the tools of many episodes at the same time in between.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  as Gymnasium declares it
@@ -92,11 +91,23 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         tool_settings = replace(tool_settings, **{k: v for k, v in given.items() if v is not None})
         equipment = equip(self.task, tools, tool_settings, self.limits.reply_chars)
         self.task, self._owned_tools = equipment.task, equipment.owned
-        self._tools = EpisodeTools(equipment.toolbox)
-        warn_of_sample(self.toolbox, self.task, self.examples)
+        self._toolbox = self._shared_tools = equipment.toolbox
+        self._warn_of_sample()
         self.action_space = UnicodeText()
         self.observation_space = UnicodeText()
         self._start()
+
+    def _warn_of_sample(self) -> None:
+        """Log a warning where real questions are searched for in an embedded sample of passages."""
+        if not self.examples.is_sample and any(
+            getattr(tool, "is_sample", False) for tool in self._toolbox.tools
+        ):
+            logger.warning(
+                "task %s asks questions of %s, but searches only its embedded sample of passages: give corpus= or "
+                "search_url=",
+                self.task.name,
+                self.examples.source,
+            )
 
     def _start(self) -> None:
         """State of a fresh environment with no episode."""
@@ -112,12 +123,12 @@ class ToolUseEnv(gymnasium.Env[str, str]):
     @property
     def toolbox(self) -> Toolbox:
         """The tools of the running episode; between episodes, those that all environments of the task share."""
-        return self._tools.box
+        return self._toolbox
 
     @toolbox.setter
     def toolbox(self, shared: Toolbox) -> None:
-        self._tools.end()
-        self._tools = EpisodeTools(shared)
+        self.end_episode()
+        self._toolbox = self._shared_tools = shared
 
     def spawn(self) -> ToolUseEnv:
         """A new environment with the same task, examples, tools and spaces, and no episode; cheap."""
@@ -127,7 +138,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         env.format = self.format
         env.render_mode = self.render_mode
         env.examples = self.examples
-        env._tools = EpisodeTools(self._tools.shared)
+        env._toolbox = env._shared_tools = self._shared_tools
         env.action_space = self.action_space
         env.observation_space = self.observation_space
         env._owned_tools = frozenset()
@@ -141,17 +152,15 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         """Start an episode on a uniformly drawn example, or on ``options={"index": i}``."""
         super().reset(seed=seed)
         size = len(self.examples.examples)
-        index = read_index_option(options, size) if options else int(self.np_random.random() * size)
-        return self.begin_episode(index, *draw_tool_seeds(self._tools.shared, self.np_random, 1))
+        index = _read_index(options, size) if options else int(self.np_random.random() * size)
+        tool_seed = int(self.np_random.integers(2**31)) if self._shared_tools.stateful else 0
+        return self.begin_episode(index, tool_seed)
 
     def begin_episode(self, index: int, tool_seed: int = 0) -> tuple[str, dict[str, Any]]:
         """Start an episode on example ``index``, drawing nothing at random; stateful tools get ``tool_seed``."""
-        row = self.begin_episode_row(index, tool_seed)
-        return row[0], dict(zip(EPISODE_INFO, row[1:]))  # noqa: B905  strict costs more than the rest
-
-    def begin_episode_row(self, index: int, tool_seed: int = 0) -> EpisodeRow:
-        """As ``begin_episode``, but returns a tuple; the vector environment stacks tuples into columns."""
-        self._tools.begin(tool_seed)
+        self.end_episode()
+        if self._shared_tools.stateful:
+            self._toolbox = self._shared_tools.for_episode(tool_seed)
         examples = self.examples
         self.example = example = examples.examples[index]
         self._phase = _BEGIN_TURN
@@ -160,23 +169,23 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._calls = []
         self._items = {}
         self._clock = EpisodeClock()
-        return (
-            self.format.prompt(self.task, example),
-            example.id,
-            index,
-            example.question,
-            self.toolbox.names,
-            examples.source,
-            examples.split,
-            examples.is_sample,
-        )
+        info = {
+            "example_id": example.id,
+            "index": index,
+            "question": example.question,
+            "tools": self._toolbox.names,
+            "source": examples.source,
+            "split": examples.split,
+            "is_sample": examples.is_sample,
+        }
+        return self.format.prompt(self.task, example), info
 
     def _ask(self, reward: Callable[..., Any]) -> dict[str, float]:
         return ask_for_items(self.task.name, reward, self.example, self._turns)
 
     def step(self, action: str) -> StepResult:
         """One turn of the policy: parse it, call its tool, reply."""
-        return self.finish_turn([self.toolbox.call(request) for request in self.begin_turn(action)])
+        return self.finish_turn([self._toolbox.call(request) for request in self.begin_turn(action)])
 
     def begin_turn(self, action: str) -> list[ToolRequest]:
         """Take the policy's turn; returns the tool requests (one or none) to serve before ``finish_turn``.
@@ -187,7 +196,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         if self._phase != _BEGIN_TURN:
             raise ResetNeeded(f"call {self._phase} first")
         action = valid_text(action)
-        parsed = self.format.parse(action, self.toolbox, self.task.require_think)
+        parsed = self.format.parse(action, self._toolbox, self.task.require_think)
         self._turns.append(parsed)
         self._action = action
         self._phase = _FINISH_TURN
@@ -198,10 +207,6 @@ class ToolUseEnv(gymnasium.Env[str, str]):
 
     def finish_turn(self, calls: Sequence[ToolOutcome]) -> StepResult:
         """Reply to the turn, given the outcomes of its requests in their order."""
-        return StepResult.from_row(self.finish_turn_row(calls))
-
-    def finish_turn_row(self, calls: Sequence[ToolOutcome]) -> TurnRow:
-        """As ``finish_turn``, but returns a tuple; the vector environment stacks tuples into columns."""
         if self._phase != _FINISH_TURN:
             raise ResetNeeded(f"call {self._phase} first")
         self._clock.answered()
@@ -212,22 +217,22 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         for outcome in calls:
             if isinstance(outcome, ToolUnavailableError):
                 self._calls = [] if outcome.call is None else [outcome.call]
-                return self._end(_ERROR, error=str(outcome))
+                return self._end(StopReason.ERROR, error=str(outcome))
             self._calls = [outcome]
             observation = self.format.observation(outcome.reply)
         if self.task.turn_reward is not None:
             self._items = self._ask(self.task.turn_reward)
         if parsed.kind == "answer":
-            return self._end(_ANSWER)
+            return self._end(StopReason.ANSWER)
         if len(self._turns) >= self.limits.max_turns:
             return self._end(StopReason.INVALID if parsed.kind == "invalid" else StopReason.MAX_TURNS)
         max_seconds = self.limits.max_seconds
         if max_seconds is not None and self._clock.elapsed_s >= max_seconds:
             outage = self._clock.outage(max_seconds)
-            return self._end(StopReason.MAX_SECONDS if outage is None else _ERROR, outage)
+            return self._end(StopReason.MAX_SECONDS if outage is None else StopReason.ERROR, outage)
         self._dialogue.append((self._action, observation))
         self._phase = _BEGIN_TURN
-        return turn_row(self._turns, self._calls, self.example.id, observation, self._items)
+        return StepResult.of_turn(self._turns, self._calls, self.example.id, observation, self._items)
 
     def truncate(self, reason: StopReason | str, error: str | None = None) -> StepResult:
         """End the running episode from outside: a token budget ran out, or the rollout was aborted.
@@ -241,14 +246,27 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             self._items = {}
         elif self._dialogue:
             self._action, _ = self._dialogue.pop()
-        return StepResult.from_row(self._end(StopReason(reason), error))
+        return self._end(StopReason(reason), error)
+
+    def _end(self, reason: StopReason, error: str | None = None) -> StepResult:
+        items: dict[str, float] = {}
+        if not reason.excluded:
+            items = self._ask(self.task.reward)
+            if self._items:  # reward items of the last turn
+                names = {**self._items, **items}
+                items = {name: items.get(name, 0.0) + self._items.get(name, 0.0) for name in names}
+        if self._turns:
+            self._dialogue.append((self._action, ""))
+        self._phase = _RESET
+        self.end_episode()
+        return StepResult.of_turn(self._turns, self._calls, self.example.id, "", items, reason, error)
 
     # -- the protocol ``TextEnv``, which rollouts use --------------------------------------------------------------
 
     @property
     def stop(self) -> tuple[str, ...]:
         """The closing tags that end a turn of the policy."""
-        return tuple(f"</{tag}>" for tag in (*self.toolbox.names, "answer"))
+        return tuple(f"</{tag}>" for tag in (*self._toolbox.names, "answer"))
 
     async def areset(self, index: int, seed: int) -> str:
         """As ``reset(seed=seed, options={"index": index})``; returns the prompt."""
@@ -256,40 +274,42 @@ class ToolUseEnv(gymnasium.Env[str, str]):
 
     async def astep(self, action: str) -> StepResult:
         """As ``step``, but waits for tools without blocking the event loop."""
-        calls = await asyncio.gather(*(self.toolbox.acall(request) for request in self.begin_turn(action)))
+        calls = await asyncio.gather(*(self._toolbox.acall(request) for request in self.begin_turn(action)))
         return self.finish_turn(calls)
 
     async def atruncate(self, reason: StopReason, error: str | None = None) -> StepResult:
         """As ``truncate``."""
         return self.truncate(reason, error)
 
-    def _end(self, reason: StopReason, error: str | None = None) -> TurnRow:
-        items: dict[str, float] = {}
-        if reason is not _ERROR and reason is not _ABORTED:
-            items = self._ask(self.task.reward)
-            if self._items:  # reward items of the last turn
-                items = {
-                    name: items.get(name, 0.0) + self._items.get(name, 0.0)
-                    for name in {**self._items, **items}
-                }
-        if self._turns:
-            self._dialogue.append((self._action, ""))
-        self._phase = _RESET
-        self._tools.end()
-        return turn_row(self._turns, self._calls, self.example.id, "", items, reason, error)
-
     def render(self) -> str | None:
         """In mode ``ansi``, the dialogue so far in the layout and colours of the paper's Table 2; else None."""
         if self.render_mode is None:
             return None
-        return render_dialogue(self.example, self._dialogue, self.toolbox.names)
+        return render_dialogue(self.example, self._dialogue, self._toolbox.names)
 
     def end_episode(self) -> None:
         """Close the tools that belong to the running episode alone; call it when the episode is given up."""
-        self._tools.end()
+        if self._toolbox is not self._shared_tools:
+            ended, self._toolbox = self._toolbox, self._shared_tools
+            ended.close(only=ended.stateful)
 
     def close(self) -> None:
         """Close the tools that this environment built; tools that were passed in may have other users."""
-        self._tools.end()
+        self.end_episode()
         if self._owned_tools:
-            self.toolbox.close(only=self._owned_tools)
+            self._toolbox.close(only=self._owned_tools)
+
+
+def _read_index(options: Mapping[str, Any], size: int) -> int:
+    """The example number that ``reset(options={"index": i})`` asks for.
+
+    Raises:
+        UserError: there is another option, or there is no such example.
+    """
+    for name in options:
+        if name != "index":
+            raise UserError(f"reset has no option {name!r}; its only option is 'index'")
+    index = options["index"]
+    if not isinstance(index, (int, np.integer)) or not 0 <= index < size:
+        raise UserError(f"reset: index {index!r} is outside the {size} examples, 0 to {size - 1}")
+    return int(index)

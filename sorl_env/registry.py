@@ -125,7 +125,6 @@ def _register(env_id: str, settings: Mapping[str, Any] | None = None) -> None:
     gymnasium.register(
         env_id,
         entry_point="sorl_env.env:ToolUseEnv",
-        vector_entry_point="sorl_env.vector:ToolUseVectorEnv",
         # the id and not the task itself: Gymnasium makes deep copies of these, and tools may hold locks
         kwargs={"task": env_id} if settings is None else dict(settings),
         order_enforce=False,  # the environment itself raises ResetNeeded

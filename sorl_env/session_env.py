@@ -23,7 +23,7 @@ from sorl_env.data import ExampleSet
 from sorl_env.episode_clock import EpisodeClock
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.parser import FormatError, ParsedTurn, neutralise, parse_turn
-from sorl_env.step import StepResult, turn_row
+from sorl_env.step import StepResult
 from sorl_env.task import Example, Limits, Task
 from sorl_env.text import valid_text
 from sorl_env.tool import ToolCall, ToolInputError, ToolUnavailableError
@@ -194,9 +194,7 @@ class SessionEnv:
         if late is not None and self._clock.elapsed_s >= late:
             outage = self._clock.outage(late)
             return self._end(StopReason.MAX_SECONDS if outage is None else StopReason.ERROR, outage)
-        return StepResult.from_row(
-            turn_row(self._turns, reply.tool_calls, self.example.id, observation, self._items)
-        )
+        return StepResult.of_turn(self._turns, reply.tool_calls, self.example.id, observation, self._items)
 
     async def atruncate(self, reason: StopReason, error: str | None = None) -> StepResult:
         """End the running episode. A session that rewards what was reached until here replaces the last reward."""
@@ -212,8 +210,8 @@ class SessionEnv:
     def _end(self, reason: StopReason, error: str | None = None) -> StepResult:
         self._close(ended=reason is not StopReason.ERROR)
         items = {} if reason.excluded else self._items
-        row = turn_row(self._turns, self._reply.tool_calls, self.example.id, "", items, reason, error)
-        return StepResult.from_row(row)
+        calls = self._reply.tool_calls
+        return StepResult.of_turn(self._turns, calls, self.example.id, "", items, reason, error)
 
     def end_episode(self) -> None:
         """Give up the running episode, if there is one."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import string
 from typing import Any
 
 import numpy as np
+from gymnasium.error import CustomSpaceError
 from gymnasium.spaces import Text
+from gymnasium.vector.utils import create_shared_memory
 
 _SAMPLED = string.ascii_letters + string.digits + " .,?!'-<>/äßøπшжの漢"
 
@@ -33,3 +36,9 @@ class UnicodeText(Text):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UnicodeText)
+
+
+@create_shared_memory.register(UnicodeText)
+def _refuse(space: UnicodeText, n: int = 1, ctx: Any = multiprocessing) -> Any:
+    """Let ``AsyncVectorEnv`` ask for ``shared_memory=False``: the arrays that it shares hold texts of one length."""
+    raise CustomSpaceError("a text of any length fits no shared memory")

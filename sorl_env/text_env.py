@@ -55,7 +55,7 @@ class TextEnv(Protocol):
         ...
 
     async def astep(self, action: str) -> StepResult:
-        """One turn of the policy. ``info`` has the keys of ``sorl_env.step.TURN_INFO``."""
+        """One turn of the policy. See ``StepResult`` for its ``info``."""
         ...
 
     async def atruncate(self, reason: StopReason, error: str | None = None) -> StepResult:

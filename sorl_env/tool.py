@@ -134,8 +134,6 @@ class Tool(Protocol):
     - ``inline = True``: the call is fast and in this process, so it is safe on the event loop. Other tools run in a
       thread, which is abandoned at the deadline.
     - ``acall``: the coroutine version of ``__call__``.
-    - ``call_batch(arguments)``: takes a list of texts (or of mappings) and returns as many results. An exception
-      instance among them fails only its own request.
     - ``is_sample = True``: it replaces the real thing, such as a search in a task's embedded sample.
     - ``url = ".."``: the address of the server behind it, which the error of a call without a reply names.
     - ``close()``: frees what the tool holds.

@@ -1,4 +1,4 @@
-"""The toolbox calls tools with retries and a deadline: one call, a batch of calls, or calls on an event loop."""
+"""The toolbox calls tools with retries and a deadline: in the calling thread, or on an event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +42,7 @@ _jitter = random.Random()  # its own generator, so that retries do not change th
 class Toolbox:
     """The tools of an environment.
 
-    ``call``, ``call_batch`` and ``acall`` return a ``ToolCall``, or a ``ToolUnavailableError`` once the retries or the
+    ``call`` and ``acall`` return a ``ToolCall``, or a ``ToolUnavailableError`` once the retries or the
     time are used up. A malformed request gives a ``ToolCall`` with ``ok=False`` and a reply that says why. A tool that
     raises anything else has a bug: it counts as unavailable at once, and its traceback is logged once. Where too many
     calls of a tool never return, a call raises ``HungError`` (see ``sorl_env.outside``).
@@ -52,7 +51,6 @@ class Toolbox:
         timeout_s: seconds for one call in all, with retries and the waits before them.
         retries: further tries after the first one fails.
         backoff_s: wait before the first retry; it doubles with each retry, and has jitter.
-        max_threads: threads for the calls of one batch, for tools without ``call_batch``.
         max_reply_chars: a longer reply is cut at once, and its record says so.
 
     Raises:
@@ -65,7 +63,6 @@ class Toolbox:
         timeout_s: float = 30.0,
         retries: int = 3,
         backoff_s: float = 0.25,
-        max_threads: int = 32,
         max_reply_chars: int = MAX_REPLY_CHARS,
     ) -> None:
         self.tools: tuple[Tool, ...] = tuple(as_tool(tool) for tool in tools)
@@ -75,7 +72,6 @@ class Toolbox:
         self.timeout_s = timeout_s
         self.retries = retries
         self.backoff_s = backoff_s
-        self.max_threads = max_threads
         self.max_reply_chars = max_reply_chars
         self.stateful: frozenset[str] = frozenset(tool.name for tool in self.tools if keeps_state(tool))
         self._bound = {tool.name: _bind(tool, Threads()) for tool in self.tools}
@@ -96,11 +92,6 @@ class Toolbox:
         own = (tool for tool in box.tools if keeps_state(tool))
         box._bound = self._bound | {tool.name: _bind(tool, self._bound[tool.name].threads) for tool in own}
         return box
-
-    def is_inline(self, name: str) -> bool:
-        """Whether calls of that tool run in the calling thread, and not in one of their own."""
-        bound = self._bound.get(name)
-        return bound is None or bound.inline
 
     def call(self, request: ToolRequest) -> ToolOutcome:
         """Call one tool and wait for its outcome, at most ``timeout_s``."""
@@ -149,61 +140,6 @@ class Toolbox:
             if not isinstance(verdict, float):
                 return verdict
             await asyncio.sleep(verdict)
-
-    def call_batch(self, requests: Sequence[ToolRequest]) -> list[ToolOutcome]:
-        """Call tools for many requests; outcomes in their order.
-
-        Each tool that offers ``call_batch`` gets one such call; other tools get concurrent calls.
-        """
-        names = {request.tool for request in requests}
-        if len(names) == 1:
-            return self._call_one_tool(requests)
-        outcomes: dict[int, ToolOutcome] = {}
-        for name in names:
-            group = {index: request for index, request in enumerate(requests) if request.tool == name}
-            outcomes.update(zip(group, self._call_one_tool(list(group.values())), strict=True))
-        return [outcomes[index] for index in range(len(requests))]
-
-    def _call_one_tool(self, requests: Sequence[ToolRequest]) -> list[ToolOutcome]:
-        bound = self._bound.get(requests[0].tool)
-        if bound is not None and bound.run_batch is not None:
-            return self._call_batched(bound, requests)
-        if len(requests) == 1 or bound is None or bound.inline:
-            return [self.call(request) for request in requests]
-        with ThreadPoolExecutor(min(len(requests), self.max_threads)) as pool:
-            return list(pool.map(self.call, requests))
-
-    def _call_batched(self, bound: _BoundTool, requests: Sequence[ToolRequest]) -> list[ToolOutcome]:
-        """Make one batched call per round; the requests that failed in a round and may be retried form the next."""
-        outcomes: list[Any] = [self._prepare(request) for request in requests]
-        arguments = [None if isinstance(one, ToolCall) else one[1] for one in outcomes]
-        waiting = [index for index, one in enumerate(outcomes) if not isinstance(one, ToolCall)]
-        started = time.perf_counter()
-        attempts = 0
-        while waiting:
-            attempts += 1
-            results = self._run_batch(bound, [arguments[index] for index in waiting], started)
-            latency_s = time.perf_counter() - started
-            for index, result in zip(waiting, results, strict=True):
-                outcomes[index] = self._settle(requests[index], result, latency_s, attempts)
-            waiting = [index for index in waiting if isinstance(outcomes[index], float)]
-            if waiting:
-                time.sleep(max(outcomes[index] for index in waiting))
-        return outcomes
-
-    def _run_batch(self, bound: _BoundTool, arguments: list[Any], started: float) -> Sequence[Any]:
-        """One result or exception for each argument; if the batch fails as a whole, each of them has its exception."""
-        assert bound.run_batch is not None
-        try:
-            if bound.inline:
-                results = bound.run_batch(arguments)
-            else:
-                results = bound.threads.call(bound.run_batch, arguments, self._remaining_s(started))
-            if len(results) != len(arguments):
-                raise TypeError(f"call_batch returned {len(results)} results for {len(arguments)} requests")
-        except Exception as error:  # noqa: BLE001  as in ``call``
-            return [error] * len(arguments)
-        return results
 
     def close(self, only: frozenset[str] | None = None) -> None:
         """Close the tools; with ``only``, just those with these names."""
@@ -276,13 +212,12 @@ class _BoundTool:
     inline: bool
     run: Callable[[Any], Any]
     arun: Callable[[Any], Any] | None
-    run_batch: Callable[[list[Any]], Sequence[Any]] | None
     threads: Threads
 
 
 def _bind(tool: Tool, threads: Threads) -> _BoundTool:
     raw_text = takes_raw_text(tool.schema)
-    acall, run_batch = getattr(tool, "acall", None), getattr(tool, "call_batch", None)
+    acall = getattr(tool, "acall", None)
     return _BoundTool(
         tool=tool,
         signature=inspect.signature(tool),
@@ -290,7 +225,6 @@ def _bind(tool: Tool, threads: Threads) -> _BoundTool:
         inline=getattr(tool, "inline", False),
         run=contained(tool.__call__ if raw_text else lambda arguments: tool(**arguments)),
         arun=acall if raw_text or acall is None else lambda arguments: acall(**arguments),
-        run_batch=None if run_batch is None else contained(run_batch),
         threads=threads,
     )
 

@@ -13,7 +13,6 @@ from typing import Literal, Protocol, get_args
 from sorl_env.declared import ask_for_prompt
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.parser import ParsedTurn, neutralise, parse_turn
-from sorl_env.step import INVALID_TURN_OBSERVATION
 from sorl_env.task import Example, Task
 from sorl_env.tool_call_parser import Syntax, parse_message
 from sorl_env.toolbox import Toolbox
@@ -21,6 +20,10 @@ from sorl_env.toolbox import Toolbox
 FormatName = Literal["tags", "tool_calls"]
 FORMATS: tuple[str, ...] = get_args(FormatName)
 
+INVALID_TURN = (
+    "\n\n<information>\nInvalid turn: write one think block, then exactly one tool or answer block, and nothing else.\n"
+    "</information>\n\n"
+)
 INVALID_MESSAGE = (
     "Invalid message: call exactly one tool and write nothing after it, or reply with the final answer alone."
 )
@@ -56,7 +59,7 @@ class TagFormat:
     """``<think>..</think>``, then the block of a tool or ``<answer>``; see ``parser``."""
 
     name: str = "tags"
-    invalid_observation: str = INVALID_TURN_OBSERVATION
+    invalid_observation: str = INVALID_TURN
 
     def prompt(self, task: Task, example: Example) -> str:
         return ask_for_prompt(task.name, task.prompt, example)

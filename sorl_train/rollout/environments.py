@@ -151,9 +151,6 @@ class SilentTool:
     def __call__(self, *_: Any, **__: Any) -> ToolReply:
         return ToolReply("Nothing found.", hits=0)
 
-    def call_batch(self, arguments: Sequence[Any]) -> list[ToolReply]:
-        return [self() for _ in arguments]
-
 
 def source_facts(config: TrainConfig, task: Task, known: Collection[str] = ()) -> dict[str, str]:
     """SHA-256 of the files that a user can edit between a start and a resume, by name; empty where there are none.

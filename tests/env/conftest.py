@@ -19,7 +19,7 @@ INVALID = "no tags"
 
 
 class CannedSearch:
-    """Answers every query with one passage and keeps what it was asked, one list a call."""
+    """Answers every query with one passage and keeps what it was asked."""
 
     name = "search"
     description = "Search nothing."
@@ -32,14 +32,11 @@ class CannedSearch:
 
     def __init__(self, passage: str = "Doc 1 (Canned): about {query}") -> None:
         self.passage = passage
-        self.batches: list[list[str]] = []
+        self.queries: list[str] = []
 
     def __call__(self, query: str) -> ToolReply:
-        return self.call_batch([query])[0]
-
-    def call_batch(self, queries: Sequence[str]) -> list[ToolReply]:
-        self.batches.append(list(queries))
-        return [ToolReply(self.passage.replace("{query}", query), hits=1) for query in queries]
+        self.queries.append(query)
+        return ToolReply(self.passage.replace("{query}", query), hits=1)
 
 
 def reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:

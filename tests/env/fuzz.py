@@ -1,4 +1,4 @@
-"""Hostile turns through the vector environment, judged by an oracle with no code of the parser and the rewards.
+"""Hostile turns through the environment, judged by an oracle with no code of the parser and the rewards.
 
 A policy under training writes anything. Nothing of it may raise, earn a reward that it did not earn, leave an
 observation that is not one well-formed block, or take its trajectory out of the loss (stop reason ``error``).
@@ -19,11 +19,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import httpx
-from gymnasium.vector import AutoresetMode
 
-from sorl_env import Example, ToolSettings
+from sorl_env import Example, StepResult, ToolSettings, ToolUseEnv
 from sorl_env.registry import load_task, task_names
-from sorl_env.vector import ToolUseVectorEnv
 from sorl_tools.calculator import calculator
 from sorl_tools.search.http import HttpSearch
 from sorl_tools.serve.protocol import RequestError, RequestLimits, parse_request
@@ -31,7 +29,7 @@ from sorl_train.rollout.environments import SilentTool
 
 from .hostile_turns import Turns
 
-NUM_ENVS = 32
+NUM_ENVS = 4
 SMALL_WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": (1, 2)}
 
 # --- what is independent: who earns a reward ---
@@ -141,15 +139,14 @@ def served_search() -> HttpSearch:
     return search
 
 
-def make_worlds() -> dict[str, ToolUseVectorEnv]:
-    """A vector environment for each built-in task with each built-in tool, and some for ways of having tools."""
-    worlds: dict[str, ToolUseVectorEnv] = {}
-    for number, name in enumerate(task_names()):
+def make_worlds() -> dict[str, ToolUseEnv]:
+    """An environment for each built-in task with each built-in tool, and some for ways of having tools."""
+    worlds: dict[str, ToolUseEnv] = {}
+    for name in task_names():
         task = load_task(name, **(SMALL_WORLD if name == "minihop" else {}))
         assert callable(task.tools)
         tools = [*task.tools(ToolSettings()), calculator, convert, echo]
-        mode = (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP)[number % 2]
-        worlds[name] = ToolUseVectorEnv(NUM_ENVS, task, tools=tools, autoreset_mode=mode)
+        worlds[name] = ToolUseEnv(task, tools=tools)
     nq = load_task("nq")
     silent = SilentTool("search", "", {"type": "object", "properties": {"query": {"type": "string"}}})
     short = dataclasses.replace(nq.limits, max_reply_chars=50)
@@ -161,7 +158,7 @@ def make_worlds() -> dict[str, ToolUseVectorEnv]:
         "nq, short replies": {"tools": [calculator, echo], "limits": short},
     }
     for name, arguments in more.items():
-        worlds[name] = ToolUseVectorEnv(NUM_ENVS, nq, autoreset_mode=AutoresetMode.SAME_STEP, **arguments)
+        worlds[name] = ToolUseEnv(nq, **arguments)
     return worlds
 
 
@@ -183,62 +180,46 @@ def fuzz(turns: int, seed: int) -> Counter[str]:
     return seen
 
 
-def _play(name: str, env: ToolUseVectorEnv, rng: random.Random, target: int, seen: Counter[str]) -> None:
-    tools = env.envs[0].toolbox.names
+def _play(name: str, root: ToolUseEnv, rng: random.Random, target: int, seen: Counter[str]) -> None:
+    """Episodes that take turns, so that what one policy writes could reach another's."""
+    tools = root.toolbox.names
     draw = Turns(rng, tools).draw
-    env.reset(seed=rng.randrange(2**32))
-    over = [False] * NUM_ENVS
-    same_step = env.autoreset_mode is AutoresetMode.SAME_STEP
+    envs = [root.spawn() for _ in range(NUM_ENVS)]
+    for env in envs:
+        env.reset(seed=rng.randrange(2**32))
     while seen["turns"] < target:
-        examples = [one.example for one in env.envs]
-        actions = [draw(example) for example in examples]
-        try:
-            observations, rewards, terminated, truncated, infos = env.step(actions)
-        except Exception as error:
-            shown = "\n".join(repr(action[:300]) for action in actions)
-            raise AssertionError(f"{name}: a step raised {error!r} on one of\n{shown}") from error
-        ended = terminated | truncated
-        for i in range(NUM_ENVS):
-            if over[i]:  # this step began a new episode and did not look at the turn
-                assert rewards[i] == 0 and not ended[i]
-                continue
-            final = same_step and ended[i]
-            info = infos["final_info"] if final else infos
-            observation = infos["final_obs"][i] if final else observations[i]
-            problem = _find_problem(actions[i], examples[i], tools, rewards[i], terminated[i], info, i)
-            problem = problem or _find_observation_problem(
-                observation, bool(ended[i]), env.envs[i].limits.reply_chars
-            )
-            assert problem is None, f"{name}: {problem}, on {actions[i][:1000]!r} for {examples[i]}"
-            _count(info, i, rewards[i], seen)
-        over = [False] * NUM_ENVS if same_step else ended.tolist()
+        for env in envs:
+            action = draw(env.example)
+            try:
+                result = env.step(action)
+            except Exception as error:
+                raise AssertionError(f"{name}: a step raised {error!r} on {action[:1000]!r}") from error
+            problem = _find_problem(action, env.example, tools, result)
+            problem = problem or _find_observation_problem(result, env.limits.reply_chars)
+            assert problem is None, f"{name}: {problem}, on {action[:1000]!r} for {env.example}"
+            _count(result, seen)
+            if result.terminated or result.truncated:
+                env.reset()
 
 
-def _find_problem(
-    turn: str,
-    example: Example,
-    tools: Sequence[str],
-    reward: float,
-    terminated: bool,
-    info: Mapping[str, Any],
-    i: int,
-) -> str | None:
+def _find_problem(turn: str, example: Example, tools: Sequence[str], result: StepResult) -> str | None:
     expected = earned(turn, example, tools)
-    if reward not in expected:
-        return f"a reward of {reward}, {' or '.join(map(str, expected))} was earned"
-    if bool(terminated) != (final_answer(turn, tools) is not None):
-        return f"terminated is {terminated}"
-    if info["stop_reason"][i] in ("error", "aborted"):
-        return f"the policy ended its trajectory with {info['error'][i]}"
-    for call in info["tool_calls"][i]:
+    if result.reward not in expected:
+        return f"a reward of {result.reward}, {' or '.join(map(str, expected))} was earned"
+    if result.terminated != (final_answer(turn, tools) is not None):
+        return f"terminated is {result.terminated}"
+    if result.info["stop_reason"] in ("error", "aborted"):
+        return f"the policy ended its trajectory with {result.info['error']}"
+    for call in result.info["tool_calls"]:
         if len(call.error or "") > 8000 or (call.cut_from or 0) > 10_000_000 or not call.reply:
             return f"a record of {len(call.reply)} and {len(call.error or '')} characters"
         json.dumps(dataclasses.asdict(call), ensure_ascii=False, allow_nan=False).encode()
     return None
 
 
-def _find_observation_problem(observation: str, ended: bool, reply_chars: int) -> str | None:
-    if ended:
+def _find_observation_problem(result: StepResult, reply_chars: int) -> str | None:
+    observation = result.observation
+    if result.terminated or result.truncated:
         return f"an observation after the end: {observation[:200]!r}" if observation else None
     observation.encode()
     opening, closing = "\n\n<information>\n", "\n</information>\n\n"
@@ -253,12 +234,13 @@ def _find_observation_problem(observation: str, ended: bool, reply_chars: int) -
     return None
 
 
-def _count(info: Mapping[str, Any], i: int, reward: float, seen: Counter[str]) -> None:
+def _count(result: StepResult, seen: Counter[str]) -> None:
+    info = result.info
     seen["turns"] += 1
-    seen["rewards"] += int(reward)
-    seen[f"format {info['format_error'][i] or 'valid'}"] += 1
-    seen[f"stop {info['stop_reason'][i]}"] += 1
-    for call in info["tool_calls"][i]:
+    seen["rewards"] += int(result.reward)
+    seen[f"format {info['format_error'] or 'valid'}"] += 1
+    seen[f"stop {info['stop_reason']}"] += 1
+    for call in info["tool_calls"]:
         seen[f"{call.tool} {'ok' if call.ok else 'refused'}"] += 1
         seen["replies cut"] += call.cut_from is not None
 

@@ -11,15 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sorl_env import Task, Toolbox, ToolCall, ToolRequest
+from sorl_env import Toolbox, ToolCall, ToolRequest
 from sorl_env.errors import did_you_mean
 from sorl_env.tool_schema import find_problem
-from sorl_env.vector import ToolUseVectorEnv
 
 Call = Callable[[Toolbox, ToolRequest], Any]
 CALLS: tuple[Call, ...] = (
     lambda box, request: box.call(request),
-    lambda box, request: box.call_batch([request])[0],
     lambda box, request: asyncio.run(box.acall(request)),
 )
 
@@ -146,17 +144,3 @@ def test_a_long_name_is_not_compared_letter_by_letter() -> None:
     assert did_you_mean("serach" * 200_000, ["search"]) == "Known: search."
     outcome = Toolbox([lookup]).call(ToolRequest("l" * 1_000_000, "x"))
     assert isinstance(outcome, ToolCall) and len(outcome.reply) < 200
-
-
-def test_one_hostile_turn_takes_no_other_episode_with_it(make_task: Callable[..., Task]) -> None:
-    """A step of the vector environment used to end in the exception, and the other episodes' turns were lost."""
-    env = ToolUseVectorEnv(3, make_task(tools=[lookup]))
-    env.reset(seed=0)
-    call = "<think>a</think><lookup>{}</lookup>"
-    observations, _, terminated, truncated, infos = env.step(
-        [call.format('{"count": ' + "9" * 5000 + "}"), call.format('{"count": 3}'), call.format("[" * 99_999)]
-    )
-    assert (
-        not terminated.any() and not truncated.any() and all("<information>" in text for text in observations)
-    )
-    assert [calls[0].ok for calls in infos["tool_calls"]] == [False, True, False]

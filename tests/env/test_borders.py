@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ BIG = 5_000_000
 Call = Callable[[Toolbox, ToolRequest], Any]
 CALLS: tuple[Call, ...] = (
     lambda box, request: box.call(request),
-    lambda box, request: box.call_batch([request])[0],
     lambda box, request: asyncio.run(box.acall(request)),
 )
 
@@ -54,11 +53,6 @@ class Saying:
         return self.result
 
 
-class SayingInBatches(Saying):
-    def call_batch(self, texts: Sequence[str]) -> list[Any]:
-        return [self.result for _ in texts]
-
-
 class SayingOnLoops(Saying):
     inline = False
 
@@ -66,7 +60,7 @@ class SayingOnLoops(Saying):
         return self(text)
 
 
-KINDS = (Saying, SayingInBatches, SayingOnLoops)
+KINDS = (Saying, SayingOnLoops)
 REQUEST = ToolRequest("say", "x")
 
 

@@ -112,7 +112,7 @@ def test_how_episodes_end(env: ToolUseEnv, canned: Any, turns: list[str], reason
     assert last.terminated == (reason == "answer") and last.truncated == (reason != "answer")
     assert (last.info["stop_reason"], last.reward, last.observation) == (reason, reward, "")
     assert all(result.observation for result in results[:-1])  # two turns never touch
-    assert canned.batches == [["who"]] * turns[:2].count(
+    assert canned.queries == ["who"] * turns[:2].count(
         SEARCH
     )  # a tool block in the last turn is not executed
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sorl_env import Limits, Task, ToolSettings, ToolUseEnv, ToolUseVectorEnv, UserError
+from sorl_env import Limits, Task, ToolSettings, ToolUseEnv, UserError
 
 
 def test_shortcuts_reach_the_tools_settings(make_task: Callable[..., Task], canned: Any) -> None:
@@ -35,8 +35,7 @@ def test_closing_closes_what_was_built_for_the_environment(
         env.close()
     assert closed == []
     ToolUseEnv(built).close()
-    ToolUseVectorEnv(3, built).close()
-    assert closed == ["closed", "closed"]
+    assert closed == ["closed"]
 
 
 def test_limits_are_checked() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sorl_env import Limits, Task, ToolUnavailableError, ToolUseEnv, ToolUseVectorEnv
+from sorl_env import Limits, Task, ToolUnavailableError, ToolUseEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, collect
 
 NOTE = "<think>a</think><note>{}</note>"
@@ -92,36 +92,18 @@ def test_episodes_that_run_at_the_same_time_do_not_meet(noting: Task, notebook: 
     assert notebook.notes == [] and notebook.opened == []
 
 
-def test_the_vector_environment_gives_each_episode_its_own(
-    noting: Task, notebook: Notebook, canned: Any
-) -> None:
-    draw = random.Random(2)
-    envs = ToolUseVectorEnv(4, noting)
-    envs.reset(seed=5)
-    seeds = [env.toolbox.tools[1].seed for env in envs.envs]
-    assert len(set(seeds)) == 4
-    twin = ToolUseEnv(noting)
-    scripts = [turns(draw, 5) for _ in range(4)]
-    scripts[0][1:] = ["<think>a</think><answer>x</answer>", "ignored", *turns(draw, 2)]
-    seen: list[list[str]] = [[] for _ in range(4)]
-    for step in range(5):
-        observations, *_ = envs.step([script[step] for script in scripts])
-        for number, observation in enumerate(observations):
-            seen[number].append(observation)
-    for number in (1, 2, 3):
-        result = alone(twin, int(envs.envs[number].example.id), seeds[number], scripts[number])
-        assert [row[0] for row in result] == seen[number]
-    begun_anew = envs.envs[0]
-    again = alone(twin, int(begun_anew.example.id), begun_anew.toolbox.tools[1].seed, scripts[0][3:])
-    assert [row[0] for row in again] == seen[0][3:]  # nothing is left of the episode before it
-    envs.reset(seed=5)
-    assert [env.toolbox.tools[1].seed for env in envs.envs] == seeds
-    canned.batches.clear()
-    envs.step(["<think>a</think><search>q</search>"] * 3 + [NOTE.format("x")])
-    assert canned.batches == [["q"] * 3]  # what is shared still goes out as one call
-    twin.close()
-    envs.close()
-    assert notebook.opened == []
+def test_a_seed_gives_each_episode_tools_with_seeds_of_their_own(noting: Task) -> None:
+    env = ToolUseEnv(noting)
+
+    def drawn() -> list[int]:
+        seeds = []
+        for seed in (5, None, None, None):
+            env.reset(seed=seed)
+            seeds.append(env.toolbox.tools[1].seed)  # type: ignore[attr-defined]
+        return seeds
+
+    first = drawn()
+    assert len(set(first)) == 4 and drawn() == first
 
 
 class Scripted:
@@ -250,7 +232,7 @@ def test_slow_tools_are_an_outage_and_a_slow_policy_is_not(
 ) -> None:
     limits = Limits(max_turns=50, max_seconds=10.0)
     task = make_task(tools=[Clocked(now, tool_s)], turn_reward=lambda example, turns: {"tool": 0.5})
-    env, envs = ToolUseEnv(task, limits=limits), ToolUseVectorEnv(2, task, limits=limits)
+    env = ToolUseEnv(task, limits=limits)
     env.reset(seed=0)
     for number in range(turn + 1):
         now[0] += policy_s
@@ -263,13 +245,6 @@ def test_slow_tools_are_an_outage_and_a_slow_policy_is_not(
             "limits.max_seconds=10" in result.info["error"]
             and "waiting for tools took" in result.info["error"]
         )
-    envs.reset(seed=0)
-    for _ in range(turn):
-        now[0] += policy_s
-        envs.step([SEARCH, "no tags"])
-    now[0] += policy_s
-    *_, truncated, infos = envs.step([SEARCH, "no tags"])
-    assert truncated.all() and infos["stop_reason"].tolist() == [reason] * 2  # the second one waited, too
 
 
 def test_a_rollout_that_is_late_for_its_tools_is_excluded(

@@ -63,15 +63,12 @@ def box_of(kind: str, act: Callable[[], str]) -> Toolbox:
         return act()
 
     tool: Any = Search()
-    if kind == "awaited":
-        tool.acall = acall
-    else:
-        tool.call_batch = lambda queries: [act() for _ in queries]
+    tool.acall = acall
     return Toolbox([tool], timeout_s=30)
 
 
 @pytest.mark.parametrize("on_loop", [False, True])
-@pytest.mark.parametrize("kind", ["thread", "inline", "awaited", "batched"])
+@pytest.mark.parametrize("kind", ["thread", "inline", "awaited"])
 @pytest.mark.parametrize(
     "raised", RAISED, ids=lambda error: f"{type(error).__module__}.{type(error).__name__}"
 )
@@ -91,7 +88,7 @@ def test_whatever_a_tool_raises_is_a_bug_of_the_tool(raised: BaseException, kind
     if on_loop:
         first, second = asyncio.run(both())
     else:
-        (first,), (second,) = box.call_batch([REQUEST]), box.call_batch([REQUEST])
+        first, second = box.call(REQUEST), box.call(REQUEST)
     assert isinstance(first, ToolUnavailableError) and "bug in the tool" in str(first)
     assert isinstance(second, ToolCall) and second.reply == "fine"
 
@@ -143,10 +140,9 @@ def test_a_prompt_that_ends_python_is_an_error_with_its_lines(make_task: Callabl
     assert raised.traceback[-1].path.name == "test_outside.py"
 
 
-@pytest.mark.parametrize("kind", ["thread", "batched"])
 @pytest.mark.parametrize("on_loop", [False, True])
 def test_calls_that_never_return_are_counted_and_end_the_run(
-    monkeypatch: pytest.MonkeyPatch, kind: str, on_loop: bool
+    monkeypatch: pytest.MonkeyPatch, on_loop: bool
 ) -> None:
     monkeypatch.setattr(outside, "MAX_GIVEN_UP", 3)
     release = threading.Event()
@@ -155,11 +151,11 @@ def test_calls_that_never_return_are_counted_and_end_the_run(
         release.wait(60)
         return "late"
 
-    box = box_of(kind, act)
+    box = box_of("thread", act)
     box.timeout_s = 0.01
 
     def call() -> Any:
-        return asyncio.run(box.acall(REQUEST)) if on_loop else box.call_batch([REQUEST])[0]
+        return asyncio.run(box.acall(REQUEST)) if on_loop else box.call(REQUEST)
 
     for _ in range(2):
         assert isinstance(call(), ToolUnavailableError)

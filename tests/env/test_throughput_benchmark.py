@@ -40,15 +40,9 @@ def test_the_figures_without_peers(tmp_path: Path) -> None:
     assert "not installed: gem-llm (no module gem); pip install gem-llm==0.1.0" in done.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["ratio_to_faster_peer"] is None
-    assert set(figures["steps_per_s"]) == {
-        "sorl",
-        "sorl, vector of 8",
-        "sorl, server",
-        "sorl, server, vector of 8",
-    }
+    assert set(figures["steps_per_s"]) == {"sorl", "sorl, vector of 8", "sorl, server"}
     assert all(name in done.stdout for name in figures["steps_per_s"])
     assert figures["steps_per_s"]["sorl"] > 1e6 / 100  # 6 us a step on an idle core; 25 were asked for
-    assert figures["server_vector_speedup"] > 1
 
 
 def test_required_peers_must_be_there(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Calls that fail, hang, or ask for what there is not: alone, in a batch, on an event loop."""
+"""Calls that fail, hang, or ask for what there is not, in this thread and on an event loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -21,16 +21,11 @@ def sync(box: Toolbox, request: ToolRequest) -> ToolCall | ToolUnavailableError:
     return box.call(request)
 
 
-def batched(box: Toolbox, request: ToolRequest) -> ToolCall | ToolUnavailableError:
-    (outcome,) = box.call_batch([request])
-    return outcome
-
-
 def awaited(box: Toolbox, request: ToolRequest) -> ToolCall | ToolUnavailableError:
     return asyncio.run(box.acall(request))
 
 
-@pytest.fixture(params=[sync, batched, awaited])
+@pytest.fixture(params=[sync, awaited])
 def call(request: pytest.FixtureRequest) -> Call:
     return request.param
 
@@ -58,24 +53,13 @@ class Inline(Scripted):
     inline = True
 
 
-class Batched(Scripted):
-    def call_batch(self, queries: Sequence[str]) -> list[ToolReply | Exception]:
-        results: list[ToolReply | Exception] = []
-        for query in queries:
-            try:
-                results.append(self(query))
-            except Exception as error:  # noqa: BLE001  one slot fails alone
-                results.append(error)
-        return results
-
-
 class Awaited(Scripted):
     async def acall(self, query: str) -> ToolReply:
         await asyncio.sleep(0)
         return self(query)
 
 
-@pytest.fixture(params=[Scripted, Inline, Batched, Awaited])
+@pytest.fixture(params=[Scripted, Inline, Awaited])
 def kind(request: pytest.FixtureRequest) -> type[Scripted]:
     return request.param
 
@@ -265,54 +249,6 @@ def test_a_dead_call_stalls_no_other(hanging: Callable[[str], str]) -> None:
     assert [getattr(outcome, "reply", None) for outcome in alive] == [str(i) for i in range(20)]
     assert all(isinstance(outcome, ToolUnavailableError) for outcome in dead)
     assert not stalled
-
-
-def test_a_batch_goes_out_as_one_call_a_tool() -> None:
-    class Counted(Batched):
-        def call_batch(self, queries: Sequence[str]) -> list[ToolReply | Exception]:
-            self.script = [f"about {query}" for query in queries]
-            self.asked.append(f"batch of {len(queries)}")
-            return super().call_batch(queries)
-
-    def echo(text: str) -> str:
-        return text.upper()
-
-    tool = Counted()
-    requests = [ToolRequest("search", "a"), ToolRequest("echo", "x"), ToolRequest("nothing", "y"),
-                ToolRequest("search", "b"), ToolRequest("echo", "z")]  # fmt: skip
-    outcomes = Toolbox([tool, echo]).call_batch(requests)
-    replies = [outcome.reply for outcome in outcomes if isinstance(outcome, ToolCall)]
-    assert replies == ["about a", "X", "There is no tool 'nothing'. Known: echo, search.", "about b", "Z"]
-    assert tool.asked == ["batch of 2", "a", "b"]
-    assert Toolbox([tool]).call_batch([]) == []
-
-
-def test_only_what_failed_in_a_batch_is_tried_again() -> None:
-    tool = Batched("one", ConnectionError(), ToolInputError("bad"), KeyError("bug"), "two")
-    outcomes = Toolbox([tool], backoff_s=0.001).call_batch([ToolRequest("search", str(i)) for i in range(4)])
-    assert [getattr(outcome, "reply", "out") for outcome in outcomes] == ["one", "two", "bad", "out"]
-    assert [outcome.attempts for outcome in outcomes if isinstance(outcome, ToolCall)] == [1, 2, 1]
-    assert tool.asked == ["0", "1", "2", "3", "1"]
-
-
-def test_a_batch_of_the_wrong_length_is_a_bug() -> None:
-    class Short(Scripted):
-        def call_batch(self, queries: Sequence[str]) -> list[ToolReply]:
-            return [ToolReply("x")]
-
-    outcomes = Toolbox([Short()]).call_batch([REQUEST, REQUEST])
-    assert all("call_batch returned 1 results for 2 requests" in str(outcome) for outcome in outcomes)
-
-
-def test_a_batch_of_a_plain_function_runs_concurrently() -> None:
-    barrier = threading.Barrier(4, timeout=10)
-
-    def search(query: str) -> str:
-        barrier.wait()  # passes only when four calls are under way
-        return query
-
-    outcomes = Toolbox([search]).call_batch([ToolRequest("search", str(i)) for i in range(8)])
-    assert [outcome.reply for outcome in outcomes if isinstance(outcome, ToolCall)] == list("01234567")
 
 
 def test_closing_closes_the_tools_that_can_be() -> None:

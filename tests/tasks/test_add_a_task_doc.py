@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from gymnasium.vector import SyncVectorEnv
 
-from sorl_env import ToolUseEnv, ToolUseVectorEnv, load_task
+from sorl_env import ToolUseEnv
 from sorl_env.check_task import main as check
 from sorl_env.play import main as play
 from sorl_env.trajectory_io import read_jsonl
@@ -69,18 +70,19 @@ def test_an_episode(path: str) -> None:
 
 
 def test_vector_episodes(path: str) -> None:
-    task = load_task(path)
-    assert task.expert is not None
-    env = ToolUseVectorEnv(4, task)
-    env.reset(seed=0)
-    examples = [single.example for single in env.envs]
-    seen, *_ = env.step([task.expert(example, []) for example in examples])
-    _, rewards, terminated, *_ = env.step(
-        [task.expert(example, [text]) for example, text in zip(examples, seen, strict=True)]
+    """Gymnasium's vector environment, as the page makes it for one process."""
+    root = ToolUseEnv(path)
+    assert root.task.expert is not None
+    expert, envs = root.task.expert, SyncVectorEnv([root.spawn] * 4)
+    envs.reset(seed=0)
+    examples = [single.example for single in envs.envs]  # type: ignore[attr-defined]
+    seen, *_ = envs.step([expert(example, []) for example in examples])
+    _, rewards, terminated, *_ = envs.step(
+        [expert(example, [text]) for example, text in zip(examples, seen, strict=True)]
     )
     assert rewards.tolist() == [1.0] * 4
     assert terminated.all()
-    env.close()
+    envs.close()
 
 
 @pytest.mark.slow

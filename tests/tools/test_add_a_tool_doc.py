@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sorl_env import ToolUseEnv, ToolUseVectorEnv, load_task
+from sorl_env import ToolUseEnv, load_task
 from sorl_env.check_task import check_task
 from sorl_env.check_task import main as check
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
@@ -85,7 +85,7 @@ def test_a_function_with_typed_parameters(shop: ModuleType) -> None:
 
 def test_a_service_with_batches_and_outages(shop: ModuleType, url: str) -> None:
     box = Toolbox([shop.convert, shop.PriceService(url)], retries=1, backoff_s=0.01)
-    found, missing = box.call_batch([ToolRequest("price", "lamp"), ToolRequest("price", "moon")])
+    found, missing = box.call(ToolRequest("price", "lamp")), box.call(ToolRequest("price", "moon"))
     assert isinstance(found, ToolCall)
     assert isinstance(missing, ToolCall)
     assert (found.reply, found.hits) == ("lamp costs 12.50", 1)
@@ -106,10 +106,13 @@ def test_the_notebook_keeps_the_contract() -> None:
     checks = {check.name: check for check in check_task(env, limit=3)}
     assert all(check.passed for check in checks.values()), checks
     assert "note keeps a state of its own" in checks["episodes"].detail
-    envs = ToolUseVectorEnv(2, "nq", tools=[module.Notebook()])
-    envs.reset(seed=1)
+    envs = [env.spawn(), env.spawn()]
+    for number, one in enumerate(envs):
+        one.reset(seed=number)
     for line in "ab":
-        observations, *_ = envs.step([f"<think>x</think><note>{line}{number}</note>" for number in range(2)])
-    for number, observation in enumerate(observations):
+        results = [
+            one.step(f"<think>x</think><note>{line}{number}</note>") for number, one in enumerate(envs)
+        ]
+    for number, (observation, *_) in enumerate(results):
         assert re.search(rf"a{number} \(thrown: \d\)\nb{number} \(thrown: \d\)\n", observation)
         assert f"a{1 - number}" not in observation

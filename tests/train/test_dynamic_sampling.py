@@ -120,9 +120,6 @@ class DeadTool(SilentTool):
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise ToolUnavailableError("the server is gone")
 
-    def call_batch(self, arguments: Any) -> Any:
-        raise ToolUnavailableError("the server is gone")
-
 
 def test_an_outage_ends_the_rounds_and_what_there_is_is_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -97,7 +97,7 @@ def test_gymnasium_and_vectors_take_the_format() -> None:
     reply, _, _, _, info = single.step("<search>nobody</search><tool_call>")
     assert info["format_error"] == "unclosed" and reply.startswith("Invalid message")
     assert single.step("Paris")[2] is True
-    pair = gymnasium.make_vec("sorl/MiniHop-v0", num_envs=2, vectorization_mode="vector_entry_point", **knobs)
+    pair = gymnasium.make_vec("sorl/MiniHop-v0", num_envs=2, **knobs)
     pair.reset(seed=0)
     _, _, ended, _, infos = pair.step([call, "Paris"])
     assert ended.tolist() == [False, True] and infos["parsed"][0].tool == "search"

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.command import Parser, add_search_options, number, run_command, say, whole
-from sorl_env.env_parts import TASK_HELP, read_task_args
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_env.task import ToolSettings
+from sorl_env.task_options import TASK_HELP, read_task_args
 from sorl_env.text_env import TextEnv, open_env
 from sorl_tools.serve.cli import add_connection_options, connection_limits, read_token
 from sorl_tools.serve.logs import set_up_logging

@@ -1,29 +1,17 @@
-"""Helpers of the environment's constructor and of its reset: the toolbox, a warning, options."""
+"""The toolbox of an environment: the tools of its task, and those that the settings add."""
 
 from __future__ import annotations
 
-import argparse
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from sorl_env.command import add_search_options
-from sorl_env.data import ExampleSet
 from sorl_env.declared import place_of
 from sorl_env.errors import UserError
 from sorl_env.task import Task, ToolSettings
 from sorl_env.task_file import user_traceback
-from sorl_env.text import read_json
 from sorl_env.tool import Tool, ToolLike
 from sorl_env.tool_sources import close_tools, open_tools, with_description
 from sorl_env.toolbox import Toolbox
-
-logger = logging.getLogger(__name__)
-
-TASK_HELP = "a name, package.module:TASK, a .py file, gym:ID, openenv:URL or reasoning_gym:NAME"
-_ARGUMENT = "task_args."
 
 
 class Equipment(NamedTuple):
@@ -88,50 +76,3 @@ def _build_tools(task: Task, settings: ToolSettings) -> Sequence[ToolLike | str]
     if isinstance(built, str) or not isinstance(built, Sequence):
         raise UserError(f"{what} returned {built!r}; {advice}")
     return built
-
-
-def warn_of_sample(toolbox: Toolbox, task: Task, examples: ExampleSet) -> None:
-    """Log a warning where real questions are searched for in an embedded sample of passages."""
-    if not examples.is_sample and any(getattr(tool, "is_sample", False) for tool in toolbox.tools):
-        logger.warning(
-            "task %s asks questions of %s, but searches only its embedded sample of passages: give corpus= or "
-            "search_url=",
-            task.name,
-            examples.source,
-        )
-
-
-def read_index_option(options: Mapping[str, Any], size: int) -> int:
-    """The example number that ``reset(options={"index": i})`` asks for.
-
-    Raises:
-        UserError: there is another option, or there is no such example.
-    """
-    for name in options:
-        if name != "index":
-            raise UserError(f"reset has no option {name!r}; its only option is 'index'")
-    index = options["index"]
-    if not isinstance(index, (int, np.integer)) or not 0 <= index < size:
-        raise UserError(f"reset: index {index!r} is outside the {size} examples, 0 to {size - 1}")
-    return int(index)
-
-
-def read_task_args(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of the task, which a ``Parser(mappings=("task_args",))`` has read: JSON values, or else texts."""
-    found: dict[str, Any] = {}
-    for name, text in vars(args).items():
-        if name.startswith(_ARGUMENT) and name != f"{_ARGUMENT}KEY":
-            try:
-                found[name.removeprefix(_ARGUMENT)] = read_json(text)
-            except ValueError:
-                found[name.removeprefix(_ARGUMENT)] = text
-    return found
-
-
-def add_task_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a task, its data and what its search tool searches; see ``read_task_args``, too."""
-    parser.add_argument("task", help=TASK_HELP)
-    parser.add_argument("--task_args.KEY", metavar="JSON", help="an argument of the task")
-    parser.add_argument("--data", help="a .jsonl(.gz) or .parquet file, a folder of them, or hf:owner/name")
-    parser.add_argument("--split", default="train", help="split of the data (default: train)")
-    add_search_options(parser)
