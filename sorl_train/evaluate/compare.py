@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +16,6 @@ from sorl_train.evaluate.intervals import SIGNIFICANT, Paired, paired
 from sorl_train.evaluate.prompts import MODES
 from sorl_train.evaluate.results import EvalResult
 from sorl_train.evaluate.results_file import read_folder
-from sorl_train.run.files import atomic_write
 
 ABOUT = "Compare two evaluations over the questions that both have, and list the questions gained and lost."
 Question = tuple[str, int]  # id, and a number that tells questions with the same id apart
@@ -46,8 +43,6 @@ def compare_main(argv: Sequence[str]) -> int:
     add("a", help="folder of an evaluation; FOLDER:MODE takes one of its modes")
     add("b", help="folder of the evaluation to compare it with")
     add("--metric", help="em, f1, subem, choice or reward (default: each task's main score)")
-    everything = "also write everything to this file as JSON, with all questions gained and lost"
-    add("--out", type=Path, help=everything)
     add("--show", type=whole(0), default=5, help="how many of these questions to print (default: 5)")
     add_json_option(parser)
     args = parser.parse_args(argv)
@@ -56,9 +51,6 @@ def compare_main(argv: Sequence[str]) -> int:
         print_json(comparisons)
     else:
         print(report(comparisons, args.show))
-    if args.out:
-        content = [dataclasses.asdict(comparison) for comparison in comparisons]
-        atomic_write(args.out, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     return 0
 
 

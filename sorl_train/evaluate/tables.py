@@ -28,13 +28,7 @@ _TEX_MARKS = {
 }
 
 
-@dataclass(frozen=True)
-class Column:
-    """A benchmark, its tasks, and whether the paper trained on data of it (``in``) or not (``out``)."""
-
-    name: str
-    tasks: tuple[str, ...]
-    domain: str = ""
+Column = Mapping[str, Any]  # a benchmark: name, tasks, domain (see published.json)
 
 
 class Cell(NamedTuple):
@@ -78,10 +72,10 @@ def make_tables(summaries: Sequence[Mapping[str, Any]]) -> list[Table]:
     Args:
         summaries: the contents of ``summary.json`` of each evaluation.
     """
-    paper = [Column(c["name"], tuple(c["tasks"]), c["domain"]) for c in published()["columns"]]
-    of_paper = {task for column in paper for task in column.tasks}
+    paper = published()["columns"]
+    of_paper = {task for column in paper for task in column["tasks"]}
     tasks = list(dict.fromkeys(entry["task"] for summary in summaries for entry in summary["entries"]))
-    others = [Column(task, (task,)) for task in tasks if task not in of_paper]
+    others = [{"name": task, "tasks": [task], "domain": ""} for task in tasks if task not in of_paper]
     tables = []
     if any(task in of_paper for task in tasks):
         tables.append(_table(paper, summaries, with_published=True))
@@ -152,7 +146,7 @@ def _find_cell(column: Column, summary: Mapping[str, Any], mode: str) -> Cell | 
     for entry in summary["entries"]:
         metric = entry["metrics"][entry["main"]]
         # no mean: a tool failed in every question
-        if entry["task"] in column.tasks and entry["mode"] == mode and metric["mean"] is not None:
+        if entry["task"] in column["tasks"] and entry["mode"] == mode and metric["mean"] is not None:
             return Cell(*(100 * metric[name] for name in ("mean", "low", "high")))
     return None
 
@@ -165,7 +159,7 @@ def _notes(
         notes.append("† in-domain, * out-of-domain benchmarks.")
         notes.append(f"Rows marked published: {published()['source']}. All others are ours.")
     notes.append("Ours: percent (exact match, or choice accuracy), 95% interval over questions.")
-    shown = {task for column in columns for task in column.tasks}
+    shown = {task for column in columns for task in column["tasks"]}
     for summary in summaries:
         notes += [_about(entry, summary) for entry in summary["entries"] if entry["task"] in shown]
     return notes
@@ -183,7 +177,7 @@ def markdown(tables: Sequence[Table]) -> str:
     """The tables in Markdown."""
     parts = []
     for table in tables:
-        head = ["Model", *(f"{column.name}{_MARKS[column.domain]}" for column in table.columns), "Avg."]
+        head = ["Model", *(f"{column['name']}{_MARKS[column['domain']]}" for column in table.columns), "Avg."]
         rows: list[list[str]] = []
         for name, lines in table.groups:
             if name:
@@ -205,7 +199,7 @@ def latex(tables: Sequence[Table]) -> str:
 
 def _latex(table: Table) -> str:
     width = len(table.columns) + 2
-    head = " & ".join(f"{_tex(column.name)}{_TEX_MARKS[column.domain]}" for column in table.columns)
+    head = " & ".join(f"{_tex(column['name'])}{_TEX_MARKS[column['domain']]}" for column in table.columns)
     lines = [
         r"\begin{tabular}{l" + "c" * (width - 1) + "}",
         r"\toprule",

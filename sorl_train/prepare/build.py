@@ -38,30 +38,26 @@ DROP = ("none", "exact")
 Manifest = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How to prepare.
+def prepare(
+    recipe: Recipe,
+    sources: Mapping[str, str],
+    out: Path,
+    *,
+    drop: str = "none",
+    skip_unreadable: bool = False,
+    test_ids: frozenset[str] | None = None,
+    revision: str | None = None,
+    against: Sequence[Path] = (),
+) -> Manifest:
+    """Read the sources, write the folder, and return its manifest.
 
-    Attributes:
+    Args:
+        sources: for each split, where its rows are (see ``read_source``).
         drop: ``exact`` leaves out the train questions that are in test as well.
         skip_unreadable: leave out and count rows that the task cannot read, instead of refusing the data.
         test_ids: ids of the test questions, where the published split mixes them with others.
         revision: commit or tag of the hub data set.
         against: files with test questions of other data sets to check train against.
-    """
-
-    drop: str = "none"
-    skip_unreadable: bool = False
-    test_ids: frozenset[str] | None = None
-    revision: str | None = None
-    against: tuple[Path, ...] = ()
-
-
-def prepare(recipe: Recipe, sources: Mapping[str, str], out: Path, options: Options = Options()) -> Manifest:
-    """Read the sources, write the folder, and return its manifest.
-
-    Args:
-        sources: for each split, where its rows are (see ``read_source``).
 
     Raises:
         UserError: a source cannot be read, a row is not of this data set, no row is left, or ``out`` contains files
@@ -71,17 +67,17 @@ def prepare(recipe: Recipe, sources: Mapping[str, str], out: Path, options: Opti
     examples: dict[str, list[Example]] = {}
     entries: dict[str, dict[str, Any]] = {}
     for split, reference in sources.items():
-        source = read_source(reference, recipe.splits.get(split, split), recipe.configs, options.revision)
-        examples[split], dropped = _read(recipe, source, split, options)
+        source = read_source(reference, recipe.splits.get(split, split), recipe.configs, revision)
+        examples[split], dropped = _read(recipe, source, split, skip_unreadable, test_ids)
         entries[split] = _entry(source, dropped, examples[split])
-    pairs = _find_overlap(examples, options.against)
+    pairs = _find_overlap(examples, against)
     in_test = {pair.train_id for found in pairs.values() for pair in found}
-    if in_test and options.drop == "exact":
+    if in_test and drop == "exact":
         kept = [example for example in examples["train"] if example.id not in in_test]
         entries["train"]["dropped"]["also for testing"] = len(examples["train"]) - len(kept)
         examples["train"] = kept
     with new_folder(out):
-        return _write(recipe, examples, entries, pairs, out, options)
+        return _write(recipe, examples, entries, pairs, out, drop)
 
 
 def _find_overlap(
@@ -142,7 +138,9 @@ def to_row(example: Example, data_source: str, split: str) -> dict[str, Any]:
     return {**row, "golden_answers": list(example.golden_answers), **example.metadata}
 
 
-def _read(recipe: Recipe, source: Source, split: str, options: Options) -> tuple[list[Example], Counter[str]]:
+def _read(
+    recipe: Recipe, source: Source, split: str, skip_unreadable: bool, test_ids: frozenset[str] | None
+) -> tuple[list[Example], Counter[str]]:
     """The examples of a split, and how many rows were left out, by reason."""
     task = load_task(recipe.name)
     examples, dropped = [], Counter[str]()
@@ -155,13 +153,13 @@ def _read(recipe: Recipe, source: Source, split: str, options: Options) -> tuple
         try:
             example = read_example(task.parse_row, row)
         except ValueError as error:
-            if not options.skip_unreadable:
+            if not skip_unreadable:
                 raise UserError(
                     f"{where}: not a row of {recipe.name}: {error}. --skip_unreadable leaves such rows out"
                 ) from error
             dropped["unreadable"] += 1
             continue
-        found = _split_of(recipe, row, example.id, where, options.test_ids)
+        found = _split_of(recipe, row, example.id, where, test_ids)
         if found in (None, split):
             examples.append(example)
         else:
@@ -207,7 +205,7 @@ def _write(
     entries: Mapping[str, Mapping[str, Any]],
     pairs: Mapping[str, Sequence[Pair]],
     out: Path,
-    options: Options,
+    drop: str,
 ) -> Manifest:
     files = {}
     for split, found in examples.items():
@@ -219,7 +217,7 @@ def _write(
     manifest: Manifest = {"version": 2, **about, "filter": recipe.filter, "note": recipe.note, "files": files}
     if pairs:
         counts = {name: count_pairs(found) for name, found in pairs.items()}
-        manifest["overlap"] = {"dropped": options.drop, "with": counts}
+        manifest["overlap"] = {"dropped": drop, "with": counts}
         rows = [{"with": name, **dataclasses.asdict(pair)} for name, found in pairs.items() for pair in found]
         atomic_write(out / PAIRS, jsonl(rows))
     else:

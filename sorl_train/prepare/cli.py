@@ -12,7 +12,7 @@ from typing import Any
 from sorl_env.command import Parser, add_json_option, print_json, run_command, whole
 from sorl_env.errors import UserError
 from sorl_env.text import read_json
-from sorl_train.prepare.build import DROP, MANIFEST, PAIRS, Manifest, Options, choose_sources, jsonl, prepare
+from sorl_train.prepare.build import DROP, MANIFEST, PAIRS, Manifest, choose_sources, jsonl, prepare
 from sorl_train.prepare.overlap import count_pairs, find_pairs
 from sorl_train.prepare.recipes import RECIPES, find_recipe
 from sorl_train.prepare.sources import read_questions
@@ -73,14 +73,16 @@ def _add_check(commands: Any) -> None:
 
 def _prepare(arguments: argparse.Namespace) -> int:
     recipe = find_recipe(arguments.name)
-    options = Options(
+    manifest = prepare(
+        recipe,
+        choose_sources(recipe, arguments.source),
+        arguments.out,
         drop=arguments.drop,
         skip_unreadable=arguments.skip_unreadable,
         test_ids=_read_ids(arguments.test_ids),
         revision=arguments.revision,
-        against=tuple(arguments.against),
+        against=arguments.against,
     )
-    manifest = prepare(recipe, choose_sources(recipe, arguments.source), arguments.out, options)
     _print_manifest(manifest, arguments.out)
     return 0
 

@@ -62,10 +62,11 @@ def test_a_planted_difference_of_three_points_is_found(
     assert 0.015 < result.difference.low < 0.019 and 0.041 < result.difference.high < 0.045  # +- 1.96 * .0067
     assert (result.test, result.p) == ("McNemar", pytest.approx(9.3e-6, rel=0.1))
     assert (len(found.gained), len(found.lost)) == (120, 60) and found.lost[0] == ("q0", "question 0?")
-    assert main(["compare", *folders, "--out", str(tmp_path / "found.json")]) == 0
+    assert main(["compare", *folders]) == 0
     printed = capsys.readouterr().out
     assert "| nq | agent | em | 2000 | 60.00 | 63.00 | +3.00 |" in printed and "B is better" in printed
-    assert len(json.loads((tmp_path / "found.json").read_text())[0]["gained"]) == 120
+    assert main(["compare", *folders, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)[0]["gained"]) == 120
     (backwards,) = compare(*folders[::-1])
     assert backwards.result.difference.high < 0
 
@@ -173,7 +174,7 @@ def test_published_rows_stand_beside_ours_and_are_marked() -> None:
 def test_other_tasks_get_a_table_of_their_own_and_missing_cells_a_dash() -> None:
     rows = [row(0, 1.0, task="nq"), row(0, 0.0, task="medqa", scores={"choice": 0.0})]
     first, second = make_tables([summary("m", rows, is_sample=True), summary("n", [row(0, 1.0)])])
-    assert [column.name for column in second.columns] == ["nq"]
+    assert [column["name"] for column in second.columns] == ["nq"]
     ours = [line for _, lines in first.groups for line in lines if not line.published]
     assert [[cell and cell.mean for cell in line.cells] for line in ours] == [[0.0] + [None] * 5]
     assert "| m (agent) | 0.00 [0.0, 79.3] | - | - | - | - | - |" in markdown([first])

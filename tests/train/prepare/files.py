@@ -13,7 +13,7 @@ pa = pytest.importorskip("pyarrow", reason="data preparation needs pyarrow")
 datasets = pytest.importorskip("datasets")
 import pyarrow.parquet as pq  # noqa: E402
 
-from sorl_train.prepare.build import Options, choose_sources, prepare  # noqa: E402
+from sorl_train.prepare.build import choose_sources, prepare  # noqa: E402
 from sorl_train.prepare.recipes import find_recipe  # noqa: E402
 
 SHARED = {  # data set -> split -> file of the shared data
@@ -46,4 +46,4 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def made(name: str, out: Path, *sources: str, **options: Any) -> dict[str, Any]:
     recipe = find_recipe(name)
-    return prepare(recipe, choose_sources(recipe, sources), out, Options(**options))
+    return prepare(recipe, choose_sources(recipe, sources), out, **options)
