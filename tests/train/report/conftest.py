@@ -222,11 +222,6 @@ def make_run_fixture() -> Callable[..., Path]:
     return make_run
 
 
-@pytest.fixture(name="make_token_record", scope="session")
-def make_token_record_fixture() -> Callable[..., TokenRecord]:
-    return make_token_record
-
-
 @pytest.fixture(name="make_trajectory")
 def make_trajectory_fixture() -> Callable[..., Trajectory]:
     return make_trajectory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,31 +221,10 @@ def test_it_is_readable(browser: Any, page: Path, scheme: str, width: int) -> No
             browser.key("s")
 
 
-def test_2000_dialogues_open_at_once(
-    browser: Any,
-    make_trajectory: Callable[..., Trajectory],
-    make_token_record: Callable[..., TokenRecord],
-    tmp_path: Path,
-) -> None:
-    """As long as those of a benchmark: three passages of 2,000 characters each, all of them different."""
-    rng = np.random.default_rng(0)
-    words = np.array([f"word{i}" for i in range(5000)])
-    (tmp_path / "trajectories").mkdir()
-    (tmp_path / "config.yaml").write_text("algo: ppo\ntask: minihop\n")
-    for step in range(1, 9):
-        batch = []
-        for i in range(250):
-            t = make_trajectory(f"s{step}-p{i}/0", rng)
-            long = [" ".join(rng.choice(words, 750)) for _ in t.turns]
-            turns = [
-                dataclasses.replace(turn, observation=text) for turn, text in zip(t.turns, long, strict=True)
-            ]
-            batch.append(dataclasses.replace(t, turns=tuple(turns)))
-        path = tmp_path / "trajectories" / f"step_{step:06d}.jsonl"
-        write_jsonl(path, batch)
-        write_token_records(path.with_suffix(".tokens.jsonl.gz"), [make_token_record(t, rng) for t in batch])
-    page = write_viewer(tmp_path)
-    assert 5_000_000 < page.stat().st_size < 25_000_000
+def test_2000_dialogues_open_at_once(browser: Any, make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """Of eight steps, with their tokens: the page unpacks only the dialogues that are looked at."""
+    page = write_viewer(make_run(tmp_path / "run", steps=70, batch=250))
+    assert page.stat().st_size < 25_000_000
     browser.open(page)
     browser.wait_for(f"{COUNT} === '2,000 of 2,000 dialogues'")
     opened(browser, "step-1/s1-p0/0")
@@ -254,8 +232,7 @@ def test_2000_dialogues_open_at_once(
         "(() => { const t = performance.timing; return [t.loadEventEnd - t.navigationStart,"
         " performance.getEntriesByName('shown')[0].startTime]; })()"
     )
-    print("loaded and first dialogue shown after", timing, "ms; bytes", page.stat().st_size)
     assert 0 < timing[0] < 3000 and 0 < timing[1] < 3000
     browser.key("G")
-    opened(browser, "step-8/s8-p249/0")
+    opened(browser, "step-70/s70-p249/0")
     assert browser.complaints() == []
