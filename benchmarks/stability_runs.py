@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sorl_train.evaluate.intervals import mean_interval, paired
+from sorl_train.evaluate.intervals import mean_interval
 from sorl_train.run.stability import learned
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -46,13 +46,6 @@ def whole_grid() -> list[Run]:
         algo, _, reuse = run["arm"].partition(", ")
         runs.append({**run, "arm": algo + TRUST, "reuse": reuse})
     return [run for run in runs if run["optim.lr"] in RATES]
-
-
-def larger_mini_batch() -> list[Run]:
-    """The second severe setting: a whole batch in a mini-batch, three epochs, at three times the rate."""
-    return [
-        run for run in read("mini_batch") if (run["update.mini_batch_size"], run["optim.lr"]) == (32, 1.6e-3)
-    ]
 
 
 def reuse_of(run: Run) -> str:
@@ -109,14 +102,7 @@ def average(cells: Cells, without: Cells | None = None, draws: int = 2000) -> tu
     return value, float(low), float(high)
 
 
-def share_above(bar: float, cells: Cells, without: Cells | None = None) -> tuple[float, float, float]:
-    """The share of the grid whose median over seeds is above ``bar``, with Wilson's interval.
-
-    With ``without``, how much more that is than theirs, with the interval of a paired difference of shares.
-    """
-    own = [float(np.median(cells[point]) > bar) for point in sorted(cells)]
-    if without is None:
-        found = mean_interval(own)
-    else:
-        found = paired([float(np.median(without[point]) > bar) for point in sorted(cells)], own).difference
+def share_above(bar: float, cells: Cells) -> tuple[float, float, float]:
+    """The share of the grid whose median over seeds is above ``bar``, with Wilson's interval."""
+    found = mean_interval([float(np.median(cells[point]) > bar) for point in sorted(cells)])
     return found.mean, found.low, found.high

@@ -25,11 +25,11 @@ GOOD = 0.9  # success that ``steps_to`` waits for
 
 
 def grid(runs: Sequence[Run], algo: str) -> str:
-    """An algorithm by reuse and rate, as it is, with SO and with a trust region: final success."""
+    """An algorithm by reuse and rate, as it is and with a trust region: final success."""
     rows = []
     for reuse in REUSE:
         here = [run for run in runs if reuse_of(run) == reuse]
-        for arm in (algo, f"so_{algo}", algo + TRUST, f"so_{algo}{TRUST}"):
+        for arm in (algo, algo + TRUST):
             cells = [[run for run in here if (run["arm"], run["optim.lr"]) == (arm, rate)] for rate in RATES]
             if any(cells):
                 rows.append([reuse, arm, *map(_final, cells)])
