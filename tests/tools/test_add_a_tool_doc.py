@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -52,8 +53,14 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_task_of_two_files_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_of_two_files_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The task of the other page and the tool of this one, put together in a third file."""
+    # folders of earlier tests may hold another stockroom.py
+    monkeypatch.setattr(
+        sys, "path", [folder for folder in sys.path if not Path(folder, "stockroom.py").exists()]
+    )
     tool, _, both = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[:3]
     task = re.findall(
         r"```python\n(.*?)```", DOCUMENT.with_name("add_a_task.md").read_text("utf-8"), re.DOTALL
