@@ -140,6 +140,16 @@ def test_a_killed_evaluation_goes_on_to_the_same_file(run_folder: Path, tmp_path
     assert (killed / "table.md").read_bytes() == (whole / "table.md").read_bytes()
 
 
+def test_a_kill_before_the_first_result_leaves_a_folder_that_can_be_used(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "manifest.json").write_text("{}")  # it is written first, then settings.json
+    assert main([str(run_folder), "--limit", "1", "--out", str(tmp_path), "--quiet"]) == 0
+    (tmp_path / "results.jsonl").unlink()
+    assert main([str(run_folder), "--limit", "1", "--out", str(tmp_path), "--quiet"]) == 0
+    assert len(rows_of(tmp_path)) == 1
+
+
 def test_samples_give_pass_at_k(run_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main([str(run_folder), "--samples", "4", "--limit", "3", "--out", str(out), "--quiet"]) == 0
