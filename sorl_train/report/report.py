@@ -1,14 +1,11 @@
 """``sorl-report RUN...``: one self-contained HTML page about a run, several runs overlaid, or a study.
 
 The page works offline. It is small because its plots are drawn by uPlot (51 KB, vendored in ``assets``), which has log
-axes, values on hover, and a cursor linked across all plots. The alternatives are larger or do less: plotly.js has
-4.8 MB (1.2 MB in its basic build, which its Python package lacks), Vega-Lite 0.8 MB with its dependencies, and SVGs of
-matplotlib show no values on hover.
+axes, values on hover, and a cursor linked across all plots; plotly.js has 4.8 MB, Vega-Lite 0.8 MB.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import urllib.parse
@@ -16,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sorl_env.command import Parser, add_json_option, print_json, run_command, say
+from sorl_env.command import Parser, run_command, say
 from sorl_env.errors import UserError
 from sorl_env.folders import new_folder
 from sorl_train.report.curves import chart_data, stage_seconds
@@ -112,28 +109,14 @@ def _report(argv: Sequence[str]) -> int:
     several = "run folders, drawn over each other, or a study's folder"
     add("runs", nargs="+", type=Path, metavar="RUN", help=several)
     add("--out", type=Path, help="default: RUN/report.html, or report.html here for several runs")
-    viewers = "also write each run's viewer, to link to (default: for a single run only)"
-    add("--viewers", action=argparse.BooleanOptionalAction, help=viewers)
-    add_json_option(parser)
     arguments = parser.parse_args(argv)
     runs: list[Path] = arguments.runs
     out = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     folders = find_runs(runs)
-    wanted = len(folders) == 1 if arguments.viewers is None else arguments.viewers
-    for folder in folders if wanted else ():
-        if step_files(RunDir(folder.path).trajectories):
-            _write_viewer(folder.path)
-    write_report(runs, out)
-    if arguments.json:
-        print_json({"report": out, "runs": [_figures(run) for run in _read_runs(runs)]})
-    else:
-        print(out)
+    if len(folders) == 1 and step_files(RunDir(folders[0].path).trajectories):
+        _write_viewer(folders[0].path)
+    print(write_report(runs, out))
     return 0
-
-
-def _figures(run: ReportRun) -> dict[str, Any]:
-    names = {"label": run.label, "cell": run.cell, "seed": run.config.get("seed"), "status": run.status}
-    return names | {column.name: run.results.get(column.name) for column in COLUMNS}
 
 
 def _write_viewer(run: Path) -> None:

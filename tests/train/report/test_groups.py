@@ -261,14 +261,14 @@ def test_many_runs_leave_out_what_is_long(make_run: MakeRun, tmp_path: Path) -> 
 
 
 def test_links_to_viewers(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report of a single run writes its viewer; one of several runs links to those that exist."""
     runs = [make_run(tmp_path / "a b" / f"s{seed}", seed=seed, steps=2, batch=3) for seed in (0, 1)]
     out = tmp_path / "pages" / "report.html"
     arguments = [*map(str, runs), "--out", str(out)]
     assert main(arguments) == 0
     assert "viewer.html" not in out.read_text()
-    assert main([*arguments, "--viewers"]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(out)] * 2
-    assert 'href="../a%20b/s0/viewer.html"' in out.read_text()
+    assert main([str(runs[1])]) == main(arguments) == 0
+    assert capsys.readouterr().out.splitlines() == [str(out), str(runs[1] / "report.html"), str(out)]
+    assert "s0/viewer.html" not in out.read_text()
+    assert 'href="../a%20b/s1/viewer.html"' in out.read_text()
     assert 'href="../a%20b/s1/viewer.html#open=step-1/s1-p0/0"' in out.read_text()
-    assert main([str(runs[0]), "--no-viewers", "--out", str(out)]) == 0
-    assert 'href="../a%20b/s0/viewer.html"' in out.read_text()
