@@ -56,7 +56,7 @@ def _after_the_phrase(plain: str) -> Answer | None:
     """The rest of the sentence after the last "the answer is" that has one."""
     end = len(plain)
     for phrase in reversed(list(_PHRASE.finditer(plain))):
-        said = plain[phrase.end() : end].lstrip(": *\n")
+        said = plain[phrase.end() : end].lstrip(":* \t\r\n")
         if said:
             said = said.split("\n", 1)[0]
             stop = _SENTENCE_END.search(said)

@@ -43,7 +43,12 @@ def compare_main(argv: Sequence[str]) -> int:
     add("a", help="folder of an evaluation; FOLDER:MODE takes one of its modes")
     add("b", help="folder of the evaluation to compare it with")
     add("--metric", help="em, f1, subem, choice or reward (default: each task's main score)")
-    add("--show", type=whole(0), default=5, help="how many of these questions to print (default: 5)")
+    add(
+        "--show",
+        type=whole(0),
+        default=5,
+        help="how many of the questions gained and lost to print (default: 5)",
+    )
     add_json_option(parser)
     args = parser.parse_args(argv)
     comparisons = compare(args.a, args.b, args.metric)
