@@ -36,7 +36,7 @@ class Server:
     """An OpenEnv server, and how its actions and observations become text.
 
     Attributes:
-        url: as ``http://127.0.0.1:8000``.
+        url: as ``http://127.0.0.1:8303``.
         is_sorl: it is ``sorl-serve-env``, and its metadata says all that our own environment would.
         to_action: makes an action of a text; raises ``ToolInputError`` for a text that is none.
         to_text: the text of an observation.

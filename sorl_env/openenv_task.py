@@ -55,7 +55,7 @@ def openenv_task(
     The environment variable ``SORL_OPENENV_TOKEN`` is sent as a bearer token.
 
     Args:
-        url: as ``http://127.0.0.1:8000``.
+        url: as ``http://127.0.0.1:8303``.
         field: of an observation: what the policy reads. By default its only text field, or else all of it as JSON.
         format, stop, instruction: see ``SessionEnv``.
         examples: number of episodes in each split of a server that has no tasks; an episode is then a seed.

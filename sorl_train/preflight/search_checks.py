@@ -27,7 +27,7 @@ from sorl_train.preflight.finding import Finding, Run, existing
 
 HASHED = 20_000_000_000  # the most bytes of a corpus or an index that are read to compare hashes
 PROBE_S = 5.0  # seconds to wait for a server
-UNASKED = "http://127.0.0.1:8000"  # an address that is given to tools and never asked
+UNASKED = "http://127.0.0.1:8301"  # an address that is given to tools and never asked
 
 
 def check_corpus(run: Run) -> Iterator[Finding]:

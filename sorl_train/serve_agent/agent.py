@@ -27,7 +27,7 @@ from sorl_env.turn_codec import make_codec
 from sorl_train.evaluate.ask import env_of_question, unknown_words
 from sorl_train.evaluate.results import turn_facts
 from sorl_train.evaluate.runner import Policy, in_session
-from sorl_train.serve_agent.chat import ChatRequest, RequestError
+from sorl_train.serve_agent.chat import ChatError, ChatRequest
 
 OnEvent = Callable[[dict[str, Any]], None]
 _T = TypeVar("_T")
@@ -77,15 +77,6 @@ class Agent:
     @property
     def task(self) -> str:
         return self._env.task.name
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        """The names of its tools."""
-        return tuple(self._env.toolbox.names)
-
-    def examples(self, number: int) -> list[Example]:
-        """The first questions of the task's held-out data."""
-        return list(self._env.examples.examples[:number])
 
     @property
     def failed(self) -> bool:
@@ -138,7 +129,7 @@ class Agent:
             opened.set()
 
     async def prepare(self, request: ChatRequest) -> Dialogue:
-        """Check that the question fits into the prompt. Raises ``RequestError`` if it does not."""
+        """Check that the question fits into the prompt. Raises ``ChatError`` if it does not."""
         return await self._there(self._prepare(request))
 
     async def answer(self, dialogue: Dialogue, on_event: OnEvent | None = None) -> Trajectory:
@@ -149,10 +140,10 @@ class Agent:
         replied.
 
         Raises:
-            RequestError: too many dialogues wait, or the policy's server or a tool failed.
+            ChatError: too many dialogues wait, or the policy's server or a tool failed.
         """
         if self.open >= self._limit:
-            raise RequestError(
+            raise ChatError(
                 503, f"{self.open} dialogues are open or waiting; try again later", code="overloaded"
             )
         self.open += 1
@@ -164,7 +155,7 @@ class Agent:
     async def _there(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the agent's loop. It is cancelled with the task that waits for it."""
         assert self._loop is not None, "use it inside running()"
-        ended = RequestError(503, "the policy has failed, and the server ends", code="policy_failed")
+        ended = ChatError(503, "the policy has failed, and the server ends", code="policy_failed")
         if self.failed:
             work.close()
             raise ended
@@ -193,7 +184,7 @@ class Agent:
             begun = TrajectoryBuilder(env, self._codec, job, prompt)
         except UserError as error:
             limit = min(env.limits.max_prompt_tokens, env.limits.max_trajectory_tokens - 1)
-            raise RequestError(
+            raise ChatError(
                 400,
                 f"the prompt with this question has more than {limit} tokens (limits.max_prompt_tokens): shorten it",
                 param="messages",
@@ -221,9 +212,9 @@ class Agent:
                 )
             except UserError as error:  # from the policy's server, since the prompt fits
                 said = str(error).partition(";")[0]  # the rest is advice for evaluations
-                raise RequestError(502, said, code="policy_unavailable") from error
+                raise ChatError(502, said, code="policy_unavailable") from error
         if trajectory.stop_reason is StopReason.ERROR:
-            raise RequestError(503, f"a tool or the task failed: {trajectory.error}", code="tool_unavailable")
+            raise ChatError(503, f"a tool or the task failed: {trajectory.error}", code="tool_unavailable")
         return trajectory
 
 

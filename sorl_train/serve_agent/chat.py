@@ -16,6 +16,7 @@ from sorl_env.bounds import MAX_SEED
 from sorl_env.errors import did_you_mean
 from sorl_env.text import read_json
 from sorl_env.trajectory import StopReason, Trajectory
+from sorl_tools.http_server.errors import RequestError
 from sorl_train.evaluate.results import final_answer, turn_facts
 
 # Accepted without effect: they tell a provider who asks and what to store.
@@ -42,8 +43,8 @@ _LENGTHS = ("max_completion_tokens", "max_tokens")
 _KNOWN = (*_TAKEN, *_LENGTHS, *IGNORED, *_NEUTRAL)
 
 
-class RequestError(Exception):
-    """A request that is answered with ``status`` and OpenAI's error object.
+class ChatError(RequestError):
+    """A request that is answered with OpenAI's error object.
 
     Attributes:
         param: the wrong field of the request.
@@ -53,16 +54,18 @@ class RequestError(Exception):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
-        self.status = status
+        super().__init__(status, message, retry_after_s=5 if status in (502, 503) else None)
         self.param = param
         self.code = code
 
-    @property
-    def content(self) -> dict[str, Any]:
-        """The error object."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+def error_content(error: RequestError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    code = getattr(error, "code", "invalid_api_key" if error.status == 401 else None)
+    return {
+        "error": {"message": str(error), "type": kind, "param": getattr(error, "param", None), "code": code}
+    }
 
 
 @dataclass(frozen=True)
@@ -91,28 +94,28 @@ def parse_request(body: bytes, model: str) -> ChatRequest:
     """Read a request for the model that is served as ``model``.
 
     Raises:
-        RequestError: it is malformed, or asks for something that is not supported.
+        ChatError: it is malformed, or asks for something that is not supported.
     """
     try:
         fields = read_json(body)
     except ValueError as error:
-        raise RequestError(400, f"the body is not JSON: {error}") from error
+        raise ChatError(400, f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise RequestError(400, "the body must be a JSON object")
+        raise ChatError(400, "the body must be a JSON object")
     for name, value in fields.items():
         if name not in _KNOWN:
-            raise RequestError(
+            raise ChatError(
                 400, f"unknown parameter. {did_you_mean(name, _KNOWN)}", param=name, code="unknown_parameter"
             )
         if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
-            raise RequestError(
+            raise ChatError(
                 400,
                 f"{name}={json.dumps(value)[:80]}: this server does not support that; leave it out",
                 param=name,
                 code="unsupported_parameter",
             )
     if fields.get("model") != model:
-        raise RequestError(
+        raise ChatError(
             404,
             f"there is no model {fields.get('model')!r} here, only {model!r}",
             param="model",
@@ -134,10 +137,10 @@ def parse_request(body: bytes, model: str) -> ChatRequest:
 
 def _question(messages: Any) -> str:
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise RequestError(400, "messages must be a list with one user message", param="messages")
+        raise ChatError(400, "messages must be a list with one user message", param="messages")
     roles = [message.get("role") for message in messages]
     if roles != ["user"]:
-        raise RequestError(
+        raise ChatError(
             400,
             f"messages have the roles {', '.join(map(str, roles))[:80]}: the policy answers one question in the prompt "
             "of its task, so send one user message, without a system message or a history",
@@ -148,10 +151,10 @@ def _question(messages: Any) -> str:
     if isinstance(content, list):
         texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
         if any(not isinstance(text, str) for text in texts):
-            raise RequestError(400, "message parts must be of type text", param="messages")
+            raise ChatError(400, "message parts must be of type text", param="messages")
         content = "\n".join(texts)
     if not isinstance(content, str) or not content.strip():
-        raise RequestError(400, "the user message has no text", param="messages")
+        raise ChatError(400, "the user message has no text", param="messages")
     return content.strip()
 
 
@@ -160,13 +163,13 @@ def _options(extra: Any) -> Mapping[str, str] | None:
     if extra is None:
         return None
     if not isinstance(extra, dict) or extra.keys() - {"options"}:
-        raise RequestError(400, 'sorl must be {"options": {"A": "text", ..}}', param="sorl")
+        raise ChatError(400, 'sorl must be {"options": {"A": "text", ..}}', param="sorl")
     options = extra.get("options")
     if options is None:
         return None
     letters = isinstance(options, dict) and all(re.fullmatch("[A-J]", letter) for letter in options)
     if not letters or not options or not all(isinstance(text, str) and text for text in options.values()):
-        raise RequestError(400, "sorl.options must map letters from A to J to texts", param="sorl")
+        raise ChatError(400, "sorl.options must map letters from A to J to texts", param="sorl")
     return dict(options)
 
 
@@ -177,13 +180,13 @@ def _number(fields: Mapping[str, Any], name: str, low: float, high: float, *, wh
         return None
     if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= high:
         kind = "a whole number" if whole else "a number"
-        raise RequestError(400, f"{name}={value!r}: give {kind} from {low:g} to {high:g}", param=name)
+        raise ChatError(400, f"{name}={value!r}: give {kind} from {low:g} to {high:g}", param=name)
     return value if whole else float(value)
 
 
 def _flag(value: Any, name: str) -> bool:
     if value is not None and not isinstance(value, bool):
-        raise RequestError(400, f"{name}={value!r}: give true or false", param=name)
+        raise ChatError(400, f"{name}={value!r}: give true or false", param=name)
     return bool(value)
 
 
@@ -191,7 +194,7 @@ def _include_usage(options: Any, stream: bool) -> bool:
     if options is None:
         return False
     if not stream or not isinstance(options, dict) or options.keys() - {"include_usage"}:
-        raise RequestError(
+        raise ChatError(
             400, 'stream_options must be {"include_usage": true}, and needs stream', param="stream_options"
         )
     return _flag(options.get("include_usage"), "stream_options.include_usage")

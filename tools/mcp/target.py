@@ -79,7 +79,7 @@ def _checked_address(address: str) -> str:
         raise UserError(f"mcp:{address}: not an address ({error})") from error
     if not url.host:
         raise UserError(
-            f"mcp:{address}: the address has no host; give one such as mcp:http://127.0.0.1:8000/mcp"
+            f"mcp:{address}: the address has no host; give one such as mcp:http://127.0.0.1:8301/mcp"
         )
     return str(url.copy_with(userinfo=b""))
 

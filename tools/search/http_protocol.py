@@ -28,7 +28,7 @@ def addresses(url: str | Sequence[str]) -> tuple[str, ...]:
 
     given = url.split(",") if isinstance(url, str) else list(url)
     if not given:
-        raise UserError("search_url=[]: give an address such as http://127.0.0.1:8000/retrieve")
+        raise UserError("search_url=[]: give an address such as http://127.0.0.1:8301/retrieve")
     found: list[str] = []
     for one in (text.strip() for text in given):
         try:
@@ -36,7 +36,7 @@ def addresses(url: str | Sequence[str]) -> tuple[str, ...]:
         except httpx.InvalidURL as error:
             raise UserError(f"search_url={one!r}: {error}") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise UserError(f"search_url={one!r}: give an address such as http://127.0.0.1:8000/retrieve")
+            raise UserError(f"search_url={one!r}: give an address such as http://127.0.0.1:8301/retrieve")
         # the system would take the remainder of a division by 65536 for the port
         if parsed.port is not None and not 0 < parsed.port <= MAX_PORT:
             raise UserError(f"search_url={one!r}: a port lies between 1 and {MAX_PORT}, it is {parsed.port}")

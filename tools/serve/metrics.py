@@ -9,6 +9,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+NUM_QUERIES = "sorl.queries"  # in a request's scope: how many queries were searched for it
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -30,7 +31,7 @@ class Metrics:
         gauge = partial(prometheus.Gauge, registry=registry, multiprocess_mode="livesum")
         seconds = partial(prometheus.Histogram, registry=registry, buckets=_SECONDS)
         sizes = partial(prometheus.Histogram, registry=registry, buckets=_SIZES)
-        why_refused = "Connections closed because a client was too slow or sent too large a head"
+        why_refused = "Connections closed because a client stalled, or there were too many"
         self.requests = counter("sorl_serve_requests", "Answers of /retrieve and /mcp by status", ["status"])
         self.refusals = counter("sorl_serve_refused_connections", why_refused, ["reason"])
         self.queries = counter("sorl_serve_queries", "Queries answered")
@@ -57,7 +58,7 @@ class Metrics:
             self.queries.inc(num_queries)
 
     def refused(self, reason: str) -> None:
-        """Count a connection that was closed for one of `connections.REFUSALS`."""
+        """Count a connection that was closed for a client's fault."""
         self.refusals.labels(reason).inc()
 
     def searched(self, num_queries: int, seconds: float) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from sorl_tools.corpus import Passage
+from sorl_tools.http_server.errors import RequestError
 from sorl_tools.index import Hit
 
 
@@ -27,14 +28,12 @@ class RequestLimits:
     """Limits on one request.
 
     Attributes:
-        max_body_bytes: size of the request.
         max_queries: number of queries.
         max_query_chars: characters of each query.
         max_top_k: passages for each query.
         default_top_k: passages for each query of a request that names no number.
     """
 
-    max_body_bytes: int = 1 << 20
     max_queries: int = 512
     max_query_chars: int = 4096
     max_top_k: int = 100
@@ -57,21 +56,9 @@ class RetrieveRequest:
     is_msgpack: bool = False
 
     @property
-    def content_type(self) -> bytes:
+    def content_type(self) -> str:
         """The media type of the reply."""
-        return b"application/msgpack" if self.is_msgpack else b"application/json"
-
-
-class RequestError(Exception):
-    """A request that is answered with ``status`` and ``{"error": message}``.
-
-    ``retry_after_s`` is sent as Retry-After.
-    """
-
-    def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retry_after_s = retry_after_s
+        return "application/msgpack" if self.is_msgpack else "application/json"
 
 
 class _Body(msgspec.Struct):

@@ -16,8 +16,8 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_tools.serve.logs import set_up_logging
-from sorl_tools.serve.server import ServeSettings, bind, serve
+from sorl_tools.http_server.options import bind, set_up_logging
+from sorl_tools.serve.server import SearchSettings, serve
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Workers:
     """
 
     def __init__(
-        self, settings: ServeSettings, port: int, on_ready: Callable[[dict[str, Any]], None]
+        self, settings: SearchSettings, port: int, on_ready: Callable[[dict[str, Any]], None]
     ) -> None:
         self._settings = settings
         self._port = port
@@ -129,7 +129,7 @@ class Workers:
         """Ask all workers to stop, wait while they answer the requests in progress, then kill those that are left."""
         for process in self._processes.values():
             process.terminate()
-        deadline = time.monotonic() + self._settings.drain_s + 5.0
+        deadline = time.monotonic() + self._settings.server.drain_s + 5.0
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
@@ -137,14 +137,14 @@ class Workers:
                 process.join()
 
 
-def _work(settings: ServeSettings, port: int, warm_first: bool, ready: Any) -> None:
+def _work(settings: SearchSettings, port: int, warm_first: bool, ready: Any) -> None:
     """The life of one worker process."""
-    set_up_logging()
+    set_up_logging("sorl-serve")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         serve(
             settings,
-            lambda: bind(settings.host, port, shared=True),
+            lambda: bind(settings.server.host, port, shared=True),
             on_ready=(lambda facts: None) if ready is None else ready.send,
             warm_first=warm_first,
         )

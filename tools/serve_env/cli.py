@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import signal
-import socket
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from sorl_env.command import Parser, add_search_options, number, run_command, say, whole
+from sorl_env.command import Parser, add_search_options, number, run_command, whole
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_env.task import ToolSettings
 from sorl_env.task_options import TASK_HELP, read_task_args
 from sorl_env.text_env import TextEnv, open_env
-from sorl_tools.serve.cli import add_connection_options, connection_limits, read_token
-from sorl_tools.serve.logs import set_up_logging
-from sorl_tools.serve.server import bind
+from sorl_tools.http_server.options import (
+    ServerSettings,
+    add_server_options,
+    announce,
+    bind,
+    server_settings,
+    set_up_logging,
+)
 
-_NEEDED = ("openenv", "uvicorn", "websockets", "msgspec", "prometheus_client")
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PORT = 8303
+_NEEDED = ("openenv", "httptools", "starlette", "uvicorn", "websockets")
 
 
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -38,24 +40,18 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--split", nargs="+", default=["train", "test"], metavar="SPLIT", help=splits)
     add("--task_args.KEY", metavar="JSON", help='an argument of the task, as --task_args.hops "[1, 2]"')
     add_search_options(parser)
-    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    add("--port", type=whole(0, 65535), default=8000, help="port; 0 takes a free one (default: 8000)")
-    add("--token_file", type=Path, help="file with a token that clients must send")
     add("--max_sessions", type=whole(1, 65536), default=256, help="most episodes at once (default: 256)")
-    largest = "largest message or body of a client, in kB (default: 1024)"
-    add("--max_message_kb", type=whole(1, 1 << 20), default=1024, help=largest)
     idle = "seconds without a message until a session is closed (default: 600)"
     add("--session_idle_s", type=number(above=0, high=86400), default=600.0, help=idle)
-    drain = "seconds to finish the requests in progress at the end (default: 5)"
-    add("--drain_s", type=whole(0, 86400), default=5, help=drain)
-    add_connection_options(parser)
+    # a WebSocket's message has the limit of a body
+    add_server_options(parser, PORT, drain_s=5)
     args: argparse.Namespace = parser.parse_args(argv)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    set_up_logging()
+    set_up_logging("sorl-serve-env")
     return run_command("sorl-serve-env", _serve, argv)
 
 
@@ -67,13 +63,17 @@ def _serve(argv: Sequence[str]) -> int:
             f"these packages are not installed: {', '.join(missing)}; pip install 'sorl[openenv]', in an environment "
             "of its own"
         )
-    token = None if args.token_file is None else read_token(args.token_file)
+    from sorl_tools.http_server.server import Server
+
+    settings = server_settings(args)
     envs = _open(args)
     try:
-        with bind(args.host, args.port) as bound:
+        with bind(settings.host, settings.port) as bound:
             bound.listen()
-            _announce(args.host, bound.getsockname()[1], args.task, token)
-            _run(_application(args, envs, token), args, bound)
+            line = f"{{url}}: {args.task}; --task openenv:{{url}}"
+            announce("sorl-serve-env", settings, bound.getsockname()[1], line)
+            app = _application(args, envs, settings)
+            Server(app, settings, max_message_bytes=settings.max_body_bytes).serve_on(bound)
     finally:
         for env in envs.values():
             env.close()
@@ -89,12 +89,12 @@ def _open(args: argparse.Namespace) -> dict[str, TextEnv]:
     }
 
 
-def _application(args: argparse.Namespace, envs: Mapping[str, TextEnv], token: str | None) -> Any:
+def _application(args: argparse.Namespace, envs: Mapping[str, TextEnv], settings: ServerSettings) -> Any:
     from openenv.core.env_server.http_server import create_fastapi_app
     from openenv.core.env_server.types import ConcurrencyConfig
 
+    from sorl_tools.http_server.guard import Guard
     from sorl_tools.serve_env.environment import TaskEnvironment, TaskState, TextAction, TextObservation
-    from sorl_tools.serve_env.guard import Guard
 
     # not OpenEnv's create_app, which adds a web interface that asks for no token if a variable says so
     app = create_fastapi_app(
@@ -107,43 +107,7 @@ def _application(args: argparse.Namespace, envs: Mapping[str, TextEnv], token: s
         env_name=next(iter(envs.values())).task.name.replace("/", "_"),
         state_cls=TaskState,
     )
-    return Guard(
-        app,
-        token=token,
-        idle_s=args.session_idle_s,
-        max_body_bytes=args.max_message_kb << 10,
-        body_timeout_s=args.body_timeout_s,
-    )
-
-
-def _run(app: Any, args: argparse.Namespace, bound: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT."""
-    import uvicorn
-
-    from sorl_tools.serve.connections import limited_config
-
-    config = limited_config(
-        app,
-        connection_limits(args),
-        lambda reason: None,
-        drain_s=args.drain_s,
-        max_message_bytes=args.max_message_kb << 10,
-    )
-    config.lifespan = "on"  # OpenEnv's server ends its idle HTTP sessions from there
-    # after its shutdown, uvicorn raises the signal again for the handler that it found
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        uvicorn.Server(config).run(sockets=[bound])
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _announce(host: str, port: int, task: str, token: str | None) -> None:
-    where = f"[{host}]" if ":" in host else host
-    print(f"sorl-serve-env: http://{where}:{port}: {task}; --task openenv:http://{where}:{port}", flush=True)
-    if token is None and host not in _LOOPBACK:
-        said = f"warning: anyone who can reach {host} may play, because there is no --token_file"
-        say("sorl-serve-env", said)
+    return Guard(app, settings, websocket_idle_s=args.session_idle_s)
 
 
 if __name__ == "__main__":

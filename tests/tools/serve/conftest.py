@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-for package in ("msgspec", "numba", "prometheus_client", "uvicorn"):
+for package in ("httptools", "msgspec", "numba", "prometheus_client", "starlette", "uvicorn"):
     pytest.importorskip(package, reason="needs the search extra: pip install 'sorl[search]'")
 
 ROWS = [
@@ -155,6 +155,6 @@ def start(corpus: Path, cache: Path) -> Iterator[Start]:
 @pytest.fixture(scope="session")
 def server(corpus: Path, cache: Path) -> Iterator[ServerProcess]:
     """One server for all tests that leave it as it is."""
-    options = ["--max-queries", "64", "--max-query-chars", "200", "--body-timeout-s", "1"]
+    options = ["--max_queries", "64", "--max_query_chars", "200", "--stall_timeout_s", "3"]
     with ServerProcess(corpus, *options, cache=cache) as running:
         yield running

@@ -6,22 +6,16 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
-from sorl_env.command import run_command
 from sorl_tools.corpus import Passage
+from sorl_tools.http_server.errors import RequestError
 from sorl_tools.index import Hit
 from sorl_tools.serve.batcher import Batcher
 from sorl_tools.serve.metrics import Metrics
-from sorl_tools.serve.protocol import RequestError
-from sorl_tools.serve.server import ServeSettings, bind, serve
-
-from ...waiting import wait_until
 
 
 class Deep:
@@ -114,38 +108,3 @@ def test_a_backend_that_ends_python_fails_its_batch_and_no_other() -> None:
             asyncio.run(batcher.search(["a"], 1))
         backend.search = found  # type: ignore[method-assign]
         assert asyncio.run(batcher.search(["a"], 3)) == [hits("a", 3)]
-
-
-def test_the_end_of_the_search_thread_ends_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests would wait for ever, while /health says ok."""
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"id": "1", "contents": "a title\\nits text"}\n')
-    whole, states = Batcher._serve, []
-
-    def serve_one(batcher: Batcher, batch: Any) -> None:
-        whole(batcher, batch)
-        raise SystemExit(0)
-
-    monkeypatch.setattr(Batcher, "_serve", serve_one)
-    bound = bind("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-
-    def ask() -> None:
-        wait_until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200)
-        states.append(
-            httpx.post(f"{url}/retrieve", json={"queries": ["a"], "topk": 1}, timeout=60).status_code
-        )
-
-    asker = threading.Thread(target=ask)
-    asker.start()
-
-    def serve_it(_: list[str]) -> int:
-        bound.listen()
-        serve(ServeSettings(corpus), lambda: bound, lambda facts: None)
-        return 0
-
-    assert run_command("sorl-serve", serve_it, []) == 1
-    asker.join()
-    assert states == [200]

@@ -19,7 +19,7 @@ HEADERS = {"Content-Type": "application/json", "Accept": "application/json, text
 
 @pytest.fixture(scope="module")
 def server(corpus: Path, cache: Path) -> Iterator[ServerProcess]:
-    options = ["--mcp", "--max-query-chars", "200", "--max-top-k", "5", "--body-timeout-s", "2"]
+    options = ["--mcp", "--max-query-chars", "200", "--max-top-k", "5", "--stall_timeout_s", "3"]
     with ServerProcess(corpus, *options, cache=cache) as running:
         yield running
 

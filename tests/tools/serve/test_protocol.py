@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from sorl_tools.corpus import Passage
+from sorl_tools.http_server.errors import RequestError
 from sorl_tools.serve.protocol import (
-    RequestError,
     RequestLimits,
     RetrieveRequest,
     encode_result,

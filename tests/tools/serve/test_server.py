@@ -166,7 +166,7 @@ def test_refused_requests_cost_nothing(server: Any) -> None:
 def test_a_body_without_a_length_is_limited_too(server: Any) -> None:
     chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
-        client.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        client.sendall(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         for _ in range(160):  # 10 MB
             client.sendall(chunk)
         client.sendall(b"0\r\n\r\n")
@@ -178,8 +178,8 @@ def test_a_body_without_a_length_is_limited_too(server: Any) -> None:
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS where none is spoken
         b"GET\r\n\r\n",
-        b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
         b"\x00" * 4096,
     ],
 )
@@ -191,7 +191,7 @@ def test_what_is_not_http(server: Any, sent: bytes) -> None:
 
 
 def test_half_a_body(server: Any) -> None:
-    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    head = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
     for _ in range(20):  # sent and left
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
             client.sendall(head + b'{"queries"')
@@ -199,7 +199,7 @@ def test_half_a_body(server: Any) -> None:
         client.sendall(head + b'{"queries"')  # and never the rest
         answer = b"".join(iter(lambda: client.recv(65536), b""))  # all of it, to the end of the connection
         assert answer.startswith(b"HTTP/1.1 408") and answer.endswith(
-            b'{"error":"the body did not arrive within 1 s"}'
+            b'{"error": "the body did not arrive within 1 s"}'
         )
     assert server.retrieve(queries=["Mozart"]).status == 200
 
@@ -256,7 +256,7 @@ def test_a_token(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_ends_at_a_signal_and_answers_what_is_in_flight(start: Any, number: int, status: int) -> None:
     running = start()
-    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 23\r\n\r\n"
+    head = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 23\r\n\r\n"
     with socket.create_connection(("127.0.0.1", running.port), timeout=10) as client:
         client.sendall(head + b'{"queries": [')  # in flight, with its end still to come
         assert running.request("GET", "/health").status == 200  # what came before it is in the server's hands
@@ -284,7 +284,7 @@ def test_says_where_it_listens(start: Any, corpus: Path) -> None:
     assert again.returncode == 2
     assert f"cannot listen on 127.0.0.1:{first.port}" in again.stderr and "another --port" in again.stderr
     open_to_all = start("--host", "0.0.0.0")
-    open_to_all.wait_for("warning: anyone who can reach 0.0.0.0 may search, because there is no --token_file")
+    open_to_all.wait_for("warning: anyone who can reach 0.0.0.0 may ask: there is no --token_file")
 
 
 def run(*options: str, source: Path) -> subprocess.CompletedProcess[str]:
@@ -401,7 +401,7 @@ def test_the_kernel_never_waits_for_a_dead_client(server: Any) -> None:
     body = json.dumps(
         {"queries": ["Mozart composer Salzburg"] * 64, "topk": 100, "return_scores": True}
     ).encode()
-    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
     lazy = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(20)]
     for client in lazy:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -180,7 +180,7 @@ def test_the_token_is_asked_for_and_limits_hold(tmp_path: Path, monkeypatch: pyt
     from websockets.sync.client import connect
 
     (tmp_path / "token").write_text("secret")
-    options = ("--token_file", str(tmp_path / "token"), "--session_idle_s", "20", "--max_message_kb", "4")
+    options = ("--token_file", str(tmp_path / "token"), "--session_idle_s", "20", "--max_body_kb", "4")
     process = serve_task("minihop", tmp_path, *options)
     try:
         for method, path in (

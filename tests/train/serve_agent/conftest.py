@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from ..evaluate.conftest import cold_started_run, minihop, run_folder, tokenizer
-from ..report.conftest import browser
 
-__all__ = ["browser", "cold_started_run", "minihop", "run_folder", "tokenizer"]
+__all__ = ["cold_started_run", "minihop", "run_folder", "tokenizer"]

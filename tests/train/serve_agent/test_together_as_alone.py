@@ -31,7 +31,7 @@ from sorl_train.evaluate.cli import main
 from sorl_train.evaluate.results import EvalResult, Key
 from sorl_train.evaluate.runner import Policy, plan_jobs, run_evaluation
 from sorl_train.serve_agent.agent import Agent
-from sorl_train.serve_agent.app import App
+from sorl_train.serve_agent.app import agent_app
 
 from ..evaluate.conftest import WORLD
 from .test_serve_agent import CHAT, asking, served
@@ -300,19 +300,21 @@ def test_a_service_in_process(cold_started_run: Path, task: Path) -> None:
     _, env = policy_of(cold_started_run, task, 1)
     bodies = requests_of(env, 12)
 
-    async def ask(app: App, body: dict[str, Any]) -> dict[str, Any]:
+    async def ask(app: Any, body: dict[str, Any]) -> dict[str, Any]:
         await asyncio.sleep(random.Random(body["seed"]).random())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
             return said(body, await client.post(CHAT, json=body, timeout=60))
 
-    async def ask_all(app: App) -> list[dict[str, Any]]:
+    async def ask_all(app: Any) -> list[dict[str, Any]]:
         return list(await asyncio.gather(*(ask(app, body) for body in bodies)))
 
     replies = []
     for places in (1, 5):
         agent = Agent(*policy_of(cold_started_run, task, places))
         with agent.running():
-            replies.append(asyncio.run(ask_all(App(agent, "agent"))))
+            replies.append(asyncio.run(ask_all(agent_app(agent, "agent"))))
     assert_same_replies(*replies)
 
 
