@@ -6,11 +6,11 @@ change the answer but are not supported (a history, a system prompt, the client'
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sorl_env.bounds import MAX_SEED
 from sorl_env.errors import did_you_mean
@@ -21,26 +21,66 @@ from sorl_train.evaluate.results import final_answer, turn_facts
 
 # Accepted without effect: they tell a provider who asks and what to store.
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
-# Clients send these with a value that asks for nothing; any other value is refused.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "stop": ([],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "modalities": (["text"],),
-}
-_TAKEN = ("model", "messages", "temperature", "top_p", "seed", "stream", "stream_options", "sorl")
-_LENGTHS = ("max_completion_tokens", "max_tokens")
-_KNOWN = (*_TAKEN, *_LENGTHS, *IGNORED, *_NEUTRAL)
+_Letter = Annotated[str, Field(pattern="^[A-J]$")]
+_Text = Annotated[str, Field(min_length=1)]
+_Empty = Annotated[list[Any], Field(max_length=0)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _StreamOptions(_Model):
+    include_usage: bool = False
+
+
+class _Options(_Model):
+    options: Annotated[dict[_Letter, _Text], Field(min_length=1)] | None = None
+
+
+class _TextPart(_Model):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(_Model):
+    role: Literal["user"]
+    content: str | list[_TextPart]
+    name: str | None = None
+
+
+class _Neutral(_Model):
+    """What clients send with a value that asks for nothing; any other value is refused."""
+
+    n: Literal[1] | None = None
+    stop: _Empty | None = None
+    tools: _Empty | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: _Empty | None = None
+    function_call: Literal["none", "auto"] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class _Body(_Neutral):
+    """The fields of a request; `sorl` is not of OpenAI's protocol."""
+
+    model: str
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=1)]
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=1e-6, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    sorl: _Options | None = None
 
 
 class ChatError(RequestError):
@@ -102,102 +142,50 @@ def parse_request(body: bytes, model: str) -> ChatRequest:
         raise ChatError(400, f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ChatError(400, "the body must be a JSON object")
-    for name, value in fields.items():
-        if name not in _KNOWN:
-            raise ChatError(
-                400, f"unknown parameter. {did_you_mean(name, _KNOWN)}", param=name, code="unknown_parameter"
-            )
-        if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
-            raise ChatError(
-                400,
-                f"{name}={json.dumps(value)[:80]}: this server does not support that; leave it out",
-                param=name,
-                code="unsupported_parameter",
-            )
     if fields.get("model") != model:
-        raise ChatError(
-            404,
-            f"there is no model {fields.get('model')!r} here, only {model!r}",
-            param="model",
-            code="model_not_found",
-        )
-    stream = _flag(fields.get("stream"), "stream")
-    lengths = [_number(fields, name, 1, 1 << 31, whole=True) for name in _LENGTHS]
+        said = f"there is no model {fields.get('model')!r} here, only {model!r}"
+        raise ChatError(404, said, param="model", code="model_not_found")
+    try:
+        asked = _Body.model_validate({name: fields[name] for name in fields if name not in IGNORED})
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)[0]) from None
+    if asked.stream_options is not None and not asked.stream:
+        raise ChatError(400, "stream_options needs stream", param="stream_options")
+    content = asked.messages[0].content
+    question = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    if not question.strip():
+        raise ChatError(400, "the user message has no text", param="messages")
+    lengths = [asked.max_completion_tokens, asked.max_tokens]
     return ChatRequest(
-        question=_question(fields.get("messages")),
-        options=_options(fields.get("sorl")),
-        temperature=_number(fields, "temperature", 0.0, 2.0),
-        top_p=_number(fields, "top_p", 1e-6, 1.0),
-        seed=_number(fields, "seed", 0, MAX_SEED, whole=True),
+        question=question.strip(),
+        options=asked.sorl.options if asked.sorl else None,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        seed=asked.seed,
         max_tokens=min((length for length in lengths if length is not None), default=None),
-        stream=stream,
-        include_usage=_include_usage(fields.get("stream_options"), stream),
+        stream=bool(asked.stream),
+        include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
     )
 
 
-def _question(messages: Any) -> str:
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise ChatError(400, "messages must be a list with one user message", param="messages")
-    roles = [message.get("role") for message in messages]
-    if roles != ["user"]:
-        raise ChatError(
-            400,
-            f"messages have the roles {', '.join(map(str, roles))[:80]}: the policy answers one question in the prompt "
-            "of its task, so send one user message, without a system message or a history",
-            param="messages",
-            code="unsupported_messages",
+def _refusal(first: Mapping[str, Any]) -> ChatError:
+    """What the client reads about the first field that is wrong."""
+    name = str(first["loc"][0])
+    if name not in _Body.model_fields:
+        known = (*_Body.model_fields, *IGNORED)
+        said = f"unknown parameter. {did_you_mean(name, known)}"
+        return ChatError(400, said, param=name, code="unknown_parameter")
+    if name in _Neutral.model_fields:
+        said = f"{name}={first['input']!r:.80}: this server does not support that; leave it out"
+        return ChatError(400, said, param=name, code="unsupported_parameter")
+    if name == "messages":
+        said = (
+            "the policy answers one question in the prompt of its task, so send one user message of text, without a "
+            f"system message or a history ({first['msg']})"
         )
-    content = messages[0].get("content")
-    if isinstance(content, list):
-        texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if any(not isinstance(text, str) for text in texts):
-            raise ChatError(400, "message parts must be of type text", param="messages")
-        content = "\n".join(texts)
-    if not isinstance(content, str) or not content.strip():
-        raise ChatError(400, "the user message has no text", param="messages")
-    return content.strip()
-
-
-def _options(extra: Any) -> Mapping[str, str] | None:
-    """Read the field ``sorl``, which OpenAI's protocol does not have: ``{"options": {"A": "text", ..}}``."""
-    if extra is None:
-        return None
-    if not isinstance(extra, dict) or extra.keys() - {"options"}:
-        raise ChatError(400, 'sorl must be {"options": {"A": "text", ..}}', param="sorl")
-    options = extra.get("options")
-    if options is None:
-        return None
-    letters = isinstance(options, dict) and all(re.fullmatch("[A-J]", letter) for letter in options)
-    if not letters or not options or not all(isinstance(text, str) and text for text in options.values()):
-        raise ChatError(400, "sorl.options must map letters from A to J to texts", param="sorl")
-    return dict(options)
-
-
-def _number(fields: Mapping[str, Any], name: str, low: float, high: float, *, whole: bool = False) -> Any:
-    """A number of the request, or None if it has none."""
-    value = fields.get(name)
-    if value is None:
-        return None
-    if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= high:
-        kind = "a whole number" if whole else "a number"
-        raise ChatError(400, f"{name}={value!r}: give {kind} from {low:g} to {high:g}", param=name)
-    return value if whole else float(value)
-
-
-def _flag(value: Any, name: str) -> bool:
-    if value is not None and not isinstance(value, bool):
-        raise ChatError(400, f"{name}={value!r}: give true or false", param=name)
-    return bool(value)
-
-
-def _include_usage(options: Any, stream: bool) -> bool:
-    if options is None:
-        return False
-    if not stream or not isinstance(options, dict) or options.keys() - {"include_usage"}:
-        raise ChatError(
-            400, 'stream_options must be {"include_usage": true}, and needs stream', param="stream_options"
-        )
-    return _flag(options.get("include_usage"), "stream_options.include_usage")
+        return ChatError(400, said, param=name, code="unsupported_messages")
+    where = ".".join(str(part) for part in first["loc"])
+    return ChatError(400, f"{where}={first['input']!r:.80}: {first['msg']}", param=name)
 
 
 # -- replies ---------------------------------------------------------------------------------------------------

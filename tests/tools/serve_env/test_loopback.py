@@ -223,3 +223,21 @@ def test_the_token_is_asked_for_and_limits_hold(tmp_path: Path, monkeypatch: pyt
             assert json.loads(wrong.recv(timeout=600))["type"] == "observation"
     finally:
         process.kill()
+
+
+def test_a_web_page_plays_no_episodes(server: Process) -> None:
+    from websockets.exceptions import InvalidStatus
+    from websockets.sync.client import connect
+
+    address = server.url.replace("http", "ws") + "/ws"
+    port = int(server.url.rpartition(":")[2])
+    with pytest.raises(InvalidStatus, match="403"):
+        connect(address, origin="http://evil.example")  # type: ignore[arg-type]
+    with pytest.raises(InvalidStatus, match="403"):
+        connect(f"ws://evil.example:{port}/ws", host="127.0.0.1", port=port, proxy=None)
+    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+        assert httpx.get(f"{server.url}/list_environments", headers=headers).status_code == 403
+        reply = httpx.post(
+            f"{server.url}/reset", content=b"{}", headers=headers | {"Content-Type": "text/plain"}
+        )
+        assert reply.status_code == 403
