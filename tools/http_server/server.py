@@ -46,10 +46,15 @@ class Server(uvicorn.Server):
         max_message_bytes: int | None = None,
     ) -> None:
         most, backlog = _within_file_limit(settings.max_connections)
+        limits = {
+            "max_connections": most,
+            "max_head_bytes": settings.max_head_bytes,
+            "on_refused": staticmethod(on_refused),
+        }
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_limited_protocol(most, settings.max_head_bytes, on_refused),
+                http=type("Protocol", (LimitedProtocol,), limits),
                 ws="none" if max_message_bytes is None else "websockets-sansio",
                 ws_max_size=max_message_bytes or 0,
                 ws_ping_timeout=_PONG_S,
@@ -89,7 +94,7 @@ class Server(uvicorn.Server):
     def _cut_off_stalled(self, now: float) -> None:
         seen, self._seen = self._seen, {}
         for connection in list(self.server_state.connections):
-            if not isinstance(connection, HttpToolsProtocol):
+            if not isinstance(connection, LimitedProtocol):
                 continue  # a WebSocket, which pings its client
             unread = connection.transport.get_write_buffer_size()
             cycle = connection.cycle
@@ -111,47 +116,46 @@ class Server(uvicorn.Server):
                     connection.transport.abort()
 
 
-def _limited_protocol(
-    most: int, max_head_bytes: int, on_refused: Callable[[str], None]
-) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, which closes a connection that comes when there are ``most``, and one with an endless head.
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which closes a connection that comes when there are enough, and one whose head has no end.
 
     The parser keeps what it has read of a header, a chunk's extension or a trailer until that is whole.
     """
 
-    class LimitedProtocol(HttpToolsProtocol):
-        unparsed = 0  # bytes since the parser has last found a whole part
+    max_connections: int
+    max_head_bytes: int
+    on_refused: Callable[[str], None]
+    unparsed = 0  # bytes since the parser has last found a whole part
 
-        def refuse(self, status: bytes, reason: str) -> None:
-            on_refused(reason)
-            head = b"\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-            self.transport.write(b"HTTP/1.1 " + status + head)
-            self.transport.close()
+    def refuse(self, status: bytes, reason: str) -> None:
+        """Close the connection, after an answer without a body."""
+        self.on_refused(reason)
+        head = b"\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+        self.transport.write(b"HTTP/1.1 " + status + head)
+        self.transport.close()
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > most:
-                self.refuse(b"503 Service Unavailable", "full")
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            self.refuse(b"503 Service Unavailable", "full")
 
-        def data_received(self, data: bytes) -> None:
-            self.unparsed += len(data)
-            super().data_received(data)
-            if self.unparsed > max_head_bytes and not self.transport.is_closing():
-                self.refuse(b"431 Request Header Fields Too Large", "head")
+    def data_received(self, data: bytes) -> None:
+        self.unparsed += len(data)
+        super().data_received(data)
+        if self.unparsed > self.max_head_bytes and not self.transport.is_closing():
+            self.refuse(b"431 Request Header Fields Too Large", "head")
 
-        def on_headers_complete(self) -> None:
-            self.unparsed = 0
-            super().on_headers_complete()
+    def on_headers_complete(self) -> None:
+        self.unparsed = 0
+        super().on_headers_complete()
 
-        def on_body(self, body: bytes) -> None:
-            self.unparsed = 0
-            super().on_body(body)
+    def on_body(self, body: bytes) -> None:
+        self.unparsed = 0
+        super().on_body(body)
 
-        def on_message_complete(self) -> None:
-            self.unparsed = 0
-            super().on_message_complete()
-
-    return LimitedProtocol
+    def on_message_complete(self) -> None:
+        self.unparsed = 0
+        super().on_message_complete()
 
 
 def _within_file_limit(connections: int) -> tuple[int, int]:

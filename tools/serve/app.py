@@ -55,7 +55,8 @@ def search_app(
     async def no_mcp(request: Request) -> Response:
         raise RequestError(404, "this server has no /mcp: start it with --mcp")
 
-    answer_mcp, lifespan = no_mcp, None
+    answer_mcp: Any = no_mcp
+    lifespan = None
     if mcp:
         from sorl_tools.serve.mcp_route import McpRoute
 

@@ -107,5 +107,6 @@ class McpRoute:
 
 
 def _text(text: str, *, is_error: bool = False) -> mcp_types.CallToolResult:
-    content = [mcp_types.TextContent(type="text", text=text)]
-    return mcp_types.CallToolResult(content=content, is_error=is_error)
+    return mcp_types.CallToolResult(
+        content=[mcp_types.TextContent(type="text", text=text)], is_error=is_error
+    )

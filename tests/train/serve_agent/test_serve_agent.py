@@ -524,7 +524,7 @@ def test_a_web_page_runs_no_tools(server: Server) -> None:
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{"
         )
         assert client.recv(65536).startswith(b"HTTP/1.1 408 ")
-    assert server.client.get("/health").json()["refused_connections"] == {"stalled": 1}
+    assert server.client.get("/health").json()["refused_connections"]["stalled"] >= 1
 
 
 def test_dropped_streams_leave_nothing_in_the_log(run: Path) -> None:
