@@ -1,10 +1,12 @@
 """Everything that reads what a policy wrote or what was retrieved, as functions of one text.
 
-``python readers.py LENGTH`` runs each on texts of that length; `test_linear_time` gives it a process and a limit.
+``python readers.py LENGTH SECONDS`` runs each on texts of that length.
 """
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +21,7 @@ from sorl_env.rewards import (
     normalize_answer,
     substring_match,
 )
-from sorl_env.text import valid_text
+from sorl_env.text import read_json, valid_text
 from sorl_env.token_classes import classify_text, token_spans
 from sorl_env.tool import ToolCall, as_tool
 from sorl_env.tool_call_parser import SYNTAXES, parse_message
@@ -27,7 +29,9 @@ from sorl_env.turn_format import neutralise_controls
 from sorl_tasks import minihop
 from sorl_tools.index import words
 from sorl_tools.search.stats import holds_answer, search_metrics
+from sorl_train.evaluate import ask
 from sorl_train.evaluate.answers import answer_in_text, read_answer
+from sorl_train.openrlhf import launch
 from sorl_train.report.dialogues import segments
 
 METALS = {"A": "Iron", "B": "Zinc", "C": "A reduction in the B", "D": "iron iron iron iron zinc"}
@@ -59,6 +63,7 @@ READERS: Mapping[str, Callable[[str], Any]] = {
     "neutralise": neutralise,
     "neutralise_controls": neutralise_controls,
     "valid_text": valid_text,
+    "read_json": lambda text: read_json(json.dumps(text)),
     "normalize_answer": normalize_answer,
     "exact_match": lambda text: exact_match(text, ["Paris"]),
     "substring_match": lambda text: substring_match(text, ["is x is x is y", "Paris"]),
@@ -77,6 +82,8 @@ READERS: Mapping[str, Callable[[str], Any]] = {
     "token_spans": lambda text: token_spans(text, [text[i : i + 3] for i in range(0, len(text), 3)]),
     "token_spans of other text": lambda text: token_spans(text, ["q"] * len(text)),
     "minihop passages": lambda text: minihop._read_fact(text, "Nobody", "capital"),
+    "a worker's exception": launch._EXCEPTION.findall,
+    "colours of a terminal": lambda text: ask._COLOUR.sub("", text),
     "words of a query": lambda text: words.PATTERN.findall(text),
 }
 
@@ -134,10 +141,19 @@ def text_of(parts: tuple[str, str, str], length: int) -> str:
     return parts[0] + parts[1] * (length // len(parts[1])) + parts[2]
 
 
-if __name__ == "__main__":
-    for reader in READERS:
-        for parts in TEXTS[:: int(sys.argv[2])]:
+def read_all(readers: Mapping[str, Callable[[str], Any]], length: int, seconds: int) -> None:
+    """Run each reader on each text; a read that takes more seconds of the processor ends the process.
+
+    Python's engine for patterns heeds no other limit.
+    """
+    for reader, read in readers.items():
+        for parts in TEXTS:
             sys.stdout.write(f"{reader} {parts!r}\n")
             sys.stdout.flush()
-            READERS[reader](text_of(parts, int(sys.argv[1])))
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+            read(text_of(parts, length))
     sys.stdout.write("all read\n")
+
+
+if __name__ == "__main__":
+    read_all(READERS, int(sys.argv[1]), int(sys.argv[2]))
