@@ -22,7 +22,7 @@ import json
 import re
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
 
@@ -31,12 +31,11 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_train.algorithms import ALGORITHMS, AdvantageKind
 from sorl_train.config.checks import doubts, validate
 from sorl_train.config.find_algorithm import find_algorithm, installed_algorithms
-from sorl_train.config.schema import REMOVED, as_text, build, fields, flatten, without_none
+from sorl_train.config.schema import as_text, build, fields, flatten
 from sorl_train.config.settings import TrainConfig
 
 DEFAULT_CONFIG = "quickstart"
 STUDIES = "studies"  # the folder of sorl-lab's studies among the packaged configs
-_MOST_NODES = 100_000  # values that a YAML file may have; the largest config has some hundred
 _OF_A_TASK = ("task_args", "data", "eval_data")  # dropped when a layer changes the task
 
 
@@ -98,14 +97,7 @@ def read_resolved(
     """
     top = nest(overrides or {})
     build(top)
-    saved = _read_yaml(path)
-    for name in REMOVED:  # an earlier version saved every setting that it had
-        section, _, key = name.partition(".")
-        key, _, value = key.partition("=")
-        own = saved.get(section)
-        if isinstance(own, dict) and (not value or (own.get(key) == value and not check)):
-            own.pop(key, None)
-    config = build(merge(saved, top), source=str(path))
+    config = build(merge(_read_yaml(path), top), source=str(path))
     if check:
         validate(config, set(_names(top)))
     return config
@@ -236,28 +228,22 @@ def _names(nested: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 # --- YAML -----------------------------------------------------------------------------------------------------
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with ``1e-4`` as a number, and an error for a key given twice and for aliases that explode."""
+    """YAML 1.1 with ``1e-4`` as a number, and an error for a key given twice and for aliases that could explode."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        # id of a node: how many values it has, those behind aliases included
-        self._sizes: dict[int, int] = {}
+        self._anchors_around = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        is_alias = self.check_event(yaml.AliasEvent)
+        """An alias inside a value that has an anchor itself may double at each level, or stand for that value."""
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) and self._anchors_around:
+            problem = "an alias stands inside a value that has an anchor itself: write the value out there"
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=self.get_mark())
+        has_anchor = isinstance(event, yaml.NodeEvent) and event.anchor is not None
+        self._anchors_around += has_anchor
         node = super().compose_node(parent, index)
-        if node is None or (is_alias and id(node) in self._sizes):
-            return node
-        items = node.value if isinstance(node, yaml.CollectionNode) else ()
-        children = [part for item in items for part in (item if isinstance(item, tuple) else (item,))]
-        if is_alias or any(id(child) not in self._sizes for child in children):
-            raise yaml.constructor.ConstructorError(
-                None, None, "an alias stands inside itself", node.start_mark
-            )
-        self._sizes[id(node)] = size = 1 + sum(self._sizes[id(child)] for child in children)
-        if size > _MOST_NODES:
-            problem = f"its aliases stand for more than {_MOST_NODES:,} values"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        self._anchors_around -= has_anchor
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -309,10 +295,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def value_from_text(name: str, text: str) -> Any:
     """The value of a command-line option: text fields take the words themselves, all others are read as YAML."""
-    hint = next((field.type for field in fields() if field.name == name), None)
-    is_null = text.lower() in ("none", "null") and without_none(hint) is not hint
-    if is_null or without_none(hint) is str or get_origin(hint) is Literal:
-        return None if is_null else text
+    field = next((field for field in fields() if field.name == name), None)
+    if field is not None and field.optional and text.lower() in ("none", "null"):
+        return None
+    if field is not None and (field.type is str or field.choices):
+        return text
     return parse_yaml(text, f"--{name}")
 
 

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
 
-from sorl_train.config.field import opt
+from annotated_types import Le
+from pydantic.dataclasses import dataclass
+
+from sorl_train.config.field import SECTION_RULES, NonNegativeInt, PositiveFloat, PositiveInt, Share
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=SECTION_RULES)
 class LoraConfig:
     """LoRA adapters (with the package peft) in place of training all weights."""
 
-    rank: int = opt(0, "rank of the adapters; 0: no adapters, all weights are trained", low=0, high=65536)
-    alpha: int = opt(32, "scale of the adapters: they are multiplied by alpha / rank", low=1)
+    rank: Annotated[NonNegativeInt, Le(65536)] = 0
+    """Rank of the adapters; 0: no adapters, all weights are trained."""
+    alpha: PositiveInt = 32
+    """Scale of the adapters: they are multiplied by alpha / rank."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=SECTION_RULES)
 class TinyConfig:
     """Sizes of the policy that ``model: tiny`` builds for the task."""
 
-    hidden_size: int = opt(96, "width of the hidden states", low=1, high=65536)
-    num_layers: int = opt(3, "transformer blocks", low=1, high=65536)
-    num_heads: int = opt(
-        4, "attention heads; they split hidden_size into parts of even width", low=1, high=65536
-    )
+    hidden_size: Annotated[PositiveInt, Le(65536)] = 96
+    """Width of the hidden states."""
+    num_layers: Annotated[PositiveInt, Le(65536)] = 3
+    """Transformer blocks."""
+    num_heads: Annotated[PositiveInt, Le(65536)] = 4
+    """Attention heads; they split hidden_size into parts of even width."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=SECTION_RULES)
 class SftConfig:
     """Supervised fine-tuning on demonstrations: ``--stage sft``, and the cold start of ``model: tiny``."""
 
-    demos: str | None = opt(
-        None,
-        "JSONL or Parquet file of trajectories or chat messages; None: the task's scripted expert plays them",
-    )
-    num_demos: int = opt(4000, "demonstrations that the expert plays", low=1)
-    steps: int = opt(300, "optimizer steps", low=1)
-    batch_size: int = opt(24, "demonstrations in one optimizer step", low=1)
-    micro_batch_size: int = opt(24, "demonstrations in one forward pass", low=1)
-    lr: float = opt(1e-5, "highest learning rate; it falls as a cosine to a tenth", above=0)
-    warmup_ratio: float = opt(0.05, "share of the steps in which the rate rises", low=0, high=1)
-    max_grad_norm: float = opt(1.0, "largest norm of the gradient", above=0)
+    demos: str | None = None
+    """JSONL or Parquet file of trajectories or chat messages; None: the task's scripted expert plays them."""
+    num_demos: PositiveInt = 4000
+    """Demonstrations that the expert plays."""
+    steps: PositiveInt = 300
+    """Optimizer steps."""
+    batch_size: PositiveInt = 24
+    """Demonstrations in one optimizer step."""
+    micro_batch_size: PositiveInt = 24
+    """Demonstrations in one forward pass."""
+    lr: PositiveFloat = 1e-5
+    """Highest learning rate; it falls as a cosine to a tenth."""
+    warmup_ratio: Share = 0.05
+    """Share of the steps in which the rate rises."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Largest norm of the gradient."""

@@ -14,12 +14,12 @@ from typing import Any
 
 from sorl_env.command import Parser
 from sorl_env.errors import UserError
+from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import value_from_text
 from sorl_train.config.find_algorithm import installed_algorithms
 from sorl_train.config.schema import (
     ConfigField,
     as_text,
-    describe_type,
     fields,
     flatten,
     sections,
@@ -109,14 +109,14 @@ def _parser(config: TrainConfig | None = None, config_name: str = "") -> argpars
         "-h", "--help", action="store_true", help="this text; with --config, that config's values"
     )
     shown = flatten(config) if config else {}
-    top = parser.add_argument_group(f"settings, in brackets as in config {config_name!r} and in the paper")
+    top = parser.add_argument_group(f"settings, in brackets as in config {config_name!r}")
     groups = {"": top} | {name: parser.add_argument_group(name, about) for name, about in sections().items()}
     for field in fields():
         switch: Any = {"nargs": "?", "const": "true"} if field.type is bool else {}  # a bare --flag is true
         groups[field.name.rpartition(".")[0]].add_argument(
             f"--{field.name}",
             dest=field.name,
-            metavar=describe_type(field),
+            metavar=field.metavar,
             **switch,
             help=_field_help(field, shown).replace("%", "%%"),
         )
@@ -125,10 +125,17 @@ def _parser(config: TrainConfig | None = None, config_name: str = "") -> argpars
 
 def _field_help(field: ConfigField, shown: dict[str, Any]) -> str:
     choices = f" ({', '.join(field.choices)})" if field.choices else ""
-    if field.name == "algo" and (installed := installed_algorithms()):
-        choices = f"; installed: {', '.join(installed)}"
-    paper = f"; paper: {field.paper}" if field.paper else ""
-    return f"{field.help}{choices} [{as_text(shown.get(field.name))}{paper}]"
+    if field.name == "algo":
+        choices = f" {_about_algorithms()}"
+    return f"{field.help}{choices} [{as_text(shown.get(field.name))}]"
+
+
+def _about_algorithms() -> str:
+    critic = ", ".join(name for name, row in ALGORITHMS.items() if row.needs_critic)
+    group = ", ".join(name for name, row in ALGORITHMS.items() if row.needs_groups)
+    installed = ", ".join(installed_algorithms())
+    about = f"{critic} train a critic; {group} need rollout.group_size >= 2."
+    return f"{about} Installed: {installed}." if installed else about
 
 
 def _about_unknown(arguments: list[str]) -> str:

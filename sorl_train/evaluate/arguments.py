@@ -20,7 +20,7 @@ from sorl_env.rollout import RolloutSettings
 from sorl_env.text_env import TextEnv, need_tools, open_env
 from sorl_env.turn_format import FormatName
 from sorl_train.config.files import value_from_text, with_overrides
-from sorl_train.config.schema import describe_type, fields
+from sorl_train.config.schema import fields
 from sorl_train.config.settings import TrainConfig
 from sorl_train.evaluate.endpoint import EndpointSampler, TextTokenizer
 from sorl_train.evaluate.find_policy import PolicySource, find_policy, fingerprint
@@ -92,7 +92,7 @@ def _add_settings(group: argparse._ArgumentGroup, names: Sequence[str]) -> None:
             about = f"{field.help} ({', '.join(field.choices)})" if field.choices else field.help
             # a bare --flag is true
             switch: Any = {"nargs": "?", "const": "true"} if field.type is bool else {}
-            metavar, about = describe_type(field), about.replace("%", "%%")
+            metavar, about = field.metavar, about.replace("%", "%%")
             group.add_argument(f"--{field.name}", metavar=metavar, help=about, **switch)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sorl_env.errors import UserError
-from sorl_train.config.run_settings import device_problem
+from sorl_train.config.run_settings import check_device
 from sorl_train.losses.log_probs import TokenStats, token_log_probs
 from sorl_train.models import packing
 from sorl_train.models.packed_attention import packs
@@ -20,9 +20,7 @@ def pick_device(name: str) -> torch.device:
     """The device of that name; ``auto`` is a GPU if there is one. Raises ``UserError`` if torch does not see it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if (problem := device_problem(name)) is not None:
-        raise UserError(f"device {problem}")
-    device = torch.device(name)
+    device = torch.device(check_device(name))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name}: torch sees no GPU; use cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

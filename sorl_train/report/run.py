@@ -12,9 +12,9 @@ import yaml
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.text import read_json
-from sorl_train.algorithms import ALGORITHMS, unread
+from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.find_algorithm import short_name
-from sorl_train.config.schema import flatten
+from sorl_train.config.schema import flatten, unread
 from sorl_train.config.settings import TrainConfig
 from sorl_train.report.dialogues import COUNT, Dialogue, choose_dialogues, step_files
 from sorl_train.run.folder import RunDir

@@ -28,19 +28,11 @@ from typing import Any
 from sorl_env.errors import UserError
 from sorl_env.folders import remove_empty
 from sorl_train.config.files import config_hash, read_resolved, to_yaml
-from sorl_train.config.schema import flatten
+from sorl_train.config.schema import fields, flatten
 from sorl_train.config.settings import LimitsConfig, TrainConfig
 from sorl_train.run.files import append_line, atomic_write, free_name, read_own_file, read_own_json
 from sorl_train.run.lock import LOCK, FolderLock, check_place
 from sorl_train.run.manifest import environment_facts
-
-# Settings that may change when a run is resumed: none of them alters a step already taken. Limits may be raised, too
-# (``_rises``): what was sampled under the old ones is within the new ones.
-RESUMABLE = (
-    "run_dir search.url search.cache search.timeout_s search.retries update.steps rollout.save_every hardware.threads "
-    "eval.every eval.num_examples eval.num_examples_final eval.temperature eval.search_off eval.patience "
-    "checkpoint.every checkpoint.keep log.tensorboard log.wandb"
-).split()
 
 # names that ``atomic_write`` and writers of trajectory files use
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}(\.unfinished)?")
@@ -161,9 +153,11 @@ class RunDir:
         run = cls(Path(path), lock)
         old, new, manifest = flatten(saved_config(path)), flatten(config), run.read_manifest()
         changed = [name for name in new if old[name] != new[name]]
+        # what was sampled under lower limits is within higher ones
         limits = _limits_of(old, manifest)
         raised = {name for name, limit in limits.items() if _rises(limit, new[name])}
-        refused = [name for name in changed if name not in raised.union(RESUMABLE)]
+        may_change = raised | {field.name for field in fields() if field.resumable}
+        refused = [name for name in changed if name not in may_change]
         if refused:
             before = old | limits
             lines = "\n".join(f"  {name}: {before[name]!r} in the run, {new[name]!r} now" for name in refused)

@@ -138,16 +138,6 @@ def test_numbers_in_range() -> None:
     assert Bounds(0, 1).problem(1) is None and Bounds(above=0).problem(1e-300) is None
 
 
-def test_every_number_of_the_config_has_bounds() -> None:
-    schema = pytest.importorskip("sorl_train.config.schema", reason="configs want PyYAML")
-    for field in schema.fields():
-        if field.is_number:
-            low = field.bounds.low if field.bounds.above is None else field.bounds.above
-            assert low is not None, (
-                f"{field.name}: say in sorl_train/config/settings.py how small it may be (low or above)"
-            )
-
-
 def test_an_unknown_option_gets_a_suggestion() -> None:
     parser = Parser(prog="sorl-x")
     parser.add_subparsers().add_parser("build").add_argument("--batch_size", type=int)

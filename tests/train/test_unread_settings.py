@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sorl_env.errors import UserError
-from sorl_train.algorithms import ALGORITHMS, Algorithm, unread
+from sorl_train.algorithms import ALGORITHMS, Algorithm
 from sorl_train.cli import main
 from sorl_train.config.files import (
     load_config,
@@ -23,7 +23,7 @@ from sorl_train.config.files import (
     to_yaml,
     with_overrides,
 )
-from sorl_train.config.schema import fields, flatten
+from sorl_train.config.schema import fields, flatten, unread
 from sorl_train.config.settings import TrainConfig
 from sorl_train.engine import LocalEngine
 from sorl_train.learner.batch import collate

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sorl_train.algorithms import Algorithm, SurrogateName, unread
-from sorl_train.config.schema import flatten
+from sorl_train.algorithms import Algorithm, SurrogateName
+from sorl_train.config.schema import flatten, unread
 from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.policy import LossSettings, policy_loss
 from sorl_train.losses.ratios import MAX_LOG_RATIO
