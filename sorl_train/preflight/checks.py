@@ -1,19 +1,14 @@
-"""The checks of ``sorl-doctor``. Each examines one thing and yields what it finds; none changes anything."""
+"""The checks before a run, for ``--dry_run`` and ``sorl-doctor``. Each examines one thing; none changes anything."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import replace
-from importlib import metadata
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+import psutil
 import torch
-from packaging.requirements import Requirement
 from safetensors import SafetensorError, safe_open
 
 from sorl_env.data import load_examples
@@ -21,34 +16,30 @@ from sorl_env.errors import UserError
 from sorl_env.folders import cache_folder
 from sorl_env.prompt_tokens import check_prompts
 from sorl_env.registry import load_task
-from sorl_train.config.settings import TINY, TrainConfig
+from sorl_train.config.settings import TINY
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_tokenizer
 from sorl_train.models.shape import model_shape
 from sorl_train.openrlhf.checks import check_model
-from sorl_train.preflight.dry_run import model_folder
-from sorl_train.preflight.finding import Check, Finding, Run, existing
-from sorl_train.preflight.inputs import check_settings, repeats
+from sorl_train.preflight.finding import Finding, Run
+from sorl_train.preflight.inputs import check_settings, planned, repeats
 from sorl_train.preflight.memory import estimate_memory, gigabytes
 from sorl_train.preflight.search_checks import (
-    UNASKED,
     check_corpus,
     check_index,
     check_replies,
     check_server,
     check_tools,
 )
-from sorl_train.rollout.environments import limits, make_env
+from sorl_train.rollout.environments import limits
 from sorl_train.run.folder import RunDir
 
 LIBRARIES = 1_500_000_000  # bytes that the interpreter, torch and transformers need themselves
 
 
-def examine(config: TrainConfig, index: Path | None = None, *, new: bool = True) -> Iterator[Finding]:
-    """All findings, in order; see ``Run`` for the arguments."""
-    run = Run(config, index, new=new)
-    checks: dict[str, tuple[Check, str]] = {
-        "versions": (_versions, ""),
+def examine(run: Run, names: Collection[str] = ()) -> Iterator[Finding]:
+    """What the checks of these names find, in order; without names all checks."""
+    checks: dict[str, tuple[Callable[[Run], Iterator[Finding]], str]] = {
         "settings": (_settings, ""),
         "task": (_task, "correct --task or --task_args"),
         "data": (_data, ""),
@@ -57,51 +48,27 @@ def examine(config: TrainConfig, index: Path | None = None, *, new: bool = True)
             "give --model a transformers folder (config.json, tokenizer, weights), or a name on the Hugging Face hub "
             "where that can be reached",
         ),
-        "prompts": (_prompts, ""),
+        "weights": (_weights, ""),
         "memory": (_memory, "correct hardware.device"),
-        "disk": (_disk, ""),
+        "run folder": (_run_folder, "give another --run_dir"),
+        "cache": (_cache, "set SORL_CACHE to a folder that can be written"),
         "corpus": (check_corpus, "correct --search.corpus"),
         "index": (check_index, "correct --index"),
         "server": (check_server, "correct --search.url"),
-        "search": (check_tools, ""),
-        "replies": (check_replies, "correct --search.cache"),
+        "search": (check_tools, "leave out --search.corpus and --search.url"),
+        "prompts": (_prompts, ""),
+        "replies": (check_replies, "name another --search.cache"),
     }
     told: set[str] = set()
     for name, (check, fix) in checks.items():
+        if names and name not in names:
+            continue
         try:
             yield from check(run)
         except UserError as error:
             if str(error) not in told:  # two checks may meet one fault
                 told.add(str(error))
                 yield Finding(name, "fail", str(error), fix)
-
-
-def _versions(run: Run) -> Iterator[Finding]:
-    """Compare the installed packages with those that the project requires for this run."""
-    try:
-        wanted = [Requirement(text) for text in metadata.requires("sorl") or []]
-    except metadata.PackageNotFoundError:
-        yield Finding("versions", "warn", "sorl is not installed as a package", "pip install -e '.[train]'")
-        return
-    extra = "openrlhf" if run.config.engine == "openrlhf" else "train"
-    bad = []
-    for requirement in wanted:
-        marker = requirement.marker
-        if marker is not None and not any(marker.evaluate({"extra": name}) for name in ("", "train", extra)):
-            continue
-        try:
-            found = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            bad.append(f"{requirement.name} is missing")
-            continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            bad.append(f"{requirement.name} is {found}, wanted {requirement.specifier}")
-    if bad:
-        yield Finding("versions", "fail", "; ".join(bad), f"pip install -U 'sorl[{extra}]'")
-    else:
-        python = ".".join(map(str, sys.version_info[:3]))
-        versions = f"torch {torch.__version__}, transformers {metadata.version('transformers')}"
-        yield Finding("versions", "ok", f"Python {python}, {versions}")
 
 
 def _settings(run: Run) -> Iterator[Finding]:
@@ -122,25 +89,27 @@ def _data(run: Run) -> Iterator[Finding]:
     config = run.config
     if run.task is None:
         return
-    sources = (
-        ("data", "--data", config.data, config.split),
-        ("eval data", "--eval_data", config.eval_data or config.data, config.eval.split),
-    )
-    hub = " (hf: is the benchmark on the hub)" if run.task.hub is not None else ""
+    sources = {
+        "data": (config.data, config.split),
+        "eval data": (config.eval_data or config.data, config.eval.split),
+    }
     hashes: list[str] = []
-    for name, option, source, split in sources:
+    for name, (source, split) in sources.items():
+        option = f"--{name.replace(' ', '_')}"
         try:
             examples = load_examples(run.task, source, split)
         except UserError as error:
-            fix = f"correct {option} or the file it names, --task or the split"
-            yield Finding(name, "fail", str(error), fix)
-            if source == sources[1][2]:
+            yield Finding(
+                name, "fail", str(error), f"correct {option} or the file it names, --task or the split"
+            )
+            if config.eval_data in (None, config.data):
                 return  # the evaluation data is the same and would fail again
             continue
+        hashes.append(examples.sha256)
         where = f"split {split} of {'the task' if source is None else examples.source}"
         detail = f"{len(examples.examples):,} examples, {where}"
-        hashes.append(examples.sha256)
         if examples.is_sample:
+            hub = " (hf: is the benchmark on the hub)" if run.task.hub is not None else ""
             detail += ": its embedded sample, not the benchmark"
             yield Finding(name, "warn", detail, f"give {option} a file or a folder{hub}")
         elif len(hashes) > len(set(hashes)):
@@ -155,8 +124,8 @@ def _data(run: Run) -> Iterator[Finding]:
 
 
 def _model(run: Run) -> Iterator[Finding]:
-    """Read the model's configuration and tokenizer, and whether its files of weights are whole."""
-    model, folder = run.config.model, Path(run.config.model)
+    """Read the model's configuration and tokenizer."""
+    model = run.config.model
     if model == TINY:
         if run.task is not None and None in (run.task.vocabulary, run.task.expert):
             detail = f"tiny is built from a task's vocabulary and expert, which {run.task.name} does not have"
@@ -174,16 +143,26 @@ def _model(run: Run) -> Iterator[Finding]:
         fix = "copy the model's tokenizer.json and tokenizer_config.json there, or name another --model"
         yield Finding("model", "fail", str(error), fix)
         return
-    if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        fix = "copy its *.safetensors there, or name another --model"
-        yield Finding("model", "fail", f"{folder} holds no weights", fix)
-        return
-    for file in sorted(folder.glob("*.safetensors")):
-        if (damage := _damage(file)) is not None:
-            yield Finding("model", "fail", f"{file}: {damage}", "copy it again, or name another --model")
-            return
     run.sound.add("model")
     yield Finding("model", "ok", f"{model}: {run.shape.parameters:,} parameters")
+
+
+def _weights(run: Run) -> Iterator[Finding]:
+    """Whether the model's files of weights are whole, as far as their headers and sizes tell."""
+    folder = Path(run.config.model)
+    weights = sorted(folder.glob("*.safetensors"))
+    if folder.is_dir() and not weights and not any(folder.glob("*.bin")):
+        fix = "copy its *.safetensors there, or name another --model"
+        yield Finding("weights", "fail", f"{folder} holds no weights", fix)
+        return
+    for file in weights:  # the header and the size tell whether a file is whole
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            detail = f"{file}: not a whole safetensors file ({error})"
+            yield Finding("weights", "fail", detail, "copy it again, or name another --model")
+            return
 
 
 def _prompts(run: Run) -> Iterator[Finding]:
@@ -191,59 +170,47 @@ def _prompts(run: Run) -> Iterator[Finding]:
 
     Not where servers of tools would have to be started to know the prompts, which describe these tools.
     """
-    config, search, task = run.config, run.config.search, run.task
+    config, task = run.config, run.task
     if task is None or run.sound != {"data", "model"} or config.tools:
         return
     if not callable(task.tools) and any(isinstance(tool, str) for tool in task.tools):
         return
-    # with an address even for a corpus, as that would be indexed now; none is asked
-    url = search.url or (UNASKED if search.corpus else None)
-    config = replace(config, search=replace(search, url=url, corpus=None, cache=None))
-    envs = [make_env(config), make_env(config, evaluation=True)]
-    with closing(envs[0]), closing(envs[1]), model_folder(config, envs[0]) as (folder, _):
+    with planned(config) as (envs, folder, _):
         longest = check_prompts(envs, load_tokenizer(folder), use_chat_template=config.chat_template)
+        most = envs[0].limits.max_prompt_tokens
     if longest:
-        most = f"limits.max_prompt_tokens {envs[0].limits.max_prompt_tokens:,}"
-        yield Finding("prompts", "ok", f"the longest has {longest:,} tokens ({most})")
-
-
-def _damage(file: Path) -> str | None:
-    """What is wrong with a file of weights, as far as its header and size tell; None for a whole file."""
-    try:
-        with safe_open(file, "pt"):
-            return None
-    except (OSError, SafetensorError) as error:
-        return f"not a whole safetensors file ({error})"
+        detail = f"the longest has {longest:,} tokens (limits.max_prompt_tokens {most:,})"
+        yield Finding("prompts", "ok", detail)
 
 
 def _memory(run: Run) -> Iterator[Finding]:
     """Compare the estimate of ``--dry_run``, an upper bound, with the free memory."""
-    config = run.config
-    device = pick_device(config.hardware.device) if config.engine == "local" else torch.device("cpu")
-    if run.shape is None or run.limits is None or config.engine != "local":
-        free = _free_memory()
-        detail = f"{gigabytes(free)} free" if free else "what is free is not known on this system"
-        if config.model == TINY:
-            yield Finding("memory", "ok", f"{detail}; the tiny policy needs little more than torch itself")
-        elif config.engine != "local":
-            yield Finding("memory", "ok", f"{detail} here; sorl-train --dry_run tells what each GPU needs")
-        return  # without a model or a task, which other checks report, nothing can be compared
-    bytes_each = compute_dtype(config.hardware.dtype, device).itemsize
-    estimate = estimate_memory(config, run.shape, run.limits, bytes_each)
+    config, free = run.config, _free_memory()
+    if config.engine != "local":
+        detail = f"{gigabytes(free)} free here; sorl-train --dry_run tells what each GPU needs"
+        yield Finding("memory", "ok", detail)
+        return
+    device = pick_device(config.hardware.device)
+    if config.model == TINY:
+        detail = f"{gigabytes(free)} free; the tiny policy needs little more than torch itself"
+        yield Finding("memory", "ok", detail)
+    if run.shape is None or run.limits is None:
+        return  # which other checks report
+    estimate = estimate_memory(
+        config, run.shape, run.limits, compute_dtype(config.hardware.dtype, device).itemsize
+    )
     need = estimate.peak
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        on_gpu, _ = torch.cuda.mem_get_info(device)
         if config.sampler.backend == "vllm":
-            free = int(free * (1 - config.sampler.gpu_memory))
-        yield _fits("GPU memory", need, free)
+            on_gpu = int(on_gpu * (1 - config.sampler.gpu_memory))
+        yield _fits("GPU memory", need, on_gpu)
         # float32 weights are loaded here before they go to the GPU, and gathered here for a checkpoint
         need = 2 * 4 * run.shape.parameters
-    yield _fits("memory", need + estimate.trust_region + LIBRARIES, _free_memory())
+    yield _fits("memory", need + estimate.trust_region + LIBRARIES, free)
 
 
-def _fits(name: str, need: int, free: int | None) -> Finding:
-    if free is None:
-        return Finding(name, "warn", f"up to {gigabytes(need)} needed; what is free is not known here")
+def _fits(name: str, need: int, free: int) -> Finding:
     detail = f"up to {gigabytes(need)} needed, {gigabytes(free)} free"
     if need <= free:
         return Finding(name, "ok", detail)
@@ -255,61 +222,46 @@ def _fits(name: str, need: int, free: int | None) -> Finding:
     return Finding(name, "fail" if need > 1.5 * free else "warn", detail, fix)
 
 
-def _free_memory() -> int | None:
-    """Bytes available without swapping, within the limit of a container; None if the system does not tell."""
+def _free_memory() -> int:
+    """Bytes available without swapping, within the limit of a container."""
+    free: int = psutil.virtual_memory().available
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return None
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-        return free if limit == "max" else min(free, int(limit) - int(used))
-    except (OSError, ValueError):
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
+        return min(free, int(limit) - int(used))
+    except (OSError, ValueError):  # no container, or the text "max"
         return free
 
 
-def _disk(run: Run) -> Iterator[Finding]:
-    """Check that the run folder is free and has room for checkpoints, and that the cache folder can be written."""
+def _run_folder(run: Run) -> Iterator[Finding]:
+    """Whether the run folder is free, can be written, and has room for checkpoints."""
     config = run.config
     if config.run_dir is not None and run.new:
-        try:
-            RunDir(Path(config.run_dir)).check_free()
-        except UserError as error:
-            yield Finding("run folder", "fail", str(error), "give another --run_dir")
-            return
-    wanted = Path(config.run_dir or "runs").absolute()
-    folder = existing(wanted)
+        RunDir(Path(config.run_dir)).check_free()
+    folder = _writable(Path(config.run_dir or "runs").absolute())
     need = 100_000_000  # trajectories, metrics, the report
     if run.shape is not None:
         critic = run.shape.critic_parameters if config.algorithm.needs_critic else 0
         one = 4 * (run.shape.parameters + critic) + 8 * (run.shape.trained + critic)
         need += one * (config.checkpoint.keep + 2)  # and the best one, and one that is being written
     free = shutil.disk_usage(folder).free
-    detail = f"{gigabytes(free)} free at {folder}"
-    if run.shape is not None or config.model == TINY:
-        detail = f"up to {gigabytes(need)} for checkpoints, {detail}"
-    if (problem := _not_writable(wanted)) is not None:
-        yield Finding("disk", "fail", problem, "give another --run_dir")
-    elif free < need:
+    detail = f"up to {gigabytes(need)} for checkpoints, {gigabytes(free)} free at {folder}"
+    if free < need:
         yield Finding("disk", "fail", detail, "give a --run_dir on a larger disk, or lower checkpoint.keep")
     else:
         yield Finding("disk", "ok", detail)
-    if (problem := _not_writable(cache_folder().absolute())) is not None:
-        yield Finding("cache", "fail", problem, "set SORL_CACHE to a folder that can be written")
 
 
-def _not_writable(folder: Path) -> str | None:
-    """Why a folder, which may not exist yet, cannot be written; None if it can."""
-    file = next((part for part in (folder, *folder.parents) if part.exists() and not part.is_dir()), None)
-    if file is not None:
-        return f"{folder}: {file} is no folder"
-    parent = existing(folder)
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return f"{parent} cannot be written"
+def _cache(run: Run) -> Iterator[Finding]:
+    """Whether the cache folder can be written. It yields no finding: a failure is reported by ``examine``."""
+    _writable(cache_folder().absolute())
+    yield from ()
+
+
+def _writable(folder: Path) -> Path:
+    """A folder that may not exist yet, or the one above it that does. Raises ``UserError`` if it cannot be written."""
+    part = next(part for part in (folder, *folder.parents) if part.exists())
     try:
-        with tempfile.TemporaryFile(dir=parent):
-            return None
+        tempfile.TemporaryFile(dir=part).close()
     except OSError as error:
-        return f"{parent} cannot be written ({error})"
+        raise UserError(f"{folder}: {part} is no folder that can be written ({error})") from error
+    return part

@@ -27,7 +27,6 @@ KNOBS = {
     "scoring, reference": "update.log_prob_micro_batch_size",
     "critic update": "update.micro_batch_size, hardware.gradient_checkpointing, cluster.offload_optimizer",
     "policy update": "update.micro_batch_size, hardware.gradient_checkpointing, cluster.offload_optimizer",
-    "weights to vLLM": "cluster.vllm_tensor_parallel, cluster.zero_stage=3",
 }
 
 
@@ -41,7 +40,7 @@ def openrlhf_parts(
         ("Placement", _placement(config, model)),
         ("OpenRLHF flags", _command(config, limits, model)),
         (f"Memory {where}, upper bound", _memory(config, memory, limits, gpu)),
-        ("Memory of the host, per node", [_row("together", memory.host)]),
+        ("Memory of the host, per node", [_row("together", sum(memory.host.values()), memory.host)]),
     ]
 
 
@@ -107,32 +106,26 @@ def _command(config: TrainConfig, limits: Limits, model: str) -> list[str]:
 
 # --- memory ---------------------------------------------------------------------------------------------------
 def _memory(config: TrainConfig, memory: ClusterMemory, limits: Limits, gpu: int) -> list[str]:
-    place = Placement.of(config)
     on_cpu = config.hardware.device == "cpu"
-    lines = [_row("held all the time", memory.lasting)]
-    lines += [_row(phase, parts, memory.total(phase)) for phase, parts in memory.phases.items()]
-    peak = gigabytes(memory.total(memory.peak))
-    if on_cpu:
-        lines.append(f"peak {peak}, in {memory.peak!r}; {_count(place.ranks, 'rank')} on this machine")
-    else:
-        lines.append(f"peak {peak} of {gigabytes(gpu)}, in {memory.peak!r}")
-        lines += [
-            f"CAUTION: {phase!r} does not fit, {gigabytes(over)} too much: change {KNOBS[phase]}"
-            for phase in memory.phases
-            if (over := memory.total(phase) - gpu) > 0
-        ]
-    vllm = memory.vllm
-    share = "" if on_cpu else f" ({config.cluster.vllm_memory:.0%})"
+    lines = [_row("held all the time", sum(memory.lasting.values()), memory.lasting)]
+    lines += [_row(phase, memory.total(phase)) for phase in memory.phases]
+    peak = f"peak {gigabytes(memory.total(memory.peak))}"
+    ranks = f"; {_count(Placement.of(config).ranks, 'rank')} on this machine"
     lines.append(
-        f"vLLM takes {gigabytes(vllm.total)}{share}: weights {gigabytes(vllm.weights)}, its own work "
-        f"{gigabytes(vllm.work)}, key-value cache {gigabytes(vllm.cache)}"
+        f"{peak}{'' if on_cpu else f' of {gigabytes(gpu)}'}, in {memory.peak!r}{ranks if on_cpu else ''}"
     )
-    full = vllm.tokens // limits.max_trajectory_tokens
+    lines += [
+        f"CAUTION: {phase!r} does not fit, {gigabytes(over)} too much: change {KNOBS[phase]}"
+        for phase in memory.phases
+        if not on_cpu and (over := memory.total(phase) - gpu) > 0
+    ]
+    full = memory.cache_tokens // limits.max_trajectory_tokens
     each = -(-config.rollout.batch_size // config.cluster.vllm_engines)
     lines.append(
-        f"the cache of an engine holds {vllm.tokens:,} tokens, {full:,} full trajectories; a step gives it {each:,}"
+        f"vLLM takes {gigabytes(memory.vllm)}; the cache of an engine holds {memory.cache_tokens:,} tokens, {full:,} "
+        f"full trajectories; a step gives it {each:,}"
     )
-    if not on_cpu and vllm.total > config.cluster.vllm_memory * gpu:
+    if not memory.cache_tokens:
         lines.append(
             "CAUTION: vLLM's weights and work leave nothing for the cache: raise cluster.vllm_memory or "
             "cluster.vllm_tensor_parallel"
@@ -140,12 +133,9 @@ def _memory(config: TrainConfig, memory: ClusterMemory, limits: Limits, gpu: int
     return lines
 
 
-def _row(name: str, parts: Mapping[str, int], total: int | None = None) -> str:
-    """A total and its parts; the parts of a phase are in addition to what is needed all the time."""
-    shown = ", ".join(f"{part} {gigabytes(size)}" for part, size in parts.items() if size)
-    size = gigabytes(sum(parts.values()) if total is None else total)
-    plus = "+ " if total is not None and shown else ""
-    return f"{name:<19}{size:>10}  {plus}{shown}".rstrip()
+def _row(name: str, total: int, parts: Mapping[str, int] | None = None) -> str:
+    shown = ", ".join(f"{part} {gigabytes(size)}" for part, size in (parts or {}).items() if size)
+    return f"{name:<19}{gigabytes(total):>10}  {shown}".rstrip()
 
 
 def _count(number: int, noun: str) -> str:

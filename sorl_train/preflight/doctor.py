@@ -1,11 +1,10 @@
-"""``sorl-doctor``: checks everything that a run needs before it starts, and says how to fix what is missing."""
+"""``sorl-doctor``: the checks of the dry run and those of this machine, with an exit status."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +20,6 @@ except ModuleNotFoundError as error:  # the core alone is installed
 
 if TYPE_CHECKING:
     from sorl_train.preflight.finding import Finding
-
-_WIDTH = 110
 
 
 def _parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -52,13 +49,14 @@ def _examine(argv: Sequence[str]) -> int:
     arguments = parse(rest)
     config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
     from sorl_train.preflight.checks import examine
+    from sorl_train.preflight.finding import Run
 
     findings: list[Finding] = []
     with _only_errors_logged():
-        for finding in examine(config, own.index, new=not (arguments.resume or arguments.overwrite)):
+        for finding in examine(Run(config, own.index, new=not (arguments.resume or arguments.overwrite))):
             findings.append(finding)
             if not own.json:
-                print(as_text(finding), flush=True)
+                print(finding.as_text(), flush=True)
     if own.json:
         print_json({"checks": findings})
     else:
@@ -78,16 +76,6 @@ def _only_errors_logged() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def as_text(finding: Finding) -> str:
-    """A finding as a line, with its fix indented below."""
-    head = f"{finding.status:<5} {finding.name:<10} "
-    lines = textwrap.wrap(finding.detail, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
-    if finding.fix:
-        arrow = " " * len(head) + "-> "
-        lines += textwrap.wrap(finding.fix, _WIDTH, initial_indent=arrow, subsequent_indent=" " * len(arrow))
-    return "\n".join(lines)
 
 
 def _verdict(findings: Sequence[Finding]) -> str:

@@ -1,8 +1,8 @@
-"""What the checks of ``sorl-doctor`` share: what is known of the run, and what they find."""
+"""What the checks before a run share: what is known of the run, and what they find."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -11,7 +11,7 @@ from sorl_env.task import Limits, Task
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.shape import ModelShape
 
-Status = Literal["ok", "warn", "fail"]
+_WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,18 @@ class Finding:
     """What a check found; ``fix`` says what to do about it."""
 
     name: str
-    status: Status
+    status: Literal["ok", "warn", "fail"]
     detail: str
     fix: str = ""
+
+    def as_text(self) -> str:
+        """A line, with the fix indented below."""
+        head = f"{self.status:<5} {self.name:<10} "
+        lines = textwrap.wrap(self.detail, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+        if self.fix:
+            arrow = " " * len(head) + "-> "
+            lines += textwrap.wrap(self.fix, _WIDTH, initial_indent=arrow, subsequent_indent=" " * len(arrow))
+        return "\n".join(lines)
 
 
 @dataclass
@@ -41,13 +50,3 @@ class Run:
     limits: Limits | None = None
     shape: ModelShape | None = None
     sound: set[str] = field(default_factory=set)
-
-
-Check = Callable[[Run], Iterator[Finding]]
-
-
-def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    while not path.is_dir():
-        path = path.parent
-    return path

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from sorl_env.data import load_examples, read_rows
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
-from sorl_train.config.settings import TrainConfig
+from sorl_train.config.settings import TINY, TrainConfig
+
+if TYPE_CHECKING:
+    from sorl_env.text_env import TextEnv
+
+UNASKED = "http://127.0.0.1:8301"  # an address that is given to tools and never asked
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -50,3 +62,34 @@ def repeats(config: TrainConfig, examples: int) -> str:
         f"each step asks {prompts} prompts (rollout.batch_size / rollout.group_size) of {examples} questions, so it "
         f"asks a question {prompts / examples:.1f} times: lower rollout.batch_size, or give more --data"
     )
+
+
+@contextmanager
+def planned(config: TrainConfig) -> Iterator[tuple[list[TextEnv], str, str]]:
+    """The environments of training and evaluation, a folder or hub name with the model's sizes and tokenizer, and a
+    phrase about the policy's origin.
+
+    A corpus is not indexed, and no server of a search tool is asked.
+    """
+    from sorl_train.models.tiny import build_tiny_policy
+    from sorl_train.rollout.environments import make_env
+    from sorl_train.sft.cold_start import start_folder
+
+    # with an address even for a corpus, which would be indexed now
+    url = config.search.url or (UNASKED if config.search.corpus else None)
+    search = dataclasses.replace(config.search, url=url, corpus=None, cache=None)
+    asking_nobody = dataclasses.replace(config, search=search)
+    with ExitStack() as opened:
+        envs = [
+            opened.enter_context(closing(make_env(asking_nobody, evaluation=role))) for role in (False, True)
+        ]
+        if config.model != TINY:
+            yield envs, config.model, config.model
+        elif Path(cached := start_folder(config)).is_dir():
+            yield envs, cached, f"tiny, cold-started by an earlier run and cached in {cached}"
+        else:
+            steps = f"cold-started with {config.sft.steps} supervised steps"
+            folder = opened.enter_context(tempfile.TemporaryDirectory())
+            sizes = dataclasses.asdict(config.tiny)
+            build_tiny_policy(envs[0].task, folder, seed=config.seed, format=config.format, **sizes)
+            yield envs, folder, f"tiny, built for the task, {steps if config.stage == 'rl' else 'untrained'}"

@@ -84,7 +84,7 @@ def test_an_entry_point_is_listed_trained_and_suggested(
     my_algo.rename(package / "masked_of_mine.py")
     monkeypatch.syspath_prepend(package)
     assert main(["--help"]) == 0
-    assert re.search(r"installed:\s+masked", capsys.readouterr().out)
+    assert re.search(r"Installed:\s+masked", capsys.readouterr().out)
     assert "masked_of_mine" not in sys.modules  # listing imports nothing
     with pytest.raises(UserError, match=r"unknown algorithm 'maskd'\. Did you mean 'masked'"):
         load_config("quickstart", {"algo": "maskd"})

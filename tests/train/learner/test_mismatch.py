@@ -236,5 +236,5 @@ def test_limits_by_engine_and_precision(overrides: dict[str, Any], dtype: torch.
 
 
 def test_a_negative_limit_is_refused() -> None:
-    with pytest.raises(UserError, match=r"sampler\.max_mismatch cannot be negative"):
+    with pytest.raises(UserError, match=r"sampler\.max_mismatch should be greater than or equal to 0"):
         load_config("quickstart", {"sampler.max_mismatch": -1})

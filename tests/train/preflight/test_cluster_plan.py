@@ -171,7 +171,7 @@ def test_an_impossible_config_is_refused(tiny: Path) -> None:
 
 def test_a_hub_model_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="as a hub name it could not be fetched"):
+    with pytest.raises(UserError, match="no model configuration could be read from 'no-one/has-this-model'"):
         plan("paper/nq_so_ppo_8gpu", Path("no-one/has-this-model"))
 
 

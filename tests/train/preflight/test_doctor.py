@@ -141,20 +141,19 @@ Serve = Callable[..., str]
 
 def test_a_run_that_lacks_nothing(world: World, examine: Examine) -> None:
     status, found = examine(world())
-    found.pop("versions", None)  # the checkout may be used without being installed
     assert (status, found) == (0, {})
 
 
 def test_the_quickstart(examine: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     status, found = examine([])
-    assert status == 0 and set(found) <= {"versions"}
+    assert status == 0 and not found
     assert list(tmp_path.iterdir()) == []  # it changes nothing
 
 
 def test_no_model_folder(world: World, examine: Examine) -> None:
     status, found = examine(world(model=str(world.folder / "modle")))
-    assert status == 1 and set(found) - {"versions"} == {"model"}
+    assert status == 1 and set(found) == {"model"}
     assert "-> give --model a transformers folder" in found["model"]
 
 
@@ -162,7 +161,7 @@ def test_a_model_folder_without_weights(world: World, examine: Examine) -> None:
     for file in (world.folder / "model").glob("*.safetensors"):
         file.unlink()
     status, found = examine(world())
-    assert status == 1 and "holds no weights" in found["model"]
+    assert status == 1 and "holds no weights" in found["weights"]
 
 
 def test_a_tiny_policy_for_a_task_that_cannot_have_one(world: World, examine: Examine) -> None:
@@ -252,17 +251,6 @@ def test_a_cache_folder_that_is_a_file(
     assert status == 1 and "-> set SORL_CACHE" in found["cache"]
 
 
-def test_wrong_versions(world: World, examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        doctor_checks.metadata,
-        "requires",
-        lambda name: ["torch>=99", "nothing-of-this; extra == 'train'", "x; extra == 'dev'"],
-    )
-    status, found = examine(world())
-    assert status == 1 and "wanted >=99; nothing-of-this is missing" in found["versions"]
-    assert "pip install -U 'sorl[train]'" in found["versions"]
-
-
 def test_a_corpus_that_breaks_off(world: World, examine: Examine) -> None:
     with (world.folder / "corpus.jsonl").open("a") as file:
         file.write('{"id": "9", "cont')
@@ -272,14 +260,7 @@ def test_a_corpus_that_breaks_off(world: World, examine: Examine) -> None:
 
 def test_an_index_as_it_was_built(world: World, index: Path, examine: Examine) -> None:
     status, found = examine(world(search__corpus=str(index)))
-    assert status == 0 and set(found) <= {"versions"}
-
-
-def test_a_corpus_that_changed_since(world: World, index: Path, examine: Examine) -> None:
-    corpus = world.folder / "corpus.jsonl"
-    corpus.write_text(corpus.read_text().replace("word3", "word33"))
-    status, found = examine(world(search__corpus=str(index)))
-    assert status == 1 and "was built from another version of" in found["corpus"]
+    assert status == 0 and not found
 
 
 def test_a_damaged_index(world: World, index: Path, examine: Examine) -> None:
@@ -318,7 +299,7 @@ def test_a_server_that_is_none(
 
 def test_a_server_of_another_make(world: World, examine: Examine, serve: Serve) -> None:
     status, found = examine(with_server(world, serve())())
-    assert status == 0 and set(found) <= {"versions"}
+    assert status == 0 and not found
 
 
 def test_a_server_that_holds_another_index(world: World, index: Path, examine: Examine, serve: Serve) -> None:

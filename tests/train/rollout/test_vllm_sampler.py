@@ -155,7 +155,7 @@ def test_without_vllm_the_error_says_what_to_install(tiny_folder: str) -> None:
     [
         ({"lora__rank": 4}, "takes whole weights"),
         ({"hardware__device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
-        ({"sampler__gpu_memory": 1.5}, "sampler.gpu_memory must lie between 0 and 1"),
+        ({"sampler__gpu_memory": 1.5}, "sampler.gpu_memory should be less than or equal to 1"),
     ],
 )
 def test_settings_that_do_not_go_with_vllm(setting: dict[str, Any], complaint: str) -> None:
