@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -44,43 +45,48 @@ def check(config: TrainConfig) -> None:
         raise UserError("engine: openrlhf\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def _problems(config: TrainConfig) -> list[str]:
-    cluster, alarm, device, top_p = config.cluster, config.alarm, config.hardware.device, config.sampler.top_p
-    is_async, staleness, correction = (
-        cluster.async_rollout,
-        config.rollout.max_staleness,
-        config.correction,
-    )
-    cases = {
-        "stage: sft runs on engine=local": config.stage != "rl",
-        f"rollout.dynamic_sampling={config.rollout.dynamic_sampling} is for engine=local, OpenRLHF hands out a fixed "
-        "list of prompts: use 0": config.rollout.dynamic_sampling > 0,
-        f"replay.size={config.replay.size} is for engine=local, whose checkpoints hold the buffer: use 0": (
-            config.replay.size > 0
-        ),
-        "lora.rank is for engine=local": config.lora.rank > 0,
-        "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto": (
-            config.hardware.dtype == "float32"
-        ),
-        f"hardware.device={device} names one GPU: Ray places the processes, choose the GPUs with CUDA_VISIBLE_DEVICES "
-        "and cluster.gpus_per_node": device not in ("auto", "cpu", "cuda"),
-        f"cluster.zero_stage is 2 or 3, not {cluster.zero_stage}": cluster.zero_stage not in (2, 3),
-        "cluster.partial_rollout needs cluster.async_rollout": cluster.partial_rollout and not is_async,
-        "eval.patience and alarm.action=stop end synchronous runs only: use 0 and warn": (
-            is_async and (config.eval.patience > 0 or alarm.action == "stop")
-        ),
-        f"sampler.top_p={top_p:g} does not go with cluster.async_rollout, which takes ratios to the log-probabilities "
-        "that vLLM sampled with: top_p makes them larger than the policy's own, and so every ratio too small. Use "
-        "sampler.top_p=1": is_async and top_p < 1,
-        f"correction.mode={correction.mode}, correction.sequence_mask={correction.sequence_mask}: "
-        "cluster.async_rollout takes ratios to the log-probabilities that vLLM sampled with, which leaves no gap to "
-        "correct. Use correction.mode=none without a sequence_mask": is_async and correction.is_on,
-        "cluster.async_rollout trains on older samples: set rollout.max_staleness to 1 or more": (
-            is_async and staleness < 1
-        ),
-        "rollout.max_staleness needs cluster.async_rollout with this engine": staleness > 0 and not is_async,
-    }
-    return [problem for problem, is_there in cases.items() if is_there]
+def _problems(config: TrainConfig) -> Iterator[str]:
+    device, top_p, correction = config.hardware.device, config.sampler.top_p, config.correction
+    is_async, staleness = config.cluster.async_rollout, config.rollout.max_staleness
+    if config.stage != "rl":
+        yield "stage: sft runs on engine=local"
+    if config.rollout.dynamic_sampling > 0:
+        yield (
+            f"rollout.dynamic_sampling={config.rollout.dynamic_sampling} is for engine=local, OpenRLHF hands out a "
+            "fixed list of prompts: use 0"
+        )
+    if config.replay.size > 0:
+        yield f"replay.size={config.replay.size} is for engine=local, whose checkpoints hold the buffer: use 0"
+    if config.lora.rank > 0:
+        yield "lora.rank is for engine=local"
+    if config.hardware.dtype == "float32":
+        yield "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto"
+    if device not in ("auto", "cpu", "cuda"):
+        yield (
+            f"hardware.device={device} names one GPU: Ray places the processes, choose the GPUs with "
+            "CUDA_VISIBLE_DEVICES and cluster.gpus_per_node"
+        )
+    if not is_async:
+        if config.cluster.partial_rollout:
+            yield "cluster.partial_rollout needs cluster.async_rollout"
+        if staleness > 0:
+            yield "rollout.max_staleness needs cluster.async_rollout with this engine"
+        return
+    if staleness < 1:
+        yield "cluster.async_rollout trains on older samples: set rollout.max_staleness to 1 or more"
+    if config.eval.patience > 0 or config.alarm.action == "stop":
+        yield "eval.patience and alarm.action=stop end synchronous runs only: use 0 and warn"
+    ratios = "cluster.async_rollout, which takes ratios to the log-probabilities that vLLM sampled with"
+    if top_p < 1:
+        yield (
+            f"sampler.top_p={top_p:g} does not go with {ratios}: top_p makes them larger than the policy's own, and so "
+            "every ratio too small. Use sampler.top_p=1"
+        )
+    if correction.is_on:
+        yield (
+            f"correction.mode={correction.mode}, correction.sequence_mask={correction.sequence_mask} does not go with "
+            f"{ratios}: that leaves no gap to correct. Use correction.mode=none without a sequence_mask"
+        )
 
 
 def _uneven(config: TrainConfig) -> list[str]:
