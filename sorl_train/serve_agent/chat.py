@@ -218,16 +218,13 @@ class Head:
 
     def last_chunk(self, trajectory: Trajectory, unknown_words: Sequence[str]) -> dict[str, Any]:
         """The part that says how the dialogue ended, with the whole dialogue."""
-        choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish(trajectory)}
-        return {
-            **self._fields("chat.completion.chunk"),
-            "choices": [choice],
-            "sorl": dialogue(trajectory, unknown_words),
-        }
+        chunk = self.chunk({}, sorl=dialogue(trajectory, unknown_words))
+        chunk["choices"][0]["finish_reason"] = _finish(trajectory)
+        return chunk
 
     def usage_chunk(self, trajectory: Trajectory) -> dict[str, Any]:
         """The part after the last one, with the counts of tokens."""
-        return {**self._fields("chat.completion.chunk"), "choices": [], "usage": usage(trajectory)}
+        return {**self.chunk({}), "choices": [], "usage": usage(trajectory)}
 
 
 def usage(trajectory: Trajectory) -> dict[str, int]:

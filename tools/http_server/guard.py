@@ -133,7 +133,7 @@ class Guard:
                 f"Host is {host[:100]!r}, not this machine: for requests under other names give --token_file",
             )
         origin = headers.get(b"origin")
-        if origin is not None and urlsplit(origin.decode("latin-1")).netloc.lower() != host.lower():
+        if origin is not None and origin.partition(b"://")[2].lower() != host.lower().encode("latin-1"):
             raise RequestError(
                 403, "this serves programs, not web pages: send no Origin, or give --token_file"
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from functools import partial
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +40,13 @@ class Metrics:
         self.batch_size = sizes("sorl_serve_batch_queries", "Different queries in a batch")
         self.waiting = gauge("sorl_serve_waiting_queries", "Queries in the queue")
         self.failures = counter("sorl_serve_search_failures", "Batches whose search raised")
-        self.in_flight = gauge("sorl_serve_in_flight", "Requests in progress")
         if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
             prometheus.ProcessCollector(registry=registry)
         self._logged: set[type[BaseException]] = set()
-        self._by_status: dict[int, Any] = {}
 
     def answered(self, status: int, num_queries: int, seconds: float) -> None:
         """Count one answer of ``/retrieve`` or ``/mcp``."""
-        counter = self._by_status.get(status)
-        if counter is None:
-            counter = self._by_status[status] = self.requests.labels(str(status))
-        counter.inc()
+        self.requests.labels(str(status)).inc()
         self.latency_s.observe(seconds)
         if status == 200:
             self.queries.inc(num_queries)

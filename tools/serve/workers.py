@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -55,75 +55,60 @@ class Workers:
         Raises:
             KeyboardInterrupt: after a SIGINT, when all workers have ended.
         """
-        interrupted = False
-        with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sorl-serve-"))
+        before = signal.signal(signal.SIGTERM, lambda *_: self._stopping.set())
+        with tempfile.TemporaryDirectory(prefix="sorl-serve-") as folder:
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
             # otherwise the embedding model and FAISS of each worker would use every core
             cores = max(1, (os.cpu_count() or 1) // self._settings.workers)
             os.environ.setdefault("OMP_NUM_THREADS", str(cores))
-            stack.callback(os.environ.pop, "PROMETHEUS_MULTIPROC_DIR", None)
-            before = signal.signal(signal.SIGTERM, lambda *_: self._stopping.set())
-            stack.callback(signal.signal, signal.SIGTERM, before)
             try:
-                status = self._supervise()
-            except KeyboardInterrupt:
-                interrupted, status = True, 0
+                return self._supervise()
             finally:
                 self._end()
-        if interrupted:
-            raise KeyboardInterrupt
-        return status
+                signal.signal(signal.SIGTERM, before)
 
     def _supervise(self) -> int:
         receiver, sender = self._context.Pipe(duplex=False)
-        self._start(0, warm_first=False, ready=sender)
+        self._start(0, sender)
         sender.close()
         ready = False
         while not self._stopping.is_set():
-            watched: list[Any] = [process.sentinel for process in self._processes.values()]
-            for event in wait(watched if ready else [*watched, receiver], timeout=0.2):
-                if event is receiver and not ready:
-                    try:
-                        self._on_ready(receiver.recv())
-                    except EOFError:
-                        continue  # the worker has died, which its sentinel reports
+            if not ready and receiver.poll(0.2) and self._processes[0].is_alive():
+                with suppress(EOFError):  # it has died, which is seen below
+                    self._on_ready(receiver.recv())
                     ready = True
                     for number in range(1, self._settings.workers):
-                        self._start(number, warm_first=True)
-            status = self._replace_dead(ready)
-            if status is not None:
-                return status
+                        self._start(number)
+            elif ready:
+                wait([process.sentinel for process in self._processes.values()], timeout=0.2)
+            for number, process in list(self._processes.items()):
+                if not process.is_alive() and not self._stopping.is_set():
+                    if not ready or process.exitcode == USAGE:
+                        return USAGE if process.exitcode == USAGE else 1
+                    if not self._replace(number):
+                        return 1
         return 0
 
-    def _start(self, number: int, *, warm_first: bool, ready: Any = None) -> None:
-        process = self._context.Process(
-            target=_work,
-            args=(self._settings, self._port, warm_first, ready),
-            name=f"sorl-serve-{number}",
-        )
+    def _start(self, number: int, ready: Any = None) -> None:
+        """Start a worker; ``ready`` is where the first one sends the facts about the index."""
+        arguments = (self._settings, self._port, ready)
+        process = self._context.Process(target=_work, args=arguments, name=f"sorl-serve-{number}")
         process.start()
         self._processes[number] = process
 
-    def _replace_dead(self, ready: bool) -> int | None:
-        """Replace dead workers; returns an exit status if that is pointless."""
-        for number, process in list(self._processes.items()):
-            if process.is_alive() or self._stopping.is_set():
-                continue
-            process.join()
-            if process.exitcode == USAGE or not ready:
-                return USAGE if process.exitcode == USAGE else 1
-            from prometheus_client.multiprocess import mark_process_dead
+    def _replace(self, number: int) -> bool:
+        """Start a dead worker again; False if that is pointless."""
+        from prometheus_client.multiprocess import mark_process_dead
 
-            mark_process_dead(process.pid)
-            logger.error("worker %d ended with status %s and is started again", number, process.exitcode)
-            now = time.monotonic()
-            self._restarts = [*(then for then in self._restarts if now - then < 60), now]
-            if len(self._restarts) > MAX_RESTARTS:
-                logger.error("%d workers died within a minute: giving up", len(self._restarts))
-                return 1
-            self._start(number, warm_first=True)
-        return None
+        process, now = self._processes[number], time.monotonic()
+        mark_process_dead(process.pid)
+        logger.error("worker %d ended with status %s and is started again", number, process.exitcode)
+        self._restarts = [*(then for then in self._restarts if now - then < 60), now]
+        if len(self._restarts) > MAX_RESTARTS:
+            logger.error("%d workers died within a minute: giving up", len(self._restarts))
+            return False
+        self._start(number)
+        return True
 
     def _end(self) -> None:
         """Ask all workers to stop, wait while they answer the requests in progress, then kill those that are left."""
@@ -137,7 +122,7 @@ class Workers:
                 process.join()
 
 
-def _work(settings: SearchSettings, port: int, warm_first: bool, ready: Any) -> None:
+def _work(settings: SearchSettings, port: int, ready: Any) -> None:
     """The life of one worker process."""
     set_up_logging("sorl-serve")
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -146,7 +131,7 @@ def _work(settings: SearchSettings, port: int, warm_first: bool, ready: Any) -> 
             settings,
             lambda: bind(settings.server.host, port, shared=True),
             on_ready=(lambda facts: None) if ready is None else ready.send,
-            warm_first=warm_first,
+            warm_first=ready is None,
         )
     except UserError as error:
         print(f"sorl-serve: {error}", file=sys.stderr)

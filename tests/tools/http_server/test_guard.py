@@ -148,6 +148,7 @@ def read_to_end(client: socket.socket) -> bytes:
 FOREIGN = [
     {"Origin": "http://evil.example"},
     {"Origin": "null"},
+    {"Origin": "http://[::1"},
     {"Origin": "http://127.0.0.1:1"},  # another server of this machine
     {"Host": "evil.example"},  # a name that was made to resolve to 127.0.0.1
     {"Host": "127.0.0.1.evil.example"},

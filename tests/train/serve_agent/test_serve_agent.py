@@ -37,7 +37,6 @@ from sorl_train.evaluate.runner import Policy
 from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.app import agent_app
 from sorl_train.serve_agent.chat import ChatError, ChatRequest, error_content, parse_request
-from sorl_train.serve_agent.cli import main
 
 from ...waiting import wait_until
 from ..evaluate.completions_server import serving
@@ -476,34 +475,6 @@ def test_a_policy_whose_event_loop_dies_ends_the_server(
     assert "ended by SystemExit(0)" in capfd.readouterr().err
     health = send(agent, "GET", "/health")
     assert health.status_code == 503 and health.json()["status"] == "failed"
-
-
-# --- the command ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ([], "give a model folder"),
-        (["--model", "RUN", "--port", "70000"], "--port must lie between 0 and 65535, it is 70000"),
-        (["--model", "RUN", "--token_file", "nowhere"], "nowhere"),
-        (["--model", "RUN", "--max_waiting", "-1"], "--max_waiting cannot be negative, it is -1"),
-        (["--endpoint", "http://127.0.0.1:1/v1"], "--model_name"),
-        (["--mode", "x"], "--mode"),
-    ],
-)
-def test_mistakes_are_named(
-    run_folder: Path, capsys: pytest.CaptureFixture[str], command: list[str], message: str
-) -> None:
-    assert main([part.replace("RUN", str(run_folder)) for part in command]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("sorl-serve-agent: ") and message in error
-
-
-def test_a_port_in_use_is_found_before_the_model_is_loaded(
-    run_folder: Path, server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
-    port = str(server.client.base_url.port)
-    assert main(["--model", str(run_folder), "--port", port]) == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 # --- attacks --------------------------------------------------------------------------------------------------
