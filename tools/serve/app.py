@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,7 +17,7 @@ from sorl_tools.http_server.guard import Guard
 from sorl_tools.http_server.options import ServerSettings
 from sorl_tools.serve.batcher import Batcher
 from sorl_tools.serve.metrics import NUM_QUERIES, Metrics
-from sorl_tools.serve.protocol import RequestLimits, encode_json, encode_result, parse_request
+from sorl_tools.serve.protocol import RequestLimits, encode_result, parse_request
 
 FINGERPRINT_HEADER = "x-sorl-fingerprint"
 
@@ -44,10 +44,10 @@ def search_app(
     async def health(request: Request) -> Response:
         failed = batcher.failure is not None
         state = {"status": "failed" if failed else "ok", "ready": batcher.ready, "pid": os.getpid()}
-        return _json(state | facts(), 503 if failed else 200)
+        return JSONResponse(state | facts(), 503 if failed else 200)
 
     async def ready(request: Request) -> Response:
-        return _json({"ready": batcher.ready}, 200 if batcher.ready else 503)
+        return JSONResponse({"ready": batcher.ready}, 200 if batcher.ready else 503)
 
     async def expose(request: Request) -> Response:
         return Response(metrics.expose(), media_type=metrics.content_type)
@@ -71,10 +71,6 @@ def search_app(
     ]
     app = make_app(routes, lifespan=lifespan)
     return _Counted(Guard(app, settings, open_paths=("/health", "/ready")), metrics)
-
-
-def _json(content: dict[str, Any], status: int) -> Response:
-    return Response(encode_json(content), status, media_type="application/json")
 
 
 class _Counted:

@@ -149,8 +149,3 @@ def _row(hit: Hit, request: RetrieveRequest) -> _Document | _ScoredDocument:
 def contents_of(passage: Passage) -> str:
     r"""Title and text as one string, ``"Title"\ntext``, which ``Passage.from_row`` reads."""
     return f'"{passage.title}"\n{passage.text}' if passage.title else passage.text
-
-
-def encode_json(value: Any) -> bytes:
-    """JSON of plain values."""
-    return _encoder.encode(value)
