@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -234,7 +235,7 @@ def test_a_web_page_plays_no_episodes(server: Process) -> None:
     with pytest.raises(InvalidStatus, match="403"):
         connect(address, origin="http://evil.example")  # type: ignore[arg-type]
     with pytest.raises(InvalidStatus, match="403"):
-        connect(f"ws://evil.example:{port}/ws", host="127.0.0.1", port=port, proxy=None)
+        connect(f"ws://evil.example:{port}/ws", sock=socket.create_connection(("127.0.0.1", port)))
     for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
         assert httpx.get(f"{server.url}/list_environments", headers=headers).status_code == 403
         reply = httpx.post(
