@@ -107,12 +107,12 @@ def loss(folder: Path) -> float:
     new = (-torch.rand(rows, columns, generator=generator)).requires_grad_()
     old = new.detach() + 0.3 * torch.randn(rows, columns, generator=generator)
     advantages = torch.randn(rows, columns, generator=generator)
+    settings = LossSettings("turn")
 
     def step() -> int:
         new.grad = None
-        policy_loss(
-            new, old, advantages, mask, turn_ids, LossSettings("turn"), denominator=float(rows)
-        ).loss.backward()
+        output = policy_loss(new, old, advantages, mask, turn_ids, settings, denominator=float(rows))
+        output.loss.backward()
         return 1
 
     return rate(step)
@@ -120,10 +120,18 @@ def loss(folder: Path) -> float:
 
 def training(folder: Path) -> float:
     run = Path(tempfile.mkdtemp()) / "run"
+    options = (
+        "--algo so_ppo --rollout.batch_size 64 --update.steps 3 --eval.every 0 --eval.num_examples_final 1"
+    )
     command = [
-        *"-m sorl_train.cli --algo so_ppo --rollout.batch_size 64 --update.steps 3 --eval.every 0".split()
+        "-m",
+        "sorl_train.cli",
+        *options.split(),
+        "--model",
+        str(folder / "policy"),
+        "--run_dir",
+        str(run),
     ]
-    command += ["--model", str(folder / "policy"), "--run_dir", str(run), "--eval.num_examples_final", "1"]
     subprocess.run([sys.executable, *command], check=True, capture_output=True)
     rows = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
     shutil.rmtree(run.parent)
@@ -141,9 +149,8 @@ def search(folder: Path) -> float:
 
         def ask(number: int) -> None:
             words = " ".join(f"w{(number * step) % 997}" for step in (3, 7, 11, 31))
-            client.post(
-                "/retrieve", json={"queries": [words], "topk": 3, "return_scores": True}
-            ).raise_for_status()
+            asked = {"queries": [words], "topk": 3, "return_scores": True}
+            client.post("/retrieve", json=asked).raise_for_status()
 
         def batch() -> int:
             list(pool.map(ask, range(64)))
@@ -188,36 +195,23 @@ def python(tree: Path, *arguments: str) -> str:
     environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, cwd=tree)
     if done.returncode:
-        raise SystemExit(f"{tree.name}: {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
+        raise SystemExit(f"{tree.parent.name}: {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
     return done.stdout
 
 
-def commit(revision: str) -> str:
-    command = ["git", "rev-parse", "--short", revision]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def prepare(revision: str, folder: Path) -> Path:
-    """Check a revision out; the path of its tree, with the task and the index that it measures beside it."""
-    folder.mkdir()
-    tree = folder / "tree"
-    subprocess.run(
-        ["git", "worktree", "add", "--quiet", "--detach", str(tree), revision], check=True, cwd=ROOT
-    )
+def prepare(commit: str, folder: Path) -> Path:
+    """Check a commit out; the path of its tree, with the task and the index that it measures beside it."""
+    tree, corpus = folder / "tree", folder / "corpus.jsonl"
+    subprocess.run(["git", "clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(tree)], check=True)
+    subprocess.run(["git", "checkout", "--quiet", commit], check=True, cwd=tree)
     (folder / "task.py").write_text(TASK)
-    with (folder / "corpus.jsonl").open("w") as corpus:
+    with corpus.open("w") as lines:
         for number in range(20_000):
             words = " ".join(f"w{(number * step + step) % 997}" for step in range(1, 80))
-            corpus.write(json.dumps({"id": str(number), "contents": f'"Passage {number}"\n{words}'}) + "\n")
-    build = [
-        "-m",
-        "sorl_tools.index.cli",
-        "build",
-        str(folder / "corpus.jsonl"),
-        "--out",
-        str(folder / "index"),
-    ]
-    python(tree, *build, "--quiet")
+            lines.write(json.dumps({"id": str(number), "contents": f'"Passage {number}"\n{words}'}) + "\n")
+    python(
+        tree, "-m", "sorl_tools.index.cli", "build", str(corpus), "--out", str(folder / "index"), "--quiet"
+    )
     return tree
 
 
@@ -258,15 +252,13 @@ def machine() -> dict[str, Any]:
 
 
 def show(figures: Mapping[str, Any]) -> None:
-    print(", ".join(f"{name} {value}" for name, value in figures["machine"].items()))
+    print(", ".join(f"{name} {value}" for name, value in figures.items() if name != "measures"))
     print(f"\n{'rate a second':14} {'base':>11} {'head':>11} {'head/base':>10} {'95% interval':>16}")
     for name, row in figures["measures"].items():
         low, high = row["interval"]
-        print(
-            f"{name:14} {row['base']:11,.1f} {row['head']:11,.1f} {row['ratio']:10.3f} {low:7.3f} to {high:5.3f}",
-            end="",
-        )
-        print("  slower" if high < 1 else "  faster" if low > 1 else "")
+        verdict = "slower" if high < 1 else "faster" if low > 1 else ""
+        rates = f"{row['base']:11,.1f} {row['head']:11,.1f} {row['ratio']:10.3f}"
+        print(f"{name:14} {rates} {low:7.3f} to {high:5.3f}  {verdict}")
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -293,20 +285,20 @@ def main() -> int:
     if args.rounds < 2:
         parser.error("--rounds: an interval takes at least 2")
 
+    commits = {}
+    for side in ("base", "head"):
+        command = ["git", "rev-parse", "--verify", "--short", f"{getattr(args, side)}^{{commit}}"]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if found.returncode:
+            parser.error(f"git knows no revision {getattr(args, side)!r}")
+        commits[side] = found.stdout.strip()
+    figures = {**commits, **machine(), "rounds": args.rounds}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        trees = {side: prepare(getattr(args, side), folder / side) for side in ("base", "head")}
-        try:
-            figures = {
-                "machine": machine(),
-                "rounds": args.rounds,
-                "base": commit(args.base),
-                "head": commit(args.head),
-            }
-            figures["measures"] = measured(args.rounds, args.only, folder, trees)
-        finally:
-            for tree in trees.values():
-                subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=False)
+        for side in commits:
+            (folder / side).mkdir()
+        trees = {side: prepare(commit, folder / side) for side, commit in commits.items()}
+        figures["measures"] = measured(args.rounds, args.only, folder, trees)
     show(figures)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
