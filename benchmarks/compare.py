@@ -175,7 +175,7 @@ def served(index: Path) -> Iterator[str]:
             url = f"http://127.0.0.1:{port}"
             for _ in range(600):
                 with contextlib.suppress(httpx.TransportError):
-                    if httpx.get(f"{url}/health").is_success:
+                    if httpx.get(f"{url}/ready").is_success:
                         break
                 if server.poll() is not None:
                     raise RuntimeError(Path(log.name).read_text())
