@@ -41,24 +41,18 @@ def ask_for_items(task: str, reward: Callable[..., Any], *arguments: Any) -> dic
     Raises:
         UserError: they are no mapping of names to finite numbers. NaN would make the loss of a whole batch NaN.
     """
-    items = call_outside(reward, *arguments)
-    if type(items) is not dict and not isinstance(items, Mapping):
-        raise UserError(_wrong(task, reward, f"returned {_said(items)}"))
-    checked = dict(items)
-    for name, value in checked.items():
-        if not isinstance(name, str) or not isinstance(value, (float, int, numbers.Real)):
-            raise UserError(_wrong(task, reward, f"returned {_said(name)}: {_said(value)} among its items"))
-        if not math.isfinite(value):
-            raise UserError(
-                f"task {task}: reward item {name!r}{place_of(reward)} is {value}; it must be finite"
-            )
-        if type(value) not in (float, int):
-            checked[name] = float(value)  # a number of NumPy cannot be written as JSON
-    return checked
-
-
-def _wrong(task: str, reward: Callable[..., Any], what: str) -> str:
-    return f"task {task}: its reward{place_of(reward)} {what}; return {{name: number}}, as {{'exact_match': 1.0}}"
+    items: Any = call_outside(reward, *arguments)
+    where = f"task {task}: its reward{place_of(reward)}"
+    wrong = None if isinstance(items, Mapping) else _said(items)
+    for name, value in () if wrong else items.items():
+        if not isinstance(name, str) or not isinstance(value, numbers.Real):
+            wrong = f"{_said(name)}: {_said(value)} among its items"
+        elif not math.isfinite(value):
+            raise UserError(f"{where} gave item {name!r} as {value}; it must be finite")
+    if wrong:
+        raise UserError(f"{where} returned {wrong}; return {{name: number}}, as {{'exact_match': 1.0}}")
+    # a number of NumPy cannot be written as JSON
+    return {name: value if type(value) in (float, int) else float(value) for name, value in items.items()}
 
 
 def _said(value: Any) -> str:

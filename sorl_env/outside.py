@@ -43,15 +43,6 @@ def call_outside(function: Callable[..., _T], *arguments: Any, **named: Any) -> 
         raise _exception(error).with_traceback(error.__traceback__) from error
 
 
-def contained(function: Callable[..., _T]) -> Callable[..., _T]:
-    """``function``, called by ``call_outside``."""
-
-    def call(*arguments: Any, **named: Any) -> _T:
-        return call_outside(function, *arguments, **named)
-
-    return call
-
-
 def _exception(error: BaseException) -> OutsideError:
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
         raise error  # the user's Ctrl-C

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
+import functools
 import inspect
 import logging
 import random
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sorl_env.errors import did_you_mean
-from sorl_env.outside import Threads, await_outside, call_outside, contained
+from sorl_env.outside import Threads, await_outside, call_outside
 from sorl_env.text import quoted, valid_text
 from sorl_env.tool import (
     MAX_REPLY_CHARS,
@@ -223,7 +224,7 @@ def _bind(tool: Tool, threads: Threads) -> _BoundTool:
         signature=inspect.signature(tool),
         raw_text=raw_text,
         inline=getattr(tool, "inline", False),
-        run=contained(tool.__call__ if raw_text else lambda arguments: tool(**arguments)),
+        run=functools.partial(call_outside, tool.__call__ if raw_text else lambda given: tool(**given)),
         arun=acall if raw_text or acall is None else lambda arguments: acall(**arguments),
         threads=threads,
     )

@@ -48,7 +48,7 @@ def test_what_is_no_reward(items: Any, said: str) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan")])
 def test_items_are_finite(value: float) -> None:
     with pytest.raises(
-        UserError, match=r"^task toy: reward item 'b' .*:\d+\) is (nan|inf|-inf); it must be finite"
+        UserError, match=r"^task toy: its reward .*:\d+\) gave item 'b' as (nan|inf|-inf); it must be finite"
     ):
         ask_for_items("toy", give, {"a": 1.0, "b": value})
 
