@@ -70,33 +70,16 @@ def test_the_whole_task_is_sound(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("    return f", "    f", "its prompt (FILE:22) returned None; return a text"),
         ("prompt=prompt", "prompt=''", "FILE: task 'shop': prompt=''; give a function"),
         ("prompt=prompt", "prompt=prompt, limits={}", "FILE: task 'shop': limits={}; give Limits(..)"),
+        ('(row["gold"],))', 'row["gold"])', "rows.jsonl:1: not a row of task shop: example '1'"),
+        ('Example(str(row["id"]), row["question"], (row["gold"],))', "None", "parse_row (FILE:14) returned None"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_message(
     old: str, new: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, file = run(tmp_path, old, new)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"id": 1, "question": "Who?", "gold": "x"}))
+    status, file = run(tmp_path, old, new, *(["--data", str(rows)] if "row[" in old else []))
     out, error = capsys.readouterr()
     assert status == 1 and said.replace("FILE", str(file)) in error, (out, error)
     assert error.startswith("sorl-check-task: ") and "fault of sorl" not in error
-
-
-@pytest.mark.parametrize(
-    ("new", "said"),
-    [
-        (
-            'Example(str(row["id"]), row["question"], row["gold"])',
-            "rows.jsonl:1: not a row of task shop: example '1'",
-        ),
-        ("None", "task shop: its parse_row (FILE:14) returned None for "),
-    ],
-)
-def test_a_mistake_in_reading_rows(
-    new: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"id": 1, "question": "Who?", "gold": "x"}))
-    status, file = run(
-        tmp_path, 'Example(str(row["id"]), row["question"], (row["gold"],))', new, "--data", str(rows)
-    )
-    assert status == 1 and said.replace("FILE", str(file)) in capsys.readouterr().err

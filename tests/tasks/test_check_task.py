@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sorl_env import Example, Limits, Task, ToolUnavailableError, ToolUseEnv
+from sorl_env import Example, Limits, Task, ToolSettings, ToolUnavailableError, ToolUseEnv
 from sorl_env.check_task import check_task, main
 from sorl_env.rewards import answer_match, exact_match
 
@@ -72,21 +72,6 @@ def test_a_good_task_passes() -> None:
     assert "3 score 1" in checks[1].detail
 
 
-def test_rewards_that_break_the_contract() -> None:
-    assert "'0' scores 0.5" in failures(reward=lambda example, turns: {"half": 0.5})["gold answer"]
-    generous = failures(reward=lambda example, turns: {"always": 1.0})
-    assert set(generous) == {"empty answer", "wrong answer"}
-    assert "scores 1 {'always': 1.0}, expected 0" in generous["wrong answer"]
-    assert "wrong answer" in failures(wrong_answer=lambda example: example.golden_answers[0])
-
-
-def test_gold_answers_that_cannot_be_given() -> None:
-    nested = [Example("0", "q", ("<answer>",))]
-    assert "example '0': '<answer>' scores 0" in failures(embedded=lambda split: nested)["gold answer"]
-    some = [Example("0", "q", ("x",)), Example("1", "q")]
-    assert "example '1' has no golden_answers" in failures(embedded=lambda split: some)["gold answer"]
-
-
 def test_a_task_without_gold_answers_needs_an_expert() -> None:
     def judged(example: Example, turns: Sequence[Any]) -> Mapping[str, float]:
         return {"even": float(turns[-1].content in ("2", "4"))}
@@ -104,11 +89,6 @@ def test_a_task_without_gold_answers_needs_an_expert() -> None:
     assert (
         failures(expert=lambda *_: None) == {}
     )  # the gold answers have shown that the reward can be reached
-
-
-def test_prompts_that_are_too_long() -> None:
-    detail = failures(limits=Limits(max_prompt_tokens=3))["prompts"]
-    assert "longest 6, example '0' (limit 3; words" in detail
 
 
 def test_a_tokenizer_counts_exactly() -> None:
@@ -129,36 +109,6 @@ def test_a_tokenizer_counts_exactly() -> None:
     assert next(check.detail for check in checks if check.name == "prompts").startswith(
         f"longest {len(TAGS) + 7}"
     )
-
-
-def test_tools_that_are_out_or_silent_or_random() -> None:
-    def out(text: str) -> str:
-        """Never there."""
-        raise ToolUnavailableError("the cable is cut")
-
-    def silent(text: str) -> str:
-        """Say nothing."""
-        return " "
-
-    calls: list[str] = []
-
-    def forgetful(text: str) -> str:
-        """Never say the same twice."""
-        calls.append(text)
-        return f"reply {len(calls)}"
-
-    from sorl_env import ToolSettings
-
-    env = ToolUseEnv(changed(tools=[out]), tool_settings=ToolSettings(retries=0))
-    assert any("the cable is cut" in check.detail for check in check_task(env) if check.name == "tool out")
-    assert "an empty reply" in failures(tools=[silent])["tool silent"]
-    assert "seed 0, turn 1: first " in failures(tools=[forgetful])["seeds"]
-
-
-def test_rows_must_be_refused_clearly() -> None:
-    assert "parse_row({}) succeeds" in failures(parse_row=lambda row: Example("0", "q"))["rows"]
-    unclear = failures(parse_row=lambda row: Example("0", row.get("question").strip()))
-    assert "not a KeyError or ValueError that names the column" in unclear["rows"]
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,37 +230,6 @@ def test_a_tool_that_keeps_state_as_it_should_passes(inline: bool, monkeypatch: 
     assert "note keeps a state of its own in each" in checks["episodes"].detail
 
 
-@pytest.mark.parametrize(
-    ("tools", "said"),
-    [
-        ([echo, Shared()], "tool note replies .* in a later episode .* Give it new_episode"),
-        ([echo, counter()], "tool count replies .* in a later episode .* Give it new_episode"),
-        ([echo, *two_functions()], "tool read replies 'Nothing of that.' .* remembers earlier episodes"),
-        ([echo, Sharing()], "tool note replies .* new_episode returns must not share anything"),
-    ],
-    ids=["object", "function", "two functions", "shared"],
-)
-def test_state_that_reaches_another_episode_is_found_and_named(tools: list[Any], said: str) -> None:
-    found = failures(tools=tools)
-    assert re.search(said, found["episodes"]), found
-
-
-@pytest.mark.parametrize(
-    ("prompt", "said"),
-    [
-        (
-            "<query> <echo> <add> <answer>",
-            r"the prompt names <query>, which no tool reads; .* <echo>, <add>, <answer>",
-        ),
-        ("<echo> <answer>", "the prompt does not name <add>, so no policy can know of it"),
-        ("<echo> and <add>", "the prompt does not name <answer>"),
-        ("Answer:", "the prompt does not name <echo>"),
-    ],
-)
-def test_tags_that_the_prompt_names_wrongly_or_not_at_all(prompt: str, said: str) -> None:
-    assert re.match(said, failures(prompt=lambda example: f"{prompt} {example.question}")["tags"])
-
-
 def test_tags_in_the_data_and_those_that_an_expert_teaches_are_no_mistake() -> None:
     asked = [Example(str(i), f"What is <tag{i}> ?", ("x",)) for i in range(2)]
     assert failures(embedded=lambda split: asked) == {}
@@ -340,18 +259,62 @@ def short(text: str) -> str:
     return text if len(text) < 1000 else ""
 
 
+def out(text: str) -> str:
+    """Never there."""
+    raise ToolUnavailableError("the cable is cut")
+
+
+def silent(text: str) -> str:
+    """Say nothing."""
+    return " "
+
+
+def scores(value: float) -> Any:
+    return lambda example, turns: {"fixed": value}
+
+
+def asks(*examples: Example) -> Any:
+    return lambda split: list(examples)
+
+
+def shows(tags: str) -> Any:
+    return lambda example: f"{tags} {example.question}"
+
+
 @pytest.mark.parametrize(
-    ("tool", "said"),
+    ("changes", "check", "said"),
     [
-        (divide, r"asked for '.*\"right\": 0.*': it raised ZeroDivisionError: .* \(.*py:\d+\); raise"),
-        (look_up, r"asked for '\?': it raised KeyError: .*; raise ToolInputError, whose text the policy then reads"),
-        (leave, r"asked for '\?': it raised SystemExit\(0\), which may not end this process"),
-        (short, r"an empty reply to 'xxx.*\.\.\.', which tells the policy nothing"),
+        ({"reward": scores(0.5)}, "gold answer", "'0' scores 0.5"),
+        ({"reward": scores(1.0)}, "wrong answer", r"scores 1 \{'fixed': 1.0\}, expected 0"),
+        ({"reward": scores(1.0)}, "empty answer", "'' scores 1"),
+        ({"wrong_answer": lambda example: example.golden_answers[0]}, "wrong answer", "'0' scores 1"),
+        ({"embedded": asks(Example("0", "q", ("<answer>",)))}, "gold answer", "example '0': '<answer>' scores 0"),
+        ({"embedded": asks(Example("0", "q", ("x",)), Example("1", "q"))}, "gold answer", "'1' has no golden_answers"),
+        ({"parse_row": lambda row: Example("0", "q")}, "rows", r"parse_row\(\{\}\) succeeds"),
+        ({"parse_row": lambda row: row.get("q").strip()}, "rows", "not a KeyError or ValueError that names the column"),
+        ({"limits": Limits(max_prompt_tokens=3)}, "prompts", r"longest 6, example '0' \(limit 3; words"),
+        ({"prompt": shows("<query> <echo> <add> <answer>")}, "tags", "names <query>, which .* <echo>, <add>, <answer>"),
+        ({"prompt": shows("<echo> <answer>")}, "tags", "the prompt does not name <add>, so no policy can know of it"),
+        ({"prompt": shows("<echo> and <add>")}, "tags", "the prompt does not name <answer>"),
+        ({"prompt": shows("Answer:")}, "tags", "the prompt does not name <echo>"),
+        ({"tools": [out]}, "tool out", "the cable is cut"),
+        ({"tools": [silent]}, "tool silent", "an empty reply"),
+        ({"tools": [counter()]}, "seeds", "seed 0, turn 1: first "),
+        ({"tools": [divide]}, "tool divide", r"asked for '.*\"right\": 0.*': it raised ZeroDiv.*py:\d+\); raise"),
+        ({"tools": [look_up]}, "tool look_up", r"asked for '\?': it raised KeyError: .*; raise ToolInputError"),
+        ({"tools": [leave]}, "tool leave", r"asked for '\?': it raised SystemExit\(0\), which may not end"),
+        ({"tools": [short]}, "tool short", r"an empty reply to 'xxx.*\.\.\.', which tells the policy nothing"),
+        ({"tools": [echo, Shared()]}, "episodes", "tool note replies .* in a later episode .* Give it new_episode"),
+        ({"tools": [echo, counter()]}, "episodes", "tool count replies .* in a later episode .* Give it new_episode"),
+        ({"tools": [echo, *two_functions()]}, "episodes", "tool read replies 'Nothing .* remembers earlier episodes"),
+        ({"tools": [echo, Sharing()]}, "episodes", "tool note replies .* returns must not share anything"),
     ],
 )  # fmt: skip
-def test_a_tool_that_trips_over_junk(tool: Any, said: str) -> None:
-    found = failures(tools=[tool])
-    assert re.match(said, found[f"tool {tool.__name__}"]), found
+def test_what_is_wrong_with_a_task_is_found_and_named(changes: Any, check: str, said: str) -> None:
+    settings = ToolSettings(retries=0)
+    env = ToolUseEnv(changed(**changes), tool_settings=settings)
+    found = {one.name: one.detail for one in check_task(env) if not one.passed}
+    assert re.search(said, found[check]), found
 
 
 def test_an_expert_that_trips_hides_no_other_check() -> None:
