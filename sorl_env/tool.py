@@ -8,12 +8,10 @@ the policy's fault, and the refusal becomes an observation. An outage is not: it
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from sorl_env.text import valid_text
@@ -22,7 +20,6 @@ from sorl_env.tool_schema import check_schema, schema_of
 logger = logging.getLogger(__name__)
 
 MAX_REPLY_CHARS = 8000  # the default limit on the length of a reply
-MAX_METADATA_CHARS = 10_000  # of a reply's metadata as JSON
 RESERVED_NAMES = frozenset({"think", "answer", "information"})
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
@@ -48,44 +45,29 @@ class ToolReply(NamedTuple):
     Attributes:
         text: shown to the policy.
         hits: number of results, for tools where that means something.
-        metadata: JSON values. ``cached: True``: the reply needed no call. ``cut_from: N``: the reply had N characters
-            before it was cut.
+        cached: the reply needed no call.
+        cut_from: the characters that the text had before it was cut.
     """
 
     text: str
     hits: int | None = None
-    metadata: Mapping[str, Any] = MappingProxyType({})
+    cached: bool = False
+    cut_from: int | None = None
 
     @classmethod
     def received(cls, result: Any, max_chars: int) -> ToolReply:
         """Check what a tool returned, and make it valid text of at most ``max_chars``.
 
         Raises:
-            TypeError: it is neither a text nor a reply, or its metadata is not JSON or is longer than
-                ``MAX_METADATA_CHARS``. Each is a bug of the tool.
+            TypeError: it is neither a text nor a reply, which is a bug of the tool.
         """
         reply = cls(result) if isinstance(result, str) else result
         if not isinstance(reply, cls) or not isinstance(reply.text, str):
-            kind = type(result).__name__ + (
-                f" with {type(reply.text).__name__}" if isinstance(reply, cls) else ""
-            )
-            raise TypeError(f"it returned {kind}, expected str or ToolReply")
-        if reply.metadata:
-            _check_metadata(reply.metadata)
-        if len(reply.text) <= max_chars:
-            return reply._replace(text=valid_text(reply.text))
-        # a tool that cut its reply itself says from how many characters
-        metadata = {"cut_from": len(reply.text), **reply.metadata}
-        return reply._replace(text=valid_text(reply.text[:max_chars]), metadata=metadata)
-
-
-def _check_metadata(metadata: Mapping[str, Any]) -> None:
-    try:
-        size = len(json.dumps(dict(metadata)))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"its metadata cannot be written as JSON ({error})") from error
-    if size > MAX_METADATA_CHARS:
-        raise TypeError(f"its metadata has {size:,} characters as JSON, more than {MAX_METADATA_CHARS:,}")
+            inside = f" with {type(reply.text).__name__}" if isinstance(reply, cls) else ""
+            raise TypeError(f"it returned {type(result).__name__}{inside}, expected str or ToolReply")
+        if len(reply.text) > max_chars:
+            reply = reply._replace(text=reply.text[:max_chars], cut_from=reply.cut_from or len(reply.text))
+        return reply._replace(text=valid_text(reply.text))
 
 
 class ToolRequest(NamedTuple):

@@ -233,13 +233,10 @@ def _bind(tool: Tool, threads: Threads) -> _BoundTool:
 def _record(
     request: ToolRequest, reply: ToolReply, latency_s: float, attempts: int, error: str | None = None
 ) -> ToolCall:
-    cached, cut_from = False, None
-    if reply.metadata:
-        cached = reply.metadata.get("cached") is True
-        cut_from = reply.metadata.get("cut_from")
     tool, argument = request
     ok = error is None
-    return ToolCall(tool, argument, reply.text, ok, error, latency_s, reply.hits, attempts, cached, cut_from)
+    facts = (latency_s, reply.hits, attempts, reply.cached, reply.cut_from)
+    return ToolCall(tool, argument, reply.text, ok, error, *facts)
 
 
 def _say(error: Exception) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from sorl_env import Tool, Toolbox, ToolReply, ToolRequest, as_tool
+from sorl_env import Tool, Toolbox, ToolRequest, as_tool
 from sorl_env.tool_schema import check_schema, find_problem, schema_of, takes_raw_text
 
 
@@ -170,9 +170,3 @@ def reply(box: Toolbox, tool: str, argument: str) -> str:
     call = box.call(ToolRequest(tool, argument))
     assert not isinstance(call, Exception) and call.ok, call
     return call.reply
-
-
-def test_reply_metadata_cannot_be_shared_by_accident() -> None:
-    assert ToolReply("x").metadata == {}
-    with pytest.raises(TypeError):
-        ToolReply("x").metadata["a"] = 1  # type: ignore[index]

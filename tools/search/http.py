@@ -158,7 +158,7 @@ class HttpSearch:
 
     def _look_up(self, query: str) -> ToolReply | None:
         passages = None if self.cache is None else self.cache.get(self._key(query))
-        return None if passages is None else format_passages(passages)._replace(metadata={"cached": True})
+        return None if passages is None else format_passages(passages)._replace(cached=True)
 
     def _read(self, query: str, response: httpx.Response) -> ToolReply:
         """The reply in a server's response, which is kept under the index that gave it."""

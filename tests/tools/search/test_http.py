@@ -154,7 +154,7 @@ def test_replies_are_kept_under_the_index_that_gave_them(server: Server) -> None
     search = HttpSearch(server.url, top_k=1, cache=cache)
     assert search("a").text == "Doc 1: old text"
     index = "new"
-    assert search("a").metadata == {"cached": True}  # nobody has told of another index
+    assert search("a").cached  # nobody has told of another index
     assert search("b").text == "Doc 1: new text"
     assert search("a").text == "Doc 1: new text"
     for fingerprint, query, kept in (("old", "a", "old"), ("new", "a", "new"), ("new", "b", "new")):

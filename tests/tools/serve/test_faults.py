@@ -97,7 +97,7 @@ def test_cached_replies_cost_no_request(start: Any, tmp_path: Path) -> None:
     with pytest.raises(ToolUnavailableError):
         offline("Mozart")  # it cannot know what index would answer
     offline._fingerprint = fingerprint
-    assert offline("Mozart").metadata == {"cached": True}
+    assert offline("Mozart").cached
     offline.close()
 
 
