@@ -1,25 +1,32 @@
 """A connection to an MCP server, used from any thread: calls with a deadline, and a new connection after a failure.
 
 The client of the ``mcp`` package is asynchronous, and a connection must be closed by the task that opened it. So each
-connection is held by a task of its own, on an event loop in a thread that all servers of the process share.
+connection is held by a task of its own, in a thread with an event loop (anyio's ``BlockingPortal``) that all servers of
+the process share.
 """
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
+import contextlib
+import functools
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio.from_thread import BlockingPortal
 
 from sorl_env.tool import ToolInputError, ToolUnavailableError
 from sorl_tools.mcp.target import Target
 
 if TYPE_CHECKING:
     import mcp_types
+    from anyio.abc import TaskStatus
     from mcp import Client
 
 logger = logging.getLogger(__name__)
@@ -28,63 +35,57 @@ MAX_PAGES = 100  # of a listing of tools
 MAX_TOOLS = 1000
 CLOSE_S = 8.0  # a command gets about six seconds to end before it is killed
 _MAX_REASON_CHARS = 500
-
-_Result = TypeVar("_Result")
-
-
-class _LoopThread:
-    """An event loop that runs in a daemon thread, made when it is first needed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._pid = 0
-
-    def get(self) -> asyncio.AbstractEventLoop:
-        """The running loop of this process; a fork does not inherit the thread, and gets a loop of its own."""
-        with self._lock:
-            if self._loop is None or self._pid != os.getpid():
-                self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
-                threading.Thread(target=self._loop.run_forever, name="sorl-mcp", daemon=True).start()
-            return self._loop
+_lock = threading.Lock()
 
 
-_loop_thread = _LoopThread()
+@functools.cache
+def _portal_of(pid: int) -> BlockingPortal:
+    """The event loop of a process, in a daemon thread; a fork does not inherit the thread, and gets one of its own."""
+    made: concurrent.futures.Future[BlockingPortal] = concurrent.futures.Future()
+
+    async def serve() -> None:
+        async with BlockingPortal() as portal:
+            made.set_result(portal)
+            await portal.sleep_until_stopped()
+
+    threading.Thread(target=anyio.run, args=(serve,), name="sorl-mcp", daemon=True).start()
+    return made.result()
 
 
 class _Connection:
-    """One connection and the task that holds it. All members belong to the loop's thread."""
+    """One connection and the task that holds it. Raises what connecting raises."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, timeout_s: float) -> None:
         self.in_use = 0
-        self.client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-        self._done = asyncio.Event()
-        self._task = asyncio.create_task(self._hold(target))
+        with _lock:
+            self._portal = _portal_of(os.getpid())
+        self._done = anyio.Event()
+        self._task, self._client = self._portal.start_task(self._hold, target, timeout_s)
 
-    async def _hold(self, target: Target) -> None:
-        try:
+    async def _hold(self, target: Target, timeout_s: float, *, task_status: TaskStatus[Client]) -> None:
+        with anyio.fail_after(timeout_s) as scope:
             async with target.connect() as client:
-                self.client.set_result(client)
+                scope.deadline = math.inf
+                task_status.started(client)
                 await self._done.wait()
-        except BaseException as error:  # passed to those who wait for the client; later ones see failed calls
-            if self.client.done():
-                logger.debug("the connection to %s ended", target.name, exc_info=error)
-            else:
-                self.client.set_exception(
-                    error if isinstance(error, Exception) else ConnectionError("closed")
-                )
-                self.client.exception()  # nobody may be waiting any more
-            if not isinstance(error, Exception):
-                raise
+                scope.deadline = anyio.current_time() + CLOSE_S
 
-    async def close(self) -> None:
-        """End the connection; one that does not end in time is given up."""
-        self._done.set()
-        if not self.client.done():
-            self._task.cancel()  # it is still being made
-        await asyncio.wait({self._task}, timeout=CLOSE_S)
-        if not self._task.done():
-            self._task.cancel()
+    def run(self, work: Callable[[Client], Awaitable[Any]], timeout_s: float) -> Any:
+        """The result of ``work``. Raises ``concurrent.futures.TimeoutError``, and what the work raises."""
+        future = self._portal.start_task_soon(work, self._client)
+        try:
+            return future.result(max(0.0, timeout_s))
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """End the connection; one that does not end within ``CLOSE_S`` is given up."""
+        self._portal.start_task_soon(self._done.set)
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        with contextlib.suppress(Exception, concurrent.futures.CancelledError):
+            self._task.result(CLOSE_S + 1.0)
 
 
 class McpServer:
@@ -105,8 +106,8 @@ class McpServer:
         self.timeout_s = timeout_s
         self.keeps_state = keeps_state
         self._pid = os.getpid()
+        self._lock = threading.Lock()
         self._connection: _Connection | None = None
-        self._closing: set[asyncio.Task[None]] = set()
         self._lost: str | None = None
         self._called = False
 
@@ -117,50 +118,11 @@ class McpServer:
             ToolInputError: the server refused the arguments.
             ToolUnavailableError: no connection, a time-out, or a reply that breaks the protocol.
         """
-        return self._wait(self._call(name, arguments))
-
-    async def acall(self, name: str, arguments: Mapping[str, Any]) -> mcp_types.CallToolResult:
-        """``call`` for an event loop of the caller's."""
-        return await asyncio.wrap_future(self._submit(self._call(name, arguments)))
+        result: mcp_types.CallToolResult = self._use(lambda client: client.call_tool(name, dict(arguments)))
+        return result
 
     def list_tools(self) -> tuple[list[mcp_types.Tool], str]:
-        """The server's tools, and its name and version. Raises ToolUnavailableError as ``call`` does."""
-        return self._wait(self._list())
-
-    def close(self) -> None:
-        """Close the connection, and end the process of a command."""
-        if self._pid == os.getpid() and self._connection is not None:
-            connection, self._connection = self._connection, None
-            self._wait(connection.close())
-
-    def _submit(self, work: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
-        if self._pid != os.getpid():  # after a fork: the connection is the parent's
-            self._pid, self._connection = os.getpid(), None
-        return asyncio.run_coroutine_threadsafe(work, _loop_thread.get())
-
-    def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        future = self._submit(work)
-        try:
-            # longer than any deadline inside, in case a server in this process blocks the loop
-            return future.result(self.timeout_s + CLOSE_S + 1.0)
-        except concurrent.futures.TimeoutError as error:
-            raise ToolUnavailableError(f"{self.target.name}: no reply within {self.timeout_s:g} s") from error
-        finally:
-            future.cancel()
-
-    async def _call(self, name: str, arguments: Mapping[str, Any]) -> mcp_types.CallToolResult:
-        from mcp import MCPError
-        from mcp_types import INVALID_PARAMS
-
-        try:
-            return await self._use(lambda client: client.call_tool(name, dict(arguments)))
-        except MCPError as error:
-            if error.code == INVALID_PARAMS:
-                raise ToolInputError(str(error)) from error
-            raise self._outage(error) from error
-
-    async def _list(self) -> tuple[list[mcp_types.Tool], str]:
-        from mcp import MCPError
+        """The server's tools, and its name and version. Raises as ``call`` does."""
 
         async def read(client: Client) -> tuple[list[mcp_types.Tool], str]:
             tools: list[mcp_types.Tool] = []
@@ -176,13 +138,19 @@ class McpServer:
             info = client.server_info
             return tools, "" if info is None else f"{info.name} {info.version}".strip()
 
-        try:
-            return await self._use(read)
-        except MCPError as error:
-            raise self._outage(error) from error
+        listed: tuple[list[mcp_types.Tool], str] = self._use(read)
+        return listed
 
-    async def _use(self, work: Any) -> Any:
-        """The result of ``work(client)``. Whatever goes wrong, except an answer with an error, ends the connection."""
+    def close(self) -> None:
+        """Close the connection, and end the process of a command."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None and self._pid == os.getpid():
+            connection.close()
+            connection.wait()
+
+    def _use(self, work: Callable[[Client], Awaitable[Any]]) -> Any:
+        """The result of ``work``. Whatever goes wrong, except an answer with an error, ends the connection."""
         from mcp import MCPError
         from mcp_types import INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
 
@@ -191,45 +159,49 @@ class McpServer:
                 f"{self.target.name}: {self._lost}; what it knew of the episode is lost"
             )
         ends_at = time.monotonic() + self.timeout_s
-        connection = self._connection = self._connection or _Connection(self.target)
-        connection.in_use += 1
+        connection: _Connection | None = None
+        keep = False
         try:
-            client = await asyncio.wait_for(asyncio.shield(connection.client), self.timeout_s)
-            self._called = True
-            return await asyncio.wait_for(work(client), max(0.0, ends_at - time.monotonic()))
+            connection = self._connected()
+            result = connection.run(work, ends_at - time.monotonic())
+            keep = True
+            return result
         except MCPError as error:
-            if error.code not in (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND):
-                self._give_up(connection, error)
-            elif error.code != INVALID_PARAMS:
-                self._lose(error)
-            raise
-        except ToolUnavailableError as error:
-            self._give_up(connection, error)
-            raise
-        except asyncio.CancelledError:  # the caller's deadline has passed, so the server may hang
-            self._give_up(connection, TimeoutError())
+            keep = error.code in (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND)
+            if error.code == INVALID_PARAMS:
+                raise ToolInputError(str(error)) from error
+            raise self._outage(error) from error
+        except ToolUnavailableError:
             raise
         except Exception as error:
-            self._give_up(connection, error)
             raise self._outage(error) from error
         finally:
+            if connection is not None:
+                self._leave(connection, keep=keep)
+
+    def _connected(self) -> _Connection:
+        with self._lock:
+            if self._pid != os.getpid():  # after a fork: the connection is the parent's
+                self._pid, self._connection = os.getpid(), None
+            if self._connection is None:
+                self._connection = _Connection(self.target, self.timeout_s)
+            self._connection.in_use += 1
+            self._called = True
+            return self._connection
+
+    def _leave(self, connection: _Connection, *, keep: bool) -> None:
+        with self._lock:
             connection.in_use -= 1
-            if connection is not self._connection and not connection.in_use:
-                closing = asyncio.create_task(connection.close())
-                self._closing.add(closing)  # otherwise nothing refers to the task
-                closing.add_done_callback(self._closing.discard)
-
-    def _give_up(self, connection: _Connection, error: Exception) -> None:
-        if self._connection is connection:
-            self._connection = None
-        self._lose(error)
-
-    def _lose(self, error: Exception) -> None:
-        if self.keeps_state and self._called:
-            self._lost = f"a call failed ({_say(error)})"
+            if self._connection is connection and not keep:
+                self._connection = None
+            is_over = self._connection is not connection and not connection.in_use
+        if is_over:
+            connection.close()
 
     def _outage(self, error: Exception) -> ToolUnavailableError:
-        if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        if self.keeps_state and self._called:
+            self._lost = f"a call failed ({_say(error)})"
+        if isinstance(error, (TimeoutError, concurrent.futures.TimeoutError)):
             return ToolUnavailableError(f"{self.target.name}: no reply within {self.timeout_s:g} s")
         return ToolUnavailableError(f"{self.target.name}: {_say(error)}")
 

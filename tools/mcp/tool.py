@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sorl_env.errors import UserError
@@ -21,8 +21,13 @@ SHARED = "mcp"
 PER_EPISODE = "mcp+episode"
 
 
-class _ListedTool:
-    """What a server says about one of its tools, made such as a toolbox reads it."""
+class McpTool:
+    """One tool of a server that all episodes share.
+
+    Raises:
+        ToolInputError: when called: the server refused the arguments, or its result is an error.
+        ToolUnavailableError: when called: no connection, a time-out, or a reply that breaks the protocol.
+    """
 
     inline = False
 
@@ -38,38 +43,20 @@ class _ListedTool:
         # a single text is not wrapped in JSON by the policy, but it is for the server
         self._only = next(iter(self.schema["properties"])) if takes_raw_text(self.schema) else None
 
+    def __call__(self, *texts: str, **arguments: Any) -> ToolReply:
+        """Call the tool once: with the text of the block, or with the parameters by name."""
+        named = {self._only: texts[0]} if self._only is not None and texts else arguments
+        return reply_of(self.server.call(self.listed.name, named))
+
     def close(self) -> None:
         """Close the server's connection, which its other tools use as well."""
         self.server.close()
 
-    def _named(self, texts: Sequence[str], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {self._only: texts[0]} if self._only is not None and texts else arguments
 
-
-class McpTool(_ListedTool):
-    """One tool of a server that all episodes share.
-
-    Raises:
-        ToolInputError: when called: the server refused the arguments, or its result is an error.
-        ToolUnavailableError: when called: no connection, a time-out, or a reply that breaks the protocol.
-    """
-
-    def __call__(self, *texts: str, **arguments: Any) -> ToolReply:
-        """Call the tool once: with the text of the block, or with the parameters by name."""
-        return reply_of(self.server.call(self.listed.name, self._named(texts, arguments)))
-
-    async def acall(self, *texts: str, **arguments: Any) -> ToolReply:
-        """Call the tool once, on an event loop."""
-        return reply_of(await self.server.acall(self.listed.name, self._named(texts, arguments)))
-
-
-class EpisodeTool(_ListedTool):
+class EpisodeTool(McpTool):
     """One tool of a server that remembers: each episode has a connection of its own, for all tools of the server.
 
     A command is then a process for each episode, started at the first call.
-
-    Raises:
-        ToolInputError, ToolUnavailableError: when called, as ``McpTool``.
     """
 
     def __init__(
@@ -77,10 +64,6 @@ class EpisodeTool(_ListedTool):
     ) -> None:
         super().__init__(server, listed, fingerprint)
         self.group = group
-
-    def __call__(self, *texts: str, **arguments: Any) -> ToolReply:
-        """Call the tool once: with the text of the block, or with the parameters by name."""
-        return reply_of(self.server.call(self.listed.name, self._named(texts, arguments)))
 
     def new_episode(self, seed: int) -> EpisodeTool:
         """The tool for one episode, when it is the server's only one; a toolbox asks the group."""
@@ -96,18 +79,13 @@ class EpisodeGroup:
     def new_episode(self, seed: int) -> dict[str, EpisodeTool]:
         """The tools for another episode, by name. The server gets no seed: the protocol has none."""
         server = next(iter(self.tools.values())).server
-        group = EpisodeGroup()
-        fresh = McpServer(server.target, server.timeout_s, keeps_state=True)
-        group.tools = {
-            name: EpisodeTool(fresh, tool.listed, tool.fingerprint, group)
-            for name, tool in self.tools.items()
-        }
+        fresh, group = McpServer(server.target, server.timeout_s, keeps_state=True), EpisodeGroup()
+        for name, tool in self.tools.items():
+            group.tools[name] = EpisodeTool(fresh, tool.listed, tool.fingerprint, group)
         return group.tools
 
 
-def mcp_tools(
-    server: Any, timeout_s: float = 30.0, *, per_episode: bool = False
-) -> list[McpTool | EpisodeTool]:
+def mcp_tools(server: Any, timeout_s: float = 30.0, *, per_episode: bool = False) -> list[McpTool]:
     """All tools of an MCP server.
 
     Args:
@@ -119,40 +97,37 @@ def mcp_tools(
     Raises:
         UserError: no server answers, it has no tools, two of its tools have the same tag, or a schema is unreadable.
     """
-    connection = server if isinstance(server, McpServer) else McpServer(server, timeout_s)
-    where = connection.target.name
+    connection = McpServer(server, timeout_s)
+    where, group = connection.target.name, EpisodeGroup()
+    tools: dict[str, McpTool] = {}
     try:
         listed, version = connection.list_tools()
-    except ToolUnavailableError as error:
-        connection.close()
-        raise UserError(
-            f"mcp:{where}: the server does not list its tools ({error}); is it running?"
-        ) from error
-    fingerprint = f"{where} ({version})" if version else where
-    group = EpisodeGroup()
-    tools: dict[str, McpTool | EpisodeTool] = {}
-    try:
+        fingerprint = f"{where} ({version})" if version else where
         for one in listed:
-            made = (
-                EpisodeTool(connection, one, fingerprint, group)
-                if per_episode
-                else McpTool(connection, one, fingerprint)
-            )
+            made: McpTool
+            if per_episode:
+                made = group.tools[tag_of(one.name)] = EpisodeTool(connection, one, fingerprint, group)
+            else:
+                made = McpTool(connection, one, fingerprint)
             if made.name in tools:
                 raise UserError(f"mcp:{where}: two of its tools would have the tag <{made.name}>")
             tools[made.name] = made
         if not tools:
             raise UserError(f"mcp:{where}: the server has no tools")
+    except (ToolUnavailableError, ToolInputError) as error:
+        connection.close()
+        raise UserError(
+            f"mcp:{where}: the server does not list its tools ({error}); is it running?"
+        ) from error
     except UserError:
         connection.close()
         raise
     if per_episode:
         connection.close()
-        group.tools = {name: tool for name, tool in tools.items() if isinstance(tool, EpisodeTool)}
     return list(tools.values())
 
 
-def open_tools(reference: str, settings: ToolSettings) -> list[McpTool | EpisodeTool]:
+def open_tools(reference: str, settings: ToolSettings) -> list[McpTool]:
     """The tools that ``mcp:SERVER`` or ``mcp+episode:SERVER`` names: shared by all episodes, or each with its own.
 
     Raises:
