@@ -5,9 +5,8 @@ beginning of the next one is taken from a dummy conversation (as TRL does): rend
 observation, it is cut after the token that ends the dummy call and at the placeholder. So the text of an observation
 never reaches the template, and cannot take another branch of it.
 
-Text from outside cannot become a control token either: where an observation or a question holds the text of one, the
-text is encoded in two parts, cut inside that token. All other text is encoded in one piece with its surroundings, so
-that its tokens are those of the template's own rendering.
+Text from outside cannot become a control token either, see ``control_tokens``. It is encoded in one piece with its
+surroundings, so that its tokens are those of the template's own rendering.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from sorl_env.tool_call_parser import (
 from sorl_env.turn_format import ToolCallFormat, TurnFormat
 
 _MARK = 'sorl"text'  # the quotation mark shows whether the template writes a text as it is or as JSON
+_ARGUMENT = "sorl argument"
 _CALL_ID = "sorlcall0"  # nine letters and digits, which Mistral's templates ask for
 _ALSO_ENDS = ("<|eom_id|>",)  # Llama's other end of a message
 _codecs: weakref.WeakKeyDictionary[Any, dict[str, ChatCodec]] = weakref.WeakKeyDictionary()
@@ -165,10 +165,7 @@ class ChatCodec:
             same = (seen.kind, seen.tool, seen.content) == (parsed.kind, parsed.tool, parsed.content)
             if same and (last or seen.think.split() == parsed.think.split()):
                 return text, ids
-        raise UserError(
-            f"the chat template writes a demonstration as {quoted(text, 200)}, which is not what the expert did: use "
-            "format tags, or another model"
-        )
+        raise _refused(f"writes a demonstration as {quoted(text, 200)}, which is not what the expert did")
 
     def _write(self, message: Mapping[str, Any], *, exact: bool) -> str | None:
         """What the template writes for a message of the policy after its own prompt.
@@ -196,14 +193,8 @@ class ChatCodec:
     # -- what the template writes --------------------------------------------------------------------------------
     def _renders_calls(self) -> bool:
         """Whether the template has a place for calls; some write nothing for them, and some fail."""
-        argument = "sorl argument"
-        call = _call(next(iter(self._tools), "tool"), {"sorl": argument})
-        messages: list[dict[str, Any]] = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
         try:
-            return argument in self._render(messages)
+            return _ARGUMENT in self._render(_dialogue(next(iter(self._tools), "tool")))
         except UserError:
             return False
 
@@ -234,18 +225,14 @@ class ChatCodec:
 
     def _find_reply(self, tool: str) -> tuple[Syntax, str, _Frame]:
         """The form of a call, the token that ends it, and what surrounds the tool's reply."""
-        argument = "sorl argument"
-        messages: list[dict[str, Any]] = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "", "tool_calls": [_call(tool, {"sorl": argument})]},
-            {"role": "tool", "name": tool, "tool_call_id": _CALL_ID, "content": _MARK},
-        ]
+        reply = {"role": "tool", "name": tool, "tool_call_id": _CALL_ID, "content": _MARK}
+        messages = [*_dialogue(tool), reply]
         begun = self._render(messages[:1], open_turn=True)
         text = self._render(messages, open_turn=True)
         start = len(begun if text.startswith(begun) else self._render(messages[:1]))
-        at = text.find(argument)
+        at = text.find(_ARGUMENT)
         for syntax in SYNTAXES.values():
-            end, rest = self._after_end(text, argument, syntax.close)
+            end, rest = self._after_end(text, _ARGUMENT, syntax.close)
             message = text[start : len(text) - len(rest)].removesuffix(end)
             for _, closing in REASONING_MARKERS:
                 message = message.rpartition(closing)[2] if closing in message else message
@@ -253,29 +240,26 @@ class ChatCodec:
                 found = read_call(message.strip(), syntax)
             except CallError:
                 continue
-            if found is not None and found[1].name == tool and found[1].arguments == {"sorl": argument}:
+            if found is not None and found[1].name == tool and found[1].arguments == {"sorl": _ARGUMENT}:
                 return syntax, end, _frame(rest, "a tool's reply")
-        raise UserError(
-            f"the chat template renders a tool call as {text[at - 60 : at + 40]!r}, in none of the forms that are "
-            f"known here ({', '.join(SYNTAXES)}): use format tags, or another model"
+        raise _refused(
+            f"renders a tool call as {text[at - 60 : at + 40]!r}, in none of the forms that are known here "
+            f"({', '.join(SYNTAXES)})"
         )
 
     def _after_end(self, text: str, said: str, close: str) -> tuple[str, str]:
         """The first special token after what the assistant said, and after ``close``, and the text behind it."""
         start = text.find(said)
         if start < 0:
-            raise UserError(
-                "the chat template drops the assistant's messages: use format tags, or another model"
-            )
+            raise _refused("drops the assistant's messages")
         closed = text.find(close, start) if close else start
         start = start if closed < 0 else closed + len(close)
         found = [
             (text.find(token, start), -len(token), token) for token in self._specials if token in text[start:]
         ]
         if not found:
-            raise UserError(
-                "the chat template ends a message of the assistant without a special token, so nothing tells the "
-                "sampler to stop: use format tags, or another model"
+            raise _refused(
+                "ends a message of the assistant without a special token, so nothing tells the sampler to stop"
             )
         at, _, token = min(found)
         return token, text[at + len(token) :]
@@ -290,17 +274,11 @@ class ChatCodec:
             messages, schemas = calls_as_content(messages, schemas), []
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=schemas or None,
-                tokenize=False,
-                add_generation_prompt=open_turn,
+                list(messages), tools=schemas or None, tokenize=False, add_generation_prompt=open_turn
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             roles = ", ".join(str(message["role"]) for message in messages)
-            raise UserError(
-                f"the chat template cannot render messages of the roles {roles} with tools ({error}): use format tags, "
-                "or another model"
-            ) from error
+            raise _refused(f"cannot render messages of the roles {roles} with tools ({error})") from error
         return valid_text(text)
 
     # -- tokens --------------------------------------------------------------------------------------------------
@@ -345,9 +323,17 @@ def _frame(text: str, what: str) -> _Frame:
         before, found, after = text.partition(mark)
         if found and mark not in after:
             return _Frame(before, after, as_json)
-    raise UserError(
-        f"the chat template does not render {what} exactly once, as it is or as JSON: use format tags, or another model"
-    )
+    raise _refused(f"does not render {what} exactly once, as it is or as JSON")
+
+
+def _refused(problem: str) -> UserError:
+    return UserError(f"the chat template {problem}: use format tags, or another model")
+
+
+def _dialogue(tool: str) -> list[dict[str, Any]]:
+    """A user's message, and the assistant's with a call of the tool."""
+    call = _call(tool, {"sorl": _ARGUMENT})
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def _call(tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,19 +8,6 @@ and single letters (``vitamin A``). Case, "the", quotation marks, brackets, emph
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
-
-
-class Word(NamedTuple):
-    """A word, a number or a sign, and the characters of the text that it stands for.
-
-    ``key`` is what is compared. It is empty for what is ignored: punctuation, brackets, "the".
-    """
-
-    key: str
-    start: int
-    end: int
-
 
 _WORD = re.compile(
     r"(?:(?<![^\W_])\.)?\d+(?:[.,:]\d+)*"  # 5, 9.3, .5, 1,000, 1:4
@@ -28,7 +15,7 @@ _WORD = re.compile(
     r"|\\[A-Za-z]+"  # a command of LaTeX
     r"|\S|\n"
 )
-HYPHENS = "-\u2010\u2011\u2012\u2013\u2212"
+_HYPHENS = "-\u2010\u2011\u2012\u2013\u2212"
 _SILENT = frozenset(
     ".,;:!?'\"`\u00b4\u2018\u2019\u201c\u201d\u00ab\u00bb()[]{}*_#$\\|\u2022\u00b7\u2026\u2014\n"
     "\u200b\u200e\u200f\u2060\ufeff\ufe0f"  # invisible
@@ -41,23 +28,18 @@ _FORMATTING = frozenset(
 _THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
-def split_words(text: str) -> list[Word]:
-    """All words, numbers, signs and marks of a text, in order, ignored ones included."""
-    found = [(match.start(), match.end()) for match in _WORD.finditer(text)]
-    return [Word(_key(text, found, index), *span) for index, span in enumerate(found)]
-
-
 def option_words(text: str) -> tuple[str, ...]:
     """The words of a text that count, without an article at the beginning.
 
     >>> option_words("The beta-blocker (9.30 mg)."), option_words("vitamin A"), option_words("Rh-ve")
     (('beta', 'blocker', '9.30', 'mg'), ('vitamin', 'a'), ('rh', '-', 've'))
     """
-    words = tuple(word.key for word in split_words(text) if word.key)
-    return words[1:] if starts_with_article(words) else words
+    found = [match.span() for match in _WORD.finditer(text)]
+    words = tuple(filter(None, (_key(text, found, index) for index in range(len(found)))))
+    return words[1:] if _starts_with_article(words) else words
 
 
-def starts_with_article(words: tuple[str, ...]) -> bool:
+def _starts_with_article(words: tuple[str, ...]) -> bool:
     """Whether the first word is an article. In "A and B", "A 1", "A antigen" and "A" alone it is a letter."""
     if len(words) < 2 or words[0] not in ("a", "an") or len(words[1]) < 3 or words[1] in _NO_NOUNS:
         return False
@@ -69,9 +51,10 @@ _NO_NOUNS = frozenset(("and", "nor", "only", "alone", "but", "not", "plus", "are
 
 
 def _key(text: str, found: list[tuple[int, int]], index: int) -> str:
+    """What is compared of a word, a number or a sign; empty for punctuation, brackets and "the"."""
     start, end = found[index]
     word = text[start:end]
-    if word in HYPHENS:
+    if word in _HYPHENS:
         return "-" if _is_sign(text, found, index) else ""
     if word in _SILENT or word in _FORMATTING:
         return ""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
-from sorl_env.option_text import option_words, split_words
+from sorl_env.option_text import option_words
 
 SAME = [
     ("beta-blocker", "Beta blocker."),
@@ -58,11 +56,3 @@ def test_texts_that_say_the_same(one: str, other: str) -> None:
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_texts_that_say_something_else(one: str, other: str) -> None:
     assert option_words(one) != option_words(other)
-
-
-def test_every_character_but_white_space_stands_in_one_word() -> None:
-    text = "The (beta-blocker), 1,000.5 mg/dL\n\\boxed{-5}  \u00e9t\u00e9!"
-    words = split_words(text)
-    covered = "".join(text[word.start : word.end] for word in words)
-    assert covered == "".join(text.split(" "))
-    assert all(one.end <= next_one.start for one, next_one in itertools.pairwise(words))
