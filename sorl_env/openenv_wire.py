@@ -50,7 +50,7 @@ def result_to_json(result: StepResult) -> dict[str, Any]:
         "truncated": result.truncated,
         "parsed": None if parsed is None else parsed._asdict(),
         "reward_items": dict(info.get("reward_items", {})),
-        "tool_calls": [dataclasses.asdict(call) for call in info.get("tool_calls", ())],
+        "tool_calls": [call._asdict() for call in info.get("tool_calls", ())],
         "stop_reason": info.get("stop_reason"),
         "error": info.get("error"),
     }

@@ -67,7 +67,8 @@ class ToolReply(NamedTuple):
             raise TypeError(f"it returned {type(result).__name__}{inside}, expected str or ToolReply")
         if len(reply.text) > max_chars:
             reply = reply._replace(text=reply.text[:max_chars], cut_from=reply.cut_from or len(reply.text))
-        return reply._replace(text=valid_text(reply.text))
+        text = valid_text(reply.text)
+        return reply if text is reply.text else reply._replace(text=text)
 
 
 class ToolRequest(NamedTuple):
@@ -77,8 +78,7 @@ class ToolRequest(NamedTuple):
     argument: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(NamedTuple):
     """The record of one call.
 
     Attributes:

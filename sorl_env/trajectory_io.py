@@ -41,7 +41,6 @@ _DTYPES = {
 # The fields of a record by name, with their annotations. SCHEMA_VERSION stands for them: a change is a new version.
 _FIELDS = {field.name: field.type for field in dataclasses.fields(Trajectory)}
 _TURN_FIELDS = {field.name: field.type for field in dataclasses.fields(Turn)}
-_CALL_FIELDS = {field.name: field.type for field in dataclasses.fields(ToolCall)}
 _JSON_TYPES: Mapping[Any, tuple[type, ...]] = {
     "str": (str,),
     "str | None": (str,),
@@ -108,7 +107,7 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
     record = {name: getattr(turn, name) for name in _TURN_FIELDS}
     record["format_error"] = turn.format_error or ""
     record["reward_items"] = _items_to_json(turn.reward_items)
-    record["tool_calls"] = json.dumps([dataclasses.asdict(call) for call in turn.tool_calls])
+    record["tool_calls"] = json.dumps([call._asdict() for call in turn.tool_calls])
     return record | {"generate_s": float(turn.generate_s), "tool_s": float(turn.tool_s)}
 
 
@@ -166,7 +165,7 @@ def _decode_turn(record: Mapping[str, Any], where: str) -> Turn:
     _check_fields(record, _TURN_FIELDS, where)
     calls = read_json(record["tool_calls"])
     for i, call in enumerate(calls):
-        _check_names(call, _CALL_FIELDS, f"{where}: tool call {i}")
+        _check_names(call, ToolCall._fields, f"{where}: tool call {i}")
     converted: dict[str, Any] = {
         "format_error": record["format_error"] or None,
         "reward_items": read_json(record["reward_items"]),

@@ -213,7 +213,7 @@ def _find_problem(turn: str, example: Example, tools: Sequence[str], result: Ste
     for call in result.info["tool_calls"]:
         if len(call.error or "") > 8000 or (call.cut_from or 0) > 10_000_000 or not call.reply:
             return f"a record of {len(call.reply)} and {len(call.error or '')} characters"
-        json.dumps(dataclasses.asdict(call), ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(call._asdict(), ensure_ascii=False, allow_nan=False).encode()
     return None
 
 

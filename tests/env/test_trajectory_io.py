@@ -124,7 +124,7 @@ def test_any_text_and_any_float_survive(
     hits: int | None,
 ) -> None:
     length = len(log_probs)
-    call = dataclasses.replace(CALL, argument=text, reply=text, hits=hits, error=text)
+    call = CALL._replace(argument=text, reply=text, hits=hits, error=text)
     turn = dataclasses.replace(
         searched().turns[0], text=text, observation=text, reward_items=items, tool_calls=(call,)
     )
@@ -178,7 +178,7 @@ def test_loads_with_datasets_under_one_schema(tmp_path: Path, suffix: str) -> No
 @pytest.mark.parametrize("name", ["prompt", "example_id", "error", "metadata", "turns"])
 def test_half_surrogate_pairs_in_a_file_are_replaced(tmp_path: Path, name: str) -> None:
     half = "\ud800 x \ude00\ud83d"
-    call = dataclasses.replace(CALL, argument=half, reply=half, error=half)
+    call = CALL._replace(argument=half, reply=half, error=half)
     turn = dataclasses.replace(searched().turns[0], text=half, observation=half, tool_calls=(call,))
     value: Any = {"metadata": {half: [half]}, "turns": (turn,)}.get(name, half)
     write_jsonl(tmp_path / "t.jsonl", [searched(**{name: value})])

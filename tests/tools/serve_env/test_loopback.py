@@ -97,8 +97,7 @@ def record(trajectory: Trajectory) -> dict[str, Any]:
         plain[name] = plain[name].tolist()
     for turn in plain["turns"]:
         del turn["generate_s"], turn["tool_s"]
-        for call in turn["tool_calls"]:
-            del call["latency_s"]
+        turn["tool_calls"] = [call._replace(latency_s=0.0) for call in turn["tool_calls"]]
     return plain
 
 

@@ -91,7 +91,7 @@ def test_every_saved_dialogue(make_run: MakeRun, tmp_path: Path) -> None:
 def test_a_reply_that_was_cut_is_marked(make_trajectory: MakeTrajectory) -> None:
     trajectory = make_trajectory("t/0", np.random.default_rng(0))
     (at,) = [i for i, turn in enumerate(trajectory.turns) if turn.tool_calls][:1]
-    call = dataclasses.replace(trajectory.turns[at].tool_calls[0], cut_from=5_000_000)
+    call = trajectory.turns[at].tool_calls[0]._replace(cut_from=5_000_000)
     turns = list(trajectory.turns)
     turns[at] = dataclasses.replace(turns[at], tool_calls=(call,))
     encoded = encode(dataclasses.replace(trajectory, turns=tuple(turns)), None, "")
