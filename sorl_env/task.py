@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -214,21 +213,3 @@ class Task:
         for name, (fits, advice) in wanted.items():
             if not fits:
                 raise UserError(f"task {self.name!r}: {name}={getattr(self, name)!r}; {advice}")
-        if callable(self.tools) and not takes_settings(self.tools):
-            tool = getattr(self.tools, "__name__", repr(self.tools))
-            raise UserError(
-                f"task {self.name!r}: tools={tool} is a tool itself; give a list, as tools=[{tool}]"
-            )
-
-
-def takes_settings(tools: Callable[..., Any]) -> bool:
-    """Whether ``tools`` of a task may be a function from ``ToolSettings``, and shows no sign of being a tool."""
-    if hasattr(tools, "schema"):
-        return False
-    try:
-        first = next(iter(inspect.signature(tools).parameters.values()), None)
-    except (TypeError, ValueError):  # something built in
-        return True
-    plain = ("str", "int", "float", "bool", "list", "dict", "Literal")
-    hint = None if first is None else first.annotation
-    return not str(getattr(hint, "__name__", hint)).startswith(plain)

@@ -1,4 +1,4 @@
-"""Write and read trajectory files: JSONL, also gzipped, without loss in either direction.
+"""Write and read trajectory files: JSONL, without loss in either direction. A gzipped file is read as well.
 
 A line holds the fields of ``Trajectory`` under their own names, and the files load with ``datasets``::
 
@@ -12,21 +12,19 @@ the schema from one file to the next. Hence mappings and tool calls are stored a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gzip
-import io
 import json
 import os
 import uuid
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import UserError
 from sorl_env.folders import naming
 from sorl_env.text import read_json
 from sorl_env.tool import ToolCall
@@ -38,25 +36,15 @@ _DTYPES = {
     "turn_ids": np.int16,
     "rollout_log_probs": np.float32,
 }
-# The fields of a record by name, with their annotations. SCHEMA_VERSION stands for them: a change is a new version.
-_FIELDS = {field.name: field.type for field in dataclasses.fields(Trajectory)}
-_TURN_FIELDS = {field.name: field.type for field in dataclasses.fields(Turn)}
-_JSON_TYPES: Mapping[Any, tuple[type, ...]] = {
-    "str": (str,),
-    "str | None": (str,),
-    "int": (int,),
-    "float": (float, int),
-}
 
 
 def write_jsonl(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write one trajectory per line, gzipped if the name ends in ``.gz``. The file appears complete or not at all.
+    """Write one trajectory per line. The file appears complete or not at all.
 
     Raises:
         UserError: ``metadata`` holds something that JSON cannot.
     """
-    path = Path(path)
-    with _replacing(path) as unfinished, _open_for_writing(unfinished, path.suffix == ".gz") as stream:
+    with _replacing(Path(path)) as unfinished, unfinished.open("w", encoding="utf-8", newline="\n") as stream:
         for trajectory in trajectories:
             stream.write(json.dumps(_encode(trajectory), separators=(",", ":")) + "\n")
 
@@ -88,7 +76,7 @@ def iter_jsonl(path: str | Path) -> Iterator[Trajectory]:
 
 
 def _encode(trajectory: Trajectory) -> dict[str, Any]:
-    record = {name: getattr(trajectory, name) for name in _FIELDS}
+    record = dict(vars(trajectory))
     record |= {name: getattr(trajectory, name).tolist() for name in _DTYPES}
     record["rollout_log_probs"] = _shortest(trajectory.rollout_log_probs)
     record["turns"] = [_encode_turn(turn) for turn in trajectory.turns]
@@ -104,7 +92,7 @@ def _encode(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _encode_turn(turn: Turn) -> dict[str, Any]:
-    record = {name: getattr(turn, name) for name in _TURN_FIELDS}
+    record = dict(vars(turn))
     record["format_error"] = turn.format_error or ""
     record["reward_items"] = _items_to_json(turn.reward_items)
     record["tool_calls"] = json.dumps([call._asdict() for call in turn.tool_calls])
@@ -140,58 +128,31 @@ def _decode(record: Mapping[str, Any], where: str) -> Trajectory:
             f"{where}: schema_version is {version!r}, but this version of sorl reads {SCHEMA_VERSION}: read the file "
             "with the version of sorl that wrote it"
         )
-    _check_fields(record, _FIELDS, where)
     try:
         arrays: dict[str, Any] = {
             name: np.array(record[name], dtype=dtype) for name, dtype in _DTYPES.items()
         }
         converted: dict[str, Any] = {
-            "turns": tuple(
-                _decode_turn(turn, f"{where}: turn {i}") for i, turn in enumerate(record["turns"])
-            ),
+            "turns": tuple(map(_decode_turn, record["turns"])),
             "reward_items": read_json(record["reward_items"]),
             "stop_reason": StopReason(record["stop_reason"]),
             "error": record["error"] or None,
             "metadata": read_json(record["metadata"]),
         }
         return Trajectory(**(dict(record) | arrays | converted))
-    except UserError:
-        raise
-    except (TypeError, ValueError, OverflowError) as error:
+    except KeyError as error:
+        raise UserError(f"{where}: the field {error} is missing") from error
+    except (TypeError, ValueError, OverflowError) as error:  # such as an unknown field
         raise UserError(f"{where}: {error}") from error
 
 
-def _decode_turn(record: Mapping[str, Any], where: str) -> Turn:
-    _check_fields(record, _TURN_FIELDS, where)
-    calls = read_json(record["tool_calls"])
-    for i, call in enumerate(calls):
-        _check_names(call, ToolCall._fields, f"{where}: tool call {i}")
+def _decode_turn(record: Mapping[str, Any]) -> Turn:
     converted: dict[str, Any] = {
         "format_error": record["format_error"] or None,
         "reward_items": read_json(record["reward_items"]),
-        "tool_calls": tuple(ToolCall(**call) for call in calls),
+        "tool_calls": tuple(ToolCall(**call) for call in read_json(record["tool_calls"])),
     }
     return Turn(**(dict(record) | converted))
-
-
-def _check_fields(record: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> None:
-    """Refuse other fields, and a text or number that is null or has another type."""
-    _check_names(record, fields, where)
-    for name, annotation in fields.items():
-        expected = _JSON_TYPES.get(annotation)
-        value = record[name]
-        if expected is not None and (not isinstance(value, expected) or isinstance(value, bool)):
-            shown = "null" if value is None else type(value).__name__
-            raise UserError(f"{where}: the field {name!r} must be {expected[0].__name__}, not {shown}")
-
-
-def _check_names(record: Mapping[str, Any], expected: Collection[str], where: str) -> None:
-    for name in expected:
-        if name not in record:
-            raise UserError(f"{where}: the field {name!r} is missing; the fields are {', '.join(record)}")
-    for name in record:
-        if name not in expected:
-            raise UserError(f"{where}: unknown field {name!r}. {did_you_mean(name, expected)}")
 
 
 @contextlib.contextmanager
@@ -206,18 +167,3 @@ def _replacing(path: Path) -> Iterator[Path]:
             unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _open_for_writing(path: Path, compress: bool) -> Iterator[TextIO]:
-    if not compress:
-        with path.open("w", encoding="utf-8", newline="\n") as stream:
-            yield stream
-        return
-    # without a name and a time in the header, the same trajectories give the same bytes
-    with (
-        path.open("wb") as raw,
-        gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed,
-        io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as stream,
-    ):
-        yield stream

@@ -57,7 +57,7 @@ def test_the_whole_task_is_sound(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ('return {"exact_match"', 'return 1, {"exact_match"', "returned (1, {'exact_match': 1.0}) (tuple); return {na"),
         ('return {"exact_match"', 'return 1.0 #', "returned 1.0 (float); return {name: number}"),
         ("query: str", "query", "task shop: tool sql: parameter 'query' needs a type hint, such as `: str`"),
-        ("[sql]", "sql", "FILE: task 'shop': tools=sql is a tool itself; give a list, as tools=[sql]"),
+        ("[sql]", "sql", "failed; return a list of tools; if sql is a tool itself, write tools=[sql]"),
         ("[sql]", "lambda settings, size=3: 4", "called with the settings, returned 4"),
         ("[sql]", "'sql'", "FILE: task 'shop': tools='sql'; give a list, as [search]"),
         ("[sql]", "[3]", "task shop: 3 is not a tool: give a function"),
