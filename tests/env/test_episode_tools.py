@@ -64,34 +64,6 @@ def turns(draw: random.Random, count: int) -> list[str]:
     return [written[draw.choice(choices)].format(number) for number in range(count)]
 
 
-def alone(env: ToolUseEnv, index: int, seed: int, actions: Sequence[str]) -> list[tuple[Any, ...]]:
-    env.begin_episode(index, seed)
-    seen = []
-    for action in actions:
-        result = env.step(action)
-        seen.append((result.observation, result.reward, result.terminated, result.truncated))
-    return seen
-
-
-def test_episodes_that_run_at_the_same_time_do_not_meet(noting: Task, notebook: Notebook) -> None:
-    """Ten episodes in random order of their turns: each sees what it sees alone."""
-    draw = random.Random(1)
-    root = ToolUseEnv(noting)
-    scripts = [turns(draw, 6) for _ in range(10)]
-    expected = [alone(root.spawn(), i % 6, i, script) for i, script in enumerate(scripts)]
-    envs = [root.spawn() for _ in scripts]
-    for number, env in enumerate(envs):
-        env.begin_episode(number % 6, number)
-    seen: list[list[Any]] = [[] for _ in scripts]
-    waiting = [number for number in range(10) for _ in range(6)]
-    draw.shuffle(waiting)
-    for number in waiting:
-        result = envs[number].step(scripts[number][len(seen[number])])
-        seen[number].append((result.observation, result.reward, result.terminated, result.truncated))
-    assert seen == expected
-    assert notebook.notes == [] and notebook.opened == []
-
-
 def test_a_seed_gives_each_episode_tools_with_seeds_of_their_own(noting: Task) -> None:
     env = ToolUseEnv(noting)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sorl_env.option_text import option_words
+from sorl_env.rewards import multiple_choice
 
 SAME = [
     ("beta-blocker", "Beta blocker."),
@@ -56,3 +57,6 @@ def test_texts_that_say_the_same(one: str, other: str) -> None:
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_texts_that_say_something_else(one: str, other: str) -> None:
     assert option_words(one) != option_words(other)
+    assert (
+        multiple_choice(f"A: {one}", "A", {"A": other}) == 0.0 < multiple_choice(f"A: {one}", "A", {"A": one})
+    )
