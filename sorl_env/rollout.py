@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -274,10 +274,10 @@ async def run_trajectory(
             sampled = await sampler.generate(job.id, growing.token_ids, params)
             sampled_at = time.monotonic()
             text = codec.turn_text(sampled.token_ids)
-            result = await _reply(env, text)
+            result = await _contained(env, env.astep(text))
             tool_s = time.monotonic() - sampled_at
             if growing.overflows(sampled, result):
-                result = await _truncate(env, StopReason.MAX_TOKENS)
+                result = await _contained(env, env.atruncate(StopReason.MAX_TOKENS))
             growing.append(sampled, text, result, sampled_at - started, tool_s)
             if on_turn is not None:
                 on_turn(growing.turns[-1])
@@ -288,26 +288,13 @@ async def run_trajectory(
         env.end_episode()  # for a trajectory that was given up; an episode that ended has closed them already
 
 
-async def _reply(env: TextEnv, text: str) -> StepResult:
-    """The environment's reply to one turn. An exception of the task ends this trajectory only."""
+async def _contained(env: TextEnv, reply: Awaitable[StepResult]) -> StepResult:
+    """The environment's reply. An exception of the task, whose traceback is logged, ends this trajectory only."""
     try:
-        return await env.astep(text)
+        return await reply
     except HungError:
         raise
-    except Exception as error:  # noqa: BLE001  the task is user code, and one bad row must not end a run of days
-        return await _contain(env, error)
-
-
-async def _truncate(env: TextEnv, reason: StopReason) -> StepResult:
-    """End the episode because a budget ran out; this calls the task's reward, which may raise."""
-    try:
-        return await env.atruncate(reason)
-    except Exception as error:  # noqa: BLE001  as in _reply
-        return await _contain(env, error)
-
-
-async def _contain(env: TextEnv, error: Exception) -> StepResult:
-    """End the episode because of an exception of the task, which is logged with its traceback."""
-    logger.exception("task %s raised on example %s", env.task.name, quoted(env.example.id))
-    said = str(error)[:_MAX_ERROR_CHARS]
-    return await env.atruncate(StopReason.ERROR, valid_text(f"{type(error).__name__}: {said}"))
+    except Exception as error:
+        logger.exception("task %s raised on example %s", env.task.name, quoted(env.example.id))
+        said = str(error)[:_MAX_ERROR_CHARS]
+        return await env.atruncate(StopReason.ERROR, valid_text(f"{type(error).__name__}: {said}"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from sorl_env.declared import ask_for_prompt
 from sorl_env.errors import UserError, did_you_mean
@@ -30,44 +30,27 @@ INVALID_MESSAGE = (
 _CONTROL = re.compile(r"\[(?=/?[A-Z][A-Z_]{0,30}\])")  # Mistral's markers, such as [TOOL_CALLS]
 
 
-class TurnFormat(Protocol):
-    """What the environment asks of a format."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def invalid_observation(self) -> str:
-        """The reply to a malformed turn."""
-        ...
-
-    def prompt(self, task: Task, example: Example) -> str:
-        """The text of the first user message."""
-        ...
-
-    def parse(self, text: str, toolbox: Toolbox, require_think: bool) -> ParsedTurn:
-        """What a turn of the policy means; a malformed one is returned as such, nothing raises."""
-        ...
-
-    def observation(self, reply: str) -> str:
-        """A tool's reply as the policy reads it."""
-        ...
-
-
 @dataclass(frozen=True)
 class TagFormat:
-    """``<think>..</think>``, then the block of a tool or ``<answer>``; see ``parser``."""
+    """``<think>..</think>``, then the block of a tool or ``<answer>``; see ``parser``.
+
+    Attributes:
+        invalid_observation: the reply to a malformed turn.
+    """
 
     name: str = "tags"
     invalid_observation: str = INVALID_TURN
 
     def prompt(self, task: Task, example: Example) -> str:
+        """The text of the first user message."""
         return ask_for_prompt(task.name, task.prompt, example)
 
     def parse(self, text: str, toolbox: Toolbox, require_think: bool) -> ParsedTurn:
+        """What a turn of the policy means; a malformed one is returned as such, nothing raises."""
         return parse_turn(text, toolbox.names, require_think)
 
     def observation(self, reply: str) -> str:
+        """A tool's reply as the policy reads it."""
         return f"\n\n<information>\n{neutralise(reply)}\n</information>\n\n"
 
 
@@ -115,6 +98,7 @@ def neutralise_controls(text: str) -> str:
     return _CONTROL.sub("&#91;", neutralise(text)) if "[" in text else neutralise(text)
 
 
+TurnFormat = TagFormat | ToolCallFormat
 TAGS = TagFormat()
 
 
