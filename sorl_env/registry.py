@@ -99,11 +99,9 @@ def register_task(task: Task) -> None:
 
 def register_envs() -> None:
     """Register the ids of the tasks that come with the package, without importing the tasks."""
-    for env_id in _ENV_IDS:
+    for env_id in (*_ENV_IDS, ANY_TASK_ID):
         if env_id not in gymnasium.registry:
             _register(env_id)
-    if ANY_TASK_ID not in gymnasium.registry:
-        _register(ANY_TASK_ID, {})
 
 
 def make(task: str, **settings: Any) -> gymnasium.Env[str, str]:
@@ -121,12 +119,12 @@ def make(task: str, **settings: Any) -> gymnasium.Env[str, str]:
     return gymnasium.make(ANY_TASK_ID, task=task, **settings)
 
 
-def _register(env_id: str, settings: Mapping[str, Any] | None = None) -> None:
+def _register(env_id: str) -> None:
     gymnasium.register(
         env_id,
         entry_point="sorl_env.env:ToolUseEnv",
         # the id and not the task itself: Gymnasium makes deep copies of these, and tools may hold locks
-        kwargs={"task": env_id} if settings is None else dict(settings),
+        kwargs={} if env_id == ANY_TASK_ID else {"task": env_id},
         order_enforce=False,  # the environment itself raises ResetNeeded
         disable_env_checker=True,  # checking every step costs a good part of the step
     )

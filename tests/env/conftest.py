@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from sorl_env import Example, Limits, ParsedTurn, Task, ToolReply, ToolUseEnv
+from sorl_env import Example, Limits, ParsedTurn, Task, Toolbox, ToolReply, ToolRequest, ToolUseEnv
 from sorl_env.rewards import exact_match
 
 EXAMPLES = tuple(Example(str(i), f"Question {i}?", (f"gold {i}",), metadata={"number": i}) for i in range(6))
@@ -37,6 +38,17 @@ class CannedSearch:
     def __call__(self, query: str) -> ToolReply:
         self.queries.append(query)
         return ToolReply(self.passage.replace("{query}", query), hits=1)
+
+
+Call = Callable[[Toolbox, ToolRequest], Any]
+
+
+@pytest.fixture(params=["in this thread", "on a loop"])
+def call(request: pytest.FixtureRequest) -> Call:
+    """A call of a tool, in each of the two ways."""
+    if request.param == "on a loop":
+        return lambda box, asked: asyncio.run(box.acall(asked))
+    return lambda box, asked: box.call(asked)
 
 
 def reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:

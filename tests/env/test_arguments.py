@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import pytest
@@ -15,11 +14,7 @@ from sorl_env import Toolbox, ToolCall, ToolRequest
 from sorl_env.errors import did_you_mean
 from sorl_env.tool_schema import find_problem
 
-Call = Callable[[Toolbox, ToolRequest], Any]
-CALLS: tuple[Call, ...] = (
-    lambda box, request: box.call(request),
-    lambda box, request: asyncio.run(box.acall(request)),
-)
+from .conftest import Call
 
 
 def lookup(
@@ -61,7 +56,6 @@ EXTREMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("body", "problem"), EXTREMES, ids=[problem[-30:] for _, problem in EXTREMES])
 def test_extreme_arguments_are_observations(call: Call, body: str, problem: str) -> None:
     outcome = call(Toolbox([lookup]), ToolRequest("lookup", body))

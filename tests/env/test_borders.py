@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,11 @@ from sorl_env import (
 )
 from sorl_env.data import load_examples
 
+from .conftest import Call
+
 LONE = "a\ud800b \ude00\ud83d c\ud83d\ude00"
 VALID = "a\ufffdb \ufffd\ufffd c\U0001f600"
 BIG = 5_000_000
-
-Call = Callable[[Toolbox, ToolRequest], Any]
-CALLS: tuple[Call, ...] = (
-    lambda box, request: box.call(request),
-    lambda box, request: asyncio.run(box.acall(request)),
-)
 
 
 class Saying:
@@ -64,7 +59,6 @@ KINDS = (Saying, SayingOnLoops)
 REQUEST = ToolRequest("say", "x")
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("result", [LONE, ToolReply(LONE, hits=1), ToolInputError(LONE)], ids=repr)
 def test_what_a_tool_says_is_valid_text(call: Call, kind: type[Saying], result: Any) -> None:
@@ -73,7 +67,6 @@ def test_what_a_tool_says_is_valid_text(call: Call, kind: type[Saying], result: 
     assert outcome.reply == VALID and outcome.error in (None, VALID) and outcome.cut_from is None
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("error", [ConnectionError, KeyError, ToolUnavailableError])
 def test_why_a_tool_is_out_is_valid_and_short(
@@ -86,7 +79,6 @@ def test_why_a_tool_is_out_is_valid_and_short(
         text.encode()
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [str, ToolReply, ToolInputError])
 def test_a_long_reply_is_cut_and_its_record_says_so(call: Call, kind: type[Saying], make: Any) -> None:
@@ -97,7 +89,6 @@ def test_a_long_reply_is_cut_and_its_record_says_so(call: Call, kind: type[Sayin
     assert whole.reply == "x" * 100 and whole.cut_from is None
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("result", "named"), [(ToolReply(None), "ToolReply with NoneType"), (7, "int"), (b"x", "bytes")]

@@ -14,20 +14,7 @@ import pytest
 
 from sorl_env import Toolbox, ToolCall, ToolInputError, ToolReply, ToolRequest, ToolUnavailableError
 
-Call = Callable[[Toolbox, ToolRequest], "ToolCall | ToolUnavailableError"]
-
-
-def sync(box: Toolbox, request: ToolRequest) -> ToolCall | ToolUnavailableError:
-    return box.call(request)
-
-
-def awaited(box: Toolbox, request: ToolRequest) -> ToolCall | ToolUnavailableError:
-    return asyncio.run(box.acall(request))
-
-
-@pytest.fixture(params=[sync, awaited])
-def call(request: pytest.FixtureRequest) -> Call:
-    return request.param
+from .conftest import Call
 
 
 class Scripted:
