@@ -296,7 +296,7 @@ def test_truncation_repeats_the_rewards_of_the_last_turn(
 def test_a_reward_that_is_no_number_stops(make_task: Callable[..., Task]) -> None:
     env = ToolUseEnv(make_task(reward=lambda example, turns: {"score": math.nan}))
     env.reset(seed=0)
-    with pytest.raises(ValueError, match=r"task toy: reward item 'score' \(.*\) is nan"):
+    with pytest.raises(ValueError, match=r"task toy: its reward \(.*\) gave item 'score' as nan"):
         env.step(ANSWER)
 
 
