@@ -34,8 +34,7 @@ SEEN = (  # what the alarm reads
     "loss/entropy",
     "rollout/valid_turn_rate",
 )
-# read too, where a run has them: a trust region, a count of its turns
-SOME = ("loss/trust_kl", "rollout/turns")
+SOME = ("loss/trust_kl", "rollout/turns")  # read too, where a run has them
 LIMITS = tuple(field.name for field in dataclasses.fields(AlarmConfig) if field.name != "action")
 
 
@@ -111,27 +110,18 @@ def read_runs(paths: Sequence[Path]) -> list[Recorded]:
 
 
 def _read_run(path: Path, cell: str) -> Recorded:
-    run_dir = RunDir(path)
+    run_dir, kept = RunDir(path), ("step", SUCCESS, *SEEN, *SOME)
     if not run_dir.metrics.is_file():
         raise UserError(f"{path} is not a run folder: it has no {run_dir.metrics.name}")
-    kept = ("step", SUCCESS, *SEEN, *SOME)
-    lines = []
-    for number, line in enumerate(_read_metrics(run_dir.metrics), start=1):
-        where = f"{run_dir.metrics}, line {number}"
-        if not isinstance(line, dict) or type(line.get("step")) is not int:
-            raise UserError(f"{where}: this is not the metrics of a step; give the folder of another run")
-        for name in kept[1:]:
-            if not isinstance(line.get(name), int | float | None):
-                raise UserError(f"{where}: {name} must be a number, it is {line[name]!r}; give another run")
-        lines.append({name: line[name] for name in kept if name in line})
+    lines = [{name: line[name] for name in kept if name in line} for line in read_jsonl(run_dir.metrics)]
+    for number, line in enumerate(lines, start=1):
+        if type(line.get("step")) is not int or not all(
+            isinstance(v, int | float | None) for v in line.values()
+        ):
+            raise UserError(
+                f"{run_dir.metrics}, line {number}: these are not the metrics of a step; give the folder of another run"
+            )
     return Recorded(path.parent.parent.name, cell, read_resolved(run_dir.config, check=False).seed, lines)
-
-
-def _read_metrics(path: Path) -> list[Any]:
-    try:
-        return list(read_jsonl(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: it cannot be read ({error}); give the folder of another run") from error
 
 
 def _read_records(path: Path) -> list[Recorded]:
@@ -139,11 +129,11 @@ def _read_records(path: Path) -> list[Recorded]:
     for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             run = read_json(text)
-            named = ("step", SUCCESS, *SEEN, *(name for name in SOME if name in run))
-            columns = {name: run[name] for name in named}
-            rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+            names = ("step", SUCCESS, *SEEN, *(name for name in SOME if name in run))
+            rows = zip(*(run[name] for name in names), strict=True)
             lines = [
-                {k: None if v == NOT_FINITE else v for k, v in row.items() if v is not None} for row in rows
+                {k: None if v == NOT_FINITE else v for k, v in zip(names, row, strict=True) if v is not None}
+                for row in rows
             ]
             runs.append(Recorded(run["study"], run["cell"], run["seed"], lines))
         except (KeyError, TypeError, ValueError) as error:
@@ -153,17 +143,17 @@ def _read_records(path: Path) -> list[Recorded]:
     return runs
 
 
-def _recorded(value: float | None) -> float | str:
-    return NOT_FINITE if value is None else float(f"{value:.4g}")
-
-
 def write_records(runs: Sequence[Recorded], path: Path) -> None:
     """Write one line per run: which it is, and for each metric its values over the steps, with four digits."""
+
+    def recorded(value: float | None) -> float | str:
+        return NOT_FINITE if value is None else float(f"{value:.4g}")
+
     lines = []
     for run in runs:
         some = [name for name in SOME if any(name in line for line in run.lines)]
         columns = {
-            name: [_recorded(line[name]) if name in line else None for line in run.lines]
+            name: [recorded(line[name]) if name in line else None for line in run.lines]
             for name in (SUCCESS, *SEEN, *some)
         }
         which = {"study": run.study, "cell": run.cell, "seed": run.seed}
@@ -225,27 +215,21 @@ def table(runs: Sequence[Recorded], judged: Sequence[Judged]) -> str:
     cells = [
         ["" if v is None else figure(v) if isinstance(v, float) else v for v in row.values()] for row in rows
     ]
-    return "\n".join([markdown_table(list(rows[0]), cells), "", *_summary(judged)])
-
-
-def _summary(judged: Sequence[Judged]) -> list[str]:
     found = count(judged)
-    lines = [f"{found.collapsed} collapsed (success stayed below half its peak), {found.healthy} did not."]
-    if found.collapsed:
-        lines.append(
-            f"Collapsed runs: {found.ahead} had an alarm {AHEAD} or more steps before the collapse ({found.possible} "
-            f"ran long enough for that), {found.before} at least one step before, {found.in_time} no later than it."
-        )
-    if found.healthy:
-        lines.append(f"Other runs: {found.alarmed} had a false alarm.")
+    lines = [
+        f"{found.collapsed} collapsed (success stayed below half its peak), {found.healthy} did not.",
+        f"Collapsed runs: {found.ahead} had an alarm {AHEAD} or more steps before the collapse ({found.possible} ran "
+        f"long enough for that), {found.before} at least one step before, {found.in_time} no later than it.",
+        f"Other runs: {found.alarmed} had a false alarm.",
+    ]
     held = [one.strain for one in judged if one.lost is None and one.strain is not None]
     lost = [one.strain for one in judged if one.lost is not None and one.strain is not None]
     if held and lost:
-        separates = (
+        between = (
             "a value of alarm.strain between them" if max(held) < min(lost) else "no value of alarm.strain"
         )
         lines.append(
             f"Highest strain of a run that did not collapse: {max(held):.3f}. Lowest of a collapsed run, {AHEAD} steps "
-            f"before the collapse: {min(lost):.3f}. So {separates} separates the two kinds."
+            f"before the collapse: {min(lost):.3f}. So {between} separates the two kinds."
         )
-    return lines
+    return "\n".join([markdown_table(list(rows[0]), cells), "", *lines])

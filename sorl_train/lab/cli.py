@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.lab import alarm as alarm_lab
 from sorl_train.lab import compare
 from sorl_train.lab.study import Run, Study, load_study, packaged_studies, results_of, table
-from sorl_train.report.groups import find_runs
 from sorl_train.report.report import write_report
 from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import RunDir
@@ -106,53 +105,46 @@ def _add_alarm(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_alarm)
 
 
-def _stability(arguments: argparse.Namespace) -> int:
+def _study(arguments: argparse.Namespace) -> tuple[Study, Path]:
+    """The study with the seeds that were asked for, and its folder."""
     study = load_study(arguments.config)
     folder = arguments.out or Path("runs/studies") / study.name
-    seeds = sorted({run.seed for run in study.runs})[: arguments.seeds]
-    chosen = [run for run in study.runs if arguments.only in f"{run.cell}, " and run.seed in seeds]
-    if not chosen:
-        cells = "\n".join(f"  {cell}" for cell in dict.fromkeys(run.cell for run in study.runs))
-        raise UserError(f"--only {arguments.only!r} matches no cell; the cells are\n{cells}")
-    open_runs = [run for run in chosen if not _finished(run, folder)]
-    if arguments.list:
-        states = [(run, "open" if run in open_runs else "done") for run in chosen]
-        if arguments.json:
-            print_json(
-                [{"cell": run.cell, "seed": run.seed, "id": run.id, "state": state} for run, state in states]
-            )
-        else:
-            print("\n".join(f"{state:<6}{run.cell}, seed {run.seed}  {run.id}" for run, state in states))
-        return 0
-    failed: list[Run] = []
-    _check_folder(arguments, folder)
-    if not arguments.table:
-        failed = _run_open(study, chosen, folder, arguments.jobs)
-    return _conclude(arguments, study, folder, failed, write_results(study, folder), table)
-
-
-def _compare(arguments: argparse.Namespace) -> int:
-    study = load_study(arguments.config)
-    folder = arguments.out or Path("runs/studies") / study.name
-    seeds = sorted({run.seed for run in study.runs})[: arguments.seeds]
-    chosen = Study(study.name, tuple(run for run in study.runs if run.seed in seeds))
-    first = compare.first_runs(chosen)
-    failed: list[Run] = []
-    _check_folder(arguments, folder)
-    if not arguments.table:
-        failed = _run_open(study, first, folder, arguments.jobs)
-        results = compare.with_lost(chosen, write_results(study, folder), folder)
-        failed += _run_open(study, compare.tenfold_runs(chosen, results), folder, arguments.jobs)
-    results = compare.with_lost(chosen, compare.with_times(write_results(study, folder), folder), folder)
-    return _conclude(arguments, study, folder, failed, results, lambda found: compare.table(chosen, found))
-
-
-def _check_folder(arguments: argparse.Namespace, folder: Path) -> None:
-    """Raise ``UserError`` for ``--table`` of a study that has not run."""
     if arguments.table and not folder.is_dir():
         raise UserError(
             f"there is no folder {folder}: the study has not run there; --out names another folder"
         )
+    seeds = sorted({run.seed for run in study.runs})[: arguments.seeds]
+    return Study(study.name, tuple(run for run in study.runs if run.seed in seeds)), folder
+
+
+def _stability(arguments: argparse.Namespace) -> int:
+    study, folder = _study(arguments)
+    chosen = [run for run in study.runs if arguments.only in f"{run.cell}, "]
+    if not chosen:
+        cells = "\n".join(f"  {cell}" for cell in dict.fromkeys(run.cell for run in study.runs))
+        raise UserError(f"--only {arguments.only!r} matches no cell; the cells are\n{cells}")
+    if arguments.list:
+        states = [(run, "done" if _finished(run, folder) else "open") for run in chosen]
+        if arguments.json:
+            print_json([{"cell": r.cell, "seed": r.seed, "id": r.id, "state": state} for r, state in states])
+        else:
+            print("\n".join(f"{state:<6}{run.cell}, seed {run.seed}  {run.id}" for run, state in states))
+        return 0
+    failed = [] if arguments.table else _run_open(study, chosen, folder, arguments.jobs)
+    results = write_results(study, folder)
+    return _conclude(arguments, study, folder, failed, results, table(results))
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    study, folder = _study(arguments)
+    first = compare.first_runs(study)
+    failed: list[Run] = []
+    if not arguments.table:
+        failed = _run_open(study, first, folder, arguments.jobs)
+        results = compare.with_lost(study, write_results(study, folder), folder)
+        failed += _run_open(study, compare.tenfold_runs(study, results), folder, arguments.jobs)
+    results = compare.with_lost(study, compare.with_times(write_results(study, folder), folder), folder)
+    return _conclude(arguments, study, folder, failed, results, compare.table(study, results))
 
 
 def _run_open(study: Study, chosen: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
@@ -169,34 +161,14 @@ def _conclude(
     folder: Path,
     failed: Sequence[Run],
     results: Sequence[dict[str, Any]],
-    make_table: Callable[[Sequence[dict[str, Any]]], str],
+    text: str,
 ) -> int:
-    """Print the results, and make the page of all runs; the exit status."""
+    """Print the results, make the page of all runs, and name the runs that are missing; the exit status."""
     page = write_report([folder], folder / "report.html") if results else None
     if arguments.json:
         print_json(results)
-    elif not results:
-        print("no run has finished yet")
     else:
-        print(make_table(results))
-        _say_where(study, folder, page)
-    _report_unfinished(study, folder, failed)
-    return 1 if failed else 0
-
-
-def _say_where(study: Study, folder: Path, page: Path | None) -> None:
-    """Print where the page of all runs is, and which of them the table leaves out."""
-    others = {run.path.name for run in find_runs([folder])} - {run.id for run in study.runs}
-    if others:
-        print(
-            f"\n{len(others)} run folders belong to an older version of this study: shown on the page, left out of "
-            "the table"
-        )
-    print(f"\nall runs on one page: {page}")
-
-
-def _report_unfinished(study: Study, folder: Path, failed: Sequence[Run]) -> None:
-    """Name the runs that failed or have not finished, on standard error."""
+        print(f"{text}\n\nall runs on one page: {page}" if results else "no run has finished yet")
     for run in study.runs:
         if run in failed:
             log = folder / "logs" / f"{run.id}.log"
@@ -208,6 +180,7 @@ def _report_unfinished(study: Study, folder: Path, failed: Sequence[Run]) -> Non
         else:
             continue
         say("sorl-lab", f"{run.cell}, seed {run.seed} {why}, so it is not in the table")
+    return 1 if failed else 0
 
 
 def _progress(line: str) -> None:
@@ -236,35 +209,28 @@ def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
     Raises:
         UserError: another process is running the study in this folder.
     """
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    (folder / "configs").mkdir(exist_ok=True)
-    # the runs inherit the lock, so they still hold it if sorl-lab is killed
-    with FolderLock(folder, "--out") as lock:
-        return _run_side_by_side(runs, folder, jobs, lock.descriptor)
-
-
-def _run_side_by_side(runs: Sequence[Run], folder: Path, jobs: int, lock: int) -> list[Run]:
+    for name in ("logs", "configs"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
     waiting, failed = list(runs), []
     running: dict[subprocess.Popen[bytes], tuple[Run, float]] = {}
-    done = 0
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                run = waiting.pop(0)
-                running[_start(run, folder, lock)] = (run, time.monotonic())
-            for process in [process for process in running if process.poll() is not None]:
-                run, started = running.pop(process)
-                done += 1
-                took = time.monotonic() - started
-                succeeded = process.returncode == 0 and _finished(run, folder)
-                state = "done" if succeeded else "FAILED"
-                _progress(f"{done}/{len(runs)} {state:<6} {took:5.0f} s  {run.cell}, seed {run.seed}")
-                if not succeeded:
-                    failed.append(run)
-            time.sleep(POLL_S)
-    except BaseException:
-        _end(running)
-        raise
+    # the runs inherit the lock, so they still hold it if sorl-lab is killed
+    with FolderLock(folder, "--out") as lock:
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    run = waiting.pop(0)
+                    running[_start(run, folder, lock.descriptor)] = (run, time.monotonic())
+                for process in [process for process in running if process.poll() is not None]:
+                    run, started = running.pop(process)
+                    state = "done" if process.returncode == 0 and _finished(run, folder) else "FAILED"
+                    if state == "FAILED":
+                        failed.append(run)
+                    done, took = len(runs) - len(waiting) - len(running), time.monotonic() - started
+                    _progress(f"{done}/{len(runs)} {state:<6} {took:5.0f} s  {run.cell}, seed {run.seed}")
+                time.sleep(POLL_S)
+        except BaseException:
+            _end(running)
+            raise
     return failed
 
 
