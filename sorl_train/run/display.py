@@ -1,4 +1,4 @@
-"""What the user sees of a run: a live panel on a terminal, elsewhere one aligned line for each step.
+"""What the user sees of a run: one aligned line for each step and, on a terminal, progress bars below them.
 
 The trainer uses a ``Display`` and does not know which of the two it is::
 
@@ -11,20 +11,17 @@ The trainer uses a ``Display`` and does not know which of the two it is::
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol, TextIO
+from typing import IO, NamedTuple, Protocol, TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
 
 from sorl_env.figures import duration
 
@@ -35,26 +32,24 @@ class Column(NamedTuple):
     """One figure of the display: the first of ``metrics`` that a step has."""
 
     title: str
-    short: str
     metrics: tuple[str, ...]
     form: str
 
 
 COLUMNS = (
-    Column("success", "success", ("rollout/success",), "{:.3f}"),
-    Column("valid turns", "valid", ("rollout/valid_turn_rate",), "{:.3f}"),
-    Column("clip fraction", "clip", ("loss/clip_frac",), "{:.4f}"),
-    Column("clipping-bias norm", "bias", ("loss/clip_bias_norm",), "{:.3g}"),
-    Column("gradient norm", "grad", ("loss/grad_norm",), "{:.3g}"),
-    Column("KL", "KL", ("loss/ref_kl", "loss/approx_kl"), "{:.2g}"),
-    Column("tokens/s", "tok/s", ("time/tokens_per_s",), "{:.0f}"),
+    Column("success", ("rollout/success",), "{:.3f}"),
+    Column("valid", ("rollout/valid_turn_rate",), "{:.3f}"),
+    Column("clip", ("loss/clip_frac",), "{:.4f}"),
+    Column("bias", ("loss/clip_bias_norm",), "{:.3g}"),
+    Column("grad", ("loss/grad_norm",), "{:.3g}"),
+    Column("KL", ("loss/ref_kl", "loss/approx_kl"), "{:.2g}"),
+    Column("tok/s", ("time/tokens_per_s",), "{:.0f}"),
 )
 SFT_COLUMNS = (
-    Column("loss", "loss", ("sft/loss",), "{:.4f}"),
-    Column("confident tokens", "conf", ("sft/confident",), "{:.3f}"),
-    Column("gradient norm", "grad", ("sft/grad_norm",), "{:.3g}"),
+    Column("loss", ("sft/loss",), "{:.4f}"),
+    Column("conf", ("sft/confident",), "{:.3f}"),
+    Column("grad", ("sft/grad_norm",), "{:.3g}"),
 )
-EVAL_COLUMN = Column("evaluation", "eval", ("eval/success",), "{:.3f}")
 
 
 class Display(Protocol):
@@ -77,7 +72,7 @@ class Display(Protocol):
 
 
 def make_display(stream: TextIO | None = None) -> Display:
-    """A live display on a terminal; plain lines into a pipe, a file, a CI log or a dumb terminal."""
+    """Lines and progress bars on a terminal; lines alone into a pipe, a file, a CI log or a dumb terminal."""
     stream = stream or sys.stdout
     console = Console(file=stream, highlight=False)
     if console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI"):
@@ -88,7 +83,7 @@ def make_display(stream: TextIO | None = None) -> Display:
 class PlainDisplay(Display):
     """Prints a header, then one aligned line for each step."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
         self._columns: tuple[Column, ...] = ()
@@ -115,7 +110,7 @@ class PlainDisplay(Display):
             if columns != self._columns:
                 self._columns = columns
                 self.message(
-                    f"{'step':>{width}}" + "".join(f"{c.short:>9}" for c in columns) + f"{'ETA':>12}"
+                    f"{'step':>{width}}" + "".join(f"{c.title:>9}" for c in columns) + f"{'ETA':>12}"
                 )
             values = "".join(f"{figure(column, metrics):>9}" for column in columns)
             self.message(f"{f'{step}/{self._eta.steps}':>{width}}{values}{left:>12}")
@@ -131,88 +126,59 @@ class PlainDisplay(Display):
             self.message("\n" + summary_block(summary))
 
 
-class LiveDisplay(Display):
-    """A panel that is redrawn in place: steps and time left, the running stage, and each figure's recent values."""
+class LiveDisplay(PlainDisplay):
+    """The same lines, above progress bars of the steps and of the running stage."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console) -> None:
+        super().__init__(console.file)
         self._console = console
-        self._clock = clock
-        self._live: Live | None = None
-        self._eta = Eta(0, 0, clock)
-        self._history: dict[Column, deque[float]] = {}
-        self._progress = self._new_progress()
+        self._progress: Progress | None = None
         self._steps_task: TaskID | None = None
 
     def start(self, title: str, steps: int, done: int = 0) -> None:
-        self._stop()
-        self._eta, self._history = Eta(steps, done, self._clock), {}
-        self._progress = self._new_progress()
-        self._steps_task = self._progress.add_task("step", total=steps, completed=done, note="")
-        self._console.print(f"[bold]{escape(title)}[/bold]")
-        self._open()
+        self.close()
+        super().start(title, steps, done)
+        self._steps_task = self._bars().add_task("step", total=steps, completed=done)
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
-        """See ``Display``. Outside a loop (a cold start, the last evaluation) the panel opens for the stage alone."""
-        alone = self._live is None
-        if alone:
-            self._progress, self._history = self._new_progress(), {}
-        task = self._progress.add_task(escape(name), total=total, note="")
-        if alone:
-            self._open()
+        """See ``Display``. Outside a loop (a cold start, the last evaluation) there is a bar for the stage alone."""
+        bars = self._bars()
+        task = bars.add_task(escape(name), total=total)
         try:
-            yield lambda units: self._progress.advance(task, units)
+            yield lambda units: bars.advance(task, units)
         finally:
-            if alone:
-                self._stop()  # with the finished bar still in view
-            self._progress.remove_task(task)
+            if self._steps_task is None:
+                self.close()  # with the finished bar still in view
+            else:
+                bars.remove_task(task)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        for column in (*COLUMNS, *SFT_COLUMNS, EVAL_COLUMN):
-            value = first_of(column, metrics)
-            if value is not None and math.isfinite(value):
-                self._history.setdefault(column, deque(maxlen=40)).append(value)
-        if line := evaluation_line(step, metrics):
-            self.message(line)
+        super().step(step, metrics)
         if self._steps_task is not None:
-            left = self._eta.after(step)
-            note = f"{duration(left)} left" if left is not None else ""
-            self._progress.update(self._steps_task, completed=step, note=note)
+            self._bars().update(self._steps_task, completed=step)
 
     def message(self, text: str) -> None:
-        """See ``Display``: printed above the panel."""
-        self._console.print(escape(text))
+        """See ``Display``: printed above the bars."""
+        self._console.print(escape(text), soft_wrap=True)
 
     def close(self, summary: Mapping[str, object] | None = None) -> None:
-        self._stop()
-        if summary:
-            self._console.print("\n" + escape(summary_block(summary)))
+        if self._progress is not None:
+            self._progress.stop()
+        self._progress = self._steps_task = None
+        super().close(summary)
 
-    def _new_progress(self) -> Progress:
-        columns = (
-            TextColumn("{task.description:<10}"),
-            BarColumn(bar_width=32),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        return Progress(*columns, console=self._console)
-
-    def _open(self) -> None:
-        self._live = Live(console=self._console, refresh_per_second=8, get_renderable=self._panel)
-        self._live.start()
-
-    def _stop(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-            self._steps_task = None
-
-    def _panel(self) -> RenderableType:
-        table = Table.grid(padding=(0, 2))
-        for column, values in self._history.items():
-            table.add_row(f"  {column.title}", column.form.format(values[-1]), sparkline(values))
-        return Group(self._progress, table) if self._history else self._progress
+    def _bars(self) -> Progress:
+        if self._progress is None:
+            columns = (
+                "{task.description:<10}",
+                BarColumn(bar_width=32),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+            )
+            self._progress = Progress(*columns, console=self._console)
+            self._progress.start()
+        return self._progress
 
 
 class Eta:
@@ -255,19 +221,6 @@ def figure(column: Column, metrics: Mapping[str, float]) -> str:
     """The column's value as text, ``-`` if a step has none."""
     value = first_of(column, metrics)
     return "-" if value is None else column.form.format(value)
-
-
-def sparkline(values: deque[float]) -> str:
-    """The recent values of a figure as one line of block characters; the lowest value is the lowest block.
-
-    >>> sparkline(deque([0.0, 0.5, 1.0]))
-    '▁▅█'
-    """
-    if not values:
-        return ""
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    return "".join("▁▂▃▄▅▆▇█"[round((value - low) / span * 7)] for value in values)
 
 
 def summary_block(summary: Mapping[str, object]) -> str:

@@ -74,8 +74,11 @@ class FolderLock:
                 with file:
                     raise UserError(self._in_use(file)) from None
             except OSError as error:
-                why = f"its file system has no locks ({error.strerror}): use it from one process at a time"
-                say("sorl", f"{self.folder}: {why}")
+                if self._file is None:  # said once
+                    why = (
+                        f"its file system has no locks ({error.strerror}): use it from one process at a time"
+                    )
+                    say("sorl", f"{self.folder}: {why}")
             if self._is_in_place(file):
                 break
             file.close()  # its holder has ended, or has moved the folder aside
@@ -98,12 +101,10 @@ class FolderLock:
         holders = re.findall(r"^(\d+) (\S+)$", file.read().decode(errors="replace"), re.MULTILINE)
         here = [int(number) for number, host in holders if host == socket.gethostname()]
         alive = next((number for number in here if _is_alive(number)), None)
+        who = " on ".join(["another process", *(host for _, host in holders[:1])])
+        end = "end it"
         if alive is not None:
             who, end = f"process {alive}", f"end it (kill -INT {alive})"
-        elif here:
-            who, end = f"a process that process {here[0]} started before it ended", "end it"
-        else:
-            who, end = " on ".join(["another process", *(host for _, host in holders[:1])]), "end it"
         return f"{self.folder} is in use by {who}: wait until it has ended, {end}, or give another {self._option}"
 
 

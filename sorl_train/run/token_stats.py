@@ -16,16 +16,15 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import UserError
 from sorl_train.run.files import atomic_write
 
 DIGITS = 4
-SUFFIXES = (".tokens.jsonl.gz", ".tokens.jsonl")
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,8 @@ class TokenRecord:
     weight: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        lengths = {
-            name: len(getattr(self, name)) for name in (*_COLUMNS, *(_OPTIONAL if self.weight else ()))
-        }
+        names = (*_INTEGERS, *_FLOATS, *(_OPTIONAL if self.weight else ()))
+        lengths = {name: len(getattr(self, name)) for name in ("tokens", *names)}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"token record {self.id}: sequences of different lengths: {lengths}")
 
@@ -68,23 +66,20 @@ class TokenRecord:
 _FLOATS = ("log_ratio", "ratio", "advantage", "entropy")
 _INTEGERS = ("turn", "clipped")
 _OPTIONAL = ("weight",)
-_FIELDS = tuple(f.name for f in dataclasses.fields(TokenRecord) if f.name not in _OPTIONAL)
-_COLUMNS = _FIELDS[1:]
 
 
 def sidecar_of(trajectories: Path) -> Path | None:
     """The token records for a file of trajectories (``step_000010.jsonl``, also ``.gz``); None if there are none."""
     stem = trajectories.name.removesuffix(".gz").removesuffix(".jsonl")
-    candidates = [trajectories.with_name(stem + suffix) for suffix in SUFFIXES]
-    return next((path for path in candidates if path.is_file()), None)
+    path = trajectories.with_name(f"{stem}.tokens.jsonl.gz")
+    return path if path.is_file() else None
 
 
 def write_token_records(path: Path, records: Iterable[TokenRecord]) -> None:
-    """Write one record a line, gzipped if the name ends in ``.gz``. Floats have 4 digits after the point; what is not
-    finite becomes null. The file appears whole or not at all."""
+    """Write one record a line, gzipped. Floats have 4 digits after the point; what is not finite becomes null. The file
+    appears whole or not at all."""
     text = "".join(json.dumps(_encode(record), separators=(",", ":")) + "\n" for record in records)
-    data = text.encode()
-    atomic_write(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    atomic_write(path, gzip.compress(text.encode(), mtime=0))
 
 
 def iter_token_records(path: Path) -> Iterator[TokenRecord]:
@@ -94,13 +89,11 @@ def iter_token_records(path: Path) -> Iterator[TokenRecord]:
         FileNotFoundError: there is no such file.
         UserError: a line is not a token record; the message has its file and line.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
     number = 0
-    with opener(path, "rb") as stream:
+    with gzip.open(path, "rb") as stream:
         try:
             for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield _decode(line, f"{path}:{number}")
+                yield _decode(line, f"{path}:{number}")
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(
                 f"{path}:{number + 1}: the gzip stream is broken ({error}); was it cut off?"
@@ -109,12 +102,13 @@ def iter_token_records(path: Path) -> Iterator[TokenRecord]:
 
 def _encode(record: TokenRecord) -> dict[str, Any]:
     plain: dict[str, Any] = {"id": record.id, "tokens": list(record.tokens)}
-    plain |= {name: [int(value) for value in getattr(record, name)] for name in _INTEGERS}
-    given = [name for name in _OPTIONAL if getattr(record, name)]
-    plain |= {
-        name: [_rounded(float(value)) for value in getattr(record, name)] for name in (*_FLOATS, *given)
-    }
-    return {name: plain[name] for name in (*_FIELDS, *given)}
+    for field in dataclasses.fields(TokenRecord)[2:]:
+        values = getattr(record, field.name)
+        if field.name in _INTEGERS:
+            plain[field.name] = [int(value) for value in values]
+        elif values or field.name not in _OPTIONAL:
+            plain[field.name] = [_rounded(float(value)) for value in values]
+    return plain
 
 
 def _rounded(value: float) -> float | None:
@@ -124,21 +118,11 @@ def _rounded(value: float) -> float | None:
 def _decode(line: bytes, where: str) -> TokenRecord:
     try:
         record = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not valid JSON ({error})") from error
-    if not isinstance(record, Mapping):
-        raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
-    if missing := [name for name in _FIELDS if name not in record]:
-        raise UserError(f"{where}: the field {missing[0]!r} is missing; there are: {', '.join(record)}")
-    if unknown := [name for name in record if name not in (*_FIELDS, *_OPTIONAL)]:
-        raise UserError(f"{where}: unknown field {unknown[0]!r}. {did_you_mean(unknown[0], _FIELDS)}")
-    try:
         columns: dict[str, Any] = {name: [int(value) for value in record[name]] for name in _INTEGERS}
-        columns |= {
-            name: [math.nan if value is None else float(value) for value in record[name]]
-            for name in (*_FLOATS, *_OPTIONAL)
-            if name in record
-        }
+        for name in (*_FLOATS, *(name for name in _OPTIONAL if name in record)):
+            columns[name] = [math.nan if value is None else float(value) for value in record[name]]
         return TokenRecord(id=str(record["id"]), tokens=[str(token) for token in record["tokens"]], **columns)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{where}: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{where}: this is not a token record ({error!r}); restore the file from a copy, or delete it"
+        ) from error

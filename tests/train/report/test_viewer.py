@@ -193,7 +193,7 @@ def test_why_there_are_no_figures(make_run: MakeRun, make_trajectory: MakeTrajec
     folder = run / "trajectories"
     held_out = [make_trajectory("e10-p0/0", np.random.default_rng(0), stop=StopReason.ANSWER)]
     write_jsonl(folder / "eval_000010.jsonl", held_out)
-    write_token_records(folder / "step_000001.tokens.jsonl", [])
+    write_token_records(folder / "step_000001.tokens.jsonl.gz", [])
     rows, dialogues = contents(write_viewer(run))
     notes = {
         (row["kind"], row["step"], row["stop"]): d["note"] for row, d in zip(rows, dialogues, strict=True)

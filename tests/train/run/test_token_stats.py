@@ -34,18 +34,17 @@ LINE = {
 }
 
 
-@pytest.mark.parametrize("name", ["step_000001.tokens.jsonl", "step_000001.tokens.jsonl.gz"])
-def test_there_and_back(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
+def test_there_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "step_000001.tokens.jsonl.gz"
     write_token_records(path, [RECORD, TokenRecord("s1-p0/1", [], [], [], [], [], [], [])])
-    raw = gzip.decompress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
+    raw = gzip.decompress(path.read_bytes())
     lines = raw.decode().splitlines()
     assert [len(lines), json.loads(lines[0]), b"-0.0" in raw, b"NaN" in raw] == [2, LINE, False, False]
     first, second = iter_token_records(path)
     assert (first.tokens, first.turn, first.clipped) == (RECORD.tokens, [0, 0, 1], [0, 0, 1])
     assert first.ratio[:2] == [1.1314, 1.0] and math.isnan(first.ratio[2])
     assert (second.id, second.tokens) == ("s1-p0/1", [])
-    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
@@ -71,19 +70,17 @@ def test_lengths_must_agree() -> None:
 @pytest.mark.parametrize(
     "line, message",
     [
-        ('{"id": "s1"', "not valid JSON"),
-        ("[]", "expected a JSON object, got list"),
-        (json.dumps({k: v for k, v in LINE.items() if k != "entropy"}), "the field 'entropy' is missing"),
-        (json.dumps(LINE | {"ratios": []}), "unknown field 'ratios'. Did you mean 'ratio'"),
+        ('{"id": "s1"', "JSONDecodeError"),
+        ("[]", "TypeError"),
+        (json.dumps({k: v for k, v in LINE.items() if k != "entropy"}), "KeyError.'entropy'"),
         (json.dumps(LINE | {"ratio": [1.0]}), "sequences of different lengths"),
         (json.dumps(LINE | {"ratio": ["high", 1.0, 1.0]}), "could not convert string to float"),
-        (json.dumps(LINE | {"turn": None}), "not iterable"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "step_000001.tokens.jsonl"
-    path.write_text(json.dumps(LINE) + "\n" + line + "\n")
-    with pytest.raises(UserError, match=f"tokens.jsonl:2: .*{message}"):
+    path = tmp_path / "step_000001.tokens.jsonl.gz"
+    path.write_bytes(gzip.compress(f"{json.dumps(LINE)}\n{line}\n".encode()))
+    with pytest.raises(UserError, match=f"tokens.jsonl.gz:2: .*{message}"):
         list(iter_token_records(path))
 
 
