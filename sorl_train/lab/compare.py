@@ -77,7 +77,8 @@ def best_rates(study: Study, results: Sequence[Mapping[str, Any]]) -> dict[str, 
     for arm in dict.fromkeys(run.arm for run in study.runs):
         cells = {rate: _at(results, arm, rate) for rate in rates}
         if all(cells.values()):
-            best[arm] = max(rates, key=lambda rate: (_final(cells[rate]), -_sooner(cells[rate]), -rate))
+            soon = {rate: np.median([steps_to(run) for run in cell]) for rate, cell in cells.items()}
+            best[arm] = max(rates, key=lambda rate: (_final(cells[rate]), -soon[rate], -rate))
     return best
 
 
@@ -114,20 +115,25 @@ def steps_to(result: Mapping[str, Any], success: float = GOOD) -> float:
 def table(study: Study, results: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table with a line an arm, the highest final success first: means over seeds, with their range."""
     rates, best = rates_of(study), best_rates(study, results)
-    cost = {arm: _cost(_at(results, arm, best[arm])) for arm in best}
-    cheapest = min((value for value in cost.values() if value > 0), default=1.0)
+    # the median time of a training step, where it is known
+    times = {
+        arm: [run["step_s"] for run in _at(results, arm, rate) if run.get("step_s")]
+        for arm, rate in best.items()
+    }
+    cost = {arm: float(np.median(found)) for arm, found in times.items() if found}
     lines = []
     for arm, rate in best.items():
         own, tenfold = _at(results, arm, rate), _at(results, arm, rates[rate])
         lost = sum(run["final"] < LOST * run["peak"] for run in tenfold)
+        steps = [steps_to(run) for run in own]
         row = [
             arm,
             f"{rate:g}",
             mean_and_range([run["final"] for run in own]),
-            " ".join(_step(steps_to(run)) for run in own),
+            " ".join("-" if math.isinf(step) else f"{step:g}" for step in steps),
             mean_and_range([run["final"] for run in tenfold]) if tenfold else "not run",
             f"{lost} of {len(tenfold)}" if tenfold else "",
-            f"{cost[arm] / cheapest:.2f}" if cost[arm] > 0 else "",
+            f"{cost[arm] / min(cost.values()):.2f}" if arm in cost else "",
         ]
         lines.append((_final(own), row))
     heads = ["", "best rate", "final success", f"steps to {GOOD:g}, by seed", f"at {TIMES:g} times the rate"]
@@ -141,20 +147,6 @@ def _at(results: Sequence[Mapping[str, Any]], arm: str, rate: float) -> list[Map
 
 def _final(runs: Sequence[Mapping[str, Any]]) -> float:
     return float(np.mean([run["final"] for run in runs]))
-
-
-def _sooner(runs: Sequence[Mapping[str, Any]]) -> float:
-    return float(np.median([steps_to(run) for run in runs]))
-
-
-def _cost(runs: Sequence[Mapping[str, Any]]) -> float:
-    """The median time of a training step; 0 where it is not known."""
-    times = [run["step_s"] for run in runs if run.get("step_s") is not None]
-    return float(np.median(times)) if times else 0.0
-
-
-def _step(step: float) -> str:
-    return "-" if np.isinf(step) else f"{step:g}"
 
 
 def mean_and_range(values: Sequence[float]) -> str:

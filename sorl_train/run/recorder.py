@@ -170,7 +170,10 @@ class Recorder:
         if metrics.get("loss/trust_moves_back"):
             self.run_dir.append_event({"step": step, "kind": "moved_back", "reason": moved_back(metrics)})
         self._watch_dynamic_sampling(step, metrics)
-        self._watch_success(step, metrics)
+        if reason := in_vain(metrics):  # said of the first such batch, the second, the fourth, the eighth, ..
+            self._in_vain += 1
+            if self._in_vain & (self._in_vain - 1) == 0:
+                self._tell(step, "in_vain", reason)
         if metrics.get("rollout/overlong_filtered_frac") == 1.0:
             self._tell(
                 step, "no_step", "every trajectory was filtered by overlong.exclude, nothing was trained on"
@@ -198,13 +201,6 @@ class Recorder:
             self.run_dir.append_event({"step": step, "kind": "dynamic_sampling", "reason": reason})
         else:
             self._tell(step, "no_step", f"{reason}; nothing was trained on")
-
-    def _watch_success(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Say that a batch taught nothing: of the first such batch, the second, the fourth, the eighth, .."""
-        if reason := in_vain(metrics):
-            self._in_vain += 1
-            if self._in_vain & (self._in_vain - 1) == 0:
-                self._tell(step, "in_vain", reason)
 
     def _tell(self, step: int, kind: str, reason: str) -> None:
         self.run_dir.append_event({"step": step, "kind": kind, "reason": reason})

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_env.token_classes import CLASSES
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.summary import COLLAPSED
@@ -66,7 +65,6 @@ def measure(run_dir: Path) -> dict[str, float]:
         mean_rate: mean effective learning rate.
         moves_back: how often the trust region moved weights back; NaN without one.
         clip_frac: mean share of clipped tokens.
-        tokens_CLASS, clipped_CLASS: the share of a token class in all tokens, and in the clipped ones.
 
     Raises:
         UserError: the run has no evaluation or no training step in its metrics.
@@ -100,22 +98,7 @@ def measure(run_dir: Path) -> dict[str, float]:
         "moves_back": math.fsum(line.get("loss/trust_moves_back", math.nan) for line in trained),
         "clip_frac": mean("loss/clip_frac"),
         "grad_norm": mean("loss/grad_norm"),
-        **_clipped_classes(trained),
     }
-
-
-def _clipped_classes(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    figures = {}
-    for name in CLASSES:
-        shares = [line.get(f"loss/token_share_{name}") or 0.0 for line in trained]
-        clipped = [
-            share * (line.get(f"loss/clip_frac_{name}") or 0.0)
-            for share, line in zip(shares, trained, strict=True)
-        ]
-        total = math.fsum(line.get("loss/clip_frac") or 0.0 for line in trained)
-        figures[f"tokens_{name}"] = math.fsum(shares) / len(trained)
-        figures[f"clipped_{name}"] = math.fsum(clipped) / total if total else math.nan
-    return figures
 
 
 def _learned(evaluated: Sequence[Mapping[str, Any]]) -> float:

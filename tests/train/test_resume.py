@@ -90,11 +90,9 @@ def both(*damages: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]
 
 
 # What is done to the run; the file that has to be named (empty: nothing to say); whether the resume is refused.
+# test_checkpoint.py damages every kind of file in every way; here whole runs go on from what is left.
 KINDS: dict[str, tuple[Callable[[Path, Path], None], str, bool]] = {
     "nothing": (lambda run, other: None, "", False),
-    "weights cut": (to(f"{NEWEST}/policy/model.safetensors", truncate), "policy/model.safetensors", False),
-    "weights emptied": (to(f"{NEWEST}/policy/model.safetensors", empty), "policy/model.safetensors", False),
-    "weights gone": (to(f"{NEWEST}/policy/model.safetensors", delete), "policy/model.safetensors", False),
     "weights, one bit": (
         to(f"{NEWEST}/policy/model.safetensors", flip_a_bit),
         "policy/model.safetensors",
@@ -102,29 +100,17 @@ KINDS: dict[str, tuple[Callable[[Path, Path], None], str, bool]] = {
     ),
     "another run's weights": (swap(f"{NEWEST}/policy/model.safetensors"), "policy/model.safetensors", False),
     "another run's checkpoint": (swap(NEWEST), "another run", False),
-    "model config, one bit": (to(f"{NEWEST}/policy/config.json", flip_a_bit), "policy/config.json", False),
-    "tokenizer cut": (to(f"{NEWEST}/policy/tokenizer.json", truncate), "policy/tokenizer.json", False),
-    "critic, one bit": (
-        to(f"{NEWEST}/critic/model.safetensors", flip_a_bit),
-        "critic/model.safetensors",
-        False,
-    ),
     "critic's head gone": (
         to(f"{NEWEST}/critic/value_head.safetensors", delete),
         "value_head.safetensors",
         False,
     ),
-    "moments, one bit": (to(f"{NEWEST}/optimizer.safetensors", flip_a_bit), "optimizer.safetensors", False),
     "moments cut": (to(f"{NEWEST}/optimizer.safetensors", truncate), "optimizer.safetensors", False),
-    "state emptied": (to(f"{NEWEST}/state.json", empty), "state.json", False),
     "waiting batch cut": (to(f"{NEWEST}/stale_0.jsonl", truncate), "stale_0.jsonl", False),
-    "its scores, one bit": (to(f"{NEWEST}/stale_0.safetensors", flip_a_bit), "stale_0.safetensors", False),
     "a file more": (write(f"{NEWEST}/policy/adapter_config.json", "{}"), "adapter_config.json", False),
-    "hashes gone": (to(f"{NEWEST}/{HASHES}", delete), HASHES, False),
-    "hashes, one bit": (to(f"{NEWEST}/{HASHES}", flip_a_bit), HASHES, False),
     "two damaged": (
-        both(to(f"{NEWEST}/state.json", delete), to(f"{OLDER}/optimizer.safetensors", flip_a_bit)),
-        "optimizer.safetensors",
+        both(to(f"{NEWEST}/state.json", delete), to(f"{OLDER}/{HASHES}", empty)),
+        HASHES,
         False,
     ),
     "all damaged": (
@@ -133,16 +119,10 @@ KINDS: dict[str, tuple[Callable[[Path, Path], None], str, bool]] = {
         True,
     ),
     "a half-written folder": (write("checkpoints/.step_000004.99/state.json", "{"), "", False),
-    "config emptied": (to("config.yaml", empty), "config.yaml", True),
     "another run's config": (swap("config.yaml"), "config.yaml", True),
-    "config with an unknown key": (write("config.yaml", "sead: 1\n"), "config.yaml", True),
-    "manifest gone": (to("manifest.json", delete), "manifest.json", True),
-    "manifest cut": (to("manifest.json", truncate), "manifest.json", True),
     "another run's manifest": (swap("manifest.json"), "config.yaml", True),
     "metrics with half a line": (to("metrics.jsonl", append), "", False),
-    "metrics gone": (to("metrics.jsonl", delete), "metrics.jsonl", True),
     "metrics, one bit": (to("metrics.jsonl", flip_a_bit), "metrics.jsonl", True),
-    "timings emptied": (to("timings.jsonl", empty), "timings.jsonl", True),
 }
 
 

@@ -119,17 +119,6 @@ def test_a_file_that_was_added_is_named_and_cards_may_be_edited(run: RunDir) -> 
     assert "policy/adapter_config.json was added" in resume_point(run).passed_over[0]
 
 
-def test_two_damaged_ones_and_an_older_good_one(run: RunDir) -> None:
-    delete(run.checkpoints / "step_000003" / "state.json")
-    flip_a_bit(run.checkpoints / "step_000002" / "policy" / "model.safetensors")
-    point = resume_point(run)
-    assert point.path.name == "step_000001"
-    assert [line.split(":")[0] for line in point.passed_over] == [
-        "passed over step_000003",
-        "passed over step_000002",
-    ]
-
-
 def test_no_checkpoint_is_whole(run: RunDir) -> None:
     for number, name in ((1, FILES[0]), (2, FILES[1]), (3, HASHES)):
         truncate(run.checkpoints / f"step_00000{number}" / name)
@@ -244,32 +233,12 @@ except OSError as error:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_kill_between_two_renames_loses_no_checkpoint(run: RunDir) -> None:
-    newest = run.checkpoints / "step_000003"
-    newest.rename(run.checkpoints / ".step_000003.old")
-    assert resume_point(run).path == newest
-    prune_checkpoints(run.checkpoints, 2)
-    assert names(run.checkpoints) == ["step_000002", "step_000003"]
-
-
 def test_others_may_read_what_safetensors_lets_nobody_else_read(tmp_path: Path) -> None:
     with atomic_folder(tmp_path / "weights") as folder:
         (folder / "model.safetensors").touch(mode=0o600)
     beside = tmp_path / "beside"
     beside.touch()
     assert (tmp_path / "weights" / "model.safetensors").stat().st_mode == beside.stat().st_mode
-
-
-def test_a_checkpoint_that_is_being_deleted_has_no_name(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(path: Path) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shutil, "rmtree", killed)
-        prune_checkpoints(run.checkpoints, 1)
-    assert resume_point(run).path.name == "step_000003" and not resume_point(run).passed_over
-    prune_checkpoints(run.checkpoints, 1)
-    assert names(run.checkpoints) == ["step_000003"]
 
 
 def test_pruning_leaves_what_is_not_ours(run: RunDir) -> None:
