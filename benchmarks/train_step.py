@@ -54,7 +54,7 @@ from sorl_train.rollout.jobs import run_jobs, training_jobs
 from sorl_train.rollout.metrics import rollout_metrics
 from sorl_train.rollout.model_check import try_packing
 from sorl_train.rollout.sampler import TransformersSampler
-from sorl_train.run.display import PlainDisplay
+from sorl_train.run.display import Display
 from sorl_train.run.folder import RunDir
 from sorl_train.sft.cold_start import resolve_model
 
@@ -128,7 +128,7 @@ def sorl_step(model: str, folder: Path, sizes: StepSizes) -> Callable[[int], int
         "optim.lr": LEARNING_RATE,
     }
     config = load_config("quickstart", overrides)
-    engine = LocalEngine(config, RunDir.create(folder, config), PlainDisplay(sys.stderr), model)
+    engine = LocalEngine(config, RunDir.create(folder, config), Display(sys.stderr), model)
     engine.load(None)
     forbid_ends(engine.policy, engine.tokenizer)
 
@@ -370,7 +370,7 @@ def main() -> int:
     given = {name: value for name, value in overrides.items() if value is not None}
     config = load_config(args.config, given)
     sizes = StepSizes(args.prompts, args.micro_batch_size, config.hardware.dtype)
-    model = args.model or resolve_model(config, PlainDisplay(sys.stderr))
+    model = args.model or resolve_model(config, Display(sys.stderr))
     figures: dict[str, Any] = {"machine": machine()}
     print(", ".join(f"{name} {value}" for name, value in figures["machine"].items()))
     figures["grpo_step"] = step = compare_steps(model, sizes, args.rounds, args.warm_up)

@@ -45,7 +45,7 @@ from sorl_train.rollout.metrics import (
     tool_timings,
 )
 from sorl_train.run.checkpoint import step_of
-from sorl_train.run.display import PlainDisplay
+from sorl_train.run.display import Display
 from sorl_train.run.interrupt import saved_on_error
 from sorl_train.run.recorder import Recorder
 
@@ -103,7 +103,7 @@ class TrainStep:
         self.answers = answers_of(training_examples(self.config))
         self.evaluator = TrajectoryGenerator(self.strategy, None, None, self.tokenizer, self.vllm_engines)
         saved_config = read_resolved(self.run_dir.config)  # without the micro-batch sizes of this process
-        log = PlainDisplay(sys.stdout)  # the user sees another display, that of ``launch``
+        log = Display(sys.stdout)  # the user sees another display, that of ``launch``
         self.recorder = Recorder(saved_config, self.run_dir, self.eval_env.task, log, HASHED_BYTES)
         log.start(f"training steps of {self.run_dir.path}", self.config.update.steps, self.version)
         if self.version:

@@ -1,6 +1,6 @@
 """What the user sees of a run: one aligned line for each step and, on a terminal, progress bars below them.
 
-The trainer uses a ``Display`` and does not know which of the two it is::
+The trainer does not know which of the two it is::
 
     display.start("so_ppo on minihop", steps=60)
     with display.stage("rollout", total=128) as advance:
@@ -16,8 +16,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import IO, NamedTuple, Protocol, TextIO
+from contextlib import contextmanager
+from typing import IO, NamedTuple, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -52,35 +52,7 @@ SFT_COLUMNS = (
 )
 
 
-class Display(Protocol):
-    """What the trainer tells the user."""
-
-    def start(self, title: str, steps: int, done: int = 0) -> None:
-        """A loop of ``steps`` steps begins; a resumed run has done ``done`` of them already."""
-
-    def stage(self, name: str, total: int) -> AbstractContextManager[Advance]:
-        """A part of a step (rollout, update, evaluation). Call the context's value with the units just done."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step ``step`` (counted from 1) is done."""
-
-    def message(self, text: str) -> None:
-        """Show a line of text that stays in view."""
-
-    def close(self, summary: Mapping[str, object] | None = None) -> None:
-        """End the display, and print the summary if there is one."""
-
-
-def make_display(stream: TextIO | None = None) -> Display:
-    """Lines and progress bars on a terminal; lines alone into a pipe, a file, a CI log or a dumb terminal."""
-    stream = stream or sys.stdout
-    console = Console(file=stream, highlight=False)
-    if console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI"):
-        return LiveDisplay(console)
-    return PlainDisplay(stream)
-
-
-class PlainDisplay(Display):
+class Display:
     """Prints a header, then one aligned line for each step."""
 
     def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,17 +62,19 @@ class PlainDisplay(Display):
         self._eta = Eta(0, 0, clock)
 
     def start(self, title: str, steps: int, done: int = 0) -> None:
+        """A loop of ``steps`` steps begins; a resumed run has done ``done`` of them already."""
         self._columns = ()
         self._eta = Eta(steps, done, self._clock)
         self.message(title)
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
-        """See ``Display``. Nothing is printed: a log shows results, not progress."""
+        """A part of a step (rollout, update, evaluation). Call the context's value with the units just done. Without a
+        terminal nothing is printed: a log shows results, not progress."""
         yield lambda units: None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See ``Display``."""
+        """Step ``step`` (counted from 1) is done."""
         seconds = self._eta.after(step)
         left = "-" if seconds is None else duration(seconds)
         width = 2 * len(str(self._eta.steps)) + 3
@@ -118,15 +92,17 @@ class PlainDisplay(Display):
             self.message(line)
 
     def message(self, text: str) -> None:
+        """Show a line of text that stays in view."""
         self._stream.write(f"{text}\n")
         self._stream.flush()
 
     def close(self, summary: Mapping[str, object] | None = None) -> None:
+        """End the display, and print the summary if there is one."""
         if summary:
             self.message("\n" + summary_block(summary))
 
 
-class LiveDisplay(PlainDisplay):
+class LiveDisplay(Display):
     """The same lines, above progress bars of the steps and of the running stage."""
 
     def __init__(self, console: Console) -> None:
@@ -179,6 +155,15 @@ class LiveDisplay(PlainDisplay):
             self._progress = Progress(*columns, console=self._console)
             self._progress.start()
         return self._progress
+
+
+def make_display(stream: TextIO | None = None) -> Display:
+    """Lines and progress bars on a terminal; lines alone into a pipe, a file, a CI log or a dumb terminal."""
+    stream = stream or sys.stdout
+    console = Console(file=stream, highlight=False)
+    if console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI"):
+        return LiveDisplay(console)
+    return Display(stream)
 
 
 class Eta:

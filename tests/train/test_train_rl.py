@@ -74,20 +74,17 @@ def test_every_algorithm_leaves_a_complete_run_folder(algo: str, tmp_path: Path)
     assert not [p for p in run_dir.path.rglob("*") if p.suffix in (".pt", ".bin", ".pkl", ".pth")]
 
 
-def test_a_checkpoint_is_a_plain_transformers_folder(tmp_path: Path) -> None:
-    run_dir, _ = train_short(tmp_path / "run")
-    folder = run_dir.checkpoints / "step_000002" / "policy"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer("Search, then answer.", return_tensors="pt", return_token_type_ids=False)
-    assert torch.isfinite(model(**ids).logits).all()
-
-
 def test_one_seed_gives_one_run_and_another_seed_another(tmp_path: Path) -> None:
+    """Also: a checkpoint has a plain transformers folder."""
     first, _ = train_short(tmp_path / "a")
     second, _ = train_short(tmp_path / "b")
     other, _ = train_short(tmp_path / "c", seed=1)
     assert first.metrics.read_bytes() == second.metrics.read_bytes()
     assert first.metrics.read_bytes() != other.metrics.read_bytes()
+    folder = first.checkpoints / "step_000002" / "policy"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("Search, then answer.", return_tensors="pt", return_token_type_ids=False)
+    assert torch.isfinite(model(**ids).logits).all()
 
 
 @pytest.mark.parametrize("algo", ["ppo", "so_ppo"])
@@ -165,18 +162,11 @@ def test_gradient_checkpointing_recomputes_both_models_and_scoring_is_in_eval_mo
     assert modes == {(True, True), (False, False)}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id=""),
-        pytest.param({"rollout__max_staleness": 2, "update__epochs": 2}, id="stale", marks=pytest.mark.slow),
-    ],
-)
 def test_resume_after_kill_9_repeats_the_uninterrupted_run(
-    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As long as the first process lives, no other gets at its folder."""
-    settings = {"update__steps": 8, "checkpoint__every": 2, "eval__every": 3} | settings
+    """As long as the first process lives, no other gets at its folder. With stale batches: test_kills.py."""
+    settings = {"update__steps": 8, "checkpoint__every": 2, "eval__every": 3}
     words = command(tmp_path, **SHORT, **settings)[5:]
     whole, _ = train_short(tmp_path / "whole", **settings)
     killed = tmp_path / "killed"

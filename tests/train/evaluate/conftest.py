@@ -17,7 +17,7 @@ from sorl_env.rollout import RolloutSettings, SampledTurn, SamplingParams
 from sorl_train.config.files import load_config
 from sorl_train.evaluate.runner import Policy
 from sorl_train.models.tiny import task_texts, word_tokenizer
-from sorl_train.run.display import PlainDisplay
+from sorl_train.run.display import Display
 from sorl_train.run.folder import RunDir
 from sorl_train.train_rl import run
 
@@ -51,7 +51,7 @@ def make_run(path: Path, cache: Path, **overrides: Any) -> Path:
         }  # replaced, not merged
         config = load_config("quickstart", dotted, shared=shared)
         run_dir = RunDir.create(path, config)
-        run(config, run_dir, PlainDisplay(nowhere), False)
+        run(config, run_dir, Display(nowhere), False)
     return run_dir.path
 
 

@@ -24,7 +24,7 @@ from sorl_train.models.policy import load_policy
 from sorl_train.openrlhf import flag_table
 from sorl_train.openrlhf.flags import as_arguments, openrlhf_flags
 from sorl_train.rollout.environments import make_env
-from sorl_train.run.display import PlainDisplay
+from sorl_train.run.display import Display
 from sorl_train.run.folder import RunDir
 from sorl_train.run.recorder import Recorder
 
@@ -202,7 +202,7 @@ def test_an_evaluation_draws_as_the_local_engines(temperature: float, top_p: flo
     )
     step.eval_env, step.evaluator = make_env(step.config, evaluation=True), Evaluator()
     run_dir = RunDir.create(tmp_path / "run", step.config)
-    step.recorder = Recorder(step.config, run_dir, step.eval_env.task, PlainDisplay(sys.stdout))
+    step.recorder = Recorder(step.config, run_dir, step.eval_env.task, Display(sys.stdout))
     assert step.evaluate_policy(4, search_off=True) == {}
     assert [(how["temperature"], how["top_p"]) for how in asked] == [(temperature, top_p)]
 

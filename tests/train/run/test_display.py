@@ -9,8 +9,8 @@ from rich.console import Console
 
 from sorl_env.figures import duration
 from sorl_train.run.display import (
+    Display,
     LiveDisplay,
-    PlainDisplay,
     make_display,
     summary_block,
 )
@@ -37,7 +37,7 @@ class Clock:
 
 def test_plain_lines_are_aligned_and_count_down() -> None:
     stream, clock = io.StringIO(), Clock()
-    display = PlainDisplay(stream, clock)
+    display = Display(stream, clock)
     display.start("so_ppo on minihop", steps=10)
     display.step(0, {"eval/success": 0.69, "eval/valid_turn_rate": 0.98, "time/step_s": 1.0})
     for step in (1, 2):
@@ -60,7 +60,7 @@ def test_plain_lines_are_aligned_and_count_down() -> None:
 
 def test_the_reference_kl_is_shown_before_the_approximate_one() -> None:
     stream = io.StringIO()
-    display = PlainDisplay(stream)
+    display = Display(stream)
     display.start("t", steps=1)
     display.step(1, STEP | {"loss/ref_kl": 0.5})
     assert " 0.5 " in stream.getvalue()
@@ -68,7 +68,7 @@ def test_the_reference_kl_is_shown_before_the_approximate_one() -> None:
 
 def test_a_step_without_an_update_shows_dashes() -> None:
     stream = io.StringIO()
-    display = PlainDisplay(stream, Clock())
+    display = Display(stream, Clock())
     display.start("t", steps=3)
     display.step(1, {"rollout/success": 0.0})
     assert stream.getvalue().splitlines()[-1].split() == [
@@ -87,7 +87,7 @@ def test_a_step_without_an_update_shows_dashes() -> None:
 
 def test_a_step_and_an_evaluation_that_lost_all_trajectories_are_shown() -> None:
     stream = io.StringIO()
-    display = PlainDisplay(stream, Clock())
+    display = Display(stream, Clock())
     display.start("t", steps=3)
     display.step(1, {"rollout/excluded_rate": 1.0, "eval/excluded_rate": 1.0})
     row, evaluation = stream.getvalue().splitlines()[-2:]
@@ -97,7 +97,7 @@ def test_a_step_and_an_evaluation_that_lost_all_trajectories_are_shown() -> None
 
 def test_supervised_steps_have_columns_of_their_own() -> None:
     stream = io.StringIO()
-    display = PlainDisplay(stream)
+    display = Display(stream)
     display.start("sft", steps=2)
     display.step(1, {"sft/loss": 2.5, "sft/confident": 0.25, "sft/grad_norm": 1.0})
     header, row = stream.getvalue().splitlines()[1:]
@@ -107,7 +107,7 @@ def test_supervised_steps_have_columns_of_their_own() -> None:
 
 def test_a_resumed_run_counts_only_its_own_time() -> None:
     stream, clock = io.StringIO(), Clock()
-    display = PlainDisplay(stream, clock)
+    display = Display(stream, clock)
     display.start("t", steps=100, done=90)
     clock.now = 2.0
     display.step(91, STEP)
@@ -150,12 +150,12 @@ def test_pipes_ci_and_dumb_terminals_get_plain_lines(monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert isinstance(make_display(Terminal()), LiveDisplay)
-    assert isinstance(make_display(io.StringIO()), PlainDisplay)
+    assert isinstance(make_display(io.StringIO()), Display)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(make_display(Terminal()), PlainDisplay)
+    assert isinstance(make_display(Terminal()), Display)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("CI", "true")
-    assert isinstance(make_display(Terminal()), PlainDisplay)
+    assert isinstance(make_display(Terminal()), Display)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from sorl_train.config.files import config_hash, read_resolved
 from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.run import folder
 from sorl_train.run.atomic_folder import atomic_folder
-from sorl_train.run.checkpoint import log_lengths
 from sorl_train.run.files import append_line, atomic_write, read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.manifest import environment_facts, git_facts
@@ -105,11 +104,6 @@ def test_a_new_run_records_what_it_is(run: RunDir) -> None:
     assert run.trajectories.is_dir() and run.checkpoints.is_dir()
 
 
-def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    assert RunDir.create(tmp_path / "run", TrainConfig()).config.is_file()
-
-
 def test_an_unfinished_run_is_not_overwritten(run: RunDir) -> None:
     with pytest.raises(UserError, match="unfinished run") as error:
         RunDir.create(run.path, with_steps(4))
@@ -149,23 +143,23 @@ def test_a_foreign_folder_or_file_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_start_that_was_killed_before_the_config_leaves_a_free_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert not RunDir(tmp_path / "run")._is_taken()  # nor is an empty one
     for name in ("trajectories", "checkpoints"):
-        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name).mkdir()
     (tmp_path / "run" / ".config.yaml.0a1b2c3d").write_text("algo: so_p")
     run = RunDir.create(tmp_path / "run", with_steps(4))
     assert not list(run.path.glob(".*")) and run.read_manifest()
     assert not run.path.with_name("run-2").exists()
 
 
-def test_a_run_in_which_nothing_happened_can_be_discarded(run: RunDir) -> None:
-    run.discard_if_unused()
-    assert not run.path.exists()
-
-
-def test_a_run_in_which_something_happened_is_never_discarded(run: RunDir) -> None:
+def test_a_run_in_which_nothing_happened_can_be_discarded_and_no_other(run: RunDir) -> None:
     run.metrics.write_text("{}\n")
     run.discard_if_unused()
     assert run.config.is_file() and run.metrics.is_file()
+    run.metrics.unlink()
+    run.discard_if_unused()
+    assert not run.path.exists()
 
 
 # -- resuming --------------------------------------------------------------------------------------------------
@@ -253,19 +247,14 @@ def test_metrics_and_timings_go_to_their_own_files(run: RunDir) -> None:
     assert run.timings.read_text() == '{"step": 1, "time/step_s": 2.5}\n'
 
 
-def test_numpy_and_torch_numbers_are_written_as_floats(run: RunDir) -> None:
+def test_numbers_are_floats_and_their_order_does_not_matter(run: RunDir) -> None:
     numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    metrics = {"a": numpy.float64(1 / 3), "b": torch.tensor(2.0), "c": True}
     with closing(MetricsLog(run, tensorboard=False)) as log:
-        log.log(1, {"a": numpy.float64(0.1), "b": torch.tensor(2.0), "c": True})
-    assert run.metrics.read_text() == '{"step": 1, "a": 0.1, "b": 2.0, "c": 1.0}\n'
-
-
-def test_the_order_of_the_metrics_does_not_matter(run: RunDir) -> None:
-    with closing(MetricsLog(run, tensorboard=False)) as log:
-        log.log(1, {"x": 1 / 3, "y": 2.0})
-        log.log(1, {"y": 2.0, "x": 1 / 3})
+        log.log(1, metrics)
+        log.log(1, dict(reversed(metrics.items())))
     first, second = run.metrics.read_text().splitlines()
-    assert first == second == '{"step": 1, "x": 0.3333333333333333, "y": 2.0}'
+    assert first == second == '{"step": 1, "a": 0.3333333333333333, "b": 2.0, "c": 1.0}'
 
 
 def test_a_half_line_of_a_killed_run_is_not_read(run: RunDir) -> None:
@@ -276,30 +265,18 @@ def test_a_half_line_of_a_killed_run_is_not_read(run: RunDir) -> None:
     assert [line["step"] for line in read_jsonl(run.metrics)] == [1]
 
 
-def test_tensorboard_events(run: RunDir) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with closing(MetricsLog(run)) as log:
-        log.log(1, {"loss/a": 0.5, "loss/b": float("nan")})
-    events = EventAccumulator(str(run.tensorboard)).Reload()
-    assert events.Tags()["scalars"] == ["loss/a"]
-    assert [(event.step, event.value) for event in events.Scalars("loss/a")] == [(1, 0.5)]
-
-
 def test_tensorboard_shows_a_step_that_was_taken_back_once(run: RunDir) -> None:
+    """And no figure that is not finite."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with closing(MetricsLog(run)) as log:
-        log.log(1, {"loss/a": 1.0})
-        lengths = log_lengths(run)
-        for step in (2, 3):
-            log.log(step, {"loss/a": float(step)})
-    os.truncate(run.metrics, lengths["metrics.jsonl"]["bytes"])  # as a resume does
-    with closing(MetricsLog(run)) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"loss/a": float(step), "loss/b": float("nan")})
+    with closing(MetricsLog(run)) as log:  # as a resume from step 1 does
         log.log(2, {"loss/a": 20.0})
     events = EventAccumulator(str(run.tensorboard)).Reload()
+    assert events.Tags()["scalars"] == ["loss/a"]
     assert [(event.step, event.value) for event in events.Scalars("loss/a")] == [(1, 1.0), (2, 20.0)]
 
 
