@@ -44,7 +44,6 @@ def minihop(
     *,
     seed: int = 0,
     hops: Sequence[int] = (1, 2, 3),
-    hop_weights: Sequence[float] | None = None,
     entities: int = 6000,
     lookalikes: float = 25.0,
     distractors: float = 0.5,
@@ -62,8 +61,7 @@ def minihop(
 
     Args:
         seed: draws the world: names, facts, passages and questions.
-        hops: numbers of hops that questions have, each from 1 to 4.
-        hop_weights: share of the questions for each entry of ``hops``; None for equal shares.
+        hops: numbers of hops that questions have, each from 1 to 4, equally often.
         entities, lookalikes, distractors, test_share: the size and the difficulty of the world, see `WorldSpec`.
         train_questions, test_questions: number of questions in each split, all different.
         top_k: passages that a search returns; None takes it from the tool settings (3).
@@ -78,8 +76,7 @@ def minihop(
         UserError: a knob is out of range, or the world has too few names or questions.
     """
     hops = tuple(hops)
-    weights = tuple(hop_weights) if hop_weights is not None else (1.0,) * len(hops)
-    _check_knobs(hops, weights, top_k, reasoning, hasty)
+    _check_knobs(hops, top_k, reasoning, hasty)
     spec = WorldSpec(seed, entities, lookalikes, distractors, test_share)
     counts = {"train": train_questions, "test": test_questions}
 
@@ -92,7 +89,7 @@ def minihop(
         turn_reward=_turn_reward(hit_reward, valid_reward),
         parse_row=parse_row,
         tools=lambda settings: [_search_tool(spec, settings, top_k, search_off)],
-        embedded=lambda split: _draw_examples(spec, split, hops, weights, counts),
+        embedded=lambda split: _draw_examples(spec, split, hops, counts),
         limits=_limits(max(hops), top_k or ToolSettings().top_k, reasoning),
         wrong_answer=lambda example: example.metadata["names"][0],
         expert=lambda example, observations: expert_turn(
@@ -247,13 +244,9 @@ def _limits(hops: int, top_k: int, reasoning: int) -> Limits:
     )
 
 
-def _check_knobs(
-    hops: tuple[int, ...], weights: tuple[float, ...], top_k: int | None, reasoning: int, hasty: float
-) -> None:
+def _check_knobs(hops: tuple[int, ...], top_k: int | None, reasoning: int, hasty: float) -> None:
     if not hops or len(set(hops)) < len(hops) or not set(hops) <= set(range(1, MAX_HOPS + 1)):
         raise UserError(f"minihop: hops={hops}: give different numbers from 1 to {MAX_HOPS}")
-    if len(weights) != len(hops) or min(weights) < 0 or sum(weights) <= 0:
-        raise UserError(f"minihop: hop_weights={weights}: give {len(hops)}, none below 0 and not all 0")
     if reasoning < 1 or (top_k is not None and top_k < 1):
         raise UserError(f"minihop: reasoning={reasoning}, top_k={top_k}: give at least 1")
     if not 0 <= hasty <= 1:
@@ -261,11 +254,11 @@ def _check_knobs(
 
 
 def _draw_examples(
-    spec: WorldSpec, split: str, hops: tuple[int, ...], weights: tuple[float, ...], counts: Mapping[str, int]
+    spec: WorldSpec, split: str, hops: tuple[int, ...], counts: Mapping[str, int]
 ) -> list[Example]:
     if split not in counts:
         raise UserError(f"task minihop has no split {split!r}. {did_you_mean(split, counts)}")
-    chains = draw_chains(_world(spec), split, hops, weights, counts[split])
+    chains = draw_chains(_world(spec), split, hops, counts[split])
     return [_example(f"{split}-{index}", chain) for index, chain in enumerate(chains)]
 
 

@@ -171,10 +171,8 @@ def generate_world(spec: WorldSpec) -> World:
     return World(spec, entities, tuple(Passage(str(i), title, text) for i, (title, text) in enumerate(texts)))
 
 
-def draw_chains(
-    world: World, split: str, hops: Sequence[int], weights: Sequence[float], count: int
-) -> list[Chain]:
-    """Draw ``count`` different questions: numbers of hops by weight, and every path of relations equally often.
+def draw_chains(world: World, split: str, hops: Sequence[int], count: int) -> list[Chain]:
+    """Draw ``count`` different questions: every number of hops and every path of relations equally often.
 
     Raises:
         UserError: the world has too few questions with some number of hops.
@@ -186,7 +184,7 @@ def draw_chains(
         for chains in by_path:
             rng.shuffle(chains)
         in_turn = [chains[i] for i in range(max(map(len, by_path))) for chains in by_path if i < len(chains)]
-        before, after = (round(count * sum(weights[:end]) / sum(weights)) for end in (index, index + 1))
+        before, after = (round(count * end / len(hops)) for end in (index, index + 1))
         if after - before > len(in_turn):
             raise UserError(
                 f"minihop: {after - before} {split} questions of {depth} hops are wanted, but the world has "

@@ -178,9 +178,9 @@ def test_questions_of_the_splits_are_about_different_entities() -> None:
     assert not names["train"] & names["test"]
 
 
-def test_hop_weights() -> None:
-    task = minihop(hops=(1, 4), hop_weights=(1, 3), **SMALL)
-    assert Counter(example.metadata["hops"] for example in examples(task, "train")) == {1: 75, 4: 225}
+def test_numbers_of_hops_are_equally_often() -> None:
+    task = minihop(hops=(1, 4), **SMALL)
+    assert Counter(example.metadata["hops"] for example in examples(task, "train")) == {1: 150, 4: 150}
 
 
 # -- what can be guessed ---
@@ -329,8 +329,6 @@ def test_vocabulary_is_closed(world: World) -> None:
         ({"hops": ()}, "hops=()"),
         ({"hops": (1, 5)}, "from 1 to 4"),
         ({"hops": (2, 2)}, "different numbers"),
-        ({"hop_weights": (1, 1)}, "give 3"),
-        ({"hop_weights": (1, -1, 1)}, "none below 0"),
         ({"reasoning": 0}, "reasoning=0"),
         ({"top_k": 0}, "top_k=0"),
     ],
@@ -389,9 +387,9 @@ def test_rows_that_make_no_chain() -> None:
 
 
 def test_too_many_questions_are_an_error_and_not_fewer(world: World) -> None:
-    assert len(draw_chains(world, "test", (1,), (1.0,), 50)) == 50
+    assert len(draw_chains(world, "test", (1,), 50)) == 50
     with pytest.raises(UserError, match="give more entities"):
-        draw_chains(world, "test", (1,), (1.0,), 50_000)
+        draw_chains(world, "test", (1,), 50_000)
 
 
 def test_a_hasty_expert_stops_a_hop_early_on_some_of_the_longest_questions() -> None:
