@@ -144,7 +144,8 @@ class ChatCodec:
             UserError: the template does not continue its own prompt with the message.
         """
         called = parsed.kind == "tool" and parsed.tool is not None
-        parsed = ParsedTurn(*map(self._control.harmless, parsed))
+        harmless = self._control.harmless
+        parsed = parsed._replace(think=harmless(parsed.think), content=harmless(parsed.content))
         message: dict[str, Any] = {"role": "assistant", "content": "" if called else parsed.content}
         if called:
             arguments = arguments_of(self._tools[parsed.tool or ""], parsed.content)
@@ -297,7 +298,7 @@ class ChatCodec:
 
     def _cut(self, frame: _Frame, text: str, max_tokens: int) -> list[int]:
         """The filled frame in at most ``max_tokens``; of a longer text only the beginning is kept."""
-        bare = _Frame("", "", frame.as_json)
+        text, bare = self._control.harmless(valid_text(text)), _Frame("", "", frame.as_json)
         while True:
             ids = self._encode(frame, text)
             over = len(ids) - max_tokens

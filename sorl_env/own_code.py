@@ -22,14 +22,15 @@ def own_code(task: Task, known: Collection[str] = ()) -> dict[str, str]:
     Args:
         known: names to look for whether they were imported by now or not: some imports happen inside functions.
     """
-    hashes: dict[str, str] = {}
+    owns: set[Path] = set()
     for part in (type(task), *(getattr(task, field.name) for field in dataclasses.fields(task))):
         function = part.func if isinstance(part, functools.partial) else part
         name = getattr(function, "__module__", None) or ""
         file, first = getattr(sys.modules.get(name), "__file__", None), name.partition(".")[0]
-        if file is None or first in OURS or first in sys.stdlib_module_names:
-            continue
-        own = Path(file).resolve()
+        if file is not None and first not in OURS and first not in sys.stdlib_module_names:
+            owns.add(Path(file).resolve())
+    hashes: dict[str, str] = {}
+    for own in owns:
         folder = own.parent
         recorded = [path for path in map(folder.parent.joinpath, known) if path.is_relative_to(folder)]
         beside = [] if folder.name in _INSTALLED else loaded_from(folder).values()

@@ -151,16 +151,13 @@ def test_what_is_an_outage(box: Box, lie: str, message: str) -> None:
     assert "unavailable after 1 tries" in outage(toolbox, "shelf", "x")
 
 
-def test_a_reply_that_is_null_is_an_outage(box: Box) -> None:
-    """Versions of the client refuse it, or go on waiting for another one until the deadline."""
-    assert outage(box(command("liar", "null"), timeout_s=2.0), "shelf", "x")
-
-
-@pytest.mark.parametrize("lie", ["hang", "wrong id", "no JSON", "surrogate"])
+@pytest.mark.parametrize("lie", ["hang", "wrong id", "no JSON", "surrogate", "null"])
 def test_what_does_not_answer_is_given_up_at_the_deadline(box: Box, lie: str) -> None:
     toolbox = box(command("liar", *lie.split()), timeout_s=2.0)
     started = time.monotonic()
-    assert "no reply from" in outage(toolbox, "shelf", "x")
+    # versions of the client refuse null, or go on waiting for another reply
+    assert lie == "null" or "no reply from" in outage(toolbox, "shelf", "x")
+    assert outage(toolbox, "shelf", "x")
     assert time.monotonic() - started < 30
 
 
