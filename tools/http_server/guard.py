@@ -96,8 +96,6 @@ class Guard:
         except RequestError as raised:
             error = raised
         except asyncio.CancelledError:  # the time that requests get when the server ends is over
-            if begun:
-                raise
             error = RequestError(503, _STOPPING, retry_after_s=1)
         except Exception:
             logger.exception("a bug: %s raised", scope["path"])

@@ -62,6 +62,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 backlog=backlog,
                 timeout_keep_alive=max(1, int(settings.stall_timeout_s)),
                 timeout_graceful_shutdown=settings.drain_s,
