@@ -10,49 +10,32 @@ from torch import Tensor
 
 from sorl_env.errors import UserError
 from sorl_env.outside import call_outside
-from sorl_train.algorithms import ClipBiasNorm, KLKind, Target
-from sorl_train.config.settings import TrainConfig
+from sorl_train.config.settings import LossConfig, OptimConfig, TrainConfig, UpdateConfig
 from sorl_train.losses.policy import LossSettings
 from sorl_train.losses.surrogates import SURROGATES, ClipRange, Surrogate
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """Settings of ``PolicyUpdate`` and ``CriticUpdate``.
+    """Settings of ``PolicyUpdate`` and ``CriticUpdate``: three sections of the config, and what follows from several.
 
     Attributes:
         loss: which policy loss.
         normalize: whether the algorithm scales its steps by the clipping bias.
-        clip_bias_norm, clip_bias_target, clip_bias_delta: how it does that (``losses.clip_bias.normalization``).
-        kl_type, kl_coef: estimator and weight of the KL term in the loss; the weight is 0 when the KL is in the reward.
-        entropy_coef: weight of the entropy bonus.
-        value_clip: clip range of the value loss, or None.
-        micro_batch_size, critic_micro_batch_size: trajectories of one forward and backward pass.
-        max_grad_norm: limit of gradient clipping, or None.
-        skip_without_signal: no step for a mini-batch whose advantages are all 0.
-        target_kl: limit of ``PolicyUpdate.past_target_kl``, or None.
-        trust_kl, trust_max_scale: limit and largest scale of ``TrustRegion``; a limit of None: there is none.
+        kl_coef: weight of the KL term in the loss; 0 when the KL is in the reward.
+        trust_kl: limit of ``TrustRegion``; None: there is none.
         temperature: the sampler's, which the log-probabilities are computed at.
         dtype: precision of the forward passes, as ``hardware.dtype`` names it.
         keep_dropout: only supervised fine-tuning trains with dropout.
     """
 
+    objective: LossConfig
+    update: UpdateConfig
+    optim: OptimConfig
     loss: LossSettings
     normalize: bool
-    clip_bias_norm: ClipBiasNorm
-    clip_bias_target: Target
-    clip_bias_delta: float
-    kl_type: KLKind
     kl_coef: float
-    entropy_coef: float
-    value_clip: float | None
-    micro_batch_size: int
-    critic_micro_batch_size: int
-    max_grad_norm: float | None
-    skip_without_signal: bool
-    target_kl: float | None
     trust_kl: float | None
-    trust_max_scale: float
     temperature: float
     dtype: str
     keep_dropout: bool
@@ -60,7 +43,7 @@ class UpdateSettings:
 
 def update_settings(config: TrainConfig) -> UpdateSettings:
     """The part of a run's settings that its optimizer steps need, for both engines."""
-    algorithm, loss, update, optim = config.algorithm, config.loss, config.update, config.optim
+    algorithm, loss = config.algorithm, config.loss
     clip = ClipRange(loss.clip_eps, loss.clip_eps_high, loss.dual_clip, loss.sapo_tau_pos, loss.sapo_tau_neg)
     if callable(algorithm.surrogate):
         _try_surrogate(config.algo, algorithm.surrogate, clip)
@@ -68,27 +51,13 @@ def update_settings(config: TrainConfig) -> UpdateSettings:
     else:
         surrogate = SURROGATES[algorithm.surrogate or "clipped"].function
     return UpdateSettings(
-        loss=LossSettings(
-            ratio_level=algorithm.ratio,
-            surrogate=surrogate,
-            clip=clip,
-            aggregation=loss.aggregation,
-        ),
+        objective=loss,
+        update=config.update,
+        optim=config.optim,
+        loss=LossSettings(algorithm.ratio, surrogate, clip, loss.aggregation),
         normalize=algorithm.normalize,
-        clip_bias_norm=loss.clip_bias_norm,
-        clip_bias_target=loss.clip_bias_target,
-        clip_bias_delta=loss.clip_bias_delta,
-        kl_type=loss.kl_type,
         kl_coef=loss.kl_coef if loss.kl_in == "loss" else 0.0,
-        entropy_coef=loss.entropy_coef,
-        value_clip=loss.value_clip,
-        micro_batch_size=update.micro_batch_size,
-        critic_micro_batch_size=update.critic_micro_batch_size,
-        max_grad_norm=optim.max_grad_norm,
-        skip_without_signal=update.skip_without_signal,
-        target_kl=update.target_kl,
-        trust_kl=update.trust_kl if config.stage == "rl" else None,
-        trust_max_scale=update.trust_max_scale,
+        trust_kl=config.update.trust_kl if config.stage == "rl" else None,
         temperature=config.sampler.temperature,
         dtype=config.hardware.dtype,
         keep_dropout=config.stage == "sft",

@@ -75,7 +75,7 @@ class PolicyUpdate:
         self.settings = settings
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         limit = settings.trust_kl
-        self.trust = None if limit is None else TrustRegion(limit, settings.trust_max_scale)
+        self.trust = None if limit is None else TrustRegion(limit, settings.update.trust_max_scale)
 
     def begin_batch(self) -> None:
         """Called before the first step on a rollout batch."""
@@ -92,14 +92,15 @@ class PolicyUpdate:
         if totals.not_finite:
             raise NonFiniteError("the policy loss", totals.not_finite)
         assert totals.bias is not None and totals.stats is not None
-        if self.settings.target_kl is not None:  # as the KL is that of all ranks, all of them stop together
-            self.past_target_kl = token_kl(totals.log_probs, mini) > self.settings.target_kl
+        limit = self.settings.update.target_kl
+        if limit is not None:  # as the KL is that of all ranks, all of them stop together
+            self.past_target_kl = token_kl(totals.log_probs, mini) > limit
         scheduled, lr = lr, lr if self.trust is None else lr * self.trust.scale
         names, values = totals.losses.keys(), sum_over_ranks(*totals.losses.values())
         bias, stats = totals.bias.all_reduce(), totals.stats.all_reduce()
         scales = self._normalization(bias)
         # nothing asks for such a step, and a trust region could not see what it does to other questions
-        skips = self.settings.skip_without_signal or self.trust is not None
+        skips = self.settings.update.skip_without_signal or self.trust is not None
         if not float(stats.tokens) or (skips and not float(stats.signal)):
             scales = dataclasses.replace(scales, update_scale=0.0)
         grad_norm = self._apply(scales, lr, mini)
@@ -182,10 +183,10 @@ class PolicyUpdate:
                 correction=micro.correction,
             )
             losses = {"policy": output.loss, "entropy": aggregate(found.entropy, micro.loss_mask, **how)}
-            if settings.entropy_coef:  # a weight of 0 would still cost the entropy's backward pass
-                losses["policy"] = losses["policy"] - settings.entropy_coef * losses["entropy"]
+            if settings.objective.entropy_coef:  # a weight of 0 would still cost the entropy's backward pass
+                losses["policy"] = losses["policy"] - settings.objective.entropy_coef * losses["entropy"]
             if micro.ref_log_probs is not None:
-                penalty = kl_penalty(found.log_probs, micro.ref_log_probs, settings.kl_type)
+                penalty = kl_penalty(found.log_probs, micro.ref_log_probs, settings.objective.kl_type)
                 losses["ref_kl"] = aggregate(penalty, micro.loss_mask, **how)
                 if settings.kl_coef:
                     losses["policy"] = losses["policy"] + settings.kl_coef * losses["ref_kl"]
@@ -207,11 +208,15 @@ class PolicyUpdate:
         """
         assert micro.advantages is not None
         settings = self.settings
-        other_terms = settings.entropy_coef or (settings.kl_coef and micro.ref_log_probs is not None)
+        other_terms = settings.objective.entropy_coef or (
+            settings.kl_coef and micro.ref_log_probs is not None
+        )
         return bool(other_terms) or bool((micro.advantages[micro.loss_mask] != 0).any())
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, Batch, bool]]:
-        return on_device(batch, self.settings.micro_batch_size, self.parameters, by_group=packs(self.model))
+        return on_device(
+            batch, self.settings.update.micro_batch_size, self.parameters, by_group=packs(self.model)
+        )
 
     def _diagnose(self, mini: Batch, log_probs: Tensor) -> RatioDiagnostics:
         assert mini.advantages is not None
@@ -262,16 +267,16 @@ class PolicyUpdate:
 
     def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
         """Scale and clip the gradient and take the step; returns the norm of the gradient before both."""
-        limit, rate = self.settings.max_grad_norm, lr * scales.update_scale
+        limit, rate = self.settings.optim.max_grad_norm, lr * scales.update_scale
         what = "the policy gradient"
         return take_step(self.parameters, self.optimizer, rate, limit, what, mini.ids, scales.grad_scale)
 
     def _normalization(self, bias: ClipBias) -> Normalization:
         settings = self.settings
-        norm = settings.clip_bias_norm
+        norm = settings.objective.clip_bias_norm
         if not settings.normalize:
             return Normalization(grad_scale=1.0, update_scale=1.0, norm=bias.norm(norm), factor=1.0)
-        target, delta = settings.clip_bias_target, settings.clip_bias_delta
+        target, delta = settings.objective.clip_bias_target, settings.objective.clip_bias_delta
         return normalization(bias, norm=norm, target=target, delta=delta)
 
 
@@ -290,9 +295,9 @@ class CriticUpdate:
         how: dict[str, Any] = mean_over(mini, self.settings)
         if not how["denominator"]:  # on any rank
             return
-        total, clip = 0.0, self.settings.value_clip
+        total, clip = 0.0, self.settings.objective.value_clip
         by_group = packs(getattr(self.critic, "backbone", None))  # OpenRLHF's critic has none
-        size = self.settings.critic_micro_batch_size
+        size = self.settings.update.critic_micro_batch_size
         for _, micro, last in on_device(mini, size, self.parameters, by_group=by_group):
             assert micro.returns is not None
             values = self._forward(micro)
@@ -318,7 +323,7 @@ class CriticUpdate:
 
     def _apply(self, lr: float, mini: Batch) -> float:
         """Clip the gradient and take the step; returns the norm of the gradient."""
-        limit, what = self.settings.max_grad_norm, "the critic's gradient"
+        limit, what = self.settings.optim.max_grad_norm, "the critic's gradient"
         return take_step(self.parameters, self.optimizer, lr, limit, what, mini.ids)
 
 

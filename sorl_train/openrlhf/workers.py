@@ -79,7 +79,7 @@ class DeepSpeedPolicyUpdate(PolicyUpdate):
         self._deepspeed.backward(loss, last)
 
     def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
-        limit, rate = self.settings.max_grad_norm, lr * scales.update_scale
+        limit, rate = self.settings.optim.max_grad_norm, lr * scales.update_scale
         grad_norm = self._deepspeed.apply(rate, scales.grad_scale, limit)
         return _finite(grad_norm, "the policy gradient", mini)
 

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
-from sorl_train.config.files import find_config, load_config, packaged_configs
+from sorl_train.config.files import find_config, load_config
 from sorl_train.models.shape import model_shape
 from sorl_train.models.tiny import build_tiny_policy
 from sorl_train.openrlhf.flags import as_arguments, openrlhf_flags
@@ -74,20 +74,10 @@ def part(text: str, title: str) -> str:
 
 
 # --- the paper's configs --------------------------------------------------------------------------------------
-def test_the_papers_configs_are_there() -> None:
-    assert set(PAPER) <= set(packaged_configs())
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_a_paper_config_has_the_papers_settings(name: str) -> None:
-    config = load_config(name)
-    assert (config.algo, config.model) == ("so_ppo", "Qwen/Qwen2.5-7B")
-    assert (config.optim.lr, config.optim.critic_lr) == (1e-6, 1e-5)
+def test_a_paper_config_has_the_papers_limits() -> None:
+    """Its other settings are checked with those of all runs, in tests/train/config/test_paper_configs.py."""
+    config = load_config("paper/nq_so_ppo_8gpu")
     assert (config.optim.warmup_ratio, config.optim.critic_warmup_ratio) == (0.285, 0.015)
-    assert (config.rollout.batch_size, config.update.mini_batch_size, config.update.epochs) == (512, 256, 1)
-    loss = config.loss
-    assert (loss.kl_coef, loss.clip_eps, loss.clip_bias_delta) == (0.001, 0.2, 1.0)
-    assert (loss.gamma, loss.gae_lambda) == (1.0, 1.0)
     assert (config.sampler.temperature, config.sampler.top_p, config.search.top_k) == (1.0, 1.0, 3)
     found = limits(load_task(config.task), config.limits)
     assert (found.max_prompt_tokens, found.max_new_tokens) == (2048, 500)
@@ -162,11 +152,6 @@ def test_the_plan_shows_the_command_that_is_run(tiny: Path) -> None:
 def test_the_users_own_flags_are_shown(tiny: Path) -> None:
     text = plan("paper/nq_so_ppo_8gpu", tiny, cluster__flags={"ds.overlap_comm": True})
     assert "--ds.overlap_comm" in text
-
-
-def test_an_impossible_config_is_refused(tiny: Path) -> None:
-    with pytest.raises(UserError, match="has to be all of them"):
-        plan("paper/nq_so_ppo_8gpu", tiny, cluster__vllm_engines=1)
 
 
 def test_a_hub_model_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
