@@ -1,9 +1,8 @@
 """Two whole steps of each kind of algorithm through Ray, vLLM and DeepSpeed.
 
 Algorithms of one kind differ in their loss alone, and test_equivalence.py takes a DeepSpeed step with each of them.
-What only a whole run shows is how rewards and groups come through Ray: advantages from turns, from states, and a
-surrogate with settings of its own. test_runs.py and test_paper_configs.py have whole runs of the critic's kind and of
-group advantages.
+What only a whole run shows is how rewards and groups come through Ray: advantages from turns and from states.
+test_runs.py and test_paper_configs.py have whole runs of the critic's kind and of group advantages.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .test_runs import check_run_folder
 pytestmark = [pytest.mark.openrlhf, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("algo", ["cispo", "mt_grpo", "gigpo"])
+@pytest.mark.parametrize("algo", ["mt_grpo", "gigpo"])
 def test_two_steps_change_the_policy(algo: str, tmp_path: Path) -> None:
     row = ALGORITHMS[algo]
     settings = {"algo": algo, "rollout__group_size": 4}

@@ -1,4 +1,7 @@
-"""Three of the paper's runs, two real steps of each: their own files, with fewer and shorter trajectories on a CPU."""
+"""Two of the paper's runs, two real steps of each: their own files, with fewer and shorter trajectories on a CPU.
+
+test_runs.py has a run of two ranks with group advantages.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,6 @@ def command(name: str, run_dir: Path, settings: dict[str, Any]) -> list[str]:
     ("name", "more"),
     [
         ("nq_so_ppo_8gpu", {"cluster.gpus_per_node": 2, "cluster.vllm_tensor_parallel": 2}),
-        ("nq_grpo_8gpu", {"rollout.group_size": 4}),
         ("alphamed_so_ppo_8gpu", {}),
     ],
 )
