@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast, overload
 
@@ -86,12 +85,12 @@ def read_corpus(path: Path) -> Iterator[Passage]:
     return read_jsonl(path)
 
 
-def read_jsonl(path: Path, skip: int = 0) -> Iterator[Passage]:
-    """The passages of such a file without the first ``skip``, which are not parsed."""
+def read_jsonl(path: Path) -> Iterator[Passage]:
+    """The passages of such a file."""
     with name_damage(path), open_bytes(path) as lines:
-        held = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-        for number, line in islice(held, skip, None):
-            yield parse_passage(_from_json, line, f"{path}:{number}")
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield parse_passage(_from_json, line, f"{path}:{number}")
 
 
 def _from_json(line: bytes) -> Passage:
@@ -147,6 +146,9 @@ class PassageFile(Sequence[Passage]):
         self._offsets = np.asarray(offsets)  # (passages + 1,); slicing a plain array is faster than a memmap
         with (folder / "passages.jsonl").open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        whole = self._offsets.ndim == 1 and len(offsets) and (offsets[0], offsets[-1]) == (0, len(self._map))
+        if not whole or (np.diff(self._offsets) <= 0).any():
+            raise ValueError("offsets of other passages")
 
     @staticmethod
     def line(passage: Passage) -> bytes:

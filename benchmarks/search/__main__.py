@@ -1,13 +1,12 @@
 """The benchmarks of search. The figures that they gave are in docs/search/ and docs/search.md.
 
-rate      queries per second of sorl-serve, next to BM25 in process and to a plain server
+rate      queries per second of sorl-serve, next to BM25 in process
 soak      minutes of mixed load on sorl-serve: errors, growth of memory, latency that drifts
-backends  latency, rate, memory and disk of several kinds of index behind sorl-serve
 recall    does the passage with the answer come back among the first three?
-scale     build, kill, search and serve indexes of up to millions of passages
+scale     build, open and search indexes of up to millions of passages
 
     python benchmarks/search rate --json rate.json
-    python benchmarks/search backends --help
+    python benchmarks/search scale --help
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from sorl_env.errors import UserError
 
 # benchmark -> the module that measures it
-BENCHMARKS = {"rate": "rate", "soak": "served", "backends": "served", "recall": "recall", "scale": "scale"}
+BENCHMARKS = {"rate": "rate", "soak": "served", "recall": "recall", "scale": "scale"}
 
 
 def main() -> int:

@@ -1,9 +1,8 @@
-"""sorl-serve under load: minutes of mixed requests (``soak``), and kinds of index next to each other (``backends``)."""
+"""sorl-serve under load: minutes of mixed requests."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import threading
 from collections.abc import Callable
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from servers import CORPUS, add_load_options, load, memory_mb, sorl_serve
-
-from sorl_tools.index.manifest import read_manifest
 
 SIZES = (1, 8, 1, 32, 1, 3, 1, 16)  # queries of the requests, by turns
 MAX_GROWTH, MAX_DRIFT = 0.05, 1.5
@@ -58,45 +55,3 @@ def soak(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     print(f"p99 of the second half to the first: {drift:.2f} (wanted: at most {MAX_DRIFT:g})")
     figures = {**result, "memory_mb": [first, last], "memory_growth": growth, "p99_drift": drift}
     return figures, bool(result["errors"]) or growth >= MAX_GROWTH or drift > MAX_DRIFT
-
-
-def add_backends(parser: argparse.ArgumentParser) -> Measure:
-    parser.add_argument(
-        "indexes", type=Path, nargs="+", help="folders that sorl-index built, as by recall --work"
-    )
-    add_load_options(parser, seconds=5.0)
-    return lambda args: (
-        {"rows": [one_index(it, args) for it in args.indexes], "cores": os.cpu_count()},
-        False,
-    )
-
-
-def one_index(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """An index behind one worker, asked one query a request by one client and by many; prints a line."""
-    manifest = read_manifest(folder)
-    with sorl_serve(folder, 1) as (pid, port):
-        opened = memory_mb(pid)
-        alone, many = (
-            load(port, args.questions, args.seconds, clients, [1]) for clients in (1, args.connections)
-        )
-        loaded = memory_mb(pid)
-    if alone["errors"] or many["errors"]:
-        raise SystemExit(f"{folder}: {alone['errors'] + many['errors']} requests failed")
-    disk_mb = manifest.bytes / 2**20
-    print(
-        f"{folder.name:<16}{disk_mb:>8.0f} MB on disk {loaded:>8.0f} MB in memory   alone: p50 {alone['p50_ms']:.1f} "
-        f"ms, p99 {alone['p99_ms']:.1f} ms   {args.connections} clients: {many['queries_per_s']:,.0f} queries/s, "
-        f"p50 {many['p50_ms']:.0f} ms, p99 {many['p99_ms']:.0f} ms",
-        flush=True,
-    )
-    return {
-        "index": folder.name,
-        "backend": manifest.backend,
-        "passages": manifest.passages,
-        "disk_mb": disk_mb,
-        "memory_mb": loaded,
-        "memory_opened_mb": opened,
-        "alone_p50_ms": alone["p50_ms"],
-        "alone_p99_ms": alone["p99_ms"],
-        **{name: many[name] for name in ("queries_per_s", "p50_ms", "p99_ms")},
-    }

@@ -266,7 +266,7 @@ def _indexes(folder: Path) -> None:
         "index_journal": lambda at: (
             (at / manifest).unlink(),
             (at / "building").mkdir(),
-            (at / "building" / "journal.jsonl").write_text(DEEP + "\n"),
+            (at / "building" / "request.json").write_text(DEEP + "\n"),
         ),
     }.items():
         _copy(folder / "index", name, change)

@@ -27,7 +27,7 @@ from sorl_tasks.minihop_world import (
     relation_paths,
     world_words,
 )
-from sorl_tools.index.cached import tokenize
+from sorl_tools.index.words import tokenize
 
 SPEC = WorldSpec(seed=0, entities=6000, lookalikes=25.0, distractors=0.5, test_share=0.1)
 SMALL: dict[str, Any] = {
@@ -115,7 +115,7 @@ def test_passages_are_short(world: World) -> None:
 def test_words_are_told_apart_by_the_search() -> None:
     words = world_words()
     assert len(set(words)) == len(words)
-    stems = [stem for word in words for stem in tokenize([word])[0]]
+    stems = [stem for word in words for stem in tokenize(word)]
     assert len(set(stems)) == len(stems) == len(words)
 
 

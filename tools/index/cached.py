@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from sorl_env.errors import UserError
 from sorl_env.folders import cache_folder, missing_folders, remove_empty
-from sorl_tools.corpus import Passage, PassageFile, check_corpus
+from sorl_tools.corpus import check_corpus
+from sorl_tools.index.index import Index, open_index
 from sorl_tools.index.manifest import FORMAT, hash_file, read_manifest
-from sorl_tools.index.words import query_stems
-
-if TYPE_CHECKING:
-    from sorl_tools.index.postings import Postings
 
 
-def tokenize(texts: Sequence[str]) -> list[list[str]]:
-    """Lower-case words of two letters and more, stemmed and without stop words, exactly as ``bm25s.tokenize``."""
-    return [query_stems(text) for text in texts]
-
-
-def build_index(passages: Sequence[Passage]) -> Any:
-    """A bm25s index of titles and texts, in memory.
-
-    Raises:
-        UserError: no passage has a word in it.
-    """
-    import bm25s
-
-    words = tokenize([f"{passage.title}\n{passage.text}" for passage in passages])
-    if not any(words):
-        raise UserError(f"nothing to search: {len(passages)} passages without a word")
-    index = bm25s.BM25()
-    index.index(words, show_progress=False)
-    return index
-
-
-def hash_passages(passages: Sequence[Passage]) -> str:
-    """``sha256:..`` over ids, titles and texts."""
-    digest = hashlib.sha256()
-    for passage in passages:
-        digest.update(f"{passage.id}\0{passage.title}\0{passage.text}\0".encode())
-    return f"sha256:{digest.hexdigest()}"
-
-
-def open_bm25(path: Path) -> tuple[PassageFile, Any, str]:
-    """The passages of a corpus, their BM25 index, and its hash. The index of a new corpus file is built first.
-
-    The index has the methods of a ``bm25s.BM25`` that are used here: ``get_tokens_ids``, ``get_scores_from_ids`` and
-    ``scores``.
+def open_bm25(path: Path) -> tuple[Index, str]:
+    """The BM25 index of a corpus, and the hash of what is searched. The index of a new corpus file is built first.
 
     Args:
         path: a ``.jsonl`` or ``.jsonl.gz`` file, or a folder that ``sorl-index`` built.
@@ -68,11 +30,10 @@ def open_bm25(path: Path) -> tuple[PassageFile, Any, str]:
                 f"{path}: a {manifest.backend} index embeds its queries: serve it with sorl-serve, and give the task "
                 "the server's address as search_url"
             )
-        return *_load_index(path), manifest.hash
+        return _open(path), manifest.hash
     check_corpus(path)
     digest = hash_file(path)
-    passages, index = _load_index(_ensure_index(path, digest))
-    return passages, index, f"sha256:{digest}"
+    return _open(_ensure_index(path, digest)), f"sha256:{digest}"
 
 
 def _ensure_index(path: Path, digest: str) -> Path:
@@ -102,8 +63,5 @@ def _ensure_index(path: Path, digest: str) -> Path:
 
 
 @lru_cache(maxsize=4)
-def _load_index(folder: Path) -> tuple[PassageFile, Postings]:
-    from sorl_tools.index.bm25 import Bm25Index
-
-    index = Bm25Index(folder, read_manifest(folder))
-    return index.passages, index.postings
+def _open(folder: Path) -> Index:
+    return open_index(folder)

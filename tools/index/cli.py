@@ -1,4 +1,4 @@
-"""``sorl-index``: build a search index over a corpus; look at one, check it, or estimate what one takes."""
+"""``sorl-index``: build a search index over a corpus; look at one, or check it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ from sorl_env.errors import UserError
 from sorl_env.figures import duration, size
 from sorl_env.interrupts import interrupt_on
 from sorl_tools.index.build.build import BACKENDS, build
-from sorl_tools.index.build.estimate import estimate
 from sorl_tools.index.build.options import Bm25Options, DenseOptions, HybridOptions
+from sorl_tools.index.index import open_index
 from sorl_tools.index.manifest import Manifest, read_manifest
-from sorl_tools.index.open import open_index
 from sorl_tools.index.verify import check_files, check_recall
 from sorl_tools.progress import Progress
-
-MOST_PASSAGES = 10**13  # a thousand times the largest index anyone has built
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 0 done, 1 an index has a fault, 2 wrong usage, 130 interrupted."""
     interrupt_on(signal.SIGTERM)
     given = list(sys.argv[1:] if argv is None else argv)
-    again = "; the same command continues from here" if given[:1] == ["build"] else ""
+    again = "; the same command finishes the build" if given[:1] == ["build"] else ""
     return run_command("sorl-index", _run, given, interrupted=f"interrupted{again}")
 
 
@@ -41,10 +38,10 @@ def _run(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="sorl-index",
-        description="Build a search index over a corpus; look at one, check it, or estimate what one takes.",
+        description="Build a search index over a corpus; look at one, or check it.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_build(commands.add_parser("build", help="build an index, or continue an interrupted build"))
+    _add_build(commands.add_parser("build", help="build an index, or finish an interrupted build"))
     info = commands.add_parser("info", help="print the facts about an index")
     info.add_argument("index", type=Path, help="folder of the index")
     add_json_option(info)
@@ -52,19 +49,10 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="check the files and search for some passages")
     verify.add_argument("index", type=Path, help="folder of the index")
     verify.add_argument("--sample", type=whole(1), default=200, help="passages to search for (default: 200)")
-    verify.add_argument("--model", help="folder or name of the embedding model, if it has moved")
+    verify.add_argument("--model", help="folder, name or address of the embedding model, if it has moved")
     verify.add_argument("--device", help="torch device of the model")
     add_json_option(verify)
     verify.set_defaults(run=_verify)
-    guess = commands.add_parser("estimate", help="estimate memory, disk and time of a build")
-    guess.add_argument("--passages", type=whole(1, MOST_PASSAGES), required=True)
-    guess.add_argument("--backend", choices=BACKENDS, default="bm25")
-    guess.add_argument("--words", type=number(above=0, high=1e6), default=100.0, help="words per passage")
-    guess.add_argument("--dim", type=whole(1, 1_000_000), default=768, help="elements of a vector")
-    guess.add_argument("--faiss", default="flat", help="as for build")
-    guess.add_argument("--embed_rate", type=number(above=0), help="passages embedded per second")
-    add_json_option(guess)
-    guess.set_defaults(run=_estimate)
     return parser
 
 
@@ -78,6 +66,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--k1", type=number(0, 1000), default=bm25.k1, help=f"of BM25 (default: {bm25.k1})")
     parser.add_argument("--b", type=number(0, 1), default=bm25.b, help=f"of BM25 (default: {bm25.b})")
     parser.add_argument("--model", default="", help="embedding model: a folder, or a name on the hub")
+    parser.add_argument("--encoder", help="address of a server that embeds, such as http://127.0.0.1:8080/v1")
     parser.add_argument("--query_prefix", help="text before a query (default: the model's own)")
     parser.add_argument("--passage_prefix", help="text before a passage (default: the model's own)")
     parser.add_argument("--vectors", type=Path, help=".npy of the passages' vectors by this model")
@@ -90,7 +79,6 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         "--batch_size", type=whole(1, 1_000_000), default=dense.batch_size, help="passages per batch"
     )
     parser.add_argument("--device", help="torch device of the model (default: a GPU if there is one)")
-    parser.add_argument("--keep_vectors", action="store_true", help="keep the uncompressed vectors")
     parser.add_argument(
         "--rrf_k", type=whole(0), default=hybrid.rrf_k, help="hybrid: scores 1 / (rrf_k + rank)"
     )
@@ -153,35 +141,13 @@ def _verify(arguments: argparse.Namespace) -> int:
     checks = check_files(arguments.index, manifest, Progress(quiet=not sys.stderr.isatty()))
     if all(check.passed for check in checks):  # there is no point in searching a damaged index
         index = open_index(arguments.index, model=arguments.model, device=arguments.device)
-        checks.append(check_recall(index, arguments.index, arguments.sample))
+        checks.append(check_recall(index, arguments.sample))
         index.close()
     if arguments.json:
         print_json({"checks": checks})
     else:
         print(describe_checks(checks, 28))
     return int(not all(check.passed for check in checks))
-
-
-def _estimate(arguments: argparse.Namespace) -> int:
-    guess = estimate(
-        arguments.passages,
-        arguments.backend,
-        words=arguments.words,
-        dim=arguments.dim,
-        faiss=arguments.faiss,
-        embed_rate=arguments.embed_rate,
-    )
-    if arguments.json:
-        print_json(guess)
-        return 0
-    print(f"{arguments.passages:,} passages, {arguments.backend}:")
-    print(f"{'index on disk':<28}{size(guess.disk)}")
-    print(f"{'disk while it is built':<28}{size(guess.build_disk)}")
-    print(f"{'memory while it is built':<28}{size(guess.build_memory)}")
-    print(f"{'memory to search, private':<28}{size(guess.private_memory)} a process")
-    print(f"{'memory to search, shared':<28}{size(guess.shared_memory)}, with all mapped files in use")
-    print(f"{'time to build':<28}{duration(guess.build_seconds)} on one core{guess.embedding_note}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,83 +1,56 @@
-"""A dense index that has been opened."""
+"""The vectors of an index that has been opened, and the encoder of its queries."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_tools.corpus import PassageFile
-from sorl_tools.index.encoder import Encoder
-from sorl_tools.index.faiss_kinds import FaissVectors, FlatVectors
-from sorl_tools.index.hits import Hit, check_top_k
-from sorl_tools.index.manifest import Manifest
+from sorl_tools.index.encoder import open_encoder
+from sorl_tools.index.vectors import FaissVectors, FlatVectors
 
-FOLDER = "dense"
+VECTORS, FAISS = "vectors.npy", "index.faiss"
 
 
-class DenseIndex:
-    """Vectors that are searched by FAISS. A batch of queries is embedded at once; its size affects how scores are
-    rounded.
+class DensePart:
+    """Vectors that are searched by FAISS.
 
     Args:
-        model: folder or name of the embedding model, if it is not where the manifest says.
+        facts: the part's parameters in the manifest.
+        model: folder or name of the embedding model, or address of its server, if not what the manifest says.
         device: torch device of the model.
 
     Raises:
         UserError: a file cannot be read, or the model is missing or is not the one that the index was built with.
+        ValueError: the vectors are not those of so many passages.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, *, model: str | None = None, device: str | None = None
+        self, folder: Path, facts: Mapping[str, Any], passages: int, model: str | None, device: str | None
     ) -> None:
-        self.manifest = manifest
-        facts = manifest.parameters["dense"]
-        compressed = folder / FOLDER / "index.faiss"
-        try:
-            self.passages = PassageFile(folder)
-            self._vectors = (
-                FaissVectors(compressed, dict(facts["settings"]))
-                if facts["factory"]
-                else FlatVectors(folder / FOLDER / "vectors.npy")
-            )
-        except (OSError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{folder}: cannot be opened ({error}); try sorl-index verify") from error
-        self._encoder = Encoder(
-            model or facts["model"],
-            query_prefix=facts["query_prefix"],
-            passage_prefix=facts["passage_prefix"],
-            device=device,
+        self._vectors = (
+            FaissVectors(folder / FAISS, dict(facts["settings"]))
+            if facts["factory"]
+            else FlatVectors(folder / VECTORS)
         )
-        if self._encoder.hash() != facts["model_hash"]:
+        if self._vectors.shape != (passages, facts["dim"]):
+            raise ValueError(f"vectors of the shape {self._vectors.shape}, not {(passages, facts['dim'])}")
+        remote = facts["encoder"] is not None
+        self._encoder = open_encoder(
+            facts["model"] if remote else model or facts["model"],
+            (model or facts["encoder"]) if remote else None,
+            facts["query_prefix"],
+            facts["passage_prefix"],
+            device,
+        )
+        if not self._encoder.matches(facts["identity"]):
             raise UserError(
-                f"{self._encoder.name}: its weights differ from those of the model that {folder} was built with "
+                f"{self._encoder.name}: it embeds otherwise than the model that {folder.parent} was built with "
                 f"({facts['model']}): name that model, or build the index again"
             )
 
-    def rank(self, queries: Sequence[str], top_k: int) -> list[list[tuple[int, float]]]:
+    def top(self, queries: Sequence[str], top_k: int) -> list[list[tuple[int, float]]]:
         """For each query the best passages as (place in the corpus, score), best first."""
-        if not queries:
-            return []
-        return self.rank_vectors(self._encoder.queries(queries), top_k)
-
-    def rank_vectors(self, vectors: npt.NDArray[np.float32], top_k: int) -> list[list[tuple[int, float]]]:
-        """As ``rank``, for queries that are embedded already, (queries, dim)."""
-        found = self._vectors.search(vectors, top_k)
+        found = self._vectors.search(self._encoder.queries(queries), top_k)
         return [list(zip(places.tolist(), scores.tolist(), strict=True)) for places, scores in found]
-
-    def search(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
-        """See ``Index``."""
-        check_top_k(top_k)
-        return [
-            [Hit(self.passages[place], score) for place, score in found]
-            for found in self.rank(queries, top_k)
-        ]
-
-    def close(self) -> None:
-        """See ``Index``."""
-        self.passages.close()

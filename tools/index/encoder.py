@@ -1,4 +1,4 @@
-"""Embed texts with a model of sentence-transformers."""
+"""Embed texts: with a model of sentence-transformers in this process, or by a server (``remote_encoder``)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from sorl_env.errors import UserError
-from sorl_tools.corpus import Passage
 
 _E5 = re.compile(r"(^|[-_/])e5([-_/]|$)", re.IGNORECASE)
+NO_MODEL = "a dense index needs --model: a model folder, or a name such as intfloat/e5-base-v2"
+
+Floats = npt.NDArray[np.float32]
 
 
 class Prefixes(NamedTuple):
@@ -25,50 +27,80 @@ class Prefixes(NamedTuple):
     passage: str
 
 
-class Encoder:
-    """An embedding model. Its vectors have length 1, so that inner products are cosines. Threads may share it.
+class Encoder(Protocol):
+    """Its vectors have length 1, so that inner products are cosines. Threads may share it."""
+
+    name: str
+    prefixes: Prefixes
+    dim: int
+
+    def queries(self, texts: Sequence[str]) -> Floats:
+        """Embed queries, (queries, dim)."""
+
+    def passages(self, texts: Sequence[str], batch_size: int) -> Floats:
+        """Embed passages, (passages, dim)."""
+
+    def identity(self) -> Any:
+        """What tells this model from others, as JSON."""
+
+    def matches(self, identity: Any) -> bool:
+        """Whether ``identity`` is of this model."""
+
+
+def open_encoder(
+    model: str,
+    address: str | None = None,
+    query_prefix: str | None = None,
+    passage_prefix: str | None = None,
+    device: str | None = None,
+) -> Encoder:
+    """The encoder of a model: at ``address`` if there is one, or else in this process.
 
     Args:
-        model: a model folder, or a name that sentence-transformers finds.
+        model: a model folder or a name.
+        address: of a server with OpenAI's embeddings API, such as ``http://127.0.0.1:8080/v1``.
         query_prefix: text before a query; None takes it from the model's configuration or name.
         passage_prefix: text before a passage, likewise.
-        device: torch device; None takes a GPU if there is one.
+        device: torch device, for a model in this process; None takes a GPU if there is one.
 
     Raises:
-        UserError: sentence-transformers is not installed, or there is no such model.
+        UserError: no model is named, there is no such model, or the server does not answer.
     """
+    if not model:
+        raise UserError(NO_MODEL)
+    if address is None:
+        return LocalEncoder(model, query_prefix, passage_prefix, device)
+    from sorl_tools.index.remote_encoder import RemoteEncoder
+
+    if device is not None:
+        raise UserError(f"device={device}: the encoder at {address} chooses its own; leave it out")
+    return RemoteEncoder(
+        address, model, _with_defaults(named_prefixes([model]), query_prefix, passage_prefix)
+    )
+
+
+class LocalEncoder:
+    """A model of sentence-transformers in this process. See ``open_encoder``."""
 
     def __init__(
-        self,
-        model: str,
-        *,
-        query_prefix: str | None = None,
-        passage_prefix: str | None = None,
-        device: str | None = None,
+        self, model: str, query_prefix: str | None, passage_prefix: str | None, device: str | None
     ) -> None:
         self.name = model
         self._model = _load(model, device)
-        by_model = known_prefixes(model, self._model)
-        self.prefixes = Prefixes(
-            by_model.query if query_prefix is None else query_prefix,
-            by_model.passage if passage_prefix is None else passage_prefix,
-        )
-        self.dim = len(self._encode(["x"], 1)[0])
+        self.prefixes = _with_defaults(known_prefixes(model, self._model), query_prefix, passage_prefix)
         self._lock = threading.Lock()  # fast tokenizers are not thread-safe
+        self.dim = len(self._encode([""], 1)[0])
 
-    def queries(self, texts: Sequence[str], batch_size: int = 64) -> npt.NDArray[np.float32]:
-        """Embed queries, (queries, dim)."""
+    def queries(self, texts: Sequence[str]) -> Floats:
+        """See ``Encoder``."""
         whole = [text.encode(errors="replace").decode() for text in texts]  # replaces lone surrogates
-        with self._lock:
-            return self._encode([self.prefixes.query + text for text in whole], batch_size)
+        return self._encode([self.prefixes.query + text for text in whole], 64)
 
-    def passages(self, passages: Sequence[Passage], batch_size: int) -> npt.NDArray[np.float32]:
-        """Embed passages by title and text, (passages, dim)."""
-        texts = [f"{p.title}\n{p.text}" if p.title else p.text for p in passages]
-        with self._lock:
-            return self._encode([self.prefixes.passage + text for text in texts], batch_size)
+    def passages(self, texts: Sequence[str], batch_size: int) -> Floats:
+        """See ``Encoder``."""
+        return self._encode([self.prefixes.passage + text for text in texts], batch_size)
 
-    def hash(self) -> str:
+    def identity(self) -> str:
         """``sha256:..`` of the weights and their names, which does not depend on where the model is."""
         digest = hashlib.sha256()
         for name, weights in sorted(self._model.state_dict().items()):
@@ -76,15 +108,18 @@ class Encoder:
             digest.update(weights.detach().cpu().float().contiguous().numpy().tobytes())
         return f"sha256:{digest.hexdigest()}"
 
-    def _encode(self, texts: list[str], batch_size: int) -> npt.NDArray[np.float32]:
+    def matches(self, identity: Any) -> bool:
+        """See ``Encoder``."""
+        return bool(self.identity() == identity)
+
+    def _encode(self, texts: list[str], batch_size: int) -> Floats:
         options = {"normalize_embeddings": True, "prompt": "", "show_progress_bar": False}
-        vectors = self._model.encode(texts, batch_size=batch_size, **options)
+        with self._lock:
+            vectors = self._model.encode(texts, batch_size=batch_size, **options)
         return np.ascontiguousarray(vectors, dtype=np.float32)
 
 
 def _load(model: str, device: str | None) -> Any:
-    if not model:
-        raise UserError("a dense index needs --model: a model folder, or a name such as intfloat/e5-base-v2")
     try:
         from sentence_transformers import SentenceTransformer
     except ModuleNotFoundError as error:
@@ -112,9 +147,17 @@ def known_prefixes(name: str, model: Any) -> Prefixes:
     passage = prompts.get("passage") or prompts.get("document")
     if query or passage:
         return Prefixes(query or "", passage or "")
-    names = [Path(name).name if Path(name).is_dir() else name]
     configs = (getattr(module, "config", None) for module in model.modules())
-    names += [str(getattr(config, "_name_or_path", "")) for config in configs]
+    names = [Path(name).name if Path(name).is_dir() else name]
+    return named_prefixes([*names, *(str(getattr(config, "_name_or_path", "")) for config in configs)])
+
+
+def named_prefixes(names: Sequence[str]) -> Prefixes:
+    """The prefixes of E5 if one of a model's names is E5's, or else none."""
     if any(_E5.search(Path(one).name) or _E5.search(one) for one in names if one):
         return Prefixes("query: ", "passage: ")
     return Prefixes("", "")
+
+
+def _with_defaults(known: Prefixes, query: str | None, passage: str | None) -> Prefixes:
+    return Prefixes(known.query if query is None else query, known.passage if passage is None else passage)

@@ -1,4 +1,4 @@
-"""``manifest.json``: what an index holds, what it was built from and how, and the hashes of its files."""
+"""``manifest.json``: what an index holds, what it was built from and how, and the hashes of its files and of itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from sorl_env.errors import UserError
 from sorl_env.text import read_json
 
 NAME = "manifest.json"
-BUILDING = "building"  # folder of a build's journal and scratch files; removed when the build is finished
-FORMAT = 1
+BUILDING = "building"  # folder of a build under way; removed when it is finished
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,12 @@ class Manifest:
     format: int = FORMAT
 
     @property
+    def checksum(self) -> str:
+        """SHA-256 of all fields, by which a manifest that was changed is noticed."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
     def hash(self) -> str:
         """``sha256:..`` of the hashes of the files: equal for indexes that give equal answers."""
         lines = [f"{name}\0{entry['sha256']}\n" for name, entry in sorted(self.files.items())]
@@ -66,15 +73,20 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise UserError(f"{folder}: {_no_manifest(folder)}")
     try:
-        manifest = Manifest(**read_json(path.read_bytes()))
+        fields = dict(read_json(path.read_bytes()))
+        if fields.get("format") != FORMAT:
+            raise UserError(
+                f"{path}: format {fields.get('format')}, but this version reads {FORMAT}; build the index again"
+            )
+        checksum = fields.pop("checksum")
+        manifest = Manifest(**fields)
         sizes = {name: int(entry["bytes"]) for name, entry in manifest.files.items()}
-        _check_form(manifest)
+        if manifest.checksum != checksum:
+            raise ValueError("it was changed since the build")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{path}: not a manifest ({error}); build the index again") from error
-    if manifest.format != FORMAT:
-        raise UserError(
-            f"{path}: format {manifest.format}, but this version reads {FORMAT}; build the index again"
-        )
     for name, size in sizes.items():
         file = folder / name
         if not file.is_file():
@@ -84,13 +96,21 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _check_form(manifest: Manifest) -> None:
-    """Raise TypeError or KeyError if a field has another type than it should."""
-    if not all(isinstance(value, Mapping) for value in (manifest.corpus, *manifest.parameters.values())):
-        raise TypeError("corpus and parameters must be objects")
-    if not isinstance(manifest.passages, int) or not isinstance(manifest.build_seconds, int | float):
-        raise TypeError("passages and build_seconds must be numbers")
-    _ = manifest.corpus["hash"], [str(source) for source in manifest.corpus["source"]], manifest.hash
+def find_damage(
+    folder: Path, manifest: Manifest, on_read: Callable[[int], None] = lambda count: None
+) -> list[str]:
+    """The files of an index that are not as they were built. All are read, several at a time.
+
+    Args:
+        on_read: called with the number of bytes after each block.
+    """
+    with ThreadPoolExecutor() as threads:
+        hashes = threads.map(lambda name: hash_file(folder / name, on_read), manifest.files)
+        return [
+            name
+            for (name, entry), digest in zip(manifest.files.items(), hashes, strict=True)
+            if digest != entry["sha256"]
+        ]
 
 
 def _no_manifest(folder: Path) -> str:
@@ -106,7 +126,8 @@ def _no_manifest(folder: Path) -> str:
 def write_manifest(manifest: Manifest, folder: Path) -> None:
     """Write a manifest, completely or not at all."""
     path = folder / NAME
-    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False) + "\n"
+    fields = {**dataclasses.asdict(manifest), "checksum": manifest.checksum}
+    text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
     scratch = path.with_suffix(".tmp")
     scratch.write_text(text, encoding="utf-8")
     os.replace(scratch, path)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from sorl_env.check import Check
 from sorl_env.errors import UserError
-from sorl_tools.corpus import PassageFile
-from sorl_tools.index.hits import Index
-from sorl_tools.index.manifest import Manifest, hash_file
+from sorl_tools.index.index import Index
+from sorl_tools.index.manifest import Manifest, find_damage
 from sorl_tools.progress import Progress
 
 QUERY_WORDS = 24
@@ -19,15 +18,15 @@ WANTED = {"bm25": 0.9, "dense": 0.8, "hybrid": 0.9}  # a lower self-recall is a 
 def check_files(folder: Path, manifest: Manifest, progress: Progress) -> list[Check]:
     """Compare every file with its hash in the manifest."""
     progress.start("hashing", manifest.bytes)
-    checks = []
-    for name, entry in manifest.files.items():
-        same = hash_file(folder / name, progress.advance) == entry["sha256"]
-        detail = "as built" if same else "changed since the build: copy it again, or build the index again"
-        checks.append(Check(name, same, detail))
-    return checks
+    damaged = find_damage(folder, manifest, progress.advance)
+    changed = "changed since the build: copy it again, or build the index again"
+    return [
+        Check(name, name not in damaged, changed if name in damaged else "as built")
+        for name in manifest.files
+    ]
 
 
-def check_recall(index: Index, folder: Path, sample: int, seed: int = 0) -> Check:
+def check_recall(index: Index, sample: int, seed: int = 0) -> Check:
     """Search for sampled passages by their titles and first words.
 
     A passage counts as found if it, or one with the same text, is among the first ten hits. Passages of fewer than five
@@ -38,12 +37,12 @@ def check_recall(index: Index, folder: Path, sample: int, seed: int = 0) -> Chec
     """
     if sample < 1:
         raise UserError(f"--sample {sample}: give at least 1")
-    passages = PassageFile(folder)
+    passages = index.passages
     places = random.Random(seed).sample(range(len(passages)), min(sample, len(passages)))
     chosen = [passages[place] for place in places]
     wanted = [passage for passage in chosen if len(passage.text.split()) >= 5]
     if not wanted:
-        raise UserError(f"{folder}: none of {len(chosen)} sampled passages has five words to search by")
+        raise UserError(f"none of {len(chosen)} sampled passages has five words to search by")
     queries = [" ".join(f"{p.title} {p.text}".split()[:QUERY_WORDS]) for p in wanted]
     found = index.search(queries, 10)
     hits = sum(

@@ -1,20 +1,23 @@
-"""Words as numbers: a growing dictionary while an index is built, a sorted memory-mapped list afterwards."""
+"""BM25 of bm25s: its words, its files, and a compiled scorer over them that looks at no passage in vain."""
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-# the default pattern of bm25s.tokenize; a test checks that they are equal
-PATTERN = re.compile(r"(?u)\b\w\w+\b")
-MAX_SPELLINGS = 2_000_000
-STOP_WORD = -1
+from sorl_env.errors import UserError
+from sorl_env.folders import cache_folder
+from sorl_tools.corpus import Passage
+
+PATTERN = re.compile(r"(?u)\b\w\w+\b")  # the default of bm25s.tokenize; a test checks that they are equal
+_SMALLEST = np.float32(np.finfo(np.float32).tiny)
 
 
 @lru_cache(maxsize=1)
@@ -33,95 +36,161 @@ def stemmer() -> Any:
     return Stemmer.Stemmer("english")
 
 
-class WordIds(dict[str, int]):
-    """Maps spellings to ids and grows with each new spelling. Ids count up in the order of first appearance.
-
-    Args:
-        stems: the stems that have ids already, in the order of their ids.
-    """
-
-    def __init__(self, stems: Sequence[str] = ()) -> None:
-        super().__init__()
-        self._stems = {stem: number for number, stem in enumerate(stems)}
-        self._new: list[str] = []
-
-    def __missing__(self, spelling: str) -> int:
-        if spelling in stop_words():
-            number = STOP_WORD
-        else:
-            stem = stemmer().stemWord(spelling)
-            if stem not in self._stems:
-                self._stems[stem] = len(self._stems)
-                self._new.append(stem)
-            number = self._stems[stem]
-        self[spelling] = number
-        return number
-
-    def take_new(self) -> list[str]:
-        """The stems that were added since the last call, in the order of their ids."""
-        new, self._new = self._new, []
-        return new
-
-    def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """The ids of a text's words, in order, (words,)."""
-        ids = np.array([self[word] for word in PATTERN.findall(text.lower())], dtype=np.int32)
-        return ids[ids != STOP_WORD]
-
-    def trim(self) -> None:
-        """Drop the spellings when there are many, to save memory; they can be derived again."""
-        if len(self) > MAX_SPELLINGS:
-            self.clear()
+def tokenize(text: str) -> list[str]:
+    """Lower-case words of two letters and more, stemmed and without stop words, exactly as ``bm25s.tokenize``."""
+    left_out = stop_words()
+    return stemmer().stemWords([word for word in PATTERN.findall(text.lower()) if word not in left_out])
 
 
-class Vocabulary:
-    """Finds a stem's id by bisection in a file: processes share its memory, and opening it takes no time.
+def index_words(passages: Sequence[Passage]) -> Any:
+    """A ``bm25s.BM25`` of titles and texts, in memory.
 
     Raises:
-        OSError: a file is missing.
+        UserError: no passage has a word in it.
+    """
+    import bm25s
+
+    words = [tokenize(f"{passage.title}\n{passage.text}") for passage in passages]
+    if not any(words):
+        raise UserError(f"nothing to search: {len(passages)} passages without a word")
+    index = bm25s.BM25()
+    index.index(words, show_progress=False)
+    return index
+
+
+def open_words(folder: Path, passages: int) -> Any:
+    """A ``bm25s.BM25`` that was saved; its postings are memory-mapped, so processes share one copy of them.
+
+    Raises:
+        ValueError: the postings are not those of so many passages.
+        OSError: a file cannot be read.
+    """
+    import bm25s
+
+    index = bm25s.BM25.load(folder, mmap=True)
+    # plain views slice faster than np.memmap, and keep the file mapped
+    arrays = {name: np.asarray(index.scores[name]) for name in ("data", "indices", "indptr")}
+    index.scores |= arrays
+    data, indices, indptr = arrays.values()
+    types = (data.dtype, indices.dtype, indptr.dtype.kind)
+    words = len(indptr) - 1
+    if types != (np.float32, np.int32, "i") or not data.ndim == indices.ndim == indptr.ndim == 1:
+        raise ValueError(f"postings of the types {types}")
+    whole = words > 0 and indptr[0] == 0 and indptr[-1] == len(data) == len(indices) > 0
+    # compiled code and numpy do not look where they read and write, so this has to hold
+    if not whole or (np.diff(indptr) < 0).any() or not 0 <= indices.min() <= indices.max() < passages:
+        raise ValueError("postings that point outside of the index")
+    if index.scores["num_docs"] != passages or not all(
+        isinstance(number, int) and 0 <= number < words for number in index.vocab_dict.values()
+    ):
+        raise ValueError("a vocabulary or a number of passages of another index")
+    return index
+
+
+class Bm25:
+    """Finds the best passages in a bm25s index. Threads may share one; each has its own sums.
+
+    The compiled search adds the same float32 numbers in the same order as bm25s, so its scores are equal to the last
+    bit. It looks only at passages that share a word with the query, so its work grows with the postings of the query's
+    words and not with the corpus, and equal scores keep the order of the corpus; bm25s' own compiled search does
+    neither. A second thread would not make a query faster: adding scores is limited by the speed of memory.
+
+    Args:
+        index: a bm25s index without scores for absent words (Lucene's BM25 has none).
+
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._text = np.memmap(folder / "words.txt", dtype=np.uint8, mode="r")
-        self._starts = _plain(np.load(folder / "word_starts.npy", mmap_mode="r"))  # (words + 1,)
-        self._ids = _plain(np.load(folder / "word_ids.npy", mmap_mode="r"))  # (words,)
-        self.id = lru_cache(maxsize=1 << 16)(self._find)
+    def __init__(self, index: Any) -> None:
+        self._index = index
+        self._postings = tuple(np.asarray(index.scores[name]) for name in ("data", "indices", "indptr"))
+        self._local = threading.local()
 
-    @staticmethod
-    def write(stems: Sequence[str], folder: Path) -> None:
-        """Write the files that the constructor reads. A stem's id is its place in ``stems``."""
-        encoded = [stem.encode() for stem in stems]
-        order = sorted(range(len(encoded)), key=encoded.__getitem__)
-        starts = np.zeros(len(encoded) + 1, dtype=np.int64)
-        with (folder / "words.txt").open("wb") as file:
-            for place, number in enumerate(order):
-                starts[place + 1] = starts[place] + file.write(encoded[number] + b"\n")
-        np.save(folder / "word_starts.npy", starts)
-        np.save(folder / "word_ids.npy", np.asarray(order, dtype=np.int32))
+    def best(self, query: str, top_k: int) -> list[tuple[int, float]]:
+        """(passage number, score) of the best passages of a query, by numpy: no second of compilation before."""
+        scores = self._index.get_scores_from_ids(self._index.get_tokens_ids(tokenize(query)))
+        found = []
+        while (
+            len(found) < min(top_k, len(scores)) and scores[place := int(scores.argmax())] > 0
+        ):  # the first of equals
+            found.append((place, float(scores[place])))
+            scores[place] = 0
+        return found
 
-    def __len__(self) -> int:
-        return len(self._ids)
+    def top(self, queries: Sequence[str], top_k: int) -> list[list[tuple[int, float]]]:
+        """What ``best`` finds for each query, by compiled code if numba is installed."""
+        kernel = _compiled()
+        if kernel is None:
+            return [self.best(query, top_k) for query in queries]
+        if not hasattr(self._local, "sums"):
+            self._local.sums = np.zeros(int(self._index.scores["num_docs"]), dtype=np.float32)
+        ids = [self._index.get_tokens_ids(tokenize(query)) for query in queries]
+        starts = np.cumsum([0, *map(len, ids)])
+        flat = np.fromiter((token for one in ids for token in one), dtype=np.int64, count=starts[-1])
+        best = np.empty((len(ids), top_k), dtype=np.int32)  # (queries, top_k)
+        best_scores = np.empty((len(ids), top_k), dtype=np.float32)
+        counts = np.zeros(len(ids), dtype=np.int64)
+        kernel(flat, starts, *self._postings, self._local.sums, best, best_scores, counts)
+        rows = zip(best.tolist(), best_scores.tolist(), counts.tolist(), strict=True)
+        return [list(zip(docs[:count], scores[:count], strict=True)) for docs, scores, count in rows]
 
-    def _find(self, stem: str) -> int | None:
-        wanted = stem.encode(errors="replace")  # a lone surrogate cannot be encoded, and is in no word
-        low, high = 0, len(self)
-        while low < high:
-            middle = (low + high) // 2
-            found = self._text[self._starts[middle] : self._starts[middle + 1] - 1].tobytes()
-            if found == wanted:
-                return int(self._ids[middle])
-            if found < wanted:
-                low = middle + 1
-            else:
-                high = middle
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    """The compiled kernel, or None. Its machine code is kept in ``NUMBA_CACHE_DIR``, or beside the built indexes."""
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "numba"))
+    try:
+        import numba
+    except ModuleNotFoundError:
         return None
 
-
-def query_stems(query: str) -> list[str]:
-    """The words of a query as stems, without stop words."""
-    left_out = stop_words()
-    return stemmer().stemWords([word for word in PATTERN.findall(query.lower()) if word not in left_out])
+    return numba.njit(nogil=True, cache=True)(_top_k)
 
 
-def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A plain view, which slices faster than an np.memmap; it keeps the file mapped."""
-    return np.asarray(array)
+def _top_k(
+    flat: Any,
+    starts: Any,
+    data: Any,
+    indices: Any,
+    indptr: Any,
+    sums: Any,
+    best: Any,
+    best_scores: Any,
+    counts: Any,
+) -> None:
+    """Write the result into the last three arguments. ``sums`` is all zeros before and after.
+
+    It passes over the postings twice, once to add scores and once to pick the best, because then neither pass has a
+    branch that is hard to predict. Indices are unsigned, because numba would check signed ones for negative values.
+    """
+    top_k = best.shape[1]
+    for query in range(len(starts) - 1):
+        for at in range(starts[query], starts[query + 1]):
+            token = flat[at]
+            for posting in range(np.uint64(indptr[token]), np.uint64(indptr[token + 1])):
+                sums[np.uint32(indices[posting])] += data[posting]
+        count = 0
+        least = _SMALLEST  # the least score that gets in; a passage that was picked already has 0 left
+        for at in range(starts[query], starts[query + 1]):
+            token = flat[at]
+            for posting in range(np.uint64(indptr[token]), np.uint64(indptr[token + 1])):
+                doc = np.uint32(indices[posting])
+                score = sums[doc]
+                sums[doc] = 0
+                if score < least:
+                    continue
+                place = count
+                while place > 0 and (
+                    score > best_scores[query, place - 1]
+                    or (score == best_scores[query, place - 1] and doc < best[query, place - 1])
+                ):
+                    if place < top_k:
+                        best_scores[query, place] = best_scores[query, place - 1]
+                        best[query, place] = best[query, place - 1]
+                    place -= 1
+                if place < top_k:
+                    best_scores[query, place] = score
+                    best[query, place] = doc
+                    count = min(count + 1, top_k)
+                    if count == top_k:
+                        least = best_scores[query, top_k - 1]
+        counts[query] = count

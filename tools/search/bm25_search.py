@@ -6,16 +6,16 @@ lines ``Doc 1 (Title): text``.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
 from sorl_env.tool import ToolReply
 from sorl_tools.corpus import Passage, format_passages, read_corpus
-from sorl_tools.index.cached import build_index, hash_passages, open_bm25, tokenize
-from sorl_tools.index.postings import largest
+from sorl_tools.index.cached import open_bm25
+from sorl_tools.index.words import Bm25, index_words
 from sorl_tools.search.http import DESCRIPTION, SCHEMA, HttpSearch
 from sorl_tools.search.http_cache import ReplyCache
 from sorl_tools.search.http_protocol import check_query
@@ -44,13 +44,12 @@ class BM25Search:
     """BM25 (Lucene's, k1 = 1.5, b = 0.75) with English stemming and stop words, on one core.
 
     numpy adds the scores, and the best passages are taken by repeated argmax: a query takes 0.1 ms on 44,000 passages,
-    tokenization included. The compiled scorer of ``sorl-serve`` is several times as fast, but needs numba and a second
-    to start.
+    tokenization included. The compiled search of ``sorl-serve`` is several times as fast, but takes a second to start.
 
     Args:
         passages: what to search.
         top_k: passages that a search returns at most. A passage that shares no word with the query is never among them.
-        index: the bm25s index of the passages; None builds it now.
+        words: the BM25 index of the passages; None builds it now.
         fingerprint: identifies the corpus in a run's manifest; None takes a hash of the passages.
         is_sample: the passages are a task's embedded sample; the environment warns if the questions are real.
 
@@ -68,7 +67,7 @@ class BM25Search:
         passages: Sequence[Passage],
         top_k: int = 3,
         *,
-        index: Any = None,
+        words: Bm25 | None = None,
         fingerprint: str | None = None,
         is_sample: bool = False,
     ) -> None:
@@ -77,8 +76,8 @@ class BM25Search:
         self.top_k = top_k
         self.is_sample = is_sample
         self._passages = passages
-        self._index = build_index(passages) if index is None else index
-        self.fingerprint = fingerprint or hash_passages(passages)
+        self._words = words or Bm25(index_words(passages))
+        self.fingerprint = fingerprint or _hash(passages)
 
     @classmethod
     def from_file(cls, path: str | Path, top_k: int = 3) -> BM25Search:
@@ -90,19 +89,22 @@ class BM25Search:
         Raises:
             UserError: the file cannot be read, or the cache folder cannot be written.
         """
-        passages, index, digest = open_bm25(Path(path).expanduser())
-        return cls(passages, top_k, index=index, fingerprint=digest)
+        index, digest = open_bm25(Path(path).expanduser())
+        return cls(index.passages, top_k, words=index.words, fingerprint=digest)
 
     def retrieve(self, query: str, top_k: int | None = None) -> list[tuple[Passage, float]]:
         """The best passages and their scores, best first; equal scores keep the order of the corpus."""
-        words = tokenize([query])[0]
-        scores = self._index.get_scores_from_ids(self._index.get_tokens_ids(words))
-        places, values = largest(scores, self.top_k if top_k is None else top_k)
-        return [
-            (self._passages[place], score)
-            for place, score in zip(places.tolist(), values.tolist(), strict=True)
-        ]
+        found = self._words.best(query, self.top_k if top_k is None else top_k)
+        return [(self._passages[place], score) for place, score in found]
 
     def __call__(self, query: str) -> ToolReply:
         """Search once. Raises ``ToolInputError`` for a query that is longer than servers accept."""
         return format_passages([passage for passage, _ in self.retrieve(check_query(query))])
+
+
+def _hash(passages: Sequence[Passage]) -> str:
+    """``sha256:..`` over ids, titles and texts."""
+    digest = hashlib.sha256()
+    for passage in passages:
+        digest.update(f"{passage.id}\0{passage.title}\0{passage.text}\0".encode())
+    return f"sha256:{digest.hexdigest()}"

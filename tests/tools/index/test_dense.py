@@ -15,17 +15,16 @@ from sorl_tools.corpus import Passage
 from sorl_tools.index import open_index
 from sorl_tools.index.build import dense as dense_build
 from sorl_tools.index.build.build import build
-from sorl_tools.index.build.journal import Journal
 from sorl_tools.index.build.options import DenseOptions, HybridOptions
-from sorl_tools.index.hybrid import fuse
+from sorl_tools.index.index import fuse
 
 from ..corpora import made_up, write_jsonl
 
 faiss = pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
 pytest.importorskip("sentence_transformers", reason="needs pip install 'sorl[search]'")
 
-from sorl_tools.index.encoder import Encoder, Prefixes, known_prefixes  # noqa: E402
-from sorl_tools.index.faiss_kinds import FlatVectors, factory_string  # noqa: E402
+from sorl_tools.index.encoder import LocalEncoder, Prefixes, known_prefixes, open_encoder  # noqa: E402
+from sorl_tools.index.vectors import FaissVectors, FlatVectors, factory_string  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +38,17 @@ def corpus(passages: list[Passage], tmp_path_factory: pytest.TempPathFactory) ->
     return write_jsonl(tmp_path_factory.mktemp("corpus") / "c.jsonl", passages)
 
 
+def texts(passages: list[Passage]) -> list[str]:
+    return [dense_build.text_of(passage) for passage in passages]
+
+
 def test_flat_is_exact_and_breaks_ties_in_corpus_order(
     corpus: Path, passages: list[Passage], tiny_model: Path, tmp_path: Path
 ) -> None:
     manifest = build([corpus], tmp_path / "index", "dense", dense=DenseOptions(model=str(tiny_model)))
     index = open_index(tmp_path / "index")
-    encoder = Encoder(str(tiny_model))
-    vectors = encoder.passages(passages, 64)
+    encoder = open_encoder(str(tiny_model))
+    vectors = encoder.passages(texts(passages), 64)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
     queries = [f"{p.title}\n{p.text}" for p in passages[:20]]
     scores = encoder.queries(queries).astype(np.float64) @ vectors.astype(np.float64).T
@@ -74,21 +77,20 @@ def test_compressed_kinds_find_what_flat_finds(
     vectors = draw.standard_normal((310, 32), dtype=np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     np.save(tmp_path / "v.npy", vectors)
-    options = DenseOptions(
-        model=str(tiny_model), faiss=kind, vectors=tmp_path / "v.npy", keep_vectors=kind == "sq8"
-    )
+    options = DenseOptions(model=str(tiny_model), faiss=kind, vectors=tmp_path / "v.npy")
     manifest = build([corpus], tmp_path / "index", "dense", dense=options)
-    assert ("dense/vectors.npy" in manifest.files) == (kind == "sq8")
-    index = open_index(tmp_path / "index")
+    open_index(tmp_path / "index").close()
+    compressed = FaissVectors(
+        tmp_path / "index" / "dense" / "index.faiss", manifest.parameters["dense"]["settings"]
+    )
     queries = vectors[:100] + draw.standard_normal((100, 32), dtype=np.float32) * np.float32(0.05)
     exact = FlatVectors(tmp_path / "v.npy")
     wanted = [set(places.tolist()) for places, _ in exact.search(queries, 5)]
-    found = [{place for place, _ in one} for one in index.rank_vectors(queries, 5)]  # type: ignore[attr-defined]
+    found = [set(places.tolist()) for places, _ in compressed.search(queries, 5)]
     assert all(place in one for place, one in enumerate(found))
     overlap = sum(len(a & b) for a, b in zip(wanted, found, strict=True)) / 500
     assert overlap > 0.85
     assert manifest.hash == build([corpus], tmp_path / "again", "dense", dense=options).hash
-    index.close()
 
 
 def test_a_stopped_embedding_goes_on_and_ends_the_same(
@@ -97,21 +99,26 @@ def test_a_stopped_embedding_goes_on_and_ends_the_same(
     monkeypatch.setattr(dense_build, "CHUNK", 64)
     options = DenseOptions(model=str(tiny_model), faiss="sq8")
     whole = build([corpus], tmp_path / "whole", "dense", dense=options)
-    add = Journal.add
-    embedded: list[object] = []
+    embed = LocalEncoder.passages
+    embedded: list[int] = []
 
-    def stop_once(self: Journal, record: dict[str, object], now: bool = False) -> None:
-        if record.get("stage") == "embedded":
-            embedded.append(record["passages"])
-            if embedded == [64, 128, 192]:
-                raise KeyboardInterrupt  # the vectors are written, the record is not
-        add(self, record, now)
+    def stop_at_third(self: LocalEncoder, texts: list[str], batch_size: int) -> np.ndarray:
+        if len(embedded) == 3:
+            embedded.append(0)
+            raise KeyboardInterrupt
+        embedded.append(len(texts))
+        return embed(self, texts, batch_size)
 
-    monkeypatch.setattr(Journal, "add", stop_once)
+    monkeypatch.setattr(LocalEncoder, "passages", stop_at_third)
     with pytest.raises(KeyboardInterrupt):
         build([corpus], tmp_path / "index", "dense", dense=options)
+    with (tmp_path / "index" / "building" / "embedded.f32").open("ab") as file:
+        file.write(b"half a vector")  # what kill -9 may leave
+    other = DenseOptions(model=str(tiny_model), faiss="sq8", query_prefix="x")
+    with pytest.raises(UserError, match="finish that build with its own command, or add --restart"):
+        build([corpus], tmp_path / "index", "dense", dense=other)
     assert build([corpus], tmp_path / "index", "dense", dense=options).hash == whole.hash
-    assert embedded == [64, 128, 192, 192, 256, 310]
+    assert embedded == [64, 64, 64, 0, 64, 54]
 
 
 def test_prefixes_reach_the_model(
@@ -119,18 +126,20 @@ def test_prefixes_reach_the_model(
 ) -> None:
     e5 = tmp_path / "e5-tiny-v2"
     shutil.copytree(tiny_model, e5)
-    assert Encoder(str(tiny_model)).prefixes == Prefixes("", "")
-    by_name = Encoder(str(e5))
+    assert open_encoder(str(tiny_model)).prefixes == Prefixes("", "")
+    by_name = open_encoder(str(e5))
     assert by_name.prefixes == Prefixes("query: ", "passage: ")
-    assert Encoder(str(e5), query_prefix="", passage_prefix="p").prefixes == Prefixes("", "p")
-    bare = Encoder(str(tiny_model))
+    assert open_encoder(str(e5), query_prefix="", passage_prefix="p").prefixes == Prefixes("", "p")
+    bare = open_encoder(str(tiny_model))
     np.testing.assert_allclose(by_name.queries(["who"]), bare.queries(["query: who"]), atol=1e-6)
     prefixed = Passage("0", f"passage: {passages[0].title}", passages[0].text)
-    np.testing.assert_allclose(by_name.passages(passages[:1], 8), bare.passages([prefixed], 8), atol=1e-6)
+    np.testing.assert_allclose(
+        by_name.passages(texts(passages[:1]), 8), bare.passages(texts([prefixed]), 8), atol=1e-6
+    )
     settings = json.loads((e5 / "config_sentence_transformers.json").read_text())
     settings["prompts"] = {"query": "Q: ", "document": "D: "}
     (e5 / "config_sentence_transformers.json").write_text(json.dumps(settings))
-    assert Encoder(str(e5)).prefixes == Prefixes("Q: ", "D: ")  # the model's own word counts most
+    assert open_encoder(str(e5)).prefixes == Prefixes("Q: ", "D: ")  # the model's own word counts most
     options = DenseOptions(model=str(tiny_model), query_prefix="ask ", passage_prefix="doc ")
     facts = build([corpus], tmp_path / "index", "dense", dense=options).parameters["dense"]
     assert (facts["query_prefix"], facts["passage_prefix"]) == ("ask ", "doc ")
@@ -169,7 +178,7 @@ def test_another_model_is_refused(corpus: Path, tiny_model: Path, tmp_path: Path
     name = next(name for name in tensors if name.endswith("word_embeddings.weight"))
     tensors[name][0, 0] += 1e-3
     save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="its weights differ"):
+    with pytest.raises(UserError, match="it embeds otherwise than the model"):
         open_index(out, model=str(other))
     with pytest.raises(UserError, match="no such folder"):
         open_index(out, model=str(tmp_path / "nowhere"))
@@ -206,7 +215,7 @@ def test_hybrid_fuses_by_rank(
 def test_vectors_made_elsewhere(
     corpus: Path, passages: list[Passage], tiny_model: Path, tmp_path: Path
 ) -> None:
-    vectors = Encoder(str(tiny_model)).passages(passages, 64)
+    vectors = open_encoder(str(tiny_model)).passages(texts(passages), 64)
     np.save(tmp_path / "v.npy", vectors)
     options = DenseOptions(model=str(tiny_model), vectors=tmp_path / "v.npy")
     build([corpus], tmp_path / "index", "dense", dense=options)

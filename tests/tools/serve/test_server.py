@@ -24,7 +24,6 @@ from sorl_tools.index.build.build import build
 from sorl_tools.index.manifest import read_manifest
 from sorl_tools.search.bm25_search import BM25Search
 from sorl_tools.search.http import HttpSearch
-from sorl_tools.serve import backend
 
 from ...waiting import wait_until
 
@@ -83,22 +82,6 @@ def test_a_built_index(start: Any, server: Any, corpus: Path, tmp_path: Path) ->
     assert health["fingerprint"] == read_manifest(tmp_path / "index").hash
     asked = {"queries": ["composers born in Salzburg", "river", "Mozart"], "topk": 3, "return_scores": True}
     assert post_as_search_r1(running.url, asked) == post_as_search_r1(server.url, asked)
-
-
-def test_an_index_too_large_to_scan_is_searched_its_own_way(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build([corpus], tmp_path / "index")
-    queries = ["composers born in Salzburg", "river", "", "nothing of this"]
-    scanning = backend.open_backend(tmp_path / "index")
-    monkeypatch.setattr(backend, "MAX_EXHAUSTIVE", 0)
-    skipping = backend.open_backend(tmp_path / "index")
-    assert (type(scanning), type(skipping)) == (backend.Bm25Backend, backend.IndexBackend)
-    assert skipping.facts == scanning.facts
-    found = [[tuple(hit) for hit in hits] for hits in skipping.search(queries, 3)]
-    assert found == [[tuple(hit) for hit in hits] for hits in scanning.search(queries, 3)]
-    scanning.close()
-    skipping.close()
 
 
 def test_health_ready_and_metrics(server: Any) -> None:

@@ -1,4 +1,4 @@
-"""Read corpora of several file formats row by row, beginning at any row."""
+"""Read corpora of several file formats row by row."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sorl_env.errors import UserError, no_such_file
 from sorl_tools.corpus import Passage, name_damage, open_bytes, parse_passage, read_jsonl
@@ -18,14 +17,6 @@ from sorl_tools.corpus import Passage, name_damage, open_bytes, parse_passage, r
 WORDS_A_PASSAGE = 100
 TEXT_SUFFIXES = (".txt", ".md")
 ROW_BATCH = 1024
-
-
-class Row(NamedTuple):
-    """A passage and its place: number ``file`` of the corpus's files, and number ``row`` of its passages from 1."""
-
-    file: int
-    row: int
-    passage: Passage
 
 
 class Corpus:
@@ -43,18 +34,14 @@ class Corpus:
         self.sources = [source.expanduser() for source in sources]
         self.files = [(path, name) for source in self.sources for path, name in _files(source)]
 
-    def rows(self, file: int = 0, row: int = 0) -> Iterator[Row]:
-        """All passages after the first ``row`` passages of file number ``file``.
+    def passages(self) -> Iterator[Passage]:
+        """All passages, file by file.
 
         Raises:
             UserError: a row is not a passage; the message names file and line (Parquet: row).
         """
-        for number in range(file, len(self.files)):
-            path, name = self.files[number]
-            skip = row if number == file else 0
-            read = _READERS[_kind(path) or ""]
-            for count, passage in enumerate(read(path, name, skip), start=skip + 1):
-                yield Row(number, count, passage)
+        for path, name in self.files:
+            yield from _READERS[_kind(path) or ""](path, name)
 
     def fingerprint(self) -> str:
         """A hash of the files' paths, sizes and times. An interrupted build continues only if it is unchanged."""
@@ -87,11 +74,11 @@ def _files(source: Path) -> list[tuple[Path, str]]:
     return [(source, source.name)]
 
 
-def _read_jsonl(path: Path, name: str, skip: int) -> Iterator[Passage]:
-    return read_jsonl(path, skip)
+def _read_jsonl(path: Path, name: str) -> Iterator[Passage]:
+    return read_jsonl(path)
 
 
-def _read_tsv(path: Path, name: str, skip: int) -> Iterator[Passage]:
+def _read_tsv(path: Path, name: str) -> Iterator[Passage]:
     """Tab-separated rows below a header with ``id``, ``text``, ``title`` in any order, as DPR's ``psgs_w100.tsv``."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     with name_damage(path), io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as text:
@@ -100,7 +87,7 @@ def _read_tsv(path: Path, name: str, skip: int) -> Iterator[Passage]:
             header = next(rows, [])
             if "text" not in header and "contents" not in header:
                 raise UserError(f"{path}:1: the header must name 'text' (and 'id', 'title'), not {header}")
-            for row in islice(rows, skip, None):
+            for row in rows:
                 where = f"{path}:{rows.line_num}"
                 if len(row) != len(header):
                     raise UserError(f"{where}: {len(row)} columns, but the header has {len(header)}")
@@ -111,7 +98,7 @@ def _read_tsv(path: Path, name: str, skip: int) -> Iterator[Passage]:
             raise UserError(f"{path}, after line {rows.line_num}: not UTF-8 ({error})") from error
 
 
-def _read_parquet(path: Path, name: str, skip: int) -> Iterator[Passage]:
+def _read_parquet(path: Path, name: str) -> Iterator[Passage]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -125,23 +112,17 @@ def _read_parquet(path: Path, name: str, skip: int) -> Iterator[Passage]:
             columns = [name for name in ("id", "_id", "title", "text", "contents") if name in names]
             if not {"text", "contents"} & set(columns):
                 raise UserError(f"{path}: no column 'text' or 'contents'; it has {', '.join(names)}")
-            yield from _parquet_rows(file, columns, path, skip)
+            yield from _parquet_rows(file, columns, path)
         except (pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a text is not UTF-8
             raise UserError(f"{path}: not a readable Parquet file ({error})") from error
 
 
-def _parquet_rows(file: Any, columns: list[str], path: Path, skip: int) -> Iterator[Passage]:
-    start = 0
-    for group in range(file.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
-        if start + rows > skip:
-            number = start
-            for batch in file.iter_batches(ROW_BATCH, row_groups=[group], columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    if number > skip:
-                        yield parse_passage(_from_columns, row, f"{path}, row {number}")
-        start += rows
+def _parquet_rows(file: Any, columns: list[str], path: Path) -> Iterator[Passage]:
+    number = 0
+    for batch in file.iter_batches(ROW_BATCH, columns=columns):
+        for row in batch.to_pylist():
+            number += 1
+            yield parse_passage(_from_columns, row, f"{path}, row {number}")
 
 
 def _from_columns(row: dict[str, Any]) -> Passage:
@@ -152,7 +133,7 @@ def _from_columns(row: dict[str, Any]) -> Passage:
     return Passage.from_row({key: value for key, value in row.items() if value is not None})
 
 
-def _read_text(path: Path, name: str, skip: int) -> Iterator[Passage]:
+def _read_text(path: Path, name: str) -> Iterator[Passage]:
     """Passages of about 100 words. Their title is the first heading of a Markdown file, or else the file's name."""
 
     with name_damage(path):
@@ -164,12 +145,12 @@ def _read_text(path: Path, name: str, skip: int) -> Iterator[Passage]:
     title = next(filter(None, heads), path.stem) if path.suffix == ".md" else path.stem
     words = text.split()
     parts = max(1, round(len(words) / WORDS_A_PASSAGE)) if words else 0
-    for part in range(skip, parts):  # parts of equal length, so that the last one is not much shorter
+    for part in range(parts):  # parts of equal length, so that the last one is not much shorter
         start, end = part * len(words) // parts, (part + 1) * len(words) // parts
         yield Passage(f"{name}#{part}", title, " ".join(words[start:end]))
 
 
-_READERS: dict[str, Callable[[Path, str, int], Iterator[Passage]]] = {
+_READERS: dict[str, Callable[[Path, str], Iterator[Passage]]] = {
     ".jsonl": _read_jsonl,
     ".tsv": _read_tsv,
     ".parquet": _read_parquet,

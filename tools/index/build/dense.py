@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,110 +11,99 @@ import numpy as np
 import numpy.typing as npt
 
 from sorl_env.errors import UserError
-from sorl_tools.corpus import PassageFile
-from sorl_tools.index.build.journal import Journal, npy_header
-from sorl_tools.index.build.options import DENSE, DenseOptions
-from sorl_tools.index.encoder import Encoder
-from sorl_tools.index.faiss_kinds import SEARCH_SETTINGS, factory_string, faiss_module, write_faiss
+from sorl_tools.corpus import Passage, PassageFile
+from sorl_tools.index.build.options import DenseOptions
+from sorl_tools.index.dense import FAISS, VECTORS
+from sorl_tools.index.encoder import Encoder, open_encoder
+from sorl_tools.index.vectors import SEARCH_SETTINGS, factory_string, faiss_module, write_faiss
 from sorl_tools.progress import Progress
 
-VECTORS, FAISS = "vectors.npy", "index.faiss"
-CHUNK = 1024  # passages between two records of the journal
+CHUNK = 1024  # passages embedded between two writes to the disk
 
 
-def dense_request(options: DenseOptions) -> dict[str, Any]:
-    """The options that must be the same when an unfinished build is continued.
+def check_options(options: DenseOptions) -> Encoder:
+    """The encoder, if all options can be met; checked before the corpus is read.
 
     Raises:
-        UserError: an option cannot be met; checked before the corpus is read.
+        UserError: an option cannot be met.
     """
     faiss_module()
     if options.batch_size < 1:
         raise UserError(f"--batch_size {options.batch_size}: give at least 1")
-    if not options.model:
-        raise UserError("a dense index needs --model: a model folder, or a name such as intfloat/e5-base-v2")
     factory_string(options.faiss, 2, 1)
     if options.vectors is not None and not options.vectors.is_file():
         raise UserError(f"--vectors {options.vectors}: no such file")
-    Encoder(options.model, device=options.device)  # fails now, and not after an hour of reading the corpus
-    return {
-        "model": options.model,
-        "query_prefix": options.query_prefix,
-        "passage_prefix": options.passage_prefix,
-        "faiss": options.faiss,
-        "keep_vectors": options.keep_vectors,
-        "batch_size": options.batch_size,
-        "vectors": None if options.vectors is None else str(options.vectors.resolve()),
-    }
+    return open_encoder(
+        options.model, options.encoder, options.query_prefix, options.passage_prefix, options.device
+    )
 
 
 def write_vectors(
-    out: Path, passages: PassageFile, journal: Journal, progress: Progress, options: DenseOptions
+    folder: Path,
+    begun: Path,
+    passages: PassageFile,
+    progress: Progress,
+    options: DenseOptions,
+    encoder: Encoder,
 ) -> dict[str, Any]:
-    """Write ``out/dense``; returns the parameters for the manifest.
+    """Write the vectors into ``folder``; returns the parameters for the manifest.
+
+    Args:
+        begun: file of the vectors that an interrupted build has embedded, and to which this one adds.
 
     Raises:
-        UserError: the model cannot be loaded, or the vectors do not match the passages.
+        UserError: the encoder does not answer, or the vectors do not match the passages.
     """
-    encoder = Encoder(
-        options.model,
-        query_prefix=options.query_prefix,
-        passage_prefix=options.passage_prefix,
-        device=options.device,
-    )
+    folder.mkdir()
     factory = factory_string(options.faiss, encoder.dim, len(passages))
-    folder = out / DENSE
-    folder.mkdir(exist_ok=True)
-    flat = folder / VECTORS
-    if journal.last("vectors") is None:
-        if options.vectors is not None:
-            shutil.copyfile(_checked(options.vectors, len(passages), encoder.dim), flat)
-        else:
-            _embed(flat, passages, journal, progress, encoder, options.batch_size)
-        journal.add({"stage": "vectors"}, now=True)
+    if options.vectors is not None:
+        vectors = _checked(options.vectors, len(passages), encoder.dim)
+    else:
+        vectors = _embed(begun, passages, progress, encoder, options.batch_size)
     if factory:
-        if journal.last("compressed") is None:
-            write_faiss(np.load(flat, mmap_mode="r"), factory, folder / FAISS, progress)
-            journal.add({"stage": "compressed"}, now=True)
-        if not options.keep_vectors:
-            flat.unlink(missing_ok=True)
-    model = str(Path(options.model).expanduser().resolve()) if Path(options.model).is_dir() else options.model
+        write_faiss(vectors, factory, folder / FAISS, progress)
+    elif options.vectors is not None:
+        shutil.copyfile(options.vectors, folder / VECTORS)
+    else:
+        np.save(folder / VECTORS, vectors)
+    is_folder = options.encoder is None and Path(options.model).expanduser().is_dir()
     return {
-        "model": model,
-        "model_hash": encoder.hash(),
+        "model": str(Path(options.model).expanduser().resolve()) if is_folder else options.model,
+        "encoder": options.encoder,
+        "identity": encoder.identity(),
         "dim": encoder.dim,
         "query_prefix": encoder.prefixes.query,
         "passage_prefix": encoder.prefixes.passage,
         "faiss": options.faiss,
         "factory": factory,
-        "settings": _settings(factory),
+        "settings": {name: value for name, (kind, value) in SEARCH_SETTINGS.items() if kind in factory},
     }
 
 
+def text_of(passage: Passage) -> str:
+    """What is embedded of a passage."""
+    return f"{passage.title}\n{passage.text}" if passage.title else passage.text
+
+
 def _embed(
-    path: Path,
-    passages: PassageFile,
-    journal: Journal,
-    progress: Progress,
-    encoder: Encoder,
-    batch_size: int,
-) -> None:
-    header = npy_header((len(passages), encoder.dim), np.float32)
-    done = int((journal.last("embedded") or {"passages": 0})["passages"])
-    file = journal.append_to(path, len(header) + done * encoder.dim * 4 if done else 0)
-    if not done:
-        file.write(header)
-    progress.start("vectors", len(passages), done)
-    while done < len(passages):
-        chunk = passages[done : done + CHUNK]
-        file.write(encoder.passages(chunk, batch_size))
-        done += len(chunk)
-        journal.add({"stage": "embedded", "passages": done})
-        progress.advance(len(chunk))
-    file.close()
+    begun: Path, passages: PassageFile, progress: Progress, encoder: Encoder, batch_size: int
+) -> npt.NDArray[np.float32]:
+    row_bytes = encoder.dim * 4
+    with begun.open("ab") as file:
+        done = min(file.tell() // row_bytes, len(passages))
+        file.truncate(done * row_bytes)  # a killed build may have left half a vector
+        progress.start("vectors", len(passages), done)
+        while done < len(passages):
+            chunk = passages[done : done + CHUNK]
+            file.write(encoder.passages([text_of(passage) for passage in chunk], batch_size).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+            done += len(chunk)
+            progress.advance(len(chunk))
+    return np.memmap(begun, dtype=np.float32, mode="r", shape=(len(passages), encoder.dim))
 
 
-def _checked(path: Path, passages: int, dim: int) -> Path:
+def _checked(path: Path, passages: int, dim: int) -> npt.NDArray[np.float32]:
     try:
         vectors: npt.NDArray[Any] = np.load(path, mmap_mode="r")
     except (ValueError, OSError, EOFError) as error:
@@ -124,10 +114,5 @@ def _checked(path: Path, passages: int, dim: int) -> Path:
             f"need float32 ({passages}, {dim})"
         )
     if not np.isfortran(vectors):
-        return path
+        return vectors
     raise UserError(f"--vectors {path}: it is in Fortran order; save np.ascontiguousarray(vectors)")
-
-
-def _settings(factory: str) -> dict[str, int]:
-    wanted = {"nprobe": "IVF" in factory, "efSearch": "HNSW" in factory}
-    return {name: SEARCH_SETTINGS[name] for name, fits in wanted.items() if fits}

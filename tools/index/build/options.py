@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sorl_tools.index.build.bm25 import K1, B
-
-DENSE = "dense"
-
 
 @dataclass(frozen=True)
 class Bm25Options:
     """BM25's parameters. The recall figures of docs/search.md were measured with these defaults."""
 
-    k1: float = K1
-    b: float = B
+    k1: float = 1.5
+    b: float = 0.75
 
 
 @dataclass(frozen=True)
@@ -23,24 +19,24 @@ class DenseOptions:
     """How passages become vectors, and how these are searched.
 
     Args:
-        model: a model folder of sentence-transformers, or a name that it finds.
+        model: a model folder of sentence-transformers, or a name that it or the ``encoder`` finds.
+        encoder: address of a server with OpenAI's embeddings API, which embeds instead of sentence-transformers.
         query_prefix: text before a query; None takes it from the model's configuration or name (E5's are known).
         passage_prefix: text before a passage, likewise.
         vectors: a .npy file of the passages' vectors, (passages, dim) float32, computed earlier with this model.
-        faiss: a kind of ``faiss_kinds.KINDS``, or a factory string of FAISS.
+        faiss: a kind of ``vectors.KINDS``, or a factory string of FAISS.
         batch_size: passages embedded at a time.
         device: torch device of the model; None takes a GPU if there is one.
-        keep_vectors: keep the float32 vectors in the folder beside a compressed index.
     """
 
     model: str = ""
+    encoder: str | None = None
     query_prefix: str | None = None
     passage_prefix: str | None = None
     vectors: Path | None = None
     faiss: str = "flat"
     batch_size: int = 64
     device: str | None = None
-    keep_vectors: bool = False
 
 
 @dataclass(frozen=True)

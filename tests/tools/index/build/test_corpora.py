@@ -1,4 +1,4 @@
-"""Corpora of every kind, whole and from the middle on, and rows that hold no passage."""
+"""Corpora of every kind, and rows that hold no passage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WANTED = [
 
 
 def read(*sources: Path) -> list[Passage]:
-    return [row.passage for row in Corpus(sources).rows()]
+    return list(Corpus(sources).passages())
 
 
 def parquet(path: Path, columns: dict[str, list[object]], group: int = 1000) -> Path:
@@ -70,24 +70,6 @@ def test_texts_are_split_into_passages_of_about_100_words(tmp_path: Path) -> Non
     assert {p.title for p in found[1:]} == {"The *real* title"}
     assert " ".join(p.text for p in found[1:]).endswith(" ".join(words))
     assert [len(p.text.split()) for p in found[1:]] == [85, 85, 85]
-
-
-def test_any_row_can_be_the_first(tmp_path: Path) -> None:
-    passages = made_up(25)
-    write_jsonl(tmp_path / "a.jsonl.gz", passages[:10])
-    rows = "".join(f'{p.id}\t"{p.text}"\t{p.title}\n' for p in passages[10:15])
-    (tmp_path / "b.tsv").write_text(f"id\ttext\ttitle\n{rows}")
-    columns: dict[str, list[object]] = {
-        key: [getattr(p, key) for p in passages[15:]] for key in ("id", "title", "text")
-    }
-    parquet(tmp_path / "c.parquet", columns, group=4)
-    (tmp_path / "d.txt").write_text("word " * 320)
-    corpus = Corpus([tmp_path])
-    rows_read = list(corpus.rows())
-    assert [row.passage for row in rows_read[:25]] == passages
-    assert len(rows_read) == 28
-    for at, row in enumerate(rows_read):
-        assert list(corpus.rows(row.file, row.row)) == rows_read[at + 1 :]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ KINDS = ("flat", "fp16", "sq8", "sq4", "pq", "ivfpq", "hnsw")
 ADD_BLOCK = 16_384
 TRAIN_VECTORS = 262_144
 SEED = 0
-SEARCH_SETTINGS = {"nprobe": 64, "efSearch": 128}
+SEARCH_SETTINGS = {"nprobe": ("IVF", 64), "efSearch": ("HNSW", 128)}  # for factories that hold this word
 
 
 def faiss_module() -> Any:
@@ -106,6 +106,9 @@ class FlatVectors:
     def __init__(self, path: Path) -> None:
         self._faiss = faiss_module()
         self._vectors: Floats = np.asarray(np.load(path, mmap_mode="r"))
+        self.shape = self._vectors.shape
+        if self._vectors.dtype != np.float32:
+            raise ValueError(f"vectors of {self._vectors.dtype}")
 
     def search(self, queries: Floats, top_k: int) -> Iterator[tuple[npt.NDArray[np.int64], Floats]]:
         """For each of ``queries``, (n, dim), the places and scores of the best vectors; equal scores in corpus order.
@@ -131,6 +134,7 @@ class FaissVectors:
             self._index = self._faiss.read_index(str(path), self._faiss.IO_FLAG_MMAP_IFC)
         except RuntimeError as error:
             raise UserError(f"{path}: FAISS cannot read it ({_reason(error)})") from error
+        self.shape = (self._index.ntotal, self._index.d)
         if self._faiss.get_num_gpus() > 0 and "efSearch" not in settings:
             self._index = self._faiss.index_cpu_to_all_gpus(self._index)
         space = self._faiss.ParameterSpace()
