@@ -72,10 +72,10 @@ def open_words(folder: Path, passages: int) -> Any:
     arrays = {name: np.asarray(index.scores[name]) for name in ("data", "indices", "indptr")}
     index.scores |= arrays
     data, indices, indptr = arrays.values()
-    types = (data.dtype, indices.dtype, indptr.dtype.kind)
     words = len(indptr) - 1
-    if types != (np.float32, np.int32, "i") or not data.ndim == indices.ndim == indptr.ndim == 1:
-        raise ValueError(f"postings of the types {types}")
+    kinds = [(array.dtype.str, array.ndim) for array in arrays.values()]
+    if kinds not in ([("<f4", 1), ("<i4", 1), (f"<i{size}", 1)] for size in (4, 8)):
+        raise ValueError(f"postings of the kinds {kinds}")
     whole = words > 0 and indptr[0] == 0 and indptr[-1] == len(data) == len(indices) > 0
     # compiled code and numpy do not look where they read and write, so this has to hold
     if not whole or (np.diff(indptr) < 0).any() or not 0 <= indices.min() <= indices.max() < passages:

@@ -67,11 +67,11 @@ class ReplyCache:
         text = json.dumps([[p.id, p.title, p.text] for p in passages], ensure_ascii=False)
         try:
             with self._lock, self._file as file:
-                row = file.execute(
-                    f"INSERT OR REPLACE INTO replies ({_COLUMNS}) VALUES (?, ?, ?, ?)", (*key, text)
-                )
+                file.execute(f"INSERT OR REPLACE INTO replies ({_COLUMNS}) VALUES (?, ?, ?, ?)", (*key, text))
                 # row ids count up, so these are the oldest
-                file.execute("DELETE FROM replies WHERE rowid <= ?", (row.lastrowid - self._max_replies,))
+                file.execute(
+                    "DELETE FROM replies WHERE rowid <= last_insert_rowid() - ?", (self._max_replies,)
+                )
         except sqlite3.Error as error:
             raise OSError(f"{self._path}: {error}") from error
 
