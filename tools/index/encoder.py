@@ -15,7 +15,6 @@ import numpy.typing as npt
 from sorl_env.errors import UserError
 
 _E5 = re.compile(r"(^|[-_/])e5([-_/]|$)", re.IGNORECASE)
-NO_MODEL = "a dense index needs --model: a model folder, or a name such as intfloat/e5-base-v2"
 
 Floats = npt.NDArray[np.float32]
 
@@ -47,47 +46,15 @@ class Encoder(Protocol):
         """Whether ``identity`` is of this model."""
 
 
-def open_encoder(
-    model: str,
-    address: str | None = None,
-    query_prefix: str | None = None,
-    passage_prefix: str | None = None,
-    device: str | None = None,
-) -> Encoder:
-    """The encoder of a model: at ``address`` if there is one, or else in this process.
-
-    Args:
-        model: a model folder or a name.
-        address: of a server with OpenAI's embeddings API, such as ``http://127.0.0.1:8080/v1``.
-        query_prefix: text before a query; None takes it from the model's configuration or name.
-        passage_prefix: text before a passage, likewise.
-        device: torch device, for a model in this process; None takes a GPU if there is one.
-
-    Raises:
-        UserError: no model is named, there is no such model, or the server does not answer.
-    """
-    if not model:
-        raise UserError(NO_MODEL)
-    if address is None:
-        return LocalEncoder(model, query_prefix, passage_prefix, device)
-    from sorl_tools.index.remote_encoder import RemoteEncoder
-
-    if device is not None:
-        raise UserError(f"device={device}: the encoder at {address} chooses its own; leave it out")
-    return RemoteEncoder(
-        address, model, _with_defaults(named_prefixes([model]), query_prefix, passage_prefix)
-    )
-
-
 class LocalEncoder:
-    """A model of sentence-transformers in this process. See ``open_encoder``."""
+    """A model of sentence-transformers in this process. See ``dense.open_encoder``."""
 
     def __init__(
         self, model: str, query_prefix: str | None, passage_prefix: str | None, device: str | None
     ) -> None:
         self.name = model
         self._model = _load(model, device)
-        self.prefixes = _with_defaults(known_prefixes(model, self._model), query_prefix, passage_prefix)
+        self.prefixes = with_defaults(known_prefixes(model, self._model), query_prefix, passage_prefix)
         self._lock = threading.Lock()  # fast tokenizers are not thread-safe
         self.dim = len(self._encode([""], 1)[0])
 
@@ -159,5 +126,6 @@ def named_prefixes(names: Sequence[str]) -> Prefixes:
     return Prefixes("", "")
 
 
-def _with_defaults(known: Prefixes, query: str | None, passage: str | None) -> Prefixes:
+def with_defaults(known: Prefixes, query: str | None, passage: str | None) -> Prefixes:
+    """The prefixes of a model, with those that a user has chosen in their place."""
     return Prefixes(known.query if query is None else query, known.passage if passage is None else passage)

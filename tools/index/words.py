@@ -108,7 +108,7 @@ class Bm25:
     def best(self, query: str, top_k: int) -> list[tuple[int, float]]:
         """(passage number, score) of the best passages of a query, by numpy: no second of compilation before."""
         scores = self._index.get_scores_from_ids(self._index.get_tokens_ids(tokenize(query)))
-        found = []
+        found: list[tuple[int, float]] = []
         while (
             len(found) < min(top_k, len(scores)) and scores[place := int(scores.argmax())] > 0
         ):  # the first of equals

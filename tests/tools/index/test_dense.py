@@ -23,7 +23,8 @@ from ..corpora import made_up, write_jsonl
 faiss = pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
 pytest.importorskip("sentence_transformers", reason="needs pip install 'sorl[search]'")
 
-from sorl_tools.index.encoder import LocalEncoder, Prefixes, known_prefixes, open_encoder  # noqa: E402
+from sorl_tools.index.dense import open_encoder  # noqa: E402
+from sorl_tools.index.encoder import LocalEncoder, Prefixes, known_prefixes  # noqa: E402
 from sorl_tools.index.vectors import FaissVectors, FlatVectors, factory_string  # noqa: E402
 
 

@@ -17,7 +17,7 @@ from sorl_env.errors import UserError
 from sorl_tools.index import open_index, remote_encoder
 from sorl_tools.index.build.build import build
 from sorl_tools.index.build.options import DenseOptions
-from sorl_tools.index.encoder import open_encoder
+from sorl_tools.index.dense import open_encoder
 
 from ..corpora import made_up, write_jsonl
 

@@ -122,14 +122,13 @@ def _building(out: Path, request: str) -> Iterator[Path]:
     is_new = not (folder / REQUEST).is_file()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not is_new and (folder / REQUEST).read_text(errors="replace") != request:
+            raise UserError(
+                f"{out}: it holds an unfinished build of another corpus or with other options; finish that build "
+                "with its own command, or add --restart to begin again"
+            )
         with _locked(folder):
-            if is_new:
-                (folder / REQUEST).write_text(request)
-            elif (folder / REQUEST).read_text(errors="replace") != request:
-                raise UserError(
-                    f"{out}: it holds an unfinished build of another corpus or with other options; finish that build "
-                    "with its own command, or add --restart to begin again"
-                )
+            (folder / REQUEST).write_text(request)
             _remove(folder, PARTS)
             yield folder
     except UserError:
@@ -138,7 +137,9 @@ def _building(out: Path, request: str) -> Iterator[Path]:
             remove_empty(made)
         raise
     except OSError as error:  # of writing: errors of reading the corpus are UserErrors
-        raise UserError(f"--out {out}: {error}; then give the same command again") from error
+        raise UserError(
+            f"--out {out}: cannot be written ({error}); when it can, give the same command again"
+        ) from error
 
 
 @contextmanager

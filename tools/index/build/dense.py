@@ -13,8 +13,8 @@ import numpy.typing as npt
 from sorl_env.errors import UserError
 from sorl_tools.corpus import Passage, PassageFile
 from sorl_tools.index.build.options import DenseOptions
-from sorl_tools.index.dense import FAISS, VECTORS
-from sorl_tools.index.encoder import Encoder, open_encoder
+from sorl_tools.index.dense import FAISS, VECTORS, open_encoder
+from sorl_tools.index.encoder import Encoder
 from sorl_tools.index.vectors import SEARCH_SETTINGS, factory_string, faiss_module, write_faiss
 from sorl_tools.progress import Progress
 

@@ -118,7 +118,9 @@ def test_a_disk_that_is_full_is_the_users_to_mend(tmp_path: Path, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr("bm25s.np.save", no_space)
-        with pytest.raises(UserError, match="No space left on device; then give the same command again"):
+        with pytest.raises(
+            UserError, match=r"No space left on device.; when it can, give the same command again"
+        ):
             build([corpus], out)
     assert build([corpus], out).passages == 300
 
