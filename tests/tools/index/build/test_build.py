@@ -217,7 +217,7 @@ def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch
     progress.advance(1)  # too soon to say more
     progress.close()
     assert capsys.readouterr().err.splitlines() == [
-        "vectors: 200 of 1,000 (20%), 5/s, 3 min to go",
-        "vectors: 201 of 1,000 (20%), 3/s, 4 min to go",
+        "vectors: 200 of 1,000 (20%), 5/s, 2 min 40 s to go",
+        "vectors: 201 of 1,000 (20%), 3/s, 3 min 57 s to go",
     ]
     assert [duration(s) for s in (45, 300, 9000, 8e6)] == ["45 s", "5 min 00 s", "2 h 30 min", "93 days"]
