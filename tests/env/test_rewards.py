@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sorl_env.parser import parse_turn
 from sorl_env.rewards import (
     answer_match,
     exact_match,
@@ -37,6 +39,20 @@ def test_exact_and_substring_match_agree_with_seven_public_scorers(shared_data: 
     ]
     assert wrong == []
     assert 0 < sum(row["expected_em"] for row in rows) < len(rows)
+
+
+def test_rollouts_are_valid_where_search_r1_says_so(shared_data: Path) -> None:
+    """But for an empty answer, which is no answer here, and tags in retrieved text, which the environment takes out."""
+    rows = cases(shared_data, "rollout_format")
+    assert len(rows) == 140 and 0 < sum(row["valid"] for row in rows) < len(rows)
+    differing = []
+    for row in rows:
+        _, begun, reply = row["text"].partition("<|im_start|>assistant")
+        turns = re.split(r"<information>.*?</information>", reply, flags=re.DOTALL)
+        kinds = [parse_turn(turn.strip()).kind for turn in turns]
+        if (bool(begun) and kinds == ["tool"] * (len(kinds) - 1) + ["answer"]) != row["valid"]:
+            differing.append(row["mutation"])
+    assert differing == ["empty_answer"] * 2 + ["tag_text_in_information"] * 2
 
 
 @pytest.mark.parametrize(

@@ -159,15 +159,14 @@ def with_correction(batch: Batch) -> Batch:
     return batch.with_fields(correction=(4 * noise).floor() / 1.5)
 
 
-@pytest.mark.parametrize("norm", ["rms", "logit"])
 def test_micro_batches_do_not_matter_with_a_correction(
-    norm: str, tiny_folder: str, trajectories: list[Trajectory]
+    tiny_folder: str, trajectories: list[Trajectory]
 ) -> None:
     """Also: only the policy loss has the weights. KL and entropy are those of the batch without."""
     plain = off_policy(collate(trajectories))
     plain = plain.with_fields(ref_log_probs=plain.rollout_log_probs * 0.9)
     batch = with_correction(plain)
-    options = {"loss.clip_bias_norm": norm, "loss.clip_bias_delta": 0.05, "loss.kl_coef": 0.1}
+    options = {"loss.clip_bias_norm": "rms", "loss.clip_bias_delta": 0.05, "loss.kl_coef": 0.1}
     options |= {"loss.entropy_coef": 0.01, "optim.max_grad_norm": None}
     start = torch.cat([p.detach().flatten() for p in load_policy(tiny_folder).parameters()])
     whole, one = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 8}))
