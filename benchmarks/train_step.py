@@ -46,7 +46,7 @@ from sorl_env.turn_codec import make_codec, turn_text
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.engine import LocalEngine
-from sorl_train.learner.scored_batch import estimate_advantages
+from sorl_train.learner.advantages import estimate_advantages
 from sorl_train.models.forward import compute_dtype
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.rollout.environments import make_env

@@ -18,6 +18,7 @@ from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.advantages import batch_metrics
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.dynamic_sampling import num_groups, with_signal
 from sorl_train.learner.means import Means
@@ -26,7 +27,6 @@ from sorl_train.learner.optimizer_step import NonFiniteError, adamw
 from sorl_train.learner.overlong import shape_and_filter
 from sorl_train.learner.replay import Mixed, ReplayBuffer
 from sorl_train.learner.schedule import is_on_policy, learning_rate, mini_batches, steps_of_batch
-from sorl_train.learner.scored_batch import batch_metrics
 from sorl_train.learner.scoring import score
 from sorl_train.learner.settings import update_settings
 from sorl_train.learner.state import Collected, load_optimizers, load_waiting, save_optimizers, save_waiting

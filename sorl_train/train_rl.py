@@ -18,10 +18,10 @@ from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.engine import LocalEngine, stop_on_non_finite
 from sorl_train.evaluate.find_policy import fingerprint
+from sorl_train.learner.advantages import prepare
 from sorl_train.learner.dynamic_sampling import dynamic_metrics
 from sorl_train.learner.overlong import overlong_metrics
 from sorl_train.learner.replay import replay_metrics
-from sorl_train.learner.scored_batch import prepare
 from sorl_train.rollout.environments import env_facts, record_sources
 from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
 from sorl_train.run.checkpoint import resume_point, rewind, tell_state

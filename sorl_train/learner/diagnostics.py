@@ -13,8 +13,7 @@ from torch import Tensor
 from sorl_env.token_classes import CLASSES
 from sorl_train.algorithms import RatioLevel
 from sorl_train.losses.policy import LossSettings
-from sorl_train.losses.ratios import importance_ratio
-from sorl_train.losses.segments import Segments
+from sorl_train.losses.segments import Segments, importance_ratio
 
 LEVELS: tuple[RatioLevel, ...] = ("token", "turn", "sequence")
 TURNS = 8  # turns with metrics of their own; the last of them includes all later turns

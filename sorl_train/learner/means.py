@@ -18,10 +18,6 @@ class Means:
         for name, value in values.items():
             self._values[name].append(value)
 
-    def latest(self, name: str) -> float:
-        """The value added last."""
-        return self._values[name][-1]
-
     def any(self, name: str) -> bool:
         """Whether a value other than 0 was added."""
         return any(self._values[name])

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
@@ -34,9 +33,11 @@ def score(
         columns = slice(0, micro.action_mask.shape[1])
         with autocast(config.hardware.dtype, device):
             for name, model in policies.items():
-                fields[name][index, columns] = _log_probs(model, micro, config)
+                temperature = config.sampler.temperature
+                stats = action_stats(model, micro.token_ids, micro.action_mask, temperature=temperature)
+                fields[name][index, columns] = stats.log_probs.float().cpu()
             if critic is not None:
-                fields["values"][index, columns] = _values(critic, micro)
+                fields["values"][index, columns] = critic(micro.token_ids, micro.action_mask).float().cpu()
     checked = {"a sampled": batch.rollout_log_probs, "a recomputed": fields.get("old_log_probs")}
     for name, figures in checked.items():
         if figures is None:
@@ -46,14 +47,3 @@ def score(
             ids = tuple(batch.ids[i] for i in broken.nonzero()[:, 0].tolist())
             raise NonFiniteError(f"{name} log-probability", ids)
     return batch.with_fields(**fields)
-
-
-def _log_probs(model: Any, micro: Batch, config: TrainConfig) -> Tensor:
-    temperature = config.sampler.temperature
-    stats = action_stats(model, micro.token_ids, micro.action_mask, temperature=temperature)
-    return stats.log_probs.float().cpu()
-
-
-def _values(critic: Any, micro: Batch) -> Tensor:
-    values: Tensor = critic(micro.token_ids, micro.action_mask)
-    return values.float().cpu()

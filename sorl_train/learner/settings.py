@@ -49,7 +49,7 @@ def update_settings(config: TrainConfig) -> UpdateSettings:
         _try_surrogate(config.algo, algorithm.surrogate, clip)
         surrogate: Surrogate = functools.partial(call_outside, algorithm.surrogate)
     else:
-        surrogate = SURROGATES[algorithm.surrogate or "clipped"].function
+        surrogate = SURROGATES[algorithm.surrogate or "clipped"]
     return UpdateSettings(
         objective=loss,
         update=config.update,

@@ -1,6 +1,6 @@
 """One collected batch becomes optimizer steps: micro-batches, normalization, gradient clipping.
 
-The batch's advantages come from ``scored_batch``, its mini-batches and their learning rates from ``schedule``.
+The batch's advantages come from ``advantages``, its mini-batches and their learning rates from ``schedule``.
 
 The classes here are the algorithm; as they are they train a plain torch module on one device. An engine that holds
 weights and gradients in another way overrides the methods that touch them: ``_forward``, ``_learns``, ``_backward``,

@@ -134,14 +134,9 @@ def normalization(
         ValueError: for an unknown choice, or a delta that is not positive.
     """
     check_choice("target", target, get_args(Target))
-    check_delta(delta)
+    if not delta > 0.0:
+        raise ValueError(f"delta, the threshold of the clipping bias norm, must be positive, not {delta}")
     size = clip_bias.norm(norm)
     factor = delta / max(size, delta)
     grad_scale, update_scale = (factor, 1.0) if target == "gradient" else (1.0, factor)
     return Normalization(grad_scale, update_scale, size, factor)
-
-
-def check_delta(delta: float) -> None:
-    """Raise ValueError unless the threshold ``delta`` is positive."""
-    if not delta > 0.0:
-        raise ValueError(f"delta, the threshold of the clipping bias norm, must be positive, not {delta}")

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from sorl_train.algorithms import CorrectionMode, RatioLevel, check_choice
 from sorl_train.losses.aggregate import check_shapes
-from sorl_train.losses.ratios import importance_ratio
-from sorl_train.losses.segments import Segments
+from sorl_train.losses.segments import Segments, importance_ratio
 
 
 @dataclass(frozen=True)

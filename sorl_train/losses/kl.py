@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sorl_train.algorithms import KLKind, check_choice
-from sorl_train.losses.ratios import MAX_LOG_RATIO
+from sorl_train.losses.segments import MAX_LOG_RATIO
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind = "k2") -> Tensor:

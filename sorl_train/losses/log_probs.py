@@ -107,7 +107,6 @@ def token_log_probs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    chunk_size: int | None = None,
     entropy: bool = False,
     logit_scale: bool = False,
 ) -> TokenStats:
@@ -118,22 +117,20 @@ def token_log_probs(
             contiguous, such as ``logits[:, :-1]``, is copied first; slice the hidden states instead.
         targets: (B, T) int64, in [0, V).
         temperature: that of the sampler, so that ratios compare the distributions that tokens are drawn from.
-        chunk_size: positions at a time; None chooses by the size of the vocabulary and the device.
 
     Raises:
-        ValueError: for shapes that do not match, a temperature or a chunk size that is not positive.
+        ValueError: for shapes that do not match, or a temperature that is not positive.
     """
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, logits {tuple(logits.shape)}")
     if not temperature > 0.0:
         raise ValueError(f"temperature must be positive, not {temperature}")
     vocabulary = logits.shape[-1]
-    if chunk_size is None:
-        chunk_size = max(1, (CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // vocabulary)
-    elif chunk_size < 1:
-        raise ValueError(f"chunk_size must be positive, not {chunk_size}")
+    chunk = max(
+        1, (CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // vocabulary
+    )  # positions at a time
     log_probs, entropies, scales = _TokenStats.apply(
-        logits.reshape(-1, vocabulary), targets.reshape(-1), temperature, chunk_size, entropy, logit_scale
+        logits.reshape(-1, vocabulary), targets.reshape(-1), temperature, chunk, entropy, logit_scale
     )
     shape = targets.shape
     return TokenStats(

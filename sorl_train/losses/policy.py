@@ -26,8 +26,7 @@ from torch import Tensor
 from sorl_train.algorithms import Aggregation, RatioLevel, check_choice
 from sorl_train.losses.aggregate import check_shapes, row_weights
 from sorl_train.losses.clip_bias import ClipBias, measure
-from sorl_train.losses.ratios import importance_ratio
-from sorl_train.losses.segments import Segments
+from sorl_train.losses.segments import Segments, importance_ratio
 from sorl_train.losses.sums import Sums
 from sorl_train.losses.surrogates import ClipRange, Surrogate, clipped
 
@@ -151,19 +150,15 @@ def policy_loss(
         bias = (ratio * weighted).masked_fill_(~settings.clip.clips(ratio, weighted), 0.0)  # c_t
         clip_bias = measure(segments, bias, logit_scale)
         weights = row_weights(segments.row_lengths, settings.aggregation, denominator, dtype)
-        stats = _statistics(clip_bias, ratio, weighted, log_ratio_square_sum)
+        stats = LossStats(
+            tokens=clip_bias.tokens,
+            signal=weighted.count_nonzero().to(dtype),
+            clipped=clip_bias.clipped,
+            ratio_sum=ratio.sum(),
+            ratio_square_sum=ratio.square().sum(),
+            log_ratio_square_sum=log_ratio_square_sum,
+        )
     surrogate = settings.surrogate(ratio, advantage, settings.clip)
     check_shapes(ratio, surrogate=surrogate)
     loss = -(segments.row_sums(surrogate if factor is None else factor * surrogate) * weights).sum()
     return LossOutput(loss, clip_bias, stats)
-
-
-def _statistics(clip_bias: ClipBias, ratio: Tensor, advantage: Tensor, square_sum: Tensor) -> LossStats:
-    return LossStats(
-        tokens=clip_bias.tokens,
-        signal=advantage.count_nonzero().to(ratio.dtype),
-        clipped=clip_bias.clipped,
-        ratio_sum=ratio.sum(),
-        ratio_square_sum=ratio.square().sum(),
-        log_ratio_square_sum=square_sum,
-    )

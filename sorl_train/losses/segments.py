@@ -10,6 +10,8 @@ from torch import Tensor
 
 from sorl_train.algorithms import RatioLevel
 
+MAX_LOG_RATIO = 20.0  # exp(20) is about 5e8: larger than any useful ratio, and float32 can still square it
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -72,6 +74,11 @@ class Segments:
     def row_sums(self, values: Tensor) -> Tensor:
         """(N,) -> (B,): sums over each trajectory's tokens, differentiable."""
         return _sums(values, self.row_lengths)
+
+
+def importance_ratio(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio), with the log-ratio clamped to +-20. Beyond the clamp the ratio has no gradient."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 class _SpreadMean(torch.autograd.Function):

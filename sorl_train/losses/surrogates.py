@@ -112,42 +112,6 @@ def topr(ratio: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
     return weight * advantage * ratio.log()
 
 
-@dataclass(frozen=True)
-class SurrogateEntry:
-    """A surrogate of the table, and what docs/algorithms.md says about it.
-
-    Attributes:
-        function: the surrogate.
-        formula: what it maximizes, in terms of the ratio w, the advantage A and the stop-gradient sg.
-        clip_bias: what the clipped tokens of ``ClipRange.clips``, and with them the clipping bias, mean for it.
-    """
-
-    function: Surrogate
-    formula: str
-    clip_bias: str
-
-
-SURROGATES: Mapping[SurrogateName, SurrogateEntry] = MappingProxyType(
-    {
-        "clipped": SurrogateEntry(
-            clipped,
-            "min(w A, clip(w) A)",
-            "exactly the gradient that the clip takes away",
-        ),
-        "cispo": SurrogateEntry(
-            cispo,
-            "sg(min(w, 1 + eps_high)) A log w",
-            "nothing is taken away; it is what PPO would lose with the same clip range",
-        ),
-        "sapo": SurrogateEntry(
-            sapo,
-            "(4 / tau) sigmoid(tau (w - 1)) A",
-            "the gate fades tokens and cuts none; it is what PPO would lose with the same clip range",
-        ),
-        "topr": SurrogateEntry(
-            topr,
-            "sg(1 if A > 0 else min(w, 1)) A log w",
-            "weights are truncated and no token is cut; it is what PPO would lose with the same clip range",
-        ),
-    }
+SURROGATES: Mapping[SurrogateName, Surrogate] = MappingProxyType(
+    {"clipped": clipped, "cispo": cispo, "sapo": sapo, "topr": topr}
 )

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from sorl_train.algorithms import ALGORITHMS, Aggregation, Algorithm, RatioLevel, check_choice
 from sorl_train.losses.policy import LossOutput, LossSettings, policy_loss
-from sorl_train.losses.ratios import importance_ratio
-from sorl_train.losses.segments import Segments
+from sorl_train.losses.segments import Segments, importance_ratio
 from sorl_train.losses.surrogates import SURROGATES, ClipRange
 from sorl_train.plugins.step_scale import StepScale
 
@@ -132,7 +131,7 @@ class Objective:
         surrogate = self.algorithm.surrogate
         settings = LossSettings(
             ratio_level=self.algorithm.ratio,
-            surrogate=surrogate if callable(surrogate) else SURROGATES[surrogate or "clipped"].function,
+            surrogate=surrogate if callable(surrogate) else SURROGATES[surrogate or "clipped"],
             clip=self.clip,
             aggregation=aggregation,
         )

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sorl_train.algorithms import ClipBiasNorm, check_choice
-from sorl_train.losses.clip_bias import ClipBias, check_delta
+from sorl_train.losses.clip_bias import ClipBias
 from sorl_train.losses.policy import LossOutput, LossStats
 from sorl_train.losses.sums import sum_over_ranks
 
@@ -65,7 +65,8 @@ class StepScale:
             )
         if relative and norm != "rms":
             raise ValueError(f"clip_bias_norm {norm!r} cannot be relative to the advantages: take 'rms'")
-        check_delta(delta)
+        if not delta > 0.0:
+            raise ValueError(f"clip_bias_delta, the threshold of that norm, must be positive, not {delta}")
         self.relative = relative
         self.normalize = normalize
         self.norm: Any = norm

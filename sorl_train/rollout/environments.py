@@ -34,8 +34,8 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> TextEnv:
     """The environment for training or for evaluation.
 
     Raises:
-        UserError: training on test questions, with an ``overlong.buffer`` that leaves no trajectory unpunished, or with
-            a replay buffer in a run that asks no question twice.
+        UserError: training on test questions, or with settings that the task or its examples do not fit
+            (``refuse_unsuitable_task``).
     """
     task = load_task(config.task, **config.task_args)
     env = open_env(
@@ -52,9 +52,7 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> TextEnv:
         )
     if not evaluation:
         refuse_test_questions(config, env.examples)
-        refuse_without_turn_rewards(config, task)
-        refuse_long_buffer(config, env.limits)
-        refuse_replay_without_repeats(config, len(env.examples.examples))
+        refuse_unsuitable_task(config, env)
     return env
 
 
@@ -75,31 +73,27 @@ def refuse_test_questions(config: TrainConfig, examples: ExampleSet) -> None:
         )
 
 
-def refuse_without_turn_rewards(config: TrainConfig, task: Task) -> None:
-    """Raise ``UserError`` when the algorithm compares the rewards of turns and the task gives none: it would be GRPO by
-    another name."""
-    if config.stage == "rl" and config.algorithm.advantage == "turn_group" and task.turn_reward is None:
+def refuse_unsuitable_task(config: TrainConfig, env: TextEnv) -> None:
+    """Raise ``UserError`` where settings ask for what the task or its examples do not have."""
+    if config.stage != "rl":
+        return
+    task, limit, examples = env.task, env.limits.max_trajectory_tokens, len(env.examples.examples)
+    if (
+        config.algorithm.advantage == "turn_group" and task.turn_reward is None
+    ):  # it would be GRPO by another name
         raise UserError(
             f"algo {config.algo} compares the rewards of turns, but task {task.name} gives none (Task.turn_reward): "
             "minihop gives them with --task_args.hit_reward 0.5; for other tasks see docs/add_a_task.md, or use algo "
             "grpo or gigpo, which need none"
         )
-
-
-def refuse_long_buffer(config: TrainConfig, limits: Limits) -> None:
-    """Raise ``UserError`` when ``overlong.buffer`` is longer than the trajectories that the task's limits allow."""
-    buffer, limit = config.overlong.buffer, limits.max_trajectory_tokens
-    if config.stage == "rl" and buffer is not None and buffer >= limit:
+    buffer = config.overlong.buffer
+    if buffer is not None and buffer >= limit:  # no trajectory would be unpunished
         raise UserError(
             f"overlong.buffer {buffer} must be below the {limit} tokens that task {config.task} allows a trajectory: "
             "choose a shorter one, or set limits.max_trajectory_tokens"
         )
-
-
-def refuse_replay_without_repeats(config: TrainConfig, examples: int) -> None:
-    """Raise ``UserError`` when trajectories are kept for replay and no question comes a second time."""
     prompts = config.rollout.batch_size // config.rollout.group_size
-    if config.stage == "rl" and config.replay.size and config.update.steps * prompts <= examples:
+    if config.replay.size and config.update.steps * prompts <= examples:
         raise UserError(
             f"replay.size {config.replay.size}: nothing would ever be replayed, because {config.update.steps} training "
             f"steps (update.steps) of {prompts} questions ask none of the {examples} questions twice. Take more steps "

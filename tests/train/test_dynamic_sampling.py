@@ -175,7 +175,7 @@ def test_a_resumed_run_draws_the_same(staleness: int, tmp_path: Path) -> None:
 def test_the_signal_is_that_of_the_advantages() -> None:
     """A group is kept exactly if group advantages give it something."""
     from sorl_train.config.settings import LossConfig
-    from sorl_train.learner.scored_batch import estimate_advantages
+    from sorl_train.learner.advantages import estimate_advantages
 
     draws = torch.randint(0, 2, (20, 3), generator=torch.Generator().manual_seed(0)).tolist()
     found = [member(str(k), float(r)) for k, draw in enumerate(draws) for r in draw]

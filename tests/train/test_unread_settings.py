@@ -26,16 +26,15 @@ from sorl_train.config.files import (
 from sorl_train.config.schema import fields, flatten, unread
 from sorl_train.config.settings import TrainConfig
 from sorl_train.engine import LocalEngine
+from sorl_train.learner.advantages import correct, estimate_advantages
 from sorl_train.learner.batch import collate
-from sorl_train.learner.correction import correct
 from sorl_train.learner.overlong import with_loss_tokens
-from sorl_train.learner.scored_batch import estimate_advantages
 from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.models.critic import Critic
 from sorl_train.models.forward import action_stats
 
-from .learner.test_scored_batch import made
+from .learner.test_advantages import made
 
 # What an update changes is tried by other values of each of its settings.
 OTHER: dict[str, Any] = {

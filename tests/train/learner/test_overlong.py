@@ -13,10 +13,10 @@ from sorl_env.trajectory import StopReason, Trajectory
 from sorl_env.trajectory_io import read_jsonl
 from sorl_train.config.rollout_settings import OverlongConfig
 from sorl_train.config.settings import LossConfig
+from sorl_train.learner.advantages import estimate_advantages, prepare
 from sorl_train.learner.batch import collate
 from sorl_train.learner.overlong import overlong_metrics, punishment, shape_and_filter, with_loss_tokens
 from sorl_train.learner.schedule import mini_batches
-from sorl_train.learner.scored_batch import estimate_advantages, prepare
 from sorl_train.run.files import read_jsonl as read_lines
 
 from ..conftest import short_config, train_short

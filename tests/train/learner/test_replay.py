@@ -15,12 +15,11 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.rollout_settings import CorrectionConfig, OverlongConfig, ReplayConfig
 from sorl_train.config.settings import LossConfig, TrainConfig
+from sorl_train.learner.advantages import correct, estimate_advantages
 from sorl_train.learner.batch import Batch, collate
-from sorl_train.learner.correction import correct
 from sorl_train.learner.overlong import shape_and_filter
 from sorl_train.learner.replay import Mixed, ReplayBuffer, replay_metrics
 from sorl_train.learner.schedule import mini_batches, steps_of_batch
-from sorl_train.learner.scored_batch import estimate_advantages
 from sorl_train.learner.state import Collected
 from sorl_train.learner.trust_region import token_kl
 from sorl_train.losses.policy import LossSettings, policy_loss

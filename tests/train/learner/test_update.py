@@ -264,10 +264,11 @@ def test_a_mini_batch_without_advantages_moves_nothing_if_asked(
     means = Means()
     update.step(batch, 1e-3, means)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    update.step(batch.with_fields(advantages=torch.zeros_like(batch.rollout_log_probs)), 1e-3, means)
+    silent = Means()
+    update.step(batch.with_fields(advantages=torch.zeros_like(batch.rollout_log_probs)), 1e-3, silent)
     after = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert torch.equal(before, after) == skip
-    assert means.latest("signal_frac") == 0.0 and means.result()["loss/signal_frac"] > 0.4
+    assert silent.result()["loss/signal_frac"] == 0.0 < means.result()["loss/signal_frac"]
 
 
 def test_a_mini_batch_without_loss_tokens_does_not_move_the_critic(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sorl_train.losses import log_probs as module
 from sorl_train.losses.log_probs import token_log_probs
 
 F64 = torch.float64
@@ -42,13 +43,14 @@ def test_by_hand() -> None:
     assert stats.logit_scale.item() == pytest.approx(math.hypot(p[0], 1 - p[1], p[2]))
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 4, 15, 100])
+@pytest.mark.parametrize("positions", [1, 4, 15, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_values_and_gradients_in_any_chunks(chunk_size: int | None, temperature: float) -> None:
+def test_values_and_gradients_in_any_chunks(
+    positions: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits, targets = example()
-    stats = token_log_probs(
-        logits, targets, temperature=temperature, chunk_size=chunk_size, entropy=True, logit_scale=True
-    )
+    monkeypatch.setattr(module, "CPU_CHUNK", positions * logits.shape[-1])
+    stats = token_log_probs(logits, targets, temperature=temperature, entropy=True, logit_scale=True)
     expected = plain(logits, targets, temperature)
     weights = torch.rand(2, 3, 5, dtype=F64)
     for value, reference in zip((stats.log_probs, stats.entropy, stats.logit_scale), expected, strict=True):
@@ -61,11 +63,12 @@ def test_values_and_gradients_in_any_chunks(chunk_size: int | None, temperature:
     torch.testing.assert_close(gradient, reference, atol=1e-12, rtol=0)
 
 
-def test_gradcheck() -> None:
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets = example(vocabulary=4)
+    monkeypatch.setattr(module, "CPU_CHUNK", 4 * 4)
 
     def outputs(x: Tensor) -> tuple[Tensor, Tensor]:
-        stats = token_log_probs(x, targets, temperature=0.7, chunk_size=4, entropy=True, logit_scale=True)
+        stats = token_log_probs(x, targets, temperature=0.7, entropy=True, logit_scale=True)
         assert stats.entropy is not None
         return stats.log_probs, stats.entropy
 
@@ -138,8 +141,6 @@ def test_clear_errors() -> None:
         token_log_probs(logits, targets[:, 1:])
     with pytest.raises(ValueError, match="temperature must be positive, not 0"):
         token_log_probs(logits, targets, temperature=0)
-    with pytest.raises(ValueError, match="chunk_size must be positive, not 0"):
-        token_log_probs(logits, targets, chunk_size=0)
 
 
 def peak_bytes(function: Callable[[], None], folder: Path) -> int:

@@ -127,7 +127,7 @@ def advantages_of(algorithm: str) -> Tensor:
 def test_each_algorithm_by_hand(name: str) -> None:
     loss, gradient, outside = EXPECTED[name]
     algorithm, lp = find_algorithm(name), log_probs()
-    surrogate = SURROGATES[algorithm.surrogate_name or "clipped"].function
+    surrogate = SURROGATES[algorithm.surrogate_name or "clipped"]
     output = hand_loss(algorithm.ratio, lp, advantages_of(name), surrogate=surrogate)
     output.loss.backward()
     precision = 1e-12 if surrogate is clipped else 1e-9  # the literals of the others have that many digits

@@ -81,7 +81,7 @@ def micro(
         part["mask"],
         part["turns"],
         ratio_level=level,
-        surrogate=SURROGATES[surrogate].function,
+        surrogate=SURROGATES[surrogate],
         aggregation=aggregation,
         denominator=denominator,
         logit_scale=part["scale"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -16,7 +17,7 @@ from sorl_train.algorithms import Algorithm, SurrogateName
 from sorl_train.config.schema import flatten, unread
 from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.policy import LossSettings, policy_loss
-from sorl_train.losses.ratios import MAX_LOG_RATIO
+from sorl_train.losses.segments import MAX_LOG_RATIO
 from sorl_train.losses.surrogates import SURROGATES, ClipRange, Surrogate, cispo, clipped, sapo, topr
 
 from .test_theory import Case, case, ratio_of
@@ -77,7 +78,7 @@ def test_topr_by_hand() -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_on_policy_all_have_the_policy_gradient(name: SurrogateName) -> None:
     advantage = tensor(1.0, -2.0, 0.3)
-    _, gradient = value_and_gradient(SURROGATES[name].function, tensor(1, 1, 1), advantage, ClipRange())
+    _, gradient = value_and_gradient(SURROGATES[name], tensor(1, 1, 1), advantage, ClipRange())
     torch.testing.assert_close(gradient, advantage, atol=1e-12, rtol=0)
 
 
@@ -168,7 +169,7 @@ def test_far_ratios_stay_finite(name: SurrogateName, gap: float) -> None:
     for sign in (1.0, -1.0):
         log_probs = torch.full((1, 4), sign * gap, requires_grad=True)
         mask = torch.ones(1, 4, dtype=torch.bool)
-        settings = LossSettings("turn", SURROGATES[name].function)
+        settings = LossSettings("turn", SURROGATES[name])
         advantages = MIXED.float()
         output = policy_loss(log_probs, torch.zeros(1, 4), advantages, mask, TURNS, settings)
         output.loss.backward()
@@ -177,14 +178,22 @@ def test_far_ratios_stay_finite(name: SurrogateName, gap: float) -> None:
 
 
 # --- the table ------------------------------------------------------------------------------------------------
+def documented() -> dict[str, tuple[str, str]]:
+    """The formula of each surrogate and the settings that it reads, from the table of docs/algorithms.md."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- surrogates:")[2].partition("<!-- end -->")[0].splitlines()[3:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return {name.strip("`"): (formula.strip("`"), settings) for name, formula, settings, _ in rows}
+
+
 def test_the_table_has_every_name() -> None:
-    assert set(SURROGATES) == set(get_args(SurrogateName))
+    assert set(SURROGATES) == set(get_args(SurrogateName)) == set(documented())
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_the_formula_is_what_the_function_computes(name: SurrogateName) -> None:
     """The formula of the documentation, read as Python: a space between two factors is their product."""
-    formula = SURROGATES[name].formula.replace("log w", "log(w)")
+    formula = documented()[name][0].replace("log w", "log(w)")
     product = re.sub(r"(?<=[\w)])(?<!if)(?<!else) (?!if\b|else\b)(?=[\w(])", "*", formula)
     for w in (0.3, 0.9, 1.1, 1.4, 3.0):
         for a in (-1.5, 0.0, 2.0):
@@ -200,7 +209,7 @@ def test_the_formula_is_what_the_function_computes(name: SurrogateName) -> None:
                 "min": min,
             }
             clip = ClipRange(0.2, 0.3, tau_pos=1.1, tau_neg=1.4)
-            found = SURROGATES[name].function(tensor(w), tensor(a), clip).item()
+            found = SURROGATES[name](tensor(w), tensor(a), clip).item()
             assert found == pytest.approx(eval(product, {"__builtins__": {}}, known), abs=1e-12), (w, a)
 
 
@@ -214,7 +223,7 @@ def settings_of(name: SurrogateName) -> list[str]:
         "loss.sapo_tau_pos": ClipRange(0.2, 0.3, tau_pos=2.0),
         "loss.sapo_tau_neg": ClipRange(0.2, 0.3, tau_neg=2.0),
     }
-    surrogate = SURROGATES[name].function
+    surrogate = SURROGATES[name]
     plain = value_and_gradient(surrogate, ratio, advantage, ClipRange(0.2, 0.3))
     return [
         setting
@@ -227,6 +236,7 @@ def settings_of(name: SurrogateName) -> list[str]:
 def test_the_settings_of_a_surrogate_are_those_that_change_it(name: SurrogateName) -> None:
     """But for the clip range, which the clipping metrics read, too."""
     row = Algorithm("token", "group", surrogate=name)
+    assert documented()[name][1] == (", ".join(f"`{setting}`" for setting in settings_of(name)) or "none")
     own = {"loss.dual_clip", "loss.sapo_tau_pos", "loss.sapo_tau_neg"}
     assert own & set(settings_of(name)) == own - set(unread(row, flatten(TrainConfig())))
 
@@ -285,7 +295,7 @@ def test_values_and_gradients_are_those_of_trl(name: SurrogateName, level: Any) 
 
     clip = ClipRange(0.2, high - 1.0 if name == "cispo" else high)
     mean = "token_mean" if name == "cispo" else "trajectory_mean"
-    settings = LossSettings(level, SURROGATES[name].function, clip, mean)
+    settings = LossSettings(level, SURROGATES[name], clip, mean)
     spread = advantages[:, None].expand(6, 11)
     found = policy_loss(log_probs, old, spread, mask, torch.zeros(6, 11, dtype=torch.long), settings).loss
     torch.testing.assert_close(torch.autograd.grad(found, log_probs)[0], gradient, atol=1e-6, rtol=0)

@@ -16,8 +16,8 @@ from sorl_env.trajectory import StopReason
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.advantages import correct
 from sorl_train.learner.batch import Batch, collate
-from sorl_train.learner.correction import correct
 from sorl_train.learner.means import Means
 from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import PolicyUpdate

@@ -54,7 +54,7 @@ def test_the_loss_is_that_of_the_table(name: str) -> None:
         correction=correction,
     )
     settings = LossSettings(
-        row.ratio, SURROGATES[row.surrogate_name or "clipped"].function, clip_range(row), "token_mean"
+        row.ratio, SURROGATES[row.surrogate_name or "clipped"], clip_range(row), "token_mean"
     )
     expected = policy_loss(
         log_probs,

@@ -11,8 +11,8 @@ from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.advantages import estimate_advantages, state_metrics
 from sorl_train.learner.batch import Batch, collate, state_keys
-from sorl_train.learner.scored_batch import estimate_advantages, state_metrics
 from sorl_train.openrlhf.shares import by_rank, put_together, rows_by_rank
 
 from .test_batch import trajectory

@@ -1,4 +1,4 @@
-"""Advantages of a scored batch, and the metrics that depend on the batch alone."""
+"""Advantages of a scored batch, the weights that correct for the sampler, and metrics of the batch alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from sorl_train.algorithms import AdvantageKind
 from sorl_train.config.settings import LossConfig, TrainConfig
 from sorl_train.learner.batch import Batch
-from sorl_train.learner.correction import correct
 from sorl_train.learner.diagnostics import quantiles
 from sorl_train.learner.mismatch import turn_mismatch
 from sorl_train.learner.overlong import with_loss_tokens
 from sorl_train.losses.advantages import gae, group_advantages, whiten
+from sorl_train.losses.correction import CorrectionSettings, correction_weights
 from sorl_train.losses.kl import kl_in_reward, kl_penalty
 from sorl_train.losses.turn_credit import (
     first_of_turns,
@@ -24,6 +24,9 @@ from sorl_train.losses.turn_credit import (
     turn_sums,
     turn_table,
 )
+
+DEFAULT_HIGH = {"none": 1.0, "truncate": 2.0, "band": 5.0}  # of TIS and IcePop; none has no limit to set
+DEFAULT_LOW = 0.5
 
 
 def prepare(batch: Batch, config: TrainConfig) -> tuple[Batch, dict[str, float]]:
@@ -81,6 +84,36 @@ def _compared(batch: Batch, rewards: Tensor, kind: AdvantageKind, loss: LossConf
             turn_rewards, turns, states, *who, gamma=loss.gamma, weight=weight, std=std, baseline=baseline
         )
     return on_tokens(table, batch.turn_ids)
+
+
+def correction_settings(config: TrainConfig) -> CorrectionSettings:
+    """The settings of a run, with the published limits where it gives none."""
+    given = config.correction
+    return CorrectionSettings(
+        mode=given.mode,
+        level=config.algorithm.ratio if given.level == "auto" else given.level,
+        low=DEFAULT_LOW if given.low is None else given.low,
+        high=DEFAULT_HIGH[given.mode] if given.high is None else given.high,
+        sequence_mask=given.sequence_mask,
+    )
+
+
+def correct(batch: Batch, config: TrainConfig) -> tuple[Batch, dict[str, float]]:
+    """Fill in ``correction`` as configured; also returns its ``loss/`` metrics. It is the same batch if that is off.
+
+    The whole rollout batch is corrected at once, so that mini-batches, micro-batches and ranks only carry the weights.
+    """
+    if not config.correction.is_on:
+        return batch, {}
+    assert batch.old_log_probs is not None  # the engine computes them before the update if ``is_on``
+    found = correction_weights(
+        batch.old_log_probs,
+        batch.rollout_log_probs,
+        batch.loss_mask,
+        batch.turn_ids,
+        correction_settings(config),
+    )
+    return batch.with_fields(correction=found.weights), found.metrics()
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
