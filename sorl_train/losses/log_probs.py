@@ -126,9 +126,8 @@ def token_log_probs(
     if not temperature > 0.0:
         raise ValueError(f"temperature must be positive, not {temperature}")
     vocabulary = logits.shape[-1]
-    chunk = max(
-        1, (CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // vocabulary
-    )  # positions at a time
+    limit = CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK
+    chunk = max(1, limit // vocabulary)  # positions at a time
     log_probs, entropies, scales = _TokenStats.apply(
         logits.reshape(-1, vocabulary), targets.reshape(-1), temperature, chunk, entropy, logit_scale
     )

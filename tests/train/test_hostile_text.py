@@ -144,23 +144,6 @@ def test_training_on_hostile_text(task_file: str, tmp_path: Path) -> None:
     assert "halves" in write_viewer(RunDir(run_dir.path).path).read_text(encoding="utf-8")
     policy = str(run_dir.checkpoints / "best" / "policy")
     out = tmp_path / "eval"
-    assert (
-        evaluate(
-            [
-                policy,
-                "--task",
-                task_file,
-                "--split",
-                "test",
-                "--mode",
-                "agent",
-                "--quiet",
-                "--hardware.threads",
-                "1",
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    options = "--split test --mode agent --quiet --hardware.threads 1".split()
+    assert evaluate([policy, "--task", task_file, *options, "--out", str(out)]) == 0
     assert (out / "results.jsonl").read_bytes().count(b"bolts 3") > 0

@@ -45,7 +45,7 @@ def calls(algo: str) -> list[int]:
     return [count for count in surrogate.__globals__["CALLS"] if count != 4]  # without the trial on 4 tokens
 
 
-def test_a_file_is_trained_resumed_and_reported(
+def test_a_file_is_trained_resumed_reported_and_not_exchanged(
     my_algo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     algo = str(my_algo)
@@ -67,6 +67,14 @@ def test_a_file_is_trained_resumed_and_reported(
     assert report([str(run_dir.path), "--out", str(page)]) == 0
     assert "my_algo on minihop" in page.read_text(encoding="utf-8")
     capsys.readouterr()
+
+    facts = algorithm_facts(algo)
+    my_algo.write_text(my_algo.read_text() + "\n# edited\n")
+    assert algorithm_facts(algo) != facts and algorithm_facts("so_ppo") == {}
+    with pytest.raises(UserError, match=r"(?s)another algorithm.*file_sha256"):
+        train_short(run_dir.path, resume=True, algo=algo, update__steps=4)
+    my_algo.unlink()
+    assert saved_config(run_dir.path, check=False).algo == algo  # who only reads needs no file
 
 
 def test_an_entry_point_is_listed_trained_and_suggested(
@@ -139,17 +147,6 @@ def test_a_surrogate_is_tried_before_the_first_rollout(tmp_path: Path, body: str
     config = load_config("quickstart", {"algo": str(file)})
     with pytest.raises(UserError, match=f"its surrogate wrong {says}"):
         update_settings(config)
-
-
-def test_a_run_goes_on_with_the_same_algorithm_only(my_algo: Path, tmp_path: Path) -> None:
-    run_dir, _ = train_short(tmp_path / "run", algo=str(my_algo), update__steps=1)
-    facts = algorithm_facts(str(my_algo))
-    my_algo.write_text(my_algo.read_text() + "\n# edited\n")
-    assert algorithm_facts(str(my_algo)) != facts and algorithm_facts("so_ppo") == {}
-    with pytest.raises(UserError, match=r"(?s)another algorithm.*file_sha256"):
-        train_short(run_dir.path, resume=True, algo=str(my_algo), update__steps=2)
-    my_algo.unlink()
-    assert saved_config(run_dir.path, check=False).algo == str(my_algo)  # who only reads needs no file
 
 
 def settings_text(algorithm: Algorithm) -> str:

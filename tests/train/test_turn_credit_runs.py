@@ -21,10 +21,8 @@ FIVE = {"update__steps": 5, "update__epochs": 2, "rollout__group_size": 4, "eval
 @pytest.mark.parametrize(
     ("algo", "more"),
     [
-        ("rloo", {}),
         ("so_grpo", {"loss__group_level": "turn"}),
         ("mt_grpo", {"loss__ratio": "turn", "update__trust_kl": 0.01}),
-        ("gigpo", {"rollout__max_staleness": 1}),
         ("so_ppo", {"loss__gae_level": "turn"}),
     ],
 )
@@ -34,9 +32,7 @@ def test_five_steps(algo: str, more: dict[str, Any], tmp_path: Path) -> None:
     assert summary["steps"] == len(lines) == 5
     assert all(math.isfinite(v) for line in lines for v in line.values() if isinstance(v, float))
     assert all(line["loss/grad_norm"] > 0 and line["reward/search_hit"] > 0 for line in lines)
-    assert ("loss/shared_state_frac" in lines[0]) is (algo == "gigpo")
-    if algo == "gigpo":
-        assert lines[0]["loss/shared_state_frac"] > 0.3  # at least the first turns
+    assert "loss/shared_state_frac" not in lines[0]
 
 
 def test_a_waiting_batch_has_its_states_after_a_resume(tmp_path: Path) -> None:
@@ -46,7 +42,7 @@ def test_a_waiting_batch_has_its_states_after_a_resume(tmp_path: Path) -> None:
     train_short(stopped.path, resume=True, **settings | {"update__steps": 3})
     with_states = [line["loss/shared_state_frac"] for line in read_jsonl(stopped.metrics)[1:]]
     assert with_states[:2] == [line["loss/shared_state_frac"] for line in read_jsonl(whole.metrics)[1:3]]
-    assert len(with_states) == 3
+    assert len(with_states) == 3 and with_states[0] > 0.3  # at least the first turns
 
 
 def test_comparing_the_rewards_of_turns_needs_rewards_of_turns() -> None:

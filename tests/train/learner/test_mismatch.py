@@ -89,8 +89,10 @@ def assert_saved(path: Path, message: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", [leak, positions, temperature])
-@pytest.mark.parametrize("kind", [ON_POLICY, OFF_POLICY], ids=["on_policy", "off_policy"])
+@pytest.mark.parametrize(
+    ("plant", "kind"),
+    [(leak, ON_POLICY), (leak, OFF_POLICY), (positions, ON_POLICY), (temperature, OFF_POLICY)],
+)
 def test_a_fault_of_the_sampler_ends_the_run(
     plant: Any, kind: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,25 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from sorl_env.env import ToolUseEnv
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_train.config.rollout_settings import CorrectionConfig, OverlongConfig, ReplayConfig
-from sorl_train.config.settings import LossConfig, TrainConfig
-from sorl_train.learner.advantages import correct, estimate_advantages
+from sorl_train.config.rollout_settings import OverlongConfig, ReplayConfig
+from sorl_train.config.settings import LossConfig
+from sorl_train.learner.advantages import estimate_advantages
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.overlong import shape_and_filter
 from sorl_train.learner.replay import Mixed, ReplayBuffer, replay_metrics
 from sorl_train.learner.schedule import mini_batches, steps_of_batch
 from sorl_train.learner.state import Collected
-from sorl_train.learner.trust_region import token_kl
 from sorl_train.losses.policy import LossSettings, policy_loss
-from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.rollout.metrics import is_success
 
 from ..conftest import short_config
-from ..rollout.test_sampler import roll
 from .test_batch import trajectory
-from .test_update import off_policy, step
 
 
 def rollouts(step: int, question: str, rewards: Sequence[float], **fields: Any) -> list[Trajectory]:
@@ -212,49 +207,6 @@ def test_turns_of_replayed_trajectories_are_compared_too() -> None:
     assert mixed.batch.state_ids[mixed.batch.action_mask].unique().tolist() == [0]
     found_advantages = estimate_advantages(mixed.batch, "state_group", LossConfig(kl_coef=0.0)).advantages
     assert found_advantages is not None and float(found_advantages[1, 0]) > 0 > float(found_advantages[0, 0])
-
-
-def test_the_correction_compares_what_sampler_and_trainer_said_when_it_was_new() -> None:
-    """The sampler's log-probabilities are -.5 everywhere: the weight is e^(old + .5) in each row, whatever its age."""
-    buffer = empty(size=8)
-    take(buffer, 1, rollouts(1, "a", [1, 0]))
-    mixed = take(buffer, 2, rollouts(2, "a", [0, 0]))
-    assert mixed.batch is not None
-    batch, _ = correct(
-        mixed.batch, TrainConfig(algo="grpo", correction=CorrectionConfig(mode="truncate", high=9.0))
-    )
-    assert batch.correction is not None
-    found = [float(weight[0]) for weight in batch.correction]
-    assert found == pytest.approx([math.exp(recorded(name) + 0.5) for name in ("s2-a/0", "s1-a/0")])
-
-
-def test_the_trust_region_measures_from_the_weights_that_began_the_batch() -> None:
-    """A replayed trajectory may be far from its own policy: the region does not see that."""
-    buffer = empty(size=8)
-    take(buffer, 1, rollouts(1, "a", [1, 0]))
-    mixed = take(buffer, 2, rollouts(2, "a", [0, 0]))
-    assert mixed.batch is not None and mixed.batch.old_log_probs is not None
-    now = mixed.batch.old_log_probs + 0.2 * mixed.batch.action_mask
-    assert token_kl(now, mixed.batch) == pytest.approx(0.02)
-    assert token_kl(now, mixed.batch.with_fields(start_log_probs=now)) == 0.0
-
-
-def test_micro_batches_do_not_matter(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
-    """A group of the tiny policy's rollouts with two replayed ones, cut into micro-batches of eight and of three."""
-    rolled = roll(minihop_env, load_policy(tiny_folder), load_tokenizer(tiny_folder), 8)[0]
-    past = [dataclasses.replace(t, example_id="a", prompt="", group_id="past") for t in rolled[:2]]
-    new = [dataclasses.replace(t, example_id="a", prompt="", group_id="new") for t in rolled[2:]]
-    buffer = empty(size=8, mode="recent", per_group=2)
-    for version, found in enumerate((past, new)):
-        mixed = buffer.step(Collected(found, off_policy(collate(found), seed=version)), version, collate)
-    assert mixed.batch is not None and len(mixed.batch) == 8 and len(mixed.replayed) == 2
-    assert mixed.batch.old_log_probs is not None
-    advantages = torch.linspace(-1, 1, 8)[:, None] * mixed.batch.action_mask
-    batch = mixed.batch.with_fields(advantages=advantages, returns=torch.zeros_like(advantages))
-    whole, one = step(tiny_folder, batch, short_config(**{"update.micro_batch_size": 8}))
-    pieces, many = step(tiny_folder, batch, short_config(**{"update.micro_batch_size": 3}))
-    torch.testing.assert_close(whole, pieces, atol=1e-6, rtol=1e-5)
-    assert one["loss/clip_frac"] == pytest.approx(many["loss/clip_frac"]) and one["loss/clip_frac"] > 0
 
 
 def test_added_trajectories_make_mini_batches_larger_and_not_more() -> None:

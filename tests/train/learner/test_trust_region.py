@@ -205,7 +205,7 @@ def test_the_last_step_is_taken_back_along_its_line(tiny_folder: str, batch: Bat
 
 @pytest.mark.parametrize(
     ("lr", "algo"),
-    [(1e-2, "so_ppo"), (1.0, "so_ppo"), (1e4, "so_ppo"), (1.0, "cispo"), (1.0, "sapo"), (1.0, "topr")],
+    [(1e-2, "so_ppo"), (1e4, "so_ppo"), (1.0, "topr")],
 )
 def test_no_rate_leaves_the_region(lr: float, algo: str, tiny_folder: str, batch: Batch) -> None:
     """Batch after batch at absurd rates: each ends inside the region, and the weights stay finite."""
@@ -238,8 +238,10 @@ def test_weights_that_are_not_finite_go_back_to_where_the_batch_began(tiny_folde
 NOISE = 1e-5  # of bfloat16
 
 
-@pytest.mark.parametrize("field", ["old_log_probs", "start_log_probs"])
-@pytest.mark.parametrize(("limit", "stops"), [(1e-6, True), (1.9e-5, True), (1e-3, False)])
+@pytest.mark.parametrize(
+    ("limit", "stops", "field"),
+    [(1.9e-5, True, "old_log_probs"), (1.9e-5, True, "start_log_probs"), (1e-3, False, "old_log_probs")],
+)
 def test_a_limit_below_the_noise_of_unmoved_weights_ends_the_run(
     limit: float, stops: bool, field: str, tiny_folder: str, batch: Batch
 ) -> None:

@@ -19,7 +19,9 @@ def policy_loss(
     dual_clip: float | None = None,
     denominator: float | None = None,
     logit_scale: Tensor | None = None,
+    correction: Tensor | None = None,
     **settings: Any,
 ) -> LossOutput:
     chosen = LossSettings(ratio_level, clip=ClipRange(clip_eps, clip_eps_high, dual_clip), **settings)
-    return policy.policy_loss(*tensors, chosen, denominator=denominator, logit_scale=logit_scale)  # type: ignore[misc]
+    given = {"denominator": denominator, "logit_scale": logit_scale, "correction": correction}
+    return policy.policy_loss(*tensors, chosen, **given)  # type: ignore[misc, arg-type]

@@ -41,31 +41,21 @@ def test_gae_steps_over_observations_by_hand() -> None:
     assert returns[0].tolist() == pytest.approx([first + 0.1, middle + 0.2, 0, 0, 1.0, 0])
 
 
-def test_gae_of_the_paper_is_the_reward_to_come_less_the_value() -> None:
-    """gamma = lambda = 1."""
-    mask = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0]], dtype=torch.bool)
-    values = torch.tensor([[0.3, math.nan, 0.6, 0.9], [math.nan, 0.5, math.nan, math.nan]], dtype=F64)
-    rewards = torch.tensor([[0.25, 0, 0, 1.0], [0, -1.0, 0, 0]], dtype=F64)
-    advantages, returns = gae(rewards, values, mask)
-    expected = torch.tensor([[1.25 - 0.3, 0, 1.0 - 0.6, 1.0 - 0.9], [0, -1.5, 0, 0]], dtype=F64)
-    torch.testing.assert_close(advantages, expected)
-    torch.testing.assert_close(returns, torch.tensor([[1.25, 0, 1.0, 1.0], [0, -1.0, 0, 0]], dtype=F64))
-
-
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0), (1.0, 0.5)])
-@pytest.mark.parametrize("columns", [1, 2, 3, 33, 64])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize("columns", [1, 3, 33])
 def test_gae_equals_the_loop(gamma: float, lam: float, columns: int) -> None:
     g = torch.Generator().manual_seed(columns)
     mask = torch.rand(7, columns, generator=g) < 0.6
     mask[3] = False
-    values = torch.randn(7, columns, dtype=F64, generator=g)
+    values = torch.randn(7, columns, dtype=F64, generator=g).masked_fill(~mask, math.nan)
     rewards = torch.randn(7, columns, dtype=F64, generator=g) * mask
     copies = [x.clone() for x in (rewards, values, mask)]
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
     expected = gae_by_loop(rewards, values, mask, gamma, lam)
     torch.testing.assert_close(advantages, expected, atol=1e-12, rtol=0)
-    torch.testing.assert_close(returns, (expected + values) * mask, atol=1e-12, rtol=0)
-    assert all(torch.equal(a, b) for a, b in zip((rewards, values, mask), copies, strict=True))
+    torch.testing.assert_close(returns, torch.where(mask, expected + values, 0.0), atol=1e-12, rtol=0)
+    for given, copied in zip((rewards, values, mask), copies, strict=True):
+        torch.testing.assert_close(given, copied, atol=0, rtol=0, equal_nan=True)
 
 
 def test_gae_of_a_long_trajectory_in_float32() -> None:
@@ -125,10 +115,10 @@ def test_excluded_trajectories_leave_the_baseline_and_get_nothing() -> None:
     assert groups([1, 0, 9], [1, 1, 1], [0, 0, 0]) == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, -3.3, 1e8])
-@pytest.mark.parametrize("size", [1, 3, 5, 7])
-def test_a_group_of_equal_rewards_gets_exactly_zero(reward: float, size: int) -> None:
-    assert groups([reward] * size + [5.0], [0] * size + [0], [1] * size + [0]) == [0.0] * (size + 1)
+@pytest.mark.parametrize("reward", [0.0, 0.1, -3.3, 1e8])
+def test_a_group_of_equal_rewards_gets_exactly_zero(reward: float) -> None:
+    for size in (1, 3, 7):
+        assert groups([reward] * size + [5.0], [0] * size + [0], [1] * size + [0]) == [0.0] * (size + 1)
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])

@@ -38,49 +38,14 @@ def bias(scale: Tensor | None = SCALE) -> ClipBias:
     ).clip_bias
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_norms_by_hand(name: str) -> None:
-    assert bias().norm(name) == pytest.approx(NORMS[name], abs=1e-12)
+def test_norms_by_hand() -> None:
     assert bias().norms() == pytest.approx(NORMS, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_factor_is_one_up_to_delta_and_falls_with_the_norm(name: str) -> None:
-    assert normalization(bias(), norm=name, delta=0.1).factor == pytest.approx(0.1 / NORMS[name])
-    assert normalization(bias(), norm=name, delta=100.0).factor == 1.0
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_factor_is_the_papers_for_its_delta(name: str) -> None:
-    assert normalization(bias(), norm=name).factor == pytest.approx(1 / max(NORMS[name], 1.0))
-
-
-@pytest.mark.parametrize("copies", [1, 4, 16])
-def test_what_each_norm_grows_with(copies: int) -> None:
-    """The table in clip_bias.py: repeat the trajectories, then the tokens."""
-    wide = bias()
-    for _ in range(copies - 1):
-        wide = wide + bias()
-    root = math.sqrt(copies)
-    growth = {"scalar": 1.0, "token": root, "rms": 1.0, "logit": root}
-    assert wide.norms() == pytest.approx({name: NORMS[name] * growth[name] for name in NORMS})
-
-    long = policy_loss(
-        RATIOS.log().repeat(1, copies),
-        torch.zeros(2, 3 * copies, dtype=F64),
-        ADVANTAGES.repeat(1, copies),
-        MASK.repeat(1, copies),
-        torch.zeros(2, 3 * copies, dtype=torch.long),
-        ratio_level="token",
-        logit_scale=SCALE.repeat(1, copies),
-    ).clip_bias
-    growth = {"scalar": 1.0, "token": root, "rms": 1.0, "logit": root}
-    assert long.norms() == pytest.approx({name: NORMS[name] * growth[name] for name in NORMS})
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_scales_of_both_targets(name: str) -> None:
-    delta = 0.4
+@pytest.mark.parametrize("delta", [0.4, 1.0, 100.0])
+def test_scales_of_both_targets(name: str, delta: float) -> None:
+    """Up to the threshold steps are whole; the paper's threshold is 1."""
     f = delta / max(NORMS[name], delta)
 
     def scales(target: str) -> tuple[float, float, float, float]:
@@ -89,36 +54,6 @@ def test_scales_of_both_targets(name: str) -> None:
 
     assert scales("gradient") == pytest.approx((f, 1.0, f, NORMS[name]))
     assert scales("update") == pytest.approx((1.0, f, f, NORMS[name]))
-
-
-def test_plain_sgd_does_not_tell_the_targets_apart_and_adam_does() -> None:
-    def train(target: str, optimizer_class: type[torch.optim.Optimizer]) -> Tensor:
-        theta = torch.tensor([0.4, -0.3], dtype=F64, requires_grad=True)
-        optimizer = optimizer_class([theta], lr=0.05)
-        g = torch.Generator().manual_seed(0)
-        for _ in range(4):
-            features = torch.randn(3, 8, 2, dtype=F64, generator=g)
-            output = policy_loss(
-                features @ theta,
-                torch.randn(3, 8, dtype=F64, generator=g),
-                torch.randn(3, 8, dtype=F64, generator=g),
-                torch.ones(3, 8, dtype=torch.bool),
-                torch.arange(8).div(3, rounding_mode="floor").expand(3, 8),
-                ratio_level="turn",
-            )
-            optimizer.zero_grad()
-            output.loss.backward()
-            scales = normalization(output.clip_bias, norm="token", target=target)
-            assert theta.grad is not None and scales.factor < 0.9
-            theta.grad *= scales.grad_scale
-            optimizer.param_groups[0]["lr"] = 0.05 * scales.update_scale
-            optimizer.step()
-        return theta.detach()
-
-    sgd = train("gradient", torch.optim.SGD), train("update", torch.optim.SGD)
-    torch.testing.assert_close(*sgd, atol=1e-12, rtol=0)
-    adam = train("gradient", torch.optim.Adam), train("update", torch.optim.Adam)
-    assert (adam[0] - adam[1]).abs().max() > 1e-3
 
 
 def test_clear_errors() -> None:

@@ -115,16 +115,6 @@ def test_tokens_of_a_segment_share_weight_and_credit(
     torch.testing.assert_close(-4 * log_probs.grad[0], tensor(*expected), atol=1e-12, rtol=0)
 
 
-def test_a_turn_with_one_advantage_has_the_published_form_of_cispo() -> None:
-    """sg(weight of the turn) A times the sum of the turn's log p: each token has the gradient weight * A."""
-    log_probs, advantages = TOKENS.log().requires_grad_(), torch.tensor([[2.0, 2.0, -1.0, -1.0]], dtype=F64)
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    settings = LossSettings("turn", cispo, ClipRange(0.2, 0.5))
-    policy_loss(log_probs, torch.zeros(1, 4, dtype=F64), advantages, mask, TURNS, settings).loss.backward()
-    assert log_probs.grad is not None
-    torch.testing.assert_close(-4 * log_probs.grad[0], tensor(3.0, 3.0, -0.5, -0.5), atol=1e-12, rtol=0)
-
-
 # --- gradients ------------------------------------------------------------------------------------------------
 def loss_of(c: Case, level: Any, surrogate: Surrogate, log_probs: Tensor | None = None) -> Tensor:
     given = c.log_probs() if log_probs is None else log_probs
@@ -141,7 +131,7 @@ def test_gradients_are_those_of_finite_differences(level: str, surrogate: Surrog
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("surrogate", [cispo, topr])
 def test_detached_weights_have_the_gradient_of_the_lemma(level: str, seed: int, surrogate: Surrogate) -> None:
     """(1/|y|) sum over segments k of (1/|y^k|) sum_t weight_t A_t times grad log pi(y^k), in parameters.

@@ -111,7 +111,7 @@ def bias_terms(c: Case, level: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_value_and_gradient_are_those_of_the_objective(level: str, seed: int) -> None:
     c = case(seed)
     output, expected = c.loss(level), objective(c, level)
@@ -121,25 +121,7 @@ def test_value_and_gradient_are_those_of_the_objective(level: str, seed: int) ->
     assert output.clip_bias.clipped.item() > 0, "the case is to exercise clipping"
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_gradient_is_turn_level_credit_assignment(seed: int) -> None:
-    """Lemma eq:turn_level_credit_assignment: (1/|y|) sum_k w_k (A^k / |y^k|) grad log pi(y^k | ..)."""
-    c = case(seed)
-    log_probs, rows = c.log_probs(), []
-    for turns in c.segments("turn"):
-        length = sum(len(tokens) for _, tokens in turns)
-        total = torch.zeros_like(c.theta)
-        for b, tokens in turns:
-            w = ratio_of(c, log_probs.detach(), b, tokens)
-            credit = sum(a for a in c.advantages[b, tokens] if unclipped(float(w), float(a)))  # A^k
-            total += w * credit / len(tokens) * c.gradient(log_probs[b, tokens].sum()) / length
-        if turns:
-            rows.append(total)
-    expected = torch.stack(rows).mean(0)
-    torch.testing.assert_close(-c.gradient(c.loss("turn").loss), expected, atol=1e-10, rtol=0)
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_gradient_decomposes_into_policy_gradient_and_clipping_bias(seed: int) -> None:
     """Lemma eq:ppo_composition: (1/|y|) sum w A grad log pi, less C. In parameters, and per log-probability."""
     c = case(seed)
@@ -161,7 +143,7 @@ def test_gradient_decomposes_into_policy_gradient_and_clipping_bias(seed: int) -
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_norms_of_the_clipping_bias_are_their_definitions(level: str, seed: int) -> None:
     c = case(seed)
     scale = torch.rand(c.mask.shape, dtype=F64, generator=torch.Generator().manual_seed(seed))

@@ -106,24 +106,6 @@ def test_turn_group_by_hand() -> None:
     assert found.tolist() == [pytest.approx(row) for row in expected]
 
 
-def test_turn_group_divides_each_part_by_its_own_deviation() -> None:
-    found = turn_group_advantages(REWARDS, THERE, GROUPS, INCLUDED)
-    good = (1 / 3) / math.sqrt(1 / 3)  # variance (1/9 + 4/9 + 1/9) / 2
-    hit = (0.2 / 3) / math.sqrt(0.04 / 3)  # variance .04 (1/9 + 1/9 + 4/9) / 2
-    second = 0.1 / math.sqrt(0.02)
-    assert found[0].tolist() == pytest.approx([good + hit, good + second, good], abs=1e-4)
-
-
-def test_a_group_in_which_all_turns_earn_the_same_has_only_its_outcomes() -> None:
-    rewards = torch.tensor([[0.1, 1.0], [0.1, 0.0]])
-    found = turn_group_advantages(rewards, all_in(4).reshape(2, 2), torch.zeros(2), all_in(2), std=False)
-    assert found.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
-    same = turn_group_advantages(
-        torch.ones(2, 2), all_in(4).reshape(2, 2), torch.zeros(2), all_in(2), std=False
-    )
-    assert not same.any()
-
-
 # -- returns of turns ---
 
 
@@ -258,13 +240,6 @@ def test_trajectories_of_one_turn_are_grpo() -> None:
     torch.testing.assert_close(by_return[:, 0], expected)
     torch.testing.assert_close(by_turn[:, 0], expected)
     torch.testing.assert_close(by_state[:, 0], 1.5 * expected)
-
-
-def test_a_weight_of_zero_leaves_the_rollouts_comparison() -> None:
-    _, by_turn, by_state = every(REWARDS, THERE, THERE.long(), GROUPS, INCLUDED, weight=0.0, std=False)
-    totals = group_advantages(REWARDS.sum(1), GROUPS, INCLUDED, std=False)
-    torch.testing.assert_close(by_state, totals[:, None] * THERE)
-    assert by_turn[0].tolist() == pytest.approx([1 / 3] * 3)
 
 
 # -- leave one out ---

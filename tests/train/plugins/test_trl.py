@@ -258,14 +258,6 @@ def test_dropout_is_no_kl_of_the_trust_region(tool_policy: ToolPolicy, tmp_path:
     assert kls and max(kls) <= 1e-3
 
 
-@pytest.mark.slow
-def test_a_run_of_one_turn(tool_policy: ToolPolicy, tmp_path: Path) -> None:
-    """MiniHop's questions without tools, with TRL's default mean, and one step on each generation."""
-    trainer, _ = trained(tool_policy, tmp_path, tools=False, loss_type="dapo", max_completion_length=24)
-    lines = [line for line in trainer.state.log_history if "sorl/normalizer" in line]
-    assert [line["sorl/normalizer"] for line in lines] == [1.0, 1.0]  # on-policy: nothing is clipped
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -285,17 +285,6 @@ def test_weights_cast_once_compute_the_same_bits(
             model.lm_head.weight.div_(2.0)
 
 
-def test_history_that_was_rewritten_is_refused(tiny_folder: str) -> None:
-    sampler = TransformersSampler(load_policy(tiny_folder), load_tokenizer(tiny_folder), 2)
-
-    async def rewrite() -> None:
-        await sampler.generate("a", [5, 6, 7], SamplingParams(2))
-        await sampler.generate("a", [5, 9, 7, 8], SamplingParams(2))
-
-    with sampler.session(), pytest.raises(ValueError, match="must extend"):
-        asyncio.run(rewrite())
-
-
 class Uniform:
     def __init__(self, value: float) -> None:
         self.value = value
