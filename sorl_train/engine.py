@@ -68,7 +68,7 @@ class LocalEngine:
         self.waiting: deque[Collected] = deque()  # batches to train on, oldest first
         self.replay = ReplayBuffer(config.replay, is_success)
         # of a step whose trajectories are kept: its batch, and what the update saw of each trajectory
-        self.visited: tuple[Batch, dict[str, tuple[Tensor, Tensor]]] | None = None
+        self.last_update_stats: tuple[Batch, dict[str, tuple[Tensor, Tensor]]] | None = None
 
     def load(self, folder: Path | None) -> None:
         """Load models and optimizers from a checkpoint, or from the model folder if there is none."""
@@ -274,7 +274,7 @@ class LocalEngine:
                 advance(1)
             if trains_policy:
                 self.policy_update.end_batch(batch.rows(final_kl_sample(batch.loss_mask)), means)
-        self.visited = (batch, seen) if seen else None
+        self.last_update_stats = (batch, seen) if seen else None
         return means.result() | batch_metrics(batch)
 
     def _begin_batch(self, batch: Batch) -> Batch:
@@ -302,13 +302,13 @@ class LocalEngine:
 
     def save_trajectories(self, step: int, trajectories: list[Trajectory]) -> None:
         """Write the step's trajectories, if they are to be kept, and what the loss made of each of their tokens."""
-        if self.visited is not None:
-            batch, seen = self.visited
+        if self.last_update_stats is not None:
+            batch, seen = self.last_update_stats
             texts = {t.id: self.classify.texts(t) for t in trajectories if t.id in seen}
             seen = {name: found for name, found in seen.items() if name in texts}  # without replayed ones
             records = token_records(batch, seen, self.policy_update.settings.loss, texts)
             write_token_records(self.run_dir.trajectories / f"step_{step:06d}.tokens.jsonl.gz", records)
-            self.visited = None
+            self.last_update_stats = None
         self.recorder.save_trajectories(step, trajectories)
 
     def save(self) -> None:

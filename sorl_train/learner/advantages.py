@@ -10,10 +10,10 @@ from sorl_train.config.settings import LossConfig, TrainConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.diagnostics import quantiles
 from sorl_train.learner.mismatch import turn_mismatch
-from sorl_train.learner.overlong import with_loss_tokens
+from sorl_train.learner.overlong import drop_rows_without_loss
 from sorl_train.losses.advantages import gae, group_advantages, whiten
 from sorl_train.losses.correction import CorrectionSettings, correction_weights
-from sorl_train.losses.kl import kl_in_reward, kl_penalty
+from sorl_train.losses.kl import kl_penalty
 from sorl_train.losses.turn_credit import (
     first_of_turns,
     on_tokens,
@@ -36,7 +36,7 @@ def prepare(batch: Batch, config: TrainConfig) -> tuple[Batch, dict[str, float]]
     """
     batch = estimate_advantages(batch, config.algorithm.advantage, config.loss)
     metrics = state_metrics(batch)
-    batch, corrected = correct(with_loss_tokens(batch), config)
+    batch, corrected = correct(drop_rows_without_loss(batch), config)
     return batch, metrics | corrected
 
 
@@ -49,7 +49,7 @@ def estimate_advantages(batch: Batch, kind: AdvantageKind, loss: LossConfig) -> 
     if batch.ref_log_probs is not None and loss.kl_in == "reward":
         assert batch.old_log_probs is not None
         kl = kl_penalty(batch.old_log_probs, batch.ref_log_probs, loss.kl_type)
-        rewards = kl_in_reward(rewards, kl, batch.action_mask, loss.kl_coef)
+        rewards = rewards - loss.kl_coef * kl.masked_fill(~batch.action_mask, 0.0)
     if kind != "gae":
         advantages = _compared(batch, rewards, kind, loss)
         return batch.with_fields(advantages=advantages, returns=torch.zeros_like(advantages))

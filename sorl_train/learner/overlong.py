@@ -62,7 +62,7 @@ def shape_and_filter(
     return batch.with_fields(rewards=rewards, token_rewards=token_rewards, loss_mask=loss_mask)
 
 
-def with_loss_tokens(batch: Batch) -> Batch:
+def drop_rows_without_loss(batch: Batch) -> Batch:
     """The trajectories that have a token in the loss: the others would only make some mini-batches smaller."""
     has_tokens = batch.loss_mask.any(dim=1)
     return batch if bool(has_tokens.all()) else batch.rows(torch.nonzero(has_tokens)[:, 0])

@@ -72,7 +72,7 @@ class TrustRegion:
 
     Attributes:
         scale: what learning rates are multiplied by.
-        recent: the largest KL of the batches of late, at most the limit. Both are part of a checkpoint.
+        recent_max_kl: the largest KL of the batches of late, at most the limit. Both are part of a checkpoint.
         moves: how often weights were moved back in this batch.
         largest: the largest KL seen in this batch.
     """
@@ -81,7 +81,7 @@ class TrustRegion:
         self.limit = limit
         self.target = limit / 2
         self.max_scale = max_scale
-        self.scale, self.recent = 1.0, 0.0
+        self.scale, self.recent_max_kl = 1.0, 0.0
         self.moves, self.largest = 0, 0.0
         self._start: list[Tensor] = []
         self._moved = False  # whether the weights may have, since the batch began
@@ -151,14 +151,16 @@ class TrustRegion:
 
     def end(self) -> None:
         """Let the scale grow after a batch that learned something, by what the largest KL of late leaves room for."""
-        self.recent = min(self.limit, max(self.largest, MEMORY * self.recent))
-        if 0.0 < self.recent < self.target:
-            self.scale = min(self.max_scale, self.scale * min(GROWTH, math.sqrt(self.target / self.recent)))
+        self.recent_max_kl = min(self.limit, max(self.largest, MEMORY * self.recent_max_kl))
+        if 0.0 < self.recent_max_kl < self.target:
+            self.scale = min(
+                self.max_scale, self.scale * min(GROWTH, math.sqrt(self.target / self.recent_max_kl))
+            )
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
-        return {"scale": self.scale, "recent": self.recent}
+        return {"scale": self.scale, "recent": self.recent_max_kl}
 
     def load(self, state: Mapping[str, float]) -> None:
         """Go on from a ``state``."""
-        self.scale, self.recent = state["scale"], state["recent"]
+        self.scale, self.recent_max_kl = state["scale"], state["recent"]

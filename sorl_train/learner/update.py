@@ -3,9 +3,10 @@
 The batch's advantages come from ``advantages``, its mini-batches and their learning rates from ``schedule``.
 
 The classes here are the algorithm; as they are they train a plain torch module on one device. An engine that holds
-weights and gradients in another way overrides the methods that touch them: ``_forward``, ``_learns``, ``_backward``,
-``_apply``, and for the trust region ``_log_probs``, ``_weights``, ``_weights_moved`` and ``_discard_gradient``. Sums
-over a mini-batch run over its micro-batches and, where torch.distributed runs, over its ranks.
+weights and gradients in another way overrides the methods that touch them: ``_forward``, ``_may_have_gradient``,
+``_backward``, ``_apply``, and for the trust region ``_log_probs``, ``_weights``, ``_weights_moved`` and
+``_discard_gradient``. Sums over a mini-batch run over its micro-batches and, where torch.distributed runs, over its
+ranks.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class PolicyUpdate:
         totals = _Totals(mini.loss_mask.shape)
         for rows, micro, last in self._micro_batches(mini):
             assert micro.advantages is not None
-            learns = self._learns(micro)
+            learns = self._may_have_gradient(micro)
             with torch.set_grad_enabled(learns):
                 found = self._forward(micro)
             assert found.entropy is not None
@@ -195,12 +196,12 @@ class PolicyUpdate:
             if learns:
                 self._backward(losses["policy"], last)
             totals.add(rows, found, output, losses)
-        if not self._learns(mini):  # then Adam gets gradients of zero, and not none
+        if not self._may_have_gradient(mini):  # then Adam gets gradients of zero, and not none
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
         return totals
 
-    def _learns(self, micro: Batch) -> bool:
+    def _may_have_gradient(self, micro: Batch) -> bool:
         """Whether the gradient of a micro-batch can be other than zero; a group of equal rewards has no advantages.
 
         Its forward pass is still needed for the divergence and the figures, its backward pass, two thirds of the work,

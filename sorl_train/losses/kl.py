@@ -27,11 +27,3 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind = "k2") ->
     if kind == "k2":
         return 0.5 * diff.square()
     return torch.expm1(-diff) + diff
-
-
-def kl_in_reward(rewards: Tensor, kl: Tensor, action_mask: Tensor, kl_coef: float) -> Tensor:
-    """``rewards`` (B, T) minus ``kl_coef`` times the per-token KL estimate (B, T) on action tokens, without gradient.
-
-    ``kl`` is ``kl_penalty`` of the log-probabilities before the update; ``k1`` is the unbiased choice.
-    """
-    return rewards - kl_coef * kl.detach().masked_fill(~action_mask, 0.0)

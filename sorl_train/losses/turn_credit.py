@@ -2,7 +2,8 @@
 
 A turn is one step of the agent here, so all its tokens share an advantage. Tables of turns are (B, K): the k-th turn of
 each of B trajectories, of which the longest has K. ``turn_ids`` is (B, T): the turn of each token, -1 off the policy's
-tokens. The groups are those of ``group_advantages``, which also says what ``std`` and ``baseline`` do.
+tokens. The comparisons of turns take the tables ``turn_rewards`` and ``turns`` (bool: the turns that there are), and
+``group_ids``, ``included`` (B,), ``std`` and ``baseline`` as ``group_advantages`` does.
 """
 
 from __future__ import annotations
@@ -94,13 +95,7 @@ def return_group_advantages(
     expected reward, when to stop included: with ``baseline="leave_one_out"`` exactly, but for turns that one rollout
     alone reached, which get 0. A mean over n rollouts with i among them gives (n - 1) / n of that.
 
-    Args:
-        turn_rewards: (B, K).
-        turns: (B, K) bool, the turns that there are.
-        group_ids, included: (B,), see ``group_advantages``.
-
-    Returns:
-        (B, K), 0 where there is no turn.
+    See the module's docstring for the arguments. Returns (B, K), 0 where there is no turn.
     """
     rewards = turn_rewards.masked_fill(~turns, 0.0)
     returns, _ = gae(rewards, torch.zeros_like(rewards), turns)
@@ -128,13 +123,7 @@ def turn_group_advantages(
     weights A^T with 1. Where rollouts choose when to stop, this is not the gradient of the expected reward: what all
     earned who went on counts for none of them, and those who stopped are compared by the outcome alone.
 
-    Args:
-        turn_rewards: (B, K).
-        turns: (B, K) bool, the turns that there are.
-        group_ids, included: (B,), see ``group_advantages``.
-
-    Returns:
-        (B, K), 0 where there is no turn.
+    See the module's docstring for the arguments. Returns (B, K), 0 where there is no turn.
     """
     last = turns & ~torch.cat([turns[:, 1:], turns.new_zeros((len(turns), 1))], dim=1)[:, : turns.shape[1]]
     outcome = turn_rewards.masked_fill(~last, 0.0).sum(dim=1)
@@ -165,14 +154,8 @@ def state_group_advantages(
     met once. The paper has gamma = 0.95 and a weight of 1. All rollouts of a prompt start in the same state, so a first
     turn is compared with all others: on trajectories of one turn this is GRPO times 1 + weight.
 
-    Args:
-        turn_rewards: (B, K).
-        turns: (B, K) bool, the turns that there are.
-        state_ids: (B, K) int, equal for turns of one group that started in the same state, and for no others.
-        group_ids, included: (B,), see ``group_advantages``.
-
-    Returns:
-        (B, K), 0 where there is no turn.
+    ``state_ids`` (B, K) int is equal for turns of one group that started in the same state, and for no others. See the
+    module's docstring for the other arguments. Returns (B, K), 0 where there is no turn.
     """
     totals = turn_rewards.masked_fill(~turns, 0.0).sum(dim=1)
     of_episode = group_advantages(totals, group_ids, included, std=std, baseline=baseline)

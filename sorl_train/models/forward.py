@@ -80,16 +80,16 @@ def action_stats(
     packed = packing.pack(token_ids, mask) if packs(model) else None
     if packed is None:
         inputs = {"input_ids": token_ids[:, :-1], "use_cache": False}
-        logits = picked_logits(model, lambda hidden: hidden[mask], inputs)  # (N, V)
+        logits = logits_at(model, lambda hidden: hidden[mask], inputs)  # (N, V)
     else:
         places = packed.where[mask]
-        logits = picked_logits(model, lambda hidden: hidden[0][places], packing.inputs(packed))
+        logits = logits_at(model, lambda hidden: hidden[0][places], packing.inputs(packed))
     return logit_stats(
         logits, token_ids, mask, temperature=temperature, entropy=entropy, logit_scale=logit_scale
     )
 
 
-def picked_logits(model: Any, pick: Callable[[Tensor], Tensor], inputs: dict[str, Any]) -> Tensor:
+def logits_at(model: Any, pick: Callable[[Tensor], Tensor], inputs: dict[str, Any]) -> Tensor:
     """Logits (N, V) of some positions, from the model's own forward pass.
 
     The hidden states of all other positions are dropped in front of the output layer. Whatever a model does to its

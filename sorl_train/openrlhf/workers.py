@@ -72,7 +72,7 @@ class DeepSpeedPolicyUpdate(PolicyUpdate):
     def _log_probs(self, micro: Batch) -> Tensor:
         return self.stats(micro, micro.loss_mask).log_probs
 
-    def _learns(self, micro: Batch) -> bool:
+    def _may_have_gradient(self, micro: Batch) -> bool:
         return True  # all ranks have to go through the backward pass together
 
     def _backward(self, loss: Tensor, last: bool) -> None:

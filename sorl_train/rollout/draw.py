@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sorl_train.rollout.slots import Row
+from sorl_train.rollout.slots import ActiveRollout
 
 
 @torch.inference_mode()
-def draw(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
+def draw(logits: Tensor, rows: Sequence[ActiveRollout]) -> tuple[list[int], list[float]]:
     """Sample one token for each row from logits (b, V).
 
     Returns the tokens and their log-probabilities in the distribution that they were drawn from: after the temperature

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sorl_train.models.attention import AttentionMasks, text_config
-from sorl_train.models.forward import picked_logits
+from sorl_train.models.forward import logits_at
 
 COLUMNS = 64  # the capacity is a multiple of this
 
@@ -131,8 +131,6 @@ def feed(model: Any, cache: RowCache, rows: slice, tokens: Sequence[Sequence[int
         "past_key_values": cache,
         "use_cache": True,
     }
-    logits = picked_logits(
-        model, lambda hidden: hidden[torch.arange(len(tokens), device=device), last], inputs
-    )
+    logits = logits_at(model, lambda hidden: hidden[torch.arange(len(tokens), device=device), last], inputs)
     cache.lengths[rows] += counts
     return logits

@@ -66,16 +66,10 @@ def rollout_metrics(
         metrics[f"rollout/stop_{reason.value}"] = fmean(t.stop_reason is reason for t in trajectories)
     for name in sorted({name for t in counted for name in t.reward_items}):
         metrics[f"reward/{name}"] = fmean(t.reward_items.get(name, 0.0) for t in counted)
-    return metrics | _search_metrics(trajectories, answers)
-
-
-def _search_metrics(
-    trajectories: Sequence[Trajectory], answers: Mapping[str, Sequence[str]]
-) -> dict[str, float]:
-    """Metrics of the queries. An excluded trajectory's queries count, but not which answers they found."""
-    calls = [[call for call in _calls(t) if call.tool == _SEARCH] for t in trajectories]
+    searches = [[call for call in _calls(t) if call.tool == _SEARCH] for t in trajectories]
+    # an excluded trajectory's queries count, but not which answers they found
     wanted = [() if t.excluded else answers.get(t.example_id, ()) for t in trajectories]
-    return search_metrics(list(zip(calls, wanted, strict=True)))
+    return metrics | search_metrics(list(zip(searches, wanted, strict=True)))
 
 
 def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:

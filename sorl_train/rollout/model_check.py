@@ -27,7 +27,7 @@ from sorl_train.models.attention import (
     position_table,
     short_spans,
 )
-from sorl_train.models.compute_copy import compute_copy
+from sorl_train.models.decoding_model import decoding_model
 from sorl_train.models.forward import action_stats
 from sorl_train.rollout.kv_cache import COLUMNS, RowCache, feed
 
@@ -255,7 +255,7 @@ def _states_gap(backbone: Any, rows: list[Tensor], own: list[Tensor]) -> float:
 
 def _sampler_gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:
     """The largest difference of the sampler's log-probabilities (V) after each part of two turns."""
-    cache, decoder = RowCache(model, len(rows), torch.float32, COLUMNS), compute_copy(model, torch.float32)
+    cache, decoder = RowCache(model, len(rows), torch.float32, COLUMNS), decoding_model(model, torch.float32)
     gaps = []
     for parts in zip(*(_parts(len(row)) for row in rows), strict=True):
         new = [row[part].tolist() for row, part in zip(rows, parts, strict=True)]

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_env.tokens import Tokenizer
-from sorl_train.models.compute_copy import compute_copy
+from sorl_train.models.decoding_model import decoding_model
 from sorl_train.models.forward import autocast, compute_dtype
 from sorl_train.rollout.draw import draw
 from sorl_train.rollout.kv_cache import COLUMNS, RowCache, feed
-from sorl_train.rollout.slots import Row, Slots
+from sorl_train.rollout.slots import ActiveRollout, Slots
 
 # Tokens (rows x columns) of one prefill pass: on a CPU as many as fit its cache, on a GPU enough to keep it busy.
 CPU_PREFILL, GPU_PREFILL = 2048, 16384
@@ -65,7 +65,7 @@ class TransformersSampler:
         self._capacity = COLUMNS  # of a new cache; it starts with what the last one has grown to
         self._cache = self._new_cache(0)
         self._slots = Slots(self._cache)
-        self._waiting: list[Row] = []
+        self._waiting: list[ActiveRollout] = []
         self._is_open = False
         self._decoder: Any = None  # the model as a session decodes with it
         self._driver: asyncio.Task[None] | None = None
@@ -86,7 +86,7 @@ class TransformersSampler:
             raise RuntimeError("the sampler's session is open already: one batch at a time")
         was_training = self.model.training
         self.model.eval()
-        self._decoder = compute_copy(self.model, compute_dtype(self._dtype, self._device))
+        self._decoder = decoding_model(self.model, compute_dtype(self._dtype, self._device))
         if len(self._cache.lengths) == 0:
             self._cache = self._new_cache(self._max_rows)
         self._slots = Slots(self._cache)
@@ -136,7 +136,7 @@ class TransformersSampler:
             self._drop(row)
             row.settle(None)
 
-    def _row_for(self, session: str, token_ids: Sequence[int]) -> Row:
+    def _row_for(self, session: str, token_ids: Sequence[int]) -> ActiveRollout:
         """The session's row, or a new one, after a check that ``token_ids`` extend its cached tokens."""
         if not self._is_open:
             raise RuntimeError("the sampler draws only inside its session()")
@@ -156,7 +156,7 @@ class TransformersSampler:
                 )
         return row or self._slots.admit(session)
 
-    def _drop(self, row: Row) -> None:
+    def _drop(self, row: ActiveRollout) -> None:
         """Remove a row, also from those that wait to be prefilled."""
         self._slots.drop(row)
         if row in self._waiting:
@@ -200,7 +200,7 @@ class TransformersSampler:
         """Feed the pending tokens of all waiting rows, similar lengths together, and sample their first tokens."""
         self._read_beginning([row for row in self._waiting if not row.cached])
         # rows of a group wait for the same prompt, and after the same first turn for the same reply: one reads for all
-        readers: dict[tuple[int, ...], list[Row]] = {}
+        readers: dict[tuple[int, ...], list[ActiveRollout]] = {}
         for row in sorted(self._waiting, key=lambda row: -len(row.pending)):
             readers.setdefault((*row.cached, *row.pending), []).append(row)
         self._waiting = []
@@ -211,7 +211,7 @@ class TransformersSampler:
             self._read(groups[:count])
             groups = groups[count:]
 
-    def _read_beginning(self, rows: Sequence[Row]) -> None:
+    def _read_beginning(self, rows: Sequence[ActiveRollout]) -> None:
         """Give new rows the longest beginning that all of them have in common; at least one token is left to each.
 
         It comes from a row that has read it, or else the first of them reads it.
@@ -237,7 +237,7 @@ class TransformersSampler:
         for row in copies:
             row.cached, row.pending = row.pending[:found], row.pending[found:]
 
-    def _read(self, groups: Sequence[list[Row]]) -> None:
+    def _read(self, groups: Sequence[list[ActiveRollout]]) -> None:
         """One prefill pass over groups of rows; the rows of a group have the same tokens, cached and pending."""
         slots = self._slots.activate([group[0] for group in groups])
         logits = self._forward(slots)
@@ -264,7 +264,7 @@ class TransformersSampler:
         with autocast(self._dtype, self._device):
             return feed(self._decoder, self._cache, slots, [row.pending for row in rows])
 
-    def _accept(self, rows: Sequence[Row], logits: Tensor) -> None:
+    def _accept(self, rows: Sequence[ActiveRollout], logits: Tensor) -> None:
         """Sample the next token of each of ``rows``, and reply where it ends a turn."""
         finished = []
         for row, token, log_prob in zip(rows, *draw(logits, rows), strict=True):

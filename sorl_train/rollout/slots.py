@@ -13,7 +13,7 @@ from sorl_train.rollout.kv_cache import RowCache
 
 
 @dataclass(eq=False)
-class Row:
+class ActiveRollout:
     """One trajectory in flight. ``reply`` is set while a turn of it is being sampled."""
 
     session: str
@@ -55,18 +55,18 @@ class Slots:
     def __init__(self, cache: RowCache) -> None:
         self.num_active = 0
         self._cache = cache
-        self._rows: dict[str, Row] = {}  # by session
-        self._by_slot: list[Row | None] = [None] * len(cache.lengths)
+        self._rows: dict[str, ActiveRollout] = {}  # by session
+        self._by_slot: list[ActiveRollout | None] = [None] * len(cache.lengths)
 
-    def get(self, session: str) -> Row | None:
+    def get(self, session: str) -> ActiveRollout | None:
         """The row of a session, if it has one."""
         return self._rows.get(session)
 
-    def all_rows(self) -> list[Row]:
+    def all_rows(self) -> list[ActiveRollout]:
         """All rows, decoding or not."""
         return list(self._rows.values())
 
-    def admit(self, session: str) -> Row:
+    def admit(self, session: str) -> ActiveRollout:
         """Give a session its row, in a free slot.
 
         Raises:
@@ -82,10 +82,10 @@ class Slots:
         slot = len(self._rows)  # the first one behind the others, which is free unless a row has left
         if self._by_slot[slot] is not None:
             slot = self._by_slot.index(None)
-        row = self._rows[session] = self._by_slot[slot] = Row(session, slot)
+        row = self._rows[session] = self._by_slot[slot] = ActiveRollout(session, slot)
         return row
 
-    def drop(self, row: Row) -> None:
+    def drop(self, row: ActiveRollout) -> None:
         """Remove a row and empty its slot, unless it is removed already: another row may own that slot now."""
         if self._rows.get(row.session) is not row:
             return
@@ -95,7 +95,7 @@ class Slots:
         self._by_slot[row.slot] = None
         self._cache.free(row.slot)
 
-    def clear(self) -> list[Row]:
+    def clear(self) -> list[ActiveRollout]:
         """Remove all rows, which are returned, and empty all slots."""
         rows = list(self._rows.values())
         self._rows.clear()
@@ -105,7 +105,7 @@ class Slots:
             self._cache.free(slot)
         return rows
 
-    def activate(self, rows: Sequence[Row]) -> slice:
+    def activate(self, rows: Sequence[ActiveRollout]) -> slice:
         """Move ``rows`` into the slots right after the decoding rows (rows already there stay); returns these slots."""
         slots = slice(self.num_active, self.num_active + len(rows))
         here = {row.slot for row in rows}
@@ -116,12 +116,12 @@ class Slots:
         self.num_active = slots.stop
         return slots
 
-    def deactivate(self, row: Row) -> None:
+    def deactivate(self, row: ActiveRollout) -> None:
         """Move a row out of the decoding rows. Its tokens stay cached."""
         self._move(row, self.num_active - 1)
         self.num_active -= 1
 
-    def rows_in(self, slots: slice) -> list[Row]:
+    def rows_in(self, slots: slice) -> list[ActiveRollout]:
         """The rows that own ``slots``, none of which is free."""
         rows = [row for row in self._by_slot[slots] if row is not None]
         held, cached = self._cache.lengths[slots].tolist(), [len(row.cached) for row in rows]
@@ -130,7 +130,7 @@ class Slots:
         )
         return rows
 
-    def _move(self, row: Row, slot: int) -> None:
+    def _move(self, row: ActiveRollout, slot: int) -> None:
         """Give ``row`` another slot. A row that owns it gets the old slot of ``row``."""
         if slot == row.slot:
             return

@@ -28,7 +28,7 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.engine import LocalEngine
 from sorl_train.learner.advantages import correct, estimate_advantages
 from sorl_train.learner.batch import collate
-from sorl_train.learner.overlong import with_loss_tokens
+from sorl_train.learner.overlong import drop_rows_without_loss
 from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.models.critic import Critic
@@ -137,7 +137,7 @@ def update(config: TrainConfig) -> tuple[Tensor, dict[str, float]]:
         values=values,
     )
     batch = estimate_advantages(batch, config.algorithm.advantage, config.loss)
-    batch, _ = correct(with_loss_tokens(batch), config)
+    batch, _ = correct(drop_rows_without_loss(batch), config)
     with torch.no_grad():  # older weights sampled the batch
         began = action_stats(policy, batch.token_ids, batch.action_mask, temperature=1.0).log_probs
     batch = batch.with_fields(start_log_probs=began)

@@ -15,7 +15,7 @@ from sorl_train.config.rollout_settings import OverlongConfig
 from sorl_train.config.settings import LossConfig
 from sorl_train.learner.advantages import estimate_advantages, prepare
 from sorl_train.learner.batch import collate
-from sorl_train.learner.overlong import overlong_metrics, punishment, shape_and_filter, with_loss_tokens
+from sorl_train.learner.overlong import drop_rows_without_loss, overlong_metrics, punishment, shape_and_filter
 from sorl_train.learner.schedule import mini_batches
 from sorl_train.run.files import read_jsonl as read_lines
 
@@ -76,7 +76,7 @@ def test_a_filtered_trajectory_has_no_loss_but_counts_in_its_groups_baseline() -
     assert scored.advantages is not None
     by_row = [float(scored.advantages[row][batch.action_mask[row]][0]) for row in range(3)]
     assert by_row == pytest.approx([2 / 3, -1 / 3, -1 / 3])
-    trained = with_loss_tokens(scored)
+    trained = drop_rows_without_loss(scored)
     assert trained.ids == ("t10", "t12") and trained.token_ids.shape == (2, 12)
     assert overlong_metrics(found, 20, config) == {"rollout/overlong_filtered_frac": pytest.approx(1 / 3)}
 

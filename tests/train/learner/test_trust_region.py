@@ -142,7 +142,7 @@ def test_the_scale_grows_by_what_the_batches_of_late_leave_room_for() -> None:
     assert after(1e-9) == pytest.approx(GROWTH)
     other = TrustRegion(LIMIT, 100.0)
     other.load(trust.state())
-    assert (other.scale, other.recent) == (trust.scale, trust.recent)
+    assert (other.scale, other.recent_max_kl) == (trust.scale, trust.recent_max_kl)
 
 
 def test_the_last_kl_is_that_of_every_fourth_trajectory_with_loss_tokens() -> None:

@@ -81,8 +81,8 @@ class Counting(PolicyUpdate):
     always = False
     backwards = 0
 
-    def _learns(self, micro: Batch) -> bool:
-        return self.always or super()._learns(micro)
+    def _may_have_gradient(self, micro: Batch) -> bool:
+        return self.always or super()._may_have_gradient(micro)
 
     def _backward(self, loss: torch.Tensor, last: bool) -> None:
         self.backwards += 1

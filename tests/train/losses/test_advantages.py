@@ -1,4 +1,4 @@
-"""GAE, whitening, group baselines and KL in the reward against loops and arithmetic done by hand."""
+"""GAE, whitening, group baselines against loops and arithmetic done by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from sorl_train.losses.advantages import gae, group_advantages, whiten
-from sorl_train.losses.kl import kl_in_reward
 
 F64 = torch.float64
 
@@ -138,11 +137,3 @@ def test_rewards_that_differ_by_rounding_are_equal(baseline: Any) -> None:
 def test_one_included_trajectory_gets_zero() -> None:
     assert groups([1.0, 0.0, 1.0], [0, 0, 1], [1, 0, 1]) == [0.0, 0.0, 0.0]
     assert groups([], []) == []
-
-
-def test_kl_in_reward_by_hand() -> None:
-    rewards = torch.tensor([[0.0, 1.0, 0.0]])
-    kl = torch.tensor([[0.5, -0.25, math.nan]], requires_grad=True)
-    shaped = kl_in_reward(rewards, kl, torch.tensor([[True, True, False]]), 0.1)
-    assert shaped[0].tolist() == pytest.approx([-0.05, 1.025, 0.0])
-    assert not shaped.requires_grad

@@ -101,7 +101,7 @@ def test_logits_that_leave_out_a_models_own_scale_are_found(
         logits: Tensor = model.get_output_embeddings()(pick(hidden))
         return logits
 
-    monkeypatch.setattr("sorl_train.models.forward.picked_logits", base_model_and_head)
+    monkeypatch.setattr("sorl_train.models.forward.logits_at", base_model_and_head)
     with pytest.raises(UserError, match="is not exact with the trainer"):
         check_policy(build(*EXACT[name]), 256, sampled=False, trained=False)
 

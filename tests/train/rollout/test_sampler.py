@@ -21,7 +21,7 @@ from sorl_train.models.forward import action_stats
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.rollout.draw import draw
 from sorl_train.rollout.sampler import TransformersSampler, _StopTokens
-from sorl_train.rollout.slots import Row
+from sorl_train.rollout.slots import ActiveRollout
 
 
 def jobs(count: int) -> list[RolloutJob]:
@@ -275,7 +275,7 @@ def test_weights_cast_once_compute_the_same_bits(
     with_copy = sampled()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     with monkeypatch.context() as patched:
-        patched.setattr("sorl_train.rollout.sampler.compute_copy", lambda model, dtype: model)
+        patched.setattr("sorl_train.rollout.sampler.decoding_model", lambda model, dtype: model)
         assert sampled() == with_copy
     with torch.no_grad():
         model.lm_head.weight.mul_(2.0)
@@ -294,7 +294,7 @@ class Uniform:
 
 
 def draw_one(probs: list[float], uniform: float, **params: Any) -> tuple[int, float]:
-    row = Row("s", 0, params=SamplingParams(1, **params), draws=Uniform(uniform))  # type: ignore[arg-type]
+    row = ActiveRollout("s", 0, params=SamplingParams(1, **params), draws=Uniform(uniform))  # type: ignore[arg-type]
     tokens, log_probs = draw(torch.tensor([probs]).log(), [row])
     return tokens[0], log_probs[0]
 
@@ -303,8 +303,8 @@ def test_the_nucleus_of_a_row_leaves_the_others_alone() -> None:
     """To the last bit: a row draws the same whatever is beside it."""
     logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
 
-    def row(uniform: float, top_p: float) -> Row:
-        return Row("s", 0, params=SamplingParams(1, top_p=top_p), draws=Uniform(uniform))  # type: ignore[arg-type]
+    def row(uniform: float, top_p: float) -> ActiveRollout:
+        return ActiveRollout("s", 0, params=SamplingParams(1, top_p=top_p), draws=Uniform(uniform))  # type: ignore[arg-type]
 
     for uniform in (0.0, 0.3, 1.0 - 2**-53):
         tokens, log_probs = draw(logits, [row(uniform, 1.0), row(uniform, 0.5)])

@@ -16,7 +16,7 @@ import pytest
 
 from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_train.rollout.sampler import TransformersSampler
-from sorl_train.rollout.slots import Row
+from sorl_train.rollout.slots import ActiveRollout
 
 VOCABULARY = 30
 SEED = 1
@@ -266,7 +266,7 @@ def test_turns_that_are_alike_are_read_once_and_sampled_alone(
     sampler = TransformersSampler(*random_policy, max_rows=9)
     read, shared = sampler._read, 0
 
-    def count(groups: Sequence[list[Row]]) -> None:
+    def count(groups: Sequence[list[ActiveRollout]]) -> None:
         nonlocal shared
         shared += sum(len(group) - 1 for group in groups if group[0].cached)
         read(groups)

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 LARGE = 1 << 16
 
 
-def compute_copy(model: Any, dtype: torch.dtype) -> Any:
+def decoding_model(model: Any, dtype: torch.dtype) -> Any:
     """The model for many small forward passes under ``autocast``, with the weights of now; it cannot be trained.
 
     In bfloat16 it computes the same bits as the model. In float32 sums are rounded differently, as they are between

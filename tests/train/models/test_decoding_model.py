@@ -16,8 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from sorl_train.models import compute_copy as module
-from sorl_train.models.compute_copy import LARGE, compute_copy
+from sorl_train.models import decoding_model as module
+from sorl_train.models.decoding_model import LARGE, decoding_model
 from sorl_train.models.forward import autocast
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_a_copy_computes_what_the_model_computes(name: str, dtype: str) -> None:
     for parameter in model.parameters():  # biases start at 0
         parameter.data.add_(torch.randn_like(parameter) * 0.02)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    copied = compute_copy(model, getattr(torch, dtype))
+    copied = decoding_model(model, getattr(torch, dtype))
     assert packed_layers(copied) and not packed_layers(model)
     for shape in ((1, 1), (3, 7), (2, 150)):
         token_ids = torch.randint(0, 1000, shape)
@@ -86,7 +86,7 @@ def test_only_large_matrices_of_plain_layers_are_packed() -> None:
         }
     )
     for dtype in (torch.float32, torch.bfloat16):
-        copied = compute_copy(model, dtype)
+        copied = decoding_model(model, dtype)
         assert packed_layers(copied) == ["large"]
         inputs = torch.randn(5, 2 * side)[:, ::2]  # not contiguous
         with torch.inference_mode(), autocast(str(dtype).removeprefix("torch."), CPU):
@@ -98,7 +98,7 @@ def test_with_nothing_to_prepare_it_is_the_model_itself() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(**{**SIZES, "vocab_size": 100, "hidden_size": 96, "intermediate_size": 256})
     )
-    assert compute_copy(model, torch.float32) is model
+    assert decoding_model(model, torch.float32) is model
 
 
 @needs_packing
@@ -109,7 +109,7 @@ def test_a_layer_with_lora_keeps_its_adapter() -> None:
     ).eval()
     token_ids = torch.randint(0, 1000, (2, 9))
     for dtype in ("float32", "bfloat16"):
-        copied = compute_copy(model, getattr(torch, dtype))
+        copied = decoding_model(model, getattr(torch, dtype))
         assert any("base_layer" in name for name in packed_layers(copied))
         with torch.inference_mode(), autocast(dtype, CPU):
             wanted, found = (one(input_ids=token_ids).logits for one in (model, copied))
@@ -120,8 +120,8 @@ def test_without_packing_matrices_are_only_cast(monkeypatch: pytest.MonkeyPatch)
     """As on an ARM processor, or a GPU."""
     monkeypatch.setattr(module, "_packs", lambda device, dtype: False)
     model = models()["llama"].eval()
-    assert compute_copy(model, torch.float32) is model
-    copied = compute_copy(model, torch.bfloat16)
+    assert decoding_model(model, torch.float32) is model
+    copied = decoding_model(model, torch.bfloat16)
     assert not packed_layers(copied)
     assert copied.lm_head.weight.dtype == torch.bfloat16 and model.lm_head.weight.dtype == torch.float32
     token_ids = torch.randint(0, 1000, (2, 9))
