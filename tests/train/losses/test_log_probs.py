@@ -33,16 +33,6 @@ def example(dtype: torch.dtype = F64, vocabulary: int = 11) -> tuple[Tensor, Ten
     return logits.to(dtype).requires_grad_(), torch.randint(0, vocabulary, (3, 5), generator=g)
 
 
-def test_by_hand() -> None:
-    logits = torch.tensor([[[math.log(4.0), math.log(3.0), math.log(1.0)]]], dtype=F64)
-    stats = token_log_probs(logits, torch.tensor([[1]]), entropy=True, logit_scale=True)
-    p = [0.5, 0.375, 0.125]
-    assert stats.log_probs.item() == pytest.approx(math.log(0.375))
-    assert stats.entropy is not None and stats.logit_scale is not None
-    assert stats.entropy.item() == pytest.approx(-sum(x * math.log(x) for x in p))
-    assert stats.logit_scale.item() == pytest.approx(math.hypot(p[0], 1 - p[1], p[2]))
-
-
 @pytest.mark.parametrize("positions", [1, 4, 15, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_values_and_gradients_in_any_chunks(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sorl_train.losses.advantages import gae, group_advantages
+from sorl_train.losses.advantages import group_advantages
 from sorl_train.losses.turn_credit import (
     first_of_turns,
     on_tokens,
@@ -61,16 +61,6 @@ def test_gae_over_turns_by_hand() -> None:
     )
     last = -0.25 - 0.3  # both rewards of the turn's tokens
     assert advantages[1].tolist() == pytest.approx([0.9 * 0.3 - 0.5 + 0.45 * last, 0, last, last, 0, 0, 0])
-
-
-def test_gae_over_turns_of_one_token_is_gae_over_tokens() -> None:
-    g = torch.Generator().manual_seed(0)
-    turns = torch.tensor([[0, -1, 1, -1, 2], [0, -1, 1, -1, -1]])
-    values, rewards = torch.randn(2, 5, generator=g), torch.randn(2, 5, generator=g) * (turns >= 0)
-    found = turn_gae(rewards, values, turns, gamma=0.9, lam=0.7)
-    expected = gae(rewards, values, turns >= 0, gamma=0.9, lam=0.7)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_gae_over_turns_has_no_gradient_and_loses_no_reward() -> None:
@@ -257,9 +247,3 @@ def test_leave_one_out_by_hand() -> None:
     assert found == pytest.approx([0.0, 0.0, -1.5, 1.5, 0.0])
     assert left_out([0.1] * 3, [0] * 3, [1] * 3, std=False) == [0.0] * 3
     assert left_out([3.0, 1.0], [0, 0], [1, 1], std=False) == [2.0, -2.0]
-
-
-def test_leave_one_out_with_the_deviation_is_the_group_mean_times_a_constant() -> None:
-    found = left_out([1, 0, 0, 1], [0] * 4, [1] * 4)
-    plain = group_advantages(torch.tensor([1.0, 0, 0, 1]), torch.zeros(4), all_in(4))
-    assert found == pytest.approx((plain * 4 / 3).tolist(), abs=1e-5)
