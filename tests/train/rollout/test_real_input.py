@@ -46,14 +46,8 @@ def test_two_steps_on_real_questions(smollm2: Path, shared_data: Path, tmp_path:
     command += ["--model", str(smollm2), "--data", str(shared_data / "hotpotqa/train_distractor.jsonl.gz")]
     command += ["--eval_data", str(shared_data / "hotpotqa/test.jsonl.gz"), "--run_dir", str(run)]
     command += ["--search.corpus", str(shared_data / "corpus/wiki.jsonl.gz"), "--update.steps", "2"]
-    command += [
-        "--eval.num_examples_final",
-        "2",
-        "--rollout.batch_size",
-        "4",
-        "--update.mini_batch_size",
-        "4",
-    ]
+    command += ["--eval.num_examples_final", "2", "--rollout.batch_size", "4", "--rollout.group_size", "1"]
+    command += ["--update.mini_batch_size", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr
     summary = json.loads((run / "summary.json").read_text())
