@@ -54,6 +54,7 @@ class Index:
         """
         if top_k < 1:
             raise UserError(f"top_k={top_k}: ask for 1 passage or more")
+        top_k = min(top_k, self.manifest.passages)
         if not queries:
             return []
         if self.words is None or self._vectors is None:
@@ -61,7 +62,7 @@ class Index:
             found = part.top(queries, top_k) if part else []
         else:
             rrf_k = int(self.manifest.parameters["hybrid"]["rrf_k"])
-            depth = max(int(self.manifest.parameters["hybrid"]["depth"]), top_k)
+            depth = min(max(int(self.manifest.parameters["hybrid"]["depth"]), top_k), self.manifest.passages)
             rankings = zip(self.words.top(queries, depth), self._vectors.top(queries, depth), strict=True)
             found = [fuse([[place for place, _ in one] for one in both], rrf_k)[:top_k] for both in rankings]
         return [[Hit(self._passage(place), score) for place, score in hits] for hits in found]

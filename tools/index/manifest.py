@@ -76,7 +76,8 @@ def read_manifest(folder: Path) -> Manifest:
         fields = dict(read_json(path.read_bytes()))
         if fields.get("format") != FORMAT:
             raise UserError(
-                f"{path}: format {fields.get('format')}, but this version reads {FORMAT}; build the index again"
+                f"{path}: format {fields.get('format')}, but this version reads {FORMAT}; build the index again: "
+                f"sorl-index build CORPUS --out {folder} --restart"
             )
         checksum = fields.pop("checksum")
         manifest = Manifest(**fields)

@@ -16,7 +16,7 @@ from sorl_env.text import read_json
 from sorl_env.tool import ToolReply, ToolUnavailableError
 from sorl_tools.corpus import format_passages
 from sorl_tools.search.http_cache import Key, ReplyCache
-from sorl_tools.search.http_protocol import TOKEN_VARIABLE, addresses, check_query, read_passages
+from sorl_tools.search.http_protocol import TOKEN_VARIABLE, Body, addresses, check_query, read_passages
 
 if TYPE_CHECKING:
     import httpx
@@ -78,11 +78,13 @@ class HttpSearch:
         self._fingerprint: str | None = None
         self._turns = itertools.count()
         token = os.environ.get(TOKEN_VARIABLE) if token is None else token
-        request_s = timeout_s / len(self.urls)
+        self._request_s = request_s = timeout_s / len(self.urls)
         self._options: dict[str, Any] = {
             "timeout": httpx.Timeout(request_s, connect=min(5.0, request_s)),
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            "headers": {"Authorization": f"Bearer {token}"} if token else {},
+            # a small compressed body can unpack to any size
+            "headers": {"Accept-Encoding": "identity"}
+            | ({"Authorization": f"Bearer {token}"} if token else {}),
         }
         self._client = httpx.Client(**self._options)
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
@@ -117,7 +119,11 @@ class HttpSearch:
         outage: Exception | None = None
         for url in self._in_turn():
             try:
-                return self._read(query, self._client.post(url, json=self._request(query)))
+                body = Body(url, self._request_s)
+                with self._client.stream("POST", url, json=self._request(query)) as response:
+                    for chunk in response.iter_raw():
+                        body.add(chunk)
+                return self._read(query, response, body)
             except Exception as error:  # noqa: BLE001  _as_outage raises whatever is not one
                 outage = _as_outage(url, error)
         raise outage or AssertionError("there is at least one address")
@@ -133,7 +139,11 @@ class HttpSearch:
         outage: Exception | None = None
         for url in self._in_turn():
             try:
-                return self._read(query, await self._async_client().post(url, json=self._request(query)))
+                body, client = Body(url, self._request_s), self._async_client()
+                async with client.stream("POST", url, json=self._request(query)) as response:
+                    async for chunk in response.aiter_raw():
+                        body.add(chunk)
+                return self._read(query, response, body)
             except Exception as error:  # noqa: BLE001  _as_outage raises whatever is not one
                 outage = _as_outage(url, error)
         raise outage or AssertionError("there is at least one address")
@@ -160,9 +170,9 @@ class HttpSearch:
         passages = None if self.cache is None else self.cache.get(self._key(query))
         return None if passages is None else format_passages(passages)._replace(cached=True)
 
-    def _read(self, query: str, response: httpx.Response) -> ToolReply:
+    def _read(self, query: str, response: httpx.Response, body: Body) -> ToolReply:
         """The reply in a server's response, which is kept under the index that gave it."""
-        passages = read_passages(response)
+        passages = read_passages(response, body.content)
         told = response.headers.get(FINGERPRINT_HEADER)
         if told and told != self._fingerprint:
             if self._fingerprint:
@@ -193,12 +203,16 @@ class HttpSearch:
         for url in () if self._fingerprint is not None else map(httpx.URL, self.urls):
             health = url.copy_with(path=url.path.rpartition("/")[0] + "/health")
             try:
-                said = read_json(self._client.get(health).content)
+                body = Body(health, self._request_s)
+                with self._client.stream("GET", health) as response:
+                    for chunk in response.iter_raw():
+                        body.add(chunk)
+                said = read_json(bytes(body.content))
                 if said.get("ready") is False:
                     continue  # it does not know while it opens its index
                 told = said.get("fingerprint")
                 self._fingerprint = told if isinstance(told, str) else ""
-            except (httpx.RemoteProtocolError, httpx.DecodingError, ValueError, AttributeError):
+            except (httpx.RemoteProtocolError, ToolUnavailableError, ValueError, AttributeError):
                 self._fingerprint = ""
             except httpx.RequestError:
                 continue

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sorl_env.errors import UserError
 from sorl_env.text import read_json, valid_text
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "SORL_SEARCH_TOKEN"
 MAX_QUERY_CHARS = 4096  # servers refuse a longer query with the status of a wrong address
 MAX_PORT = 65535
+MAX_REPLY_BYTES = 16 << 20  # servers send some kilobytes
 
 
 def addresses(url: str | Sequence[str]) -> tuple[str, ...]:
@@ -57,7 +59,28 @@ def check_query(query: str) -> str:
     return valid_text(query)
 
 
-def read_passages(response: httpx.Response) -> list[Passage]:
+class Body:
+    """Collects a reply's body, as it is sent.
+
+    Raises:
+        ToolUnavailableError: when added to: it has more than ``MAX_REPLY_BYTES``, or takes longer than ``timeout_s``.
+    """
+
+    def __init__(self, url: Any, timeout_s: float) -> None:
+        self._url = url
+        self.content = bytearray()
+        self._ends_at = time.monotonic() + timeout_s
+
+    def add(self, chunk: bytes) -> None:
+        """Add the next part."""
+        self.content += chunk
+        if len(self.content) > MAX_REPLY_BYTES:
+            raise ToolUnavailableError(f"{self._url}: the reply has more than {MAX_REPLY_BYTES} bytes")
+        if time.monotonic() > self._ends_at:
+            raise ToolUnavailableError(f"{self._url}: the reply takes too long")
+
+
+def read_passages(response: httpx.Response, content: bytes | bytearray) -> list[Passage]:
     """The passages that a server found for one query.
 
     Raises:
@@ -65,7 +88,7 @@ def read_passages(response: httpx.Response) -> list[Passage]:
         ValueError: another status but 2xx: the request, the token or the address is wrong.
     """
     status, url = response.status_code, response.request.url
-    quoted = repr(response.content[:200].decode("utf-8", "replace"))
+    quoted = repr(content[:200].decode("utf-8", "replace"))
     if status >= 500 or status in (408, 429):
         raise ToolUnavailableError(f"{url} answered {status}: {quoted}")
     if status in (401, 403):
@@ -73,7 +96,7 @@ def read_passages(response: httpx.Response) -> list[Passage]:
     if not 200 <= status < 300:
         raise ValueError(f"{url} answered {status}: {quoted}; is search_url its /retrieve?")
     try:
-        (hits,) = read_json(response.content)["result"]
+        (hits,) = read_json(bytes(content))["result"]
         return [Passage.from_row(hit["document"]) for hit in hits]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ToolUnavailableError(f"{url} breaks the protocol: {quoted}") from error

@@ -128,7 +128,7 @@ def test_damage_is_named(good: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     manifest = out / "manifest.json"
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**content, "format": 99, "files": {}}))
-    with pytest.raises(UserError, match="format 99"):
+    with pytest.raises(UserError, match=r"format 99, .*build CORPUS --out .*--restart"):
         open_index(out)
     manifest.write_text(json.dumps({**content, "backend": "dense"}))
     with pytest.raises(UserError, match=r"not a manifest .it was changed since the build"):

@@ -106,6 +106,20 @@ def test_an_index_is_built_and_searched_by_the_server(
     moved.close()
 
 
+def test_what_was_embedded_before_the_server_went_out_is_kept(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sorl_tools.index.build.dense.CHUNK", 10)
+    corpus = write_jsonl(tmp_path / "c.jsonl", made_up(30))
+    server.behaviours = [embeddings] * 3 + [lambda request: (503, b"")] * remote_encoder.TRIES
+    options = DenseOptions(model="m", encoder=server.address)
+    with pytest.raises(UserError, match="is the server running"):
+        build([corpus], tmp_path / "index", "dense", dense=options)
+    server.requests.clear()
+    assert build([corpus], tmp_path / "index", "dense", dense=options).passages == 30
+    assert [len(one["input"]) for one in server.requests] == [2, 10]
+
+
 def test_vectors_are_of_length_1_and_in_the_order_of_the_texts(server: Server) -> None:
     encoder = open_encoder("m", server.address, "q ", "p ")
     wanted = np.array([vector(f"p {text}", "m") for text in "abc"], dtype=np.float32)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable
+
+from sorl_tools.search.http_protocol import MAX_REPLY_BYTES
 
 GOOD = json.dumps(
     {"result": [[{"document": {"id": "1", "contents": '"Mozart"\nborn'}, "score": 1.0}]]}
@@ -126,6 +129,8 @@ FAULTS: dict[str, Behaviour] = {
     "502": send(answer("502 Bad Gateway", b"")),
     "503": send(answer("503 Service Unavailable", b"")),
     "429": send(answer("429 Too Many Requests", b"")),
+    "more than anybody reads": send(answer(body=GOOD + b" " * MAX_REPLY_BYTES)),
+    "compressed, to any size": send(answer("200 OK", gzip.compress(GOOD), "Content-Encoding: gzip")),
     "bad gzip": send(answer("200 OK", b"no gzip", "Content-Encoding: gzip")),
     "two lengths": send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello"),
 }

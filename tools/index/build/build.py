@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("bm25", "dense", "hybrid")
 REQUEST, EMBEDDED = "request.json", "embedded.f32"  # what was asked for, and the vectors so far
+LOCK, SCRATCH = "lock", "request.tmp"
 PARTS = ("passages.jsonl", "offsets.npy", BM25, DENSE)
 _PACKAGES = "sorl bm25s PyStemmer numpy faiss-cpu faiss-gpu sentence-transformers torch".split()
 
@@ -94,16 +95,29 @@ def _check_out(out: Path, restart: bool) -> None:
         raise UserError(f"--out {out}: it is a file; give a folder")
     if not any(out.iterdir()):
         return
-    if not (out / NAME).is_file() and not (out / BUILDING / REQUEST).is_file():
+    if not (out / NAME).is_file() and not _is_begun(out):
         raise UserError(f"--out {out}: the folder holds other files; give a new or an empty one")
     if restart:
         _remove(out, (NAME, BUILDING, *PARTS))
     elif (out / NAME).is_file():
-        manifest = read_manifest(out)
+        try:
+            manifest = read_manifest(out)
+        except UserError as error:
+            raise UserError(
+                f"--out {out}: its index cannot be used ({error}); replace it with --restart"
+            ) from error
         raise UserError(
             f"--out {out}: it holds a finished {manifest.backend} index of {manifest.passages:,} passages; give "
             "another folder, or replace the index with --restart"
         )
+
+
+def _is_begun(out: Path) -> bool:
+    """Whether a build has begun in ``out``, even if it was killed before it wrote its request."""
+    folder = out / BUILDING
+    if (folder / REQUEST).is_file():
+        return True
+    return [*out.iterdir()] == [folder] and {path.name for path in folder.glob("*")} <= {LOCK, SCRATCH}
 
 
 def _remove(folder: Path, names: Sequence[str]) -> None:
@@ -128,14 +142,18 @@ def _building(out: Path, request: str) -> Iterator[Path]:
                 "with its own command, or add --restart to begin again"
             )
         with _locked(folder):
-            (folder / REQUEST).write_text(request)
+            (folder / SCRATCH).write_text(request)
+            (folder / SCRATCH).replace(folder / REQUEST)  # it is there completely or not at all
             _remove(folder, PARTS)
-            yield folder
-    except UserError:
-        if is_new:  # the user has to change the request, so there is no build to finish
-            shutil.rmtree(folder, ignore_errors=True)
-            remove_empty(made)
-        raise
+            try:
+                yield folder
+            except UserError:
+                # the user has to change the request, so there is no build to finish; but what was embedded before the
+                # encoder went out is kept
+                if is_new and not (folder / EMBEDDED).is_file():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    remove_empty(made)
+                raise
     except OSError as error:  # of writing: errors of reading the corpus are UserErrors
         raise UserError(
             f"--out {out}: cannot be written ({error}); when it can, give the same command again"
@@ -145,7 +163,7 @@ def _building(out: Path, request: str) -> Iterator[Path]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Keep other processes from building in the folder; the system releases the lock when this one ends."""
-    with (folder / "lock").open("ab") as file:
+    with (folder / LOCK).open("ab") as file:
         try:
             import fcntl
         except ModuleNotFoundError:  # on Windows an open file cannot be deleted anyway

@@ -86,6 +86,15 @@ def test_an_unfinished_build_of_another_request_is_left_alone(
     assert build([corpus], tmp_path / "index", restart=True).passages == 40
 
 
+@pytest.mark.parametrize("left", [[], ["lock", "request.tmp"]])
+def test_a_build_killed_before_it_wrote_its_request_is_begun_again(tmp_path: Path, left: list[str]) -> None:
+    corpus = write_jsonl(tmp_path / "c.jsonl", made_up(30))
+    (tmp_path / "index" / "building").mkdir(parents=True)
+    for name in left:
+        (tmp_path / "index" / "building" / name).touch()
+    assert build([corpus], tmp_path / "index").passages == 30
+
+
 def _interrupt(*arguments: object) -> None:
     raise KeyboardInterrupt
 
@@ -106,6 +115,9 @@ def test_a_folder_that_is_not_ours_is_never_touched(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"it holds a finished bm25 index of 30 passages"):
         build([corpus], out)
     (out / "notes.txt").write_text("kept")
+    (out / "passages.jsonl").unlink()
+    with pytest.raises(UserError, match=r"passages.jsonl is missing.*replace it with --restart"):
+        build([corpus], out)
     assert build([corpus], out, restart=True).files == first.files
     assert (out / "notes.txt").read_text() == "kept"
 
