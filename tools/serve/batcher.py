@@ -116,6 +116,8 @@ class Batcher:
             batch = self._take()
             try:
                 await self._serve(batch)
+            except asyncio.CancelledError:  # the server has ended, and all requests with it
+                raise
             except BaseException as error:  # noqa: BLE001  a batch that fails must not end the server
                 self._metrics.failed(error)
                 for one in batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from sorl_tools.serve.backend import open_backend
 from sorl_tools.serve.batcher import Batcher
 from sorl_tools.serve.metrics import Metrics
 from sorl_tools.serve.protocol import RequestLimits
+
+CLOSE_S = 5.0  # for a search in progress when all requests are answered, or given up
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,11 @@ def serve(
         opened.wait()
     if batcher.failure is None:
         server.serve_on(open_socket())
+    # a search that hangs in its encoder must not keep the process
+    end = threading.Timer(CLOSE_S, os._exit, [0])
+    end.daemon = True
+    end.start()
     batcher.close()
+    end.cancel()
     if batcher.failure is not None:
         raise batcher.failure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,8 @@ from sorl_tools.index.build.options import DenseOptions
 from sorl_tools.index.manifest import read_manifest
 from sorl_tools.search.http import HttpSearch
 from sorl_tools.serve.backend import open_backend
+
+from ..index.test_remote_encoder import Server, embeddings
 
 pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
 
@@ -82,3 +85,26 @@ def test_words_need_no_model(corpus: Path, tmp_path: Path, option: str) -> None:
     for source in (corpus, tmp_path / "index"):
         with pytest.raises(UserError, match=f"{option}=x: BM25 of .* embeds nothing"):
             open_backend(source, **{option: "x"})
+
+
+def test_an_encoder_that_hangs_does_not_keep_the_server(start: Any, passages: Path, tmp_path: Path) -> None:
+    encoder, asked, is_over = Server(), threading.Event(), threading.Event()
+    options = DenseOptions(model="m", encoder=encoder.address)
+    build([passages], tmp_path / "index", "dense", dense=options)
+    running = start("--drain_s", "0", source=tmp_path / "index")
+
+    def hang(request: Any) -> Any:
+        asked.set()
+        is_over.wait(60)
+        return embeddings(request)
+
+    encoder.behaviours = [hang]
+    with ThreadPoolExecutor(1) as threads:
+        reply = threads.submit(running.retrieve, queries=["harbour"])
+        assert asked.wait(30)
+        running.process.terminate()
+        assert reply.result().status == 503
+        assert running.process.wait(30) == 0
+    is_over.set()
+    encoder.close()
+    assert not any("Traceback" in line for line in running.lines)
