@@ -56,7 +56,7 @@ class LocalEncoder:
         self._model = _load(model, device)
         self.prefixes = with_defaults(known_prefixes(model, self._model), query_prefix, passage_prefix)
         self._lock = threading.Lock()  # fast tokenizers are not thread-safe
-        self.dim = len(self._encode([""], 1)[0])
+        self.dim = len(self._encode(["a text"], 1)[0])  # some models embed no empty text
 
     def queries(self, texts: Sequence[str]) -> Floats:
         """See ``Encoder``."""
