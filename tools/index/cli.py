@@ -65,7 +65,9 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=BACKENDS, default="bm25")
     parser.add_argument("--k1", type=number(0, 1000), default=bm25.k1, help=f"of BM25 (default: {bm25.k1})")
     parser.add_argument("--b", type=number(0, 1), default=bm25.b, help=f"of BM25 (default: {bm25.b})")
-    parser.add_argument("--model", default="", help="embedding model: a folder, or a name on the hub")
+    parser.add_argument(
+        "--model", default="", help="embedding model: a folder, or a name on the hub or at the encoder"
+    )
     parser.add_argument("--encoder", help="address of a server that embeds, such as http://127.0.0.1:8080/v1")
     parser.add_argument("--query_prefix", help="text before a query (default: the model's own)")
     parser.add_argument("--passage_prefix", help="text before a passage (default: the model's own)")
@@ -88,7 +90,9 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         default=hybrid.depth,
         help="hybrid: number of ranks used of each part",
     )
-    parser.add_argument("--restart", action="store_true", help="delete what is in the folder first")
+    parser.add_argument(
+        "--restart", action="store_true", help="replace the index in the folder, finished or not"
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.set_defaults(run=_build)
 

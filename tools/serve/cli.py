@@ -45,7 +45,7 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("source", metavar="INDEX_OR_CORPUS", type=Path, help=source)
     workers = "number of processes; they share the port and the memory of the index (default: 1)"
     add("--workers", type=_positive, default=1, help=workers)
-    add("--model", help="folder or name of the embedding model, if it has moved since the build")
+    add("--model", help="folder, name or address of the embedding model, if it has moved")
     add("--device", help="torch device of the embedding model (default: a GPU if there is one)")
     add("--mcp", action="store_true", help="serve the search as an MCP tool at /mcp, too (extra: mcp)")
     for name, kind, default, text in _LIMITS:
