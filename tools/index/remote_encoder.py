@@ -72,7 +72,9 @@ class RemoteEncoder:
 
     def matches(self, identity: Any) -> bool:
         """See ``Encoder``."""
-        return isinstance(identity, list) and np.allclose(self.identity(), identity, atol=PROBE_TOLERANCE)
+        own = self.identity()
+        same_kind = isinstance(identity, list) and len(identity) == len(own)
+        return same_kind and np.allclose(own, identity, atol=PROBE_TOLERANCE)
 
     def _in_batches(self, texts: list[str], size: int) -> Floats:
         return np.concatenate(

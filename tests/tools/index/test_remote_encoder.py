@@ -115,6 +115,9 @@ def test_what_was_embedded_before_the_server_went_out_is_kept(
     options = DenseOptions(model="m", encoder=server.address)
     with pytest.raises(UserError, match="is the server running"):
         build([corpus], tmp_path / "index", "dense", dense=options)
+    server.behaviours = [lambda request: embeddings({**request, "model": "another"})]
+    with pytest.raises(UserError, match="it embeds otherwise than when this build began"):
+        build([corpus], tmp_path / "index", "dense", dense=options)
     server.requests.clear()
     assert build([corpus], tmp_path / "index", "dense", dense=options).passages == 30
     assert [len(one["input"]) for one in server.requests] == [2, 10]

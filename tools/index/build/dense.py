@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -89,6 +90,13 @@ def _embed(
     begun: Path, passages: PassageFile, progress: Progress, encoder: Encoder, batch_size: int
 ) -> npt.NDArray[np.float32]:
     row_bytes = encoder.dim * 4
+    model = begun.with_suffix(".json")  # tells which model has embedded
+    if not begun.is_file():
+        model.write_text(json.dumps(encoder.identity()))
+    elif not encoder.matches(json.loads(model.read_text())):
+        raise UserError(
+            f"{encoder.name}: it embeds otherwise than when this build began: name that model, or add --restart"
+        )
     with begun.open("ab") as file:
         done = min(file.tell() // row_bytes, len(passages))
         file.truncate(done * row_bytes)  # a killed build may have left half a vector
