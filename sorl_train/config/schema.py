@@ -130,7 +130,7 @@ def _adapter() -> TypeAdapter[TrainConfig]:
 def _problem(error: ErrorDetails) -> str:
     """An error of pydantic in our words."""
     name, value = ".".join(str(part) for part in error["loc"]), reprlib.repr(error["input"])
-    if error["type"] == "unexpected_keyword_argument":
+    if error["type"] in ("unexpected_keyword_argument", "invalid_key"):
         return f"unknown key '{name}'. {suggest_key(name, extra=sections())}"
     if error["type"] == "dataclass_type":
         return f"{name} is a section of settings, it cannot be {value}"

@@ -29,7 +29,7 @@ def load_tokenizer(folder: str) -> Any:
     except Exception as error:
         if type(error) is not Exception and not isinstance(error, LOADING_ERRORS):
             raise  # the tokenizers library raises a plain Exception for a damaged file
-        raise UserError(_loading_failed("tokenizer", folder, error)) from error
+        raise UserError(loading_failed("tokenizer", folder, error)) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -67,7 +67,7 @@ def load_weights(auto_class: Any, what: str, folder: str) -> Any:
         except ValueError:  # the model has plain attention alone (GPT-OSS); raised before any weight is read
             model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     except LOADING_ERRORS as error:
-        raise UserError(_loading_failed(what, folder, error)) from error
+        raise UserError(loading_failed(what, folder, error)) from error
     if getattr(text_config(model), "attn_logit_softcapping", None):
         # torch's fast attention does not cap its scores, and transformers 5.15 would use it all the same
         model.set_attn_implementation("eager")
@@ -115,7 +115,8 @@ def _merged(model: Any) -> Any:
     return plain
 
 
-def _loading_failed(what: str, folder: str, error: Exception) -> str:
+def loading_failed(what: str, folder: str, error: Exception) -> str:
+    """Why ``what`` could not be loaded, with what is in the folder."""
     path = Path(folder)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if path.is_dir():

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from sorl_env.errors import UserError
-from sorl_train.models.policy import LOADING_ERRORS
+from sorl_train.models.policy import LOADING_ERRORS, loading_failed
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,7 @@ def model_shape(folder: str, lora_rank: int = 0) -> ModelShape:
             policy = AutoModelForCausalLM.from_config(config)
             backbone = AutoModel.from_config(config)
     except LOADING_ERRORS as error:
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"no model configuration could be read from {folder!r}: {first_line}") from error
+        raise UserError(loading_failed("model configuration", folder, error)) from error
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters = sum(p.numel() for p in policy.parameters())

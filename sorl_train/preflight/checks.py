@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers.utils import logging as transformers_logging
 
 from sorl_env.data import load_examples
 from sorl_env.errors import UserError
@@ -20,7 +21,7 @@ from sorl_train.config.settings import TINY
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_tokenizer
 from sorl_train.models.shape import model_shape
-from sorl_train.openrlhf.checks import check_model
+from sorl_train.openrlhf.checks import check_attention, check_model, check_versions
 from sorl_train.preflight.finding import Finding, Run
 from sorl_train.preflight.inputs import check_settings, planned, repeats
 from sorl_train.preflight.memory import estimate_memory, gigabytes
@@ -41,6 +42,7 @@ def examine(run: Run, names: Collection[str] = ()) -> Iterator[Finding]:
     """What the checks of these names find, in order; without names all checks."""
     checks: dict[str, tuple[Callable[[Run], Iterator[Finding]], str]] = {
         "settings": (_settings, ""),
+        "versions": (_versions, ""),
         "task": (_task, "correct --task or --task_args"),
         "data": (_data, ""),
         "model": (
@@ -59,6 +61,7 @@ def examine(run: Run, names: Collection[str] = ()) -> Iterator[Finding]:
         "prompts": (_prompts, ""),
         "replies": (check_replies, "name another --search.cache"),
     }
+    transformers_logging.disable_progress_bar()  # the tiny policy is written for a moment
     told: set[str] = set()
     for name, (check, fix) in checks.items():
         if names and name not in names:
@@ -74,6 +77,14 @@ def examine(run: Run, names: Collection[str] = ()) -> Iterator[Finding]:
 def _settings(run: Run) -> Iterator[Finding]:
     """What the start of a run refuses. It yields no finding: a failure is reported by ``examine``."""
     check_settings(run.config)
+    yield from ()
+
+
+def _versions(run: Run) -> Iterator[Finding]:
+    """Whether OpenRLHF's packages are installed. It yields no finding: a failure is reported by ``examine``."""
+    if run.config.engine == "openrlhf":
+        check_versions()
+        check_attention(run.config)
     yield from ()
 
 

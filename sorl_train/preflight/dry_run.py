@@ -7,8 +7,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging as transformers_logging
-
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.text_env import TextEnv
@@ -32,11 +30,10 @@ CHECKS = ("settings", "task", "data", "model", "prompts", "corpus")  # those tha
 
 def plan_text(config: TrainConfig) -> str:
     """Describe a run. Raises ``UserError`` for whatever would stop it before its first step."""
-    transformers_logging.disable_progress_bar()
     findings = list(examine(Run(config), CHECKS))
     for finding in findings:
         if finding.status == "fail":
-            raise UserError(finding.detail)
+            raise UserError(f"{finding.detail}\n{finding.fix[:1].upper()}{finding.fix[1:]}".rstrip())
     with planned(config) as (envs, folder, origin):
         shape, env = model_shape(folder, config.lora.rank), envs[0]
         if config.engine == "openrlhf":

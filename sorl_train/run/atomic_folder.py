@@ -68,8 +68,8 @@ def _write_manifest(folder: Path, run_id: str | None, hash_up_to: int | None) ->
     for path in _files(folder):
         path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read what it writes
         size = path.stat().st_size
-        hashed = {"sha256": hash_file(path)} if hash_up_to is None or size <= hash_up_to else {}
-        files[path.relative_to(folder).as_posix()] = {"bytes": size, **hashed}
+        digest = hash_file(path) if hash_up_to is None or size <= hash_up_to else None
+        files[path.relative_to(folder).as_posix()] = {"bytes": size, "sha256": digest}
     text = json.dumps({"run_id": run_id, "files": files}, indent=2) + "\n"
     (folder / HASHES).write_text(text, encoding="utf-8")
     for path in [*folder.rglob("*"), folder]:
@@ -143,7 +143,8 @@ def _damage_of(path: Path, written: dict[str, Any]) -> str:
     try:
         if (size := path.stat().st_size) != written["bytes"]:
             return f"has {size:,} bytes, not {written['bytes']:,}"
-        if "sha256" in written and hash_file(path) != written["sha256"]:
+        digest = written["sha256"]  # not ``get``: a changed name of the key must not turn the check off
+        if digest is not None and hash_file(path) != digest:
             return "has changed since it was written"
     except FileNotFoundError:
         return "is missing"

@@ -197,6 +197,7 @@ def test_loading_leaves_its_input_alone() -> None:
         ("lr: 1e-4", ["unknown key 'lr'", "'optim.lr'"]),
         ("optimm: {lr: 1}", ["unknown key 'optimm'"]),
         ("optim.lr: 1", ["unknown key 'optim.lr'", "Write it nested: optim: {lr: ...}"]),
+        ("1: 2", ["unknown key '1'"]),
         ("optim: {lr: fast}", ["optim.lr should be a valid number, it is 'fast'"]),
         ("optim: {lr: .nan}", ["optim.lr should be a finite number, it is nan"]),
         ("tiny: {hiden_size: 8}", ["unknown key 'tiny.hiden_size'", "'tiny.hidden_size'"]),

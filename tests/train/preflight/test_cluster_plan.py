@@ -156,7 +156,9 @@ def test_the_users_own_flags_are_shown(tiny: Path) -> None:
 
 def test_a_hub_model_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="no model configuration could be read from 'no-one/has-this-model'"):
+    with pytest.raises(
+        UserError, match="no model configuration could be loaded from 'no-one/has-this-model'"
+    ):
         plan("paper/nq_so_ppo_8gpu", Path("no-one/has-this-model"))
 
 

@@ -157,6 +157,12 @@ def test_no_model_folder(world: World, examine: Examine) -> None:
     assert "-> give --model a transformers folder" in found["model"]
 
 
+def test_packages_of_another_version(world: World, examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sorl_train.openrlhf.checks.installed", lambda name: "0.1")
+    status, found = examine(world(engine="openrlhf"))
+    assert status == 1 and "ray 2.55.0 is needed, 0.1 is installed" in found["versions"]
+
+
 def test_a_model_folder_without_weights(world: World, examine: Examine) -> None:
     for file in (world.folder / "model").glob("*.safetensors"):
         file.unlink()

@@ -119,6 +119,12 @@ def test_a_file_that_was_added_is_named_and_cards_may_be_edited(run: RunDir) -> 
     assert "policy/adapter_config.json was added" in resume_point(run).passed_over[0]
 
 
+def test_a_changed_name_of_a_key_turns_no_check_off(run: RunDir) -> None:
+    hashes = run.checkpoints / "step_000003" / HASHES
+    hashes.write_text(hashes.read_text().replace("sha256", "sha257", 1))
+    assert f"{HASHES} is damaged" in resume_point(run).passed_over[0]
+
+
 def test_no_checkpoint_is_whole(run: RunDir) -> None:
     for number, name in ((1, FILES[0]), (2, FILES[1]), (3, HASHES)):
         truncate(run.checkpoints / f"step_00000{number}" / name)
