@@ -134,6 +134,7 @@ def _decode(record: Mapping[str, Any], where: str) -> Trajectory:
         }
         converted: dict[str, Any] = {
             "turns": tuple(map(_decode_turn, record["turns"])),
+            "reward": float(record["reward"]),
             "reward_items": read_json(record["reward_items"]),
             "stop_reason": StopReason(record["stop_reason"]),
             "error": record["error"] or None,

@@ -32,7 +32,7 @@ from sorl_train.preflight.search_checks import (
     check_server,
     check_tools,
 )
-from sorl_train.rollout.environments import limits
+from sorl_train.rollout.environments import limits, refuse_test_questions
 from sorl_train.run.folder import RunDir
 
 LIBRARIES = 1_500_000_000  # bytes that the interpreter, torch and transformers need themselves
@@ -109,6 +109,8 @@ def _data(run: Run) -> Iterator[Finding]:
         option = f"--{name.replace(' ', '_')}"
         try:
             examples = load_examples(run.task, source, split)
+            if name == "data":
+                refuse_test_questions(config, examples)
         except UserError as error:
             yield Finding(
                 name, "fail", str(error), f"correct {option} or the file it names, --task or the split"

@@ -144,7 +144,8 @@ def parse_request(body: bytes, model: str) -> ChatRequest:
         raise ChatError(400, "the body must be a JSON object")
     if fields.get("model") != model:
         said = f"there is no model {fields.get('model')!r} here, only {model!r}"
-        raise ChatError(404, said, param="model", code="model_not_found")
+        status = 404 if isinstance(fields.get("model"), str) else 400
+        raise ChatError(status, said, param="model", code="model_not_found")
     try:
         asked = _Body.model_validate({name: fields[name] for name in fields if name not in IGNORED})
     except ValidationError as error:

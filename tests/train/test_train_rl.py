@@ -325,8 +325,8 @@ def test_one_on_policy_step_needs_no_scoring_pass(
     """Its own log-probabilities are the old ones: the same metrics as with a pass before it."""
     settings = {"algo": algo, "update__mini_batch_size": 16, "rollout__group_size": 4}
     calls: list[int] = []
-    log_probs = scoring._log_probs
-    monkeypatch.setattr(scoring, "_log_probs", lambda *args: calls.append(1) or log_probs(*args))
+    stats = scoring.action_stats
+    monkeypatch.setattr(scoring, "action_stats", lambda *args, **kw: calls.append(1) or stats(*args, **kw))
     run_dir, _ = train_short(tmp_path / "without", **settings)
     assert not calls
     without = read_metrics(run_dir.metrics)

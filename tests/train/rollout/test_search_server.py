@@ -106,13 +106,18 @@ def test_a_run_outlives_the_restart_of_its_server(search: Search, tmp_path: Path
 
     def kill_for_a_while() -> None:
         search.kill()
-        again.append(threading.Timer(2.5, search.start_again))  # longer than the toolbox's retries together
+        again.append(threading.Timer(2.5, search.start_again))  # longer than three retries together
         again[0].start()
 
     cache = tmp_path / "replies.db"
     display = Watching(kill_for_a_while, lambda step: None)
     run_dir, summary = train(
-        tmp_path / "run", search, display, search__timeout_s=120.0, search__cache=str(cache)
+        tmp_path / "run",
+        search,
+        display,
+        search__timeout_s=120.0,
+        search__retries=8,
+        search__cache=str(cache),
     )
     again[0].join()
     assert summary["steps"] == 3
