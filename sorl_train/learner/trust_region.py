@@ -31,7 +31,7 @@ MOST_MOVES = 4  # moves back towards the copy before one that goes all the way
 FINAL_KL_STRIDE = 4  # the KL after a batch's last step is that of every fourth trajectory
 SHRINK = (0.1, 0.7)  # bounds of the factor by which the scale shrinks when steps are taken back
 GROWTH = 1.5  # most that the scale grows by after a batch
-MEMORY = 0.7  # of the largest KL so far, after each batch: what the scale grows by follows from the batches of late
+MEMORY = 0.7  # decay per batch of the running maximum KL, which decides how far the scale grows
 
 
 def token_kl(log_probs: Tensor, batch: Batch) -> float:
@@ -72,7 +72,7 @@ class TrustRegion:
 
     Attributes:
         scale: what learning rates are multiplied by.
-        recent_max_kl: the largest KL of the batches of late, at most the limit. Both are part of a checkpoint.
+        recent_max_kl: the running maximum KL of the batches, at most the limit. Checkpoints keep it and ``scale``.
         moves: how often weights were moved back in this batch.
         largest: the largest KL seen in this batch.
     """
@@ -150,7 +150,7 @@ class TrustRegion:
             now.copy_(torch.lerp(start, now, share) if share else start)
 
     def end(self) -> None:
-        """Let the scale grow after a batch that learned something, by what the largest KL of late leaves room for."""
+        """Raise the scale after a batch that learned something, while the recent maximum KL is below the target."""
         self.recent_max_kl = min(self.limit, max(self.largest, MEMORY * self.recent_max_kl))
         if 0.0 < self.recent_max_kl < self.target:
             self.scale = min(

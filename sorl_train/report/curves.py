@@ -12,7 +12,7 @@ from sorl_train.report.run import ALARM, MetricRow, ReportRun, is_number
 
 # The parts of a step in timings.jsonl, which do not overlap.
 STAGES = ("rollout", "log_probs", "update", "eval", "checkpoint")
-FEW = 8  # up to so many groups have a colour and a switch each; more are chosen by their settings
+FEW = 8  # groups that have a colour and a switch each; where there are more, settings choose them
 
 
 def chart_data(runs: Sequence[ReportRun], groups: Sequence[Group], names: Sequence[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ WINDOW = 3  # steps that sudden signals are averaged over
 MEMORY = 50  # steps after which a step's weight in the strain has fallen by a factor of e
 SPIKE = 0.3  # the most that one step counts in the strain: healthy runs have single steps far above it
 CHANCE = 3.5  # standard errors of a share of turns that chance is held to explain
-BASELINE = 3  # gradient norms and entropies are compared with those of so many first training steps
+BASELINE = 3  # first training steps, whose gradient norms and entropies later steps are compared with
 
 ALARM = "collapse_alarm"  # the kind of its events
 

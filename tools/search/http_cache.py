@@ -26,7 +26,7 @@ class ReplyCache:
     Args:
         path: SQLite file that keeps replies between processes, on a local disk (its journal does not work over a
             network); None keeps them in memory.
-        max_replies: the oldest replies beyond so many are deleted; None keeps 4,096 in memory, 350,000 in a file.
+        max_replies: beyond this number the oldest replies are deleted; None keeps 4,096 in memory, 350,000 in a file.
 
     Raises:
         UserError: the file cannot be used.
