@@ -265,7 +265,7 @@ def test_openai_s_client_asks_and_streams(server: Server) -> None:
     [
         ([], 400, None),
         ({"model": "agent"}, 400, "messages"),
-        ({"messages": []}, 404, "model"),
+        ({"messages": []}, 400, "model"),
         (asking("x", model="other"), 404, "model"),
         (asking("x", temprature=1), 400, "temprature"),
         (asking("x", temperature=3), 400, "temperature"),
