@@ -7,11 +7,21 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from sorl_env.check import Check, describe_checks, raised
 from sorl_env.check_tools import check_episodes, check_tool, requests
-from sorl_env.command import FAILED, Parser, add_json_option, number, print_json, run_command, whole
+from sorl_env.command import (
+    FAILED,
+    Parser,
+    add_json_option,
+    add_task_options,
+    number,
+    print_json,
+    read_task_args,
+    run_command,
+    whole,
+)
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.interrupts import run_async
@@ -19,13 +29,10 @@ from sorl_env.registry import load_task
 from sorl_env.rewards import normalize_answer
 from sorl_env.session_env import ACTION, SessionEnv
 from sorl_env.task import Example, Task, ToolSettings
-from sorl_env.task_options import add_task_options, read_task_args
 from sorl_env.text import quoted
 from sorl_env.text_env import TextEnv, need_tools, open_env
 from sorl_env.tokens import Tokenizer, encode_prompt
 from sorl_env.tool import RESERVED_NAMES, ToolUnavailableError
-
-__all__ = ["WRONG_ANSWER", "Check", "check_task", "main"]
 
 WRONG_ANSWER = "surely not the answer"
 _SEEDS = (0, 1, 2)
@@ -49,7 +56,7 @@ def check_task(env: ToolUseEnv, *, limit: int = 200, tokenizer: Tokenizer | None
     ]
     if any(check.tool_is_out for check in checks):
         return checks  # every episode that uses the tool would wait for it again
-    checks.append(_contained("seeds", _check_seeds, env))
+    checks.append(_contained("seeds", lambda: _check_seeds(env)))
     if env.toolbox.tools:
         checks.append(check_episodes(env))
     if env.task.expert is not None:
@@ -75,24 +82,22 @@ async def check_session(
         return [Check("episodes", False, str(error))]
     finally:
         env.end_episode()
-    same = "the first episode begins in the same way again"
-    differs = (
-        "the first episode began in two different ways: the rollouts of a group would have different prompts; let the "
-        "environment follow its seed, or use an algorithm with a critic"
-    )
     problem = turn.info.get("error")
+    seeds = "the first episode begins in the same way again"
+    if again != prompts[0]:
+        seeds = "the first episode began in two ways, but a group needs one prompt: let it follow its seed"
     return [
         Check("episodes", True, f"{len(prompts)} begin"),
         _check_sizes(env, prompts, tokenizer),
-        Check("seeds", again == prompts[0], same if again == prompts[0] else differs),
+        Check("seeds", again == prompts[0], seeds),
         Check("turn", problem is None, problem or f"a reply of {len(turn.observation)} characters"),
     ]
 
 
-def _contained(name: str, check: Callable[..., Check], *arguments: Any) -> Check:
+def _contained(name: str, check: Callable[[], Check]) -> Check:
     """A check in which the task's own code may raise, which must not hide the other checks."""
     try:
-        return check(*arguments)
+        return check()
     except UserError:
         raise  # says which contract is broken, and would do so in every check
     except Exception as error:  # noqa: BLE001  as the rollout contains it
@@ -106,10 +111,10 @@ def _check_rows(task: Task, count: int) -> Check:
     except (KeyError, ValueError) as error:
         return Check("rows", True, f"{count} read; an empty row is refused: {type(error).__name__}: {error}")
     except (TypeError, AttributeError, IndexError) as error:
-        wrong = f"raises {error!r}, not a KeyError or ValueError that names the column"
+        wrong = f"raises {error!r}"
     else:
-        wrong = "succeeds: raise KeyError or ValueError naming the column"
-    return Check("rows", False, f"parse_row({{}}) {wrong}")
+        wrong = "succeeds"
+    return Check("rows", False, f"parse_row({{}}) {wrong}: raise KeyError or ValueError naming the column")
 
 
 def _check_rewards(env: ToolUseEnv, examples: Sequence[Example]) -> Iterator[Check]:
@@ -127,7 +132,7 @@ def _check_rewards(env: ToolUseEnv, examples: Sequence[Example]) -> Iterator[Che
     once = env.spawn()
     once.limits = replace(env.limits, max_turns=1)
     for name, case in cases.items():
-        yield _contained(name, _score_answers, once, len(examples), name, *case)
+        yield _contained(name, partial(_score_answers, once, len(examples), name, *case))
 
 
 def _nothing(golds: Sequence[str]) -> Sequence[str]:
@@ -174,17 +179,13 @@ def _check_tags(env: ToolUseEnv, prompts: Sequence[str]) -> Iterator[Check]:
     """What is wrong with the tags that all prompts name; others come with the data."""
     task, tags = env.task, (*env.toolbox.names, "answer")
     named = set.intersection(*(set(_TAG.findall(f"{task.system_prompt or ''} {one}")) for one in prompts))
-    unknown = sorted(named - {*tags, *RESERVED_NAMES})
-    # the demonstrations of an expert may teach the tags
-    missing = [tag for tag in tags if tag not in named and task.expert is None]
-    if unknown:
-        have = ", ".join(f"<{tag}>" for tag in tags)
-        yield Check(
-            "tags", False, f"the prompt names <{unknown[0]}>, which no tool reads; the tags are {have}"
-        )
-    elif missing:
-        said = f"the prompt does not name <{missing[0]}>, so no policy can know of it: say what to write between "
-        yield Check("tags", False, f"{said}<{missing[0]}> and </{missing[0]}>")
+    have = f"the tags are {', '.join(f'<{tag}>' for tag in tags)}"
+    if unknown := sorted(named - {*tags, *RESERVED_NAMES}):
+        yield Check("tags", False, f"the prompt names <{unknown[0]}>, which no tool reads; {have}")
+    elif task.expert is None and (missing := [tag for tag in tags if tag not in named]):
+        # the demonstrations of an expert may teach the tags
+        said = f"the prompt does not name <{missing[0]}>, so no policy can know of it; {have}"
+        yield Check("tags", False, said)
 
 
 def _check_seeds(env: ToolUseEnv) -> Check:
@@ -224,28 +225,26 @@ def _check_expert(
     for index, example in enumerate(examples):
         env.reset(options={"index": index})
         where, observations = f"example {quoted(example.id)}", list[str]()
-        while True:
-            try:
-                turn = expert(env.example, observations)
-            except Exception as error:  # noqa: BLE001  as in _contained
-                saw = f", after it saw {quoted(observations[-1].strip(), 300)}" if observations else ""
-                return Check("expert", False, f"{where}, turn {len(observations)}: {raised(error)}{saw}")
-            if turn is None:
-                given_up += 1
-                break
-            result = env.step(turn)
-            observations.append(result.observation)
-            if result.terminated or result.truncated:
-                right = _is_close(result.reward, 1.0)
-                solved += right
-                why = result.info["error"] or result.info["format_error"] or result.info["stop_reason"]
-                told = f"{where} ends with {why}, reward {result.reward:g}, turn {quoted(turn, 120)}"
-                failed = failed or ("" if right else f"; the first that it does not: {told}")
-                break
-    left_out = f", gives up on {given_up}" if given_up else ""
+        try:
+            while (turn := expert(env.example, observations)) is not None:
+                result = env.step(turn)
+                observations.append(result.observation)
+                if result.terminated or result.truncated:
+                    break
+        except Exception as error:  # noqa: BLE001  as in _contained
+            saw = f", after it saw {quoted(observations[-1].strip(), 300)}" if observations else ""
+            return Check("expert", False, f"{where}, turn {len(observations)}: {raised(error)}{saw}")
+        if turn is None:
+            given_up += 1
+        elif _is_close(result.reward, 1.0):
+            solved += 1
+        elif not failed:
+            why = result.info["error"] or result.info["format_error"] or result.info["stop_reason"]
+            told = f"{where} ends with {why}, reward {result.reward:g}, turn {quoted(turn, 120)}"
+            failed = f"; the first that it does not: {told}"
+    said = f"solves {solved} of {len(examples)}" + (f", gives up on {given_up}" if given_up else "")
     # without gold answers nothing else shows that a reward of 1 can be reached
     may_give_up = given_up == len(examples) and any(one.golden_answers for one in examples)
-    said = f"solves {solved} of {len(examples)}{left_out}"
     return Check("expert", solved > 0 or may_give_up, said if solved else said + failed)
 
 
@@ -261,13 +260,11 @@ def load_tokenizer(folder: str) -> Tokenizer:
     """
     try:
         from transformers import AutoTokenizer
+
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except ModuleNotFoundError as error:
         raise UserError("--tokenizer needs transformers: pip install 'sorl[train]'") from error
-    try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        if type(error) is not Exception and not isinstance(error, (OSError, ValueError)):
-            raise  # the tokenizers library raises a plain Exception for a damaged file
+    except Exception as error:  # the tokenizers library raises a plain Exception for a damaged file
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"{folder}: no tokenizer there ({reason}); give a model folder") from error
     return tokenizer
@@ -282,20 +279,15 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     about = "Check a task against its contract."
     parser = Parser(prog="sorl-check-task", description=about, mappings=("task_args",))
     add_task_options(parser)
-    parser.add_argument("--limit", type=whole(1), default=200, help="examples to check (default 200)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--limit", type=whole(1), default=200, help="examples to check (default 200)")
+    add(
         "--tokenizer",
         metavar="FOLDER",
         help="count prompts in tokens, with the tokenizer of this model folder",
     )
-    parser.add_argument(
-        "--search.timeout_s",
-        dest="timeout_s",
-        type=number(above=0, high=3600),
-        default=10.0,
-        metavar="SECONDS",
-        help="for a tool to answer, retries included (default: 10)",
-    )
+    seconds, waits = number(above=0, high=3600), "for a tool to answer, retries included (default: 10)"
+    add("--search.timeout_s", dest="timeout_s", type=seconds, default=10.0, metavar="SECONDS", help=waits)
     add_json_option(parser)
     args: argparse.Namespace = parser.parse_args(argv)
     return args
@@ -307,11 +299,10 @@ def _check(argv: Sequence[str]) -> int:
     settings = ToolSettings(args.corpus, args.search_url, timeout_s=args.timeout_s, tools=tuple(args.tools))
     task = load_task(args.task, **read_task_args(args))
     env = open_env(task, data=args.data, split=args.split, tool_settings=settings)
-    count, split, source = len(env.examples), env.examples.split, env.examples.source
-    is_sample = env.examples.is_sample
+    given = env.examples
     if not args.json:
-        sample = ", a sample and not the benchmark" if is_sample else ""
-        print(f"task {task.name}: {count} examples, split {split}, {source}{sample}")
+        sample = ", a sample and not the benchmark" if given.is_sample else ""
+        print(f"task {task.name}: {len(given)} examples, split {given.split}, {given.source}{sample}")
     try:
         if isinstance(env, SessionEnv):
             checks = run_async(check_session(env, limit=args.limit, tokenizer=tokenizer))
@@ -320,8 +311,8 @@ def _check(argv: Sequence[str]) -> int:
     finally:
         env.close()
     if args.json:
-        facts = {"task": task.name, "examples": count, "split": split, "source": source}
-        print_json({**facts, "is_sample": is_sample, "checks": checks})
+        facts = {"task": task.name, "examples": len(given), "split": given.split, "source": given.source}
+        print_json({**facts, "is_sample": given.is_sample, "checks": checks})
     else:
         print(describe_checks(checks, 14))
     return int(not all(check.passed for check in checks))

@@ -10,7 +10,7 @@ from typing import Any
 from sorl_env.check import Check, raised
 from sorl_env.env import ToolUseEnv
 from sorl_env.text import quoted
-from sorl_env.tool import Tool, ToolOutcome, ToolRequest, ToolUnavailableError
+from sorl_env.tool import Tool, ToolCall, ToolOutcome, ToolRequest, ToolUnavailableError
 from sorl_env.tool_schema import takes_raw_text
 
 # What a policy in training writes. None of it does harm to a tool that changes something.
@@ -24,20 +24,19 @@ _SEED = 7
 
 def check_tool(env: ToolUseEnv, tool: Tool, question: str) -> Check:
     """The tool answers within its deadline, a second time, and to junk. A refusal counts as an answer."""
-    name = f"tool {tool.name}"
-    request = next(requests(tool, question))
+    name, request = f"tool {tool.name}", next(requests(tool, question))
     fresh = env.spawn()
     fresh.begin_episode(0)
+    first = None
     try:
-        first = fresh.toolbox.call(request)
-        if problem := _problem(name, request, first):
-            return problem
-        for again in (request, *itertools.islice(_junk(tool), _MOST_JUNK)):
-            if problem := _problem(name, again, fresh.toolbox.call(again)):
+        for asked in (request, request, *itertools.islice(_junk(tool), _MOST_JUNK)):
+            outcome = fresh.toolbox.call(asked)
+            if problem := _problem(name, asked, outcome):
                 return problem
+            first = first or outcome
     finally:
         fresh.end_episode()
-    assert not isinstance(first, ToolUnavailableError)
+    assert isinstance(first, ToolCall)
     hits = "" if first.hits is None else f", {first.hits} hits"
     return Check(name, True, f"{first.latency_s * 1000:.1f} ms{hits}: {' '.join(first.reply.split())[:60]!r}")
 
@@ -72,23 +71,16 @@ def check_episodes(env: ToolUseEnv) -> Check:
     for script, expected, seen in zip(scripts, alone, together, strict=True):
         for request, one, other in zip(script, expected, seen, strict=True):
             if one != other:
-                return Check("episodes", False, _difference(env, request, one, other))
+                said = (
+                    f"tool {request.tool} replies {one[:60]!r} to {request.argument[:60]!r} at first, and "
+                    f"{other[:60]!r} in a later episode with the same calls: it remembers earlier episodes, shares "
+                    "such a memory, or draws at random. Give it new_episode, which must not share anything that "
+                    "changes (docs/add_a_tool.md)"
+                )
+                return Check("episodes", False, said)
     kept = ", ".join(sorted(env.toolbox.stateful))
     said = f"; {kept} keeps a state of its own in each" if kept else ""
     return Check("episodes", True, f"two at the same time get the same replies as each alone{said}")
-
-
-def _difference(env: ToolUseEnv, request: ToolRequest, one: str, other: str) -> str:
-    seen = f"tool {request.tool} replies {one[:60]!r} to {request.argument[:60]!r}"
-    if request.tool in env.toolbox.stateful:
-        return (
-            f"{seen} alone, and {other[:60]!r} beside another episode: the tools that new_episode returns must not "
-            "share anything that changes"
-        )
-    return (
-        f"{seen} at first, and {other[:60]!r} in a later episode with the same calls. The tool remembers earlier "
-        "episodes, shares such a memory with another tool, or draws at random. Give it new_episode (docs/add_a_tool.md)"
-    )
 
 
 def _replies(root: ToolUseEnv, scripts: Sequence[Sequence[ToolRequest]]) -> list[list[str]]:

@@ -24,34 +24,21 @@ from typing import Any, NoReturn
 from sorl_env.bounds import MAX_SEED, MOST, Bounds
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.task_file import user_traceback
+from sorl_env.text import read_json, valid_text
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130  # 130 is what a shell reports for Ctrl-C
 _LONGEST_WORD = 300  # characters; a message shows only both ends of a longer one
-# What to do about an error of the system, by its number.
-_ADVICE = {
-    errno.ENOSPC: "free some space there, or choose a folder on another disk",
-    errno.EDQUOT: "free some space there, or choose a folder on another disk",
-    errno.EFBIG: "choose a folder on another disk",
-    errno.EROFS: "choose a folder that can be written",
-    errno.EACCES: "change its permissions, or choose another path",
-    errno.EPERM: "change its permissions, or choose another path",
-    errno.EIO: "the disk may be damaged; choose a folder on another one",
-    errno.EMFILE: "allow more open files: ulimit -n 4096",
-    errno.ENFILE: "close other programs: the system has too many files open",
-}
-# The same for errors that name a path.
-_ADVICE_FOR_A_PATH = {
-    errno.ENOENT: "a part of this path does not exist; correct it, or make the folder first",
-    errno.ENOTDIR: "a part of this path is a file; choose another path",
-    errno.EISDIR: "it is a folder; name a file",
-    errno.EEXIST: "it is there already; choose another path",
-    errno.ENOTEMPTY: "the folder is not empty; choose another one",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "its links lead in a circle; choose another path",
-    errno.EINVAL: "the system cannot use this path; choose another one",
-    errno.ENXIO: "it is no ordinary file; choose another path",
-    errno.ENODEV: "it is no ordinary file; choose another path",
-}
+TASK_HELP = "a name, package.module:TASK, a .py file, gym:ID, openenv:URL or reasoning_gym:NAME"
+_ARGUMENT = "task_args."
+# What to do about an error of the system, by its number; about others that name a path, there is `_OTHER_PATH`.
+_ADVICE = dict.fromkeys(
+    (errno.ENOSPC, errno.EDQUOT), "free some space there, or choose a folder on another disk"
+)
+_ADVICE |= dict.fromkeys(
+    (errno.EROFS, errno.EACCES, errno.EPERM), "choose another path, or make this one writable"
+)
+_ADVICE[errno.EMFILE] = "allow more open files: ulimit -n 4096"
+_OTHER_PATH = "correct the path, or choose another one"
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,21 +57,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **settings})
         self._prefixes = tuple(f"--{name}." for name in mappings)
         if " " not in self.prog:  # not for the subcommands
-            self.add_argument("--version", action=_ShowVersion, help="print the installed version and leave")
-
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """As argparse's, which takes ``--name=--`` for no value at all."""
-        if action.option_strings and arg_strings == ["--"]:
-            self.error(f"{action.option_strings[0]} cannot have the value '--'")
-        return super()._get_values(action, arg_strings)
+            said = f"{self.prog} {version()}"
+            self.add_argument("--version", action="version", version=said, help="print the installed version")
 
     def error(self, message: str) -> NoReturn:
         said = re.sub(r"^argument (.+?): (must|cannot|expected)", r"\1 \2", message)
         raise UserError(f"{said}; {self.prog} --help explains all options")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        if message:
-            sys.stderr.write(message)
+        self._print_message(message or "", sys.stderr)
         raise _LeaveError(status)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -128,15 +109,6 @@ class _LeaveError(SystemExit):
     """The parser's own end of the process, after ``--help`` or ``--version``."""
 
 
-class _ShowVersion(argparse.Action):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{**settings, "nargs": 0, "default": argparse.SUPPRESS})
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        sys.stdout.write(f"{parser.prog} {version()}\n")
-        parser.exit()
-
-
 def version() -> str:
     """The installed version of sorl."""
     try:
@@ -170,12 +142,11 @@ def _plain(value: Any) -> Any:
 
 def whole(low: int | None = None, high: int = MOST) -> Callable[[str], int]:
     """An argparse type: a whole number from ``low`` to ``high``, in plain digits."""
-    bounds = Bounds(low, high)
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,40}", text):
             raise argparse.ArgumentTypeError(f"must be a whole number, it is {text!r}")
-        return int(_within(bounds, int(text)))
+        return int(_within(Bounds(low, high), int(text)))
 
     return read
 
@@ -184,16 +155,12 @@ def number(
     low: float | None = None, high: float | None = None, *, above: float | None = None
 ) -> Callable[[str], float]:
     """An argparse type: a finite number from ``low`` to ``high``, or larger than ``above``."""
-    bounds = Bounds(low, high, above)
 
     def read(text: str) -> float:
-        try:
-            value = float(text) if text.isascii() and "_" not in text else math.nan
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"must be a finite number, it is {text!r}")
-        return _within(bounds, value)
+        with contextlib.suppress(ValueError):
+            if text.isascii() and "_" not in text and math.isfinite(value := float(text)):
+                return _within(Bounds(low, high, above), value)
+        raise argparse.ArgumentTypeError(f"must be a finite number, it is {text!r}")
 
     return read
 
@@ -207,19 +174,34 @@ def _within(bounds: Bounds, value: float) -> float:
 seed = whole(0, MAX_SEED)
 
 
+def add_task_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a task, its data and what its search tool searches; see ``read_task_args``, too."""
+    parser.add_argument("task", help=TASK_HELP)
+    parser.add_argument("--task_args.KEY", metavar="JSON", help="an argument of the task")
+    parser.add_argument("--data", help="a .jsonl(.gz) or .parquet file, a folder of them, or hf:owner/name")
+    parser.add_argument("--split", default="train", help="split of the data (default: train)")
+    add_search_options(parser)
+
+
+def read_task_args(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of the task, which a ``Parser(mappings=("task_args",))`` has read: JSON values, or else texts."""
+    found: dict[str, Any] = {}
+    for name, text in vars(args).items():
+        if name.startswith(_ARGUMENT) and name != f"{_ARGUMENT}KEY":
+            try:
+                found[name.removeprefix(_ARGUMENT)] = read_json(text)
+            except ValueError:
+                found[name.removeprefix(_ARGUMENT)] = text
+    return found
+
+
 def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """Add the search tool's corpus and server, by their names in a training config."""
-    parser.add_argument("--search.corpus", dest="corpus", metavar="FILE", help="corpus of the search tool")
-    parser.add_argument(
-        "--search.url", dest="search_url", metavar="URL", help="retrieval server of the search tool"
-    )
-    parser.add_argument(
-        "--tools",
-        nargs="+",
-        default=[],
-        metavar="TEXT",
-        help="further tools: mcp:URL or mcp:COMMAND names those of an MCP server, mcp+episode: one that keeps state",
-    )
+    """Add the search tool's corpus and server, by their names in a training config, and further tools."""
+    add = parser.add_argument
+    add("--search.corpus", dest="corpus", metavar="FILE", help="corpus of the search tool")
+    add("--search.url", dest="search_url", metavar="URL", help="retrieval server of the search tool")
+    tools = "further tools: mcp:URL or mcp:COMMAND names those of an MCP server, mcp+episode: one that keeps state"
+    add("--tools", nargs="+", default=[], metavar="TEXT", help=tools)
 
 
 def run_command(
@@ -245,7 +227,8 @@ def run_command(
             stream.reconfigure(errors="backslashreplace")
     try:
         for argument in arguments:
-            _check_text(argument)
+            if argument != valid_text(argument):
+                raise UserError(f"the argument {os.fsencode(argument)!r} is not UTF-8 text: correct it")
         status = main(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()  # here, so that a full disk is reported as such
@@ -259,27 +242,20 @@ def run_command(
     except KeyboardInterrupt:
         say(program, interrupted, before="\n")
         return INTERRUPTED
-    except OSError as error:
-        message = about_os_error(error)
-        if message is None:
-            _own_fault(program)
-            raise
-        _drop_output()
-        say(program, message)
-        return refused
     except _LeaveError:
         raise
     except (Exception, SystemExit) as error:
-        lines = user_traceback(error)
-        if lines is None and isinstance(error, SystemExit):  # nobody here ends a command in this way
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"ended by SystemExit({error}) in {last.filename}:{last.lineno}, before its work was done"
-            say(program, said)
+        if isinstance(error, OSError) and (message := about_os_error(error)) is not None:
+            _drop_output()
+            say(program, message)
+            return refused
+        if (lines := user_traceback(error)) is not None:
+            say(program, f"the task's own code failed:\n{lines}")
             return FAILED
-        if lines is None:
-            _own_fault(program)
+        say(program, "this is a fault of sorl itself; please report it, with the command and the lines below")
+        if isinstance(error, Exception):
             raise
-        say(program, f"the task's own code failed:\n{lines}")
+        traceback.print_exception(error)  # a library called sys.exit, which must not look like a success
         return FAILED
 
 
@@ -301,22 +277,12 @@ def shortened(message: str) -> str:
 
 def about_os_error(error: OSError) -> str | None:
     """What the system refused and what to do about it; None for an error that may be a fault of sorl itself."""
-    number = error.errno or 0
-    advice = _ADVICE | _ADVICE_FOR_A_PATH if error.filename is not None else _ADVICE
-    if number not in advice:
-        return None
     paths = [str(path) for path in (error.filename, error.filename2) if isinstance(path, (str, os.PathLike))]
+    advice = _ADVICE.get(error.errno or 0, _OTHER_PATH if paths else None)
+    if advice is None:
+        return None
     where = f"{' and '.join(paths)}: " if paths else ""
-    return f"{where}{(error.strerror or str(error)).lower()}: {advice[number]}"
-
-
-def _check_text(argument: str) -> None:
-    try:
-        argument.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"the argument {os.fsencode(argument)!r} is not UTF-8 text: correct it, or rename the file that it names"
-        ) from error
+    return f"{where}{(error.strerror or str(error)).lower()}: {advice}"
 
 
 def _drop_output() -> None:
@@ -327,7 +293,3 @@ def _drop_output() -> None:
         # In a test, standard output may be no file of the system.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _own_fault(program: str) -> None:
-    say(program, "this is a fault of sorl itself; please report it, with the command and the lines below")

@@ -7,7 +7,16 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 
-from sorl_env.command import FAILED, INTERRUPTED, Parser, run_command, seed, whole
+from sorl_env.command import (
+    FAILED,
+    INTERRUPTED,
+    Parser,
+    add_task_options,
+    read_task_args,
+    run_command,
+    seed,
+    whole,
+)
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.interrupts import run_async
@@ -15,7 +24,6 @@ from sorl_env.registry import load_task
 from sorl_env.session_env import ACTION, SessionEnv
 from sorl_env.step import StepResult
 from sorl_env.task import ToolSettings
-from sorl_env.task_options import add_task_options, read_task_args
 from sorl_env.text import quoted
 from sorl_env.text_env import TextEnv, need_tools, open_env
 from sorl_env.tool import ToolUnavailableError

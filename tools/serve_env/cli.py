@@ -8,11 +8,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sorl_env.command import Parser, add_search_options, number, run_command, whole
+from sorl_env.command import (
+    TASK_HELP,
+    Parser,
+    add_search_options,
+    number,
+    read_task_args,
+    run_command,
+    whole,
+)
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_env.task import ToolSettings
-from sorl_env.task_options import TASK_HELP, read_task_args
 from sorl_env.text_env import TextEnv, open_env
 from sorl_tools.http_server.options import (
     ServerSettings,
