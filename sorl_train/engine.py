@@ -28,7 +28,6 @@ from sorl_train.learner.overlong import shape_and_filter
 from sorl_train.learner.replay import Mixed, ReplayBuffer
 from sorl_train.learner.schedule import is_on_policy, learning_rate, mini_batches, steps_of_batch
 from sorl_train.learner.scoring import score
-from sorl_train.learner.settings import update_settings
 from sorl_train.learner.state import Collected, load_optimizers, load_waiting, save_optimizers, save_waiting
 from sorl_train.learner.token_records import token_records
 from sorl_train.learner.trust_region import final_kl_sample
@@ -87,14 +86,13 @@ class LocalEngine:
             load_adapters(self.policy, folder / "policy")
         self.sampler: LocalSampler = self._make_sampler()
         optimizer = adamw(self.policy, config.optim, config.optim.lr)
-        settings = update_settings(config)
-        self.policy_update = PolicyUpdate(self.policy, optimizer, settings)
+        self.policy_update = PolicyUpdate(self.policy, optimizer, config)
         self.optimizers = {"actor": optimizer}
         self.critic_update: CriticUpdate | None = None
         if config.algorithm.needs_critic:
             critic = load_critic(str(folder / "critic") if folder else config.critic or source, **loading)
             self.optimizers["critic"] = adamw(critic, config.optim, config.optim.critic_lr)
-            self.critic_update = CriticUpdate(critic, self.optimizers["critic"], settings)
+            self.critic_update = CriticUpdate(critic, self.optimizers["critic"], config)
         self.reference = None
         if config.loss.kl_coef > 0:
             self.reference = load_policy(self.model_folder, **loading)
@@ -306,7 +304,7 @@ class LocalEngine:
             batch, seen = self.last_update_stats
             texts = {t.id: self.classify.texts(t) for t in trajectories if t.id in seen}
             seen = {name: found for name, found in seen.items() if name in texts}  # without replayed ones
-            records = token_records(batch, seen, self.policy_update.settings.loss, texts)
+            records = token_records(batch, seen, self.policy_update.loss_settings, texts)
             write_token_records(self.run_dir.trajectories / f"step_{step:06d}.tokens.jsonl.gz", records)
             self.last_update_stats = None
         self.recorder.save_trajectories(step, trajectories)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,19 +38,19 @@ class RatioDiagnostics:
     log_ratios: tuple[Tensor, Tensor, Tensor]
 
     def all_reduce(self) -> RatioDiagnostics:
-        """The diagnostics of all ranks together: sums are added up, log-ratios (4 bytes a token and level) gathered."""
+        """The diagnostics of all ranks together, of which log-ratios are the most: 4 bytes a token and level."""
         if not (dist.is_available() and dist.is_initialized()):
             return self
-        parts = (self.weights, self.by_turn, self.by_class)
-        packed = torch.cat([part.flatten() for part in parts])
-        packed = packed.cuda() if dist.get_backend() == "nccl" else packed
-        dist.all_reduce(packed)
-        summed = packed.cpu().split([part.numel() for part in parts])
-        weights, by_turn, by_class = (one.view(part.shape) for one, part in zip(summed, parts, strict=True))
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, self.log_ratios)
-        token, turn, sequence = (torch.cat(of_ranks) for of_ranks in zip(*gathered, strict=True))
-        return RatioDiagnostics(weights, by_turn, by_class, (token, turn, sequence))
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, self)
+        return functools.reduce(RatioDiagnostics.__add__, ranks)
+
+    def __add__(self, other: RatioDiagnostics) -> RatioDiagnostics:
+        token, turn, sequence = (
+            torch.cat(pair) for pair in zip(self.log_ratios, other.log_ratios, strict=True)
+        )
+        weights, by_turn = self.weights + other.weights, self.by_turn + other.by_turn
+        return RatioDiagnostics(weights, by_turn, self.by_class + other.by_class, (token, turn, sequence))
 
     def metrics(self) -> dict[str, float]:
         """Metrics by name.

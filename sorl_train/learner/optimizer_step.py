@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sorl_train.algorithms import Aggregation
 from sorl_train.config.settings import OptimConfig
 from sorl_train.learner.batch import Batch
-from sorl_train.learner.settings import UpdateSettings
 from sorl_train.losses.aggregate import loss_denominator
 from sorl_train.losses.sums import sum_over_ranks
 
-# OpenRLHF's ``get_optimizer_grouped_parameters``: parameters whose names contain one of these
+# Parameters whose names contain one of these, as in OpenRLHF's ``get_optimizer_grouped_parameters``
 NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 
 
@@ -40,29 +40,20 @@ def adamw(model: nn.Module, optim: OptimConfig, lr: float = 1e-3) -> torch.optim
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = []
     for decays in (True, False):
-        chosen = [i for i, (name, _) in enumerate(trained) if decays != is_exempt(name)]
+        chosen = [
+            i for i, (name, _) in enumerate(trained) if decays != any(part in name for part in NO_DECAY)
+        ]
         decay = optim.weight_decay if decays else 0.0
         if chosen:
             groups.append(
                 {"params": [trained[i][1] for i in chosen], "positions": chosen, "weight_decay": decay}
             )
-    return torch.optim.AdamW(
-        groups,
-        lr=lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.adam_eps,
-        fused=True,
-    )
+    betas = (optim.beta1, optim.beta2)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=optim.adam_eps, fused=True)
 
 
-def is_exempt(name: str) -> bool:
-    """Whether a parameter of this name has no weight decay: OpenRLHF's rule, so that both engines agree."""
-    return any(part in name for part in NO_DECAY)
-
-
-def mean_over(mini: Batch, settings: UpdateSettings) -> dict[str, Any]:
+def mean_over(mini: Batch, aggregation: Aggregation) -> dict[str, Any]:
     """Arguments that make every loss of a micro-batch its part of the mean over the whole mini-batch."""
-    aggregation = settings.loss.aggregation
     (denominator,) = sum_over_ranks(loss_denominator(mini.loss_mask, aggregation))
     return {"aggregation": aggregation, "denominator": denominator}
 

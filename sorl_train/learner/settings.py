@@ -1,48 +1,25 @@
-"""What the optimizer steps take from a run's settings. Only ``update_settings`` here knows where it stands there."""
+"""The policy loss of a run's settings."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sorl_env.errors import UserError
 from sorl_env.outside import call_outside
-from sorl_train.config.settings import LossConfig, OptimConfig, TrainConfig, UpdateConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.policy import LossSettings
 from sorl_train.losses.surrogates import SURROGATES, ClipRange, Surrogate
 
 
-@dataclass(frozen=True)
-class UpdateSettings:
-    """Settings of ``PolicyUpdate`` and ``CriticUpdate``: three sections of the config, and what follows from several.
+def loss_settings(config: TrainConfig) -> LossSettings:
+    """Which policy loss both engines take.
 
-    Attributes:
-        loss: which policy loss.
-        normalize: whether the algorithm scales its steps by the clipping bias.
-        kl_coef: weight of the KL term in the loss; 0 when the KL is in the reward.
-        trust_kl: limit of ``TrustRegion``; None: there is none.
-        temperature: the sampler's, which the log-probabilities are computed at.
-        dtype: precision of the forward passes, as ``hardware.dtype`` names it.
-        keep_dropout: only supervised fine-tuning trains with dropout.
+    Raises:
+        UserError: a surrogate from outside does not work.
     """
-
-    objective: LossConfig
-    update: UpdateConfig
-    optim: OptimConfig
-    loss: LossSettings
-    normalize: bool
-    kl_coef: float
-    trust_kl: float | None
-    temperature: float
-    dtype: str
-    keep_dropout: bool
-
-
-def update_settings(config: TrainConfig) -> UpdateSettings:
-    """The part of a run's settings that its optimizer steps need, for both engines."""
     algorithm, loss = config.algorithm, config.loss
     clip = ClipRange(loss.clip_eps, loss.clip_eps_high, loss.dual_clip, loss.sapo_tau_pos, loss.sapo_tau_neg)
     if callable(algorithm.surrogate):
@@ -50,18 +27,7 @@ def update_settings(config: TrainConfig) -> UpdateSettings:
         surrogate: Surrogate = functools.partial(call_outside, algorithm.surrogate)
     else:
         surrogate = SURROGATES[algorithm.surrogate or "clipped"]
-    return UpdateSettings(
-        objective=loss,
-        update=config.update,
-        optim=config.optim,
-        loss=LossSettings(algorithm.ratio, surrogate, clip, loss.aggregation),
-        normalize=algorithm.normalize,
-        kl_coef=loss.kl_coef if loss.kl_in == "loss" else 0.0,
-        trust_kl=config.update.trust_kl if config.stage == "rl" else None,
-        temperature=config.sampler.temperature,
-        dtype=config.hardware.dtype,
-        keep_dropout=config.stage == "sft",
-    )
+    return LossSettings(algorithm.ratio, surrogate, clip, loss.aggregation)
 
 
 def _try_surrogate(algo: str, surrogate: Surrogate, clip: ClipRange) -> None:

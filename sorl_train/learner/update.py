@@ -3,10 +3,9 @@
 The batch's advantages come from ``advantages``, its mini-batches and their learning rates from ``schedule``.
 
 The classes here are the algorithm; as they are they train a plain torch module on one device. An engine that holds
-weights and gradients in another way overrides the methods that touch them: ``_forward``, ``_may_have_gradient``,
-``_backward``, ``_apply``, and for the trust region ``_log_probs``, ``_weights``, ``_weights_moved`` and
-``_discard_gradient``. Sums over a mini-batch run over its micro-batches and, where torch.distributed runs, over its
-ranks.
+weights and gradients in another way overrides the methods that touch them: ``stats``, ``_may_have_gradient``,
+``_backward``, ``_apply``, and for the trust region ``_weights``, ``_weights_moved`` and ``_discard_gradient``. Sums
+over a mini-batch run over its micro-batches and, where torch.distributed runs, over its ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.diagnostics import RatioDiagnostics, diagnose_ratios
 from sorl_train.learner.means import Means
 from sorl_train.learner.optimizer_step import NonFiniteError, mean_over, on_device, take_step
-from sorl_train.learner.settings import UpdateSettings
+from sorl_train.learner.settings import loss_settings
 from sorl_train.learner.trust_region import TrustRegion, token_kl
 from sorl_train.losses.aggregate import aggregate
 from sorl_train.losses.clip_bias import ClipBias, Normalization, normalization
@@ -68,15 +68,19 @@ class PolicyUpdate:
 
     past_target_kl = False
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, settings: UpdateSettings) -> None:
-        if not settings.keep_dropout:
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
+        is_rl = config.stage == "rl"  # supervised fine-tuning has dropout, and no trust region
+        if is_rl:
             disable_dropout(model)
         self.model = model
         self.optimizer = optimizer
-        self.settings = settings
+        self.config = config
+        self.loss_settings = loss_settings(config)
+        self.normalize = config.algorithm.normalize
+        self.kl_coef = config.loss.kl_coef if config.loss.kl_in == "loss" else 0.0
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        limit = settings.trust_kl
-        self.trust = None if limit is None else TrustRegion(limit, settings.update.trust_max_scale)
+        limit = config.update.trust_kl if is_rl else None
+        self.trust = None if limit is None else TrustRegion(limit, config.update.trust_max_scale)
 
     def begin_batch(self) -> None:
         """Called before the first step on a rollout batch."""
@@ -93,7 +97,7 @@ class PolicyUpdate:
         if totals.not_finite:
             raise NonFiniteError("the policy loss", totals.not_finite)
         assert totals.bias is not None and totals.stats is not None
-        limit = self.settings.update.target_kl
+        limit = self.config.update.target_kl
         if limit is not None:  # as the KL is that of all ranks, all of them stop together
             self.past_target_kl = token_kl(totals.log_probs, mini) > limit
         scheduled, lr = lr, lr if self.trust is None else lr * self.trust.scale
@@ -101,7 +105,7 @@ class PolicyUpdate:
         bias, stats = totals.bias.all_reduce(), totals.stats.all_reduce()
         scales = self._normalization(bias)
         # nothing asks for such a step, and a trust region could not see what it does to other questions
-        skips = self.settings.update.skip_without_signal or self.trust is not None
+        skips = self.config.update.skip_without_signal or self.trust is not None
         if not float(stats.tokens) or (skips and not float(stats.signal)):
             scales = dataclasses.replace(scales, update_scale=0.0)
         grad_norm = self._apply(scales, lr, mini)
@@ -140,7 +144,7 @@ class PolicyUpdate:
         """Mean token KL of the current policy to the one that the batch's update began with."""
         log_probs = torch.zeros(batch.loss_mask.shape)
         for rows, micro, _ in self._micro_batches(batch):
-            found = self._log_probs(micro).float().cpu()
+            found = self.stats(micro, micro.loss_mask).log_probs.float().cpu()
             log_probs[rows, : found.shape[1]] = found
         return token_kl(log_probs, batch)
 
@@ -163,14 +167,14 @@ class PolicyUpdate:
 
     def _accumulate(self, mini: Batch) -> _Totals:
         """Gradients of all micro-batches, with the denominator of the whole mini-batch."""
-        settings = self.settings
-        how: dict[str, Any] = mean_over(mini, settings)
+        objective = self.config.loss
+        how = mean_over(mini, objective.aggregation)
         totals = _Totals(mini.loss_mask.shape)
         for rows, micro, last in self._micro_batches(mini):
             assert micro.advantages is not None
             learns = self._may_have_gradient(micro)
             with torch.set_grad_enabled(learns):
-                found = self._forward(micro)
+                found = self.stats(micro, micro.loss_mask, entropy=True, logit_scale=True)
             assert found.entropy is not None
             output = policy_loss(
                 found.log_probs,
@@ -178,19 +182,19 @@ class PolicyUpdate:
                 micro.advantages,
                 micro.loss_mask,
                 micro.turn_ids,
-                settings.loss,
+                self.loss_settings,
                 denominator=how["denominator"],
                 logit_scale=found.logit_scale,
                 correction=micro.correction,
             )
             losses = {"policy": output.loss, "entropy": aggregate(found.entropy, micro.loss_mask, **how)}
-            if settings.objective.entropy_coef:  # a weight of 0 would still cost the entropy's backward pass
-                losses["policy"] = losses["policy"] - settings.objective.entropy_coef * losses["entropy"]
+            if objective.entropy_coef:  # a weight of 0 would still cost the entropy's backward pass
+                losses["policy"] = losses["policy"] - objective.entropy_coef * losses["entropy"]
             if micro.ref_log_probs is not None:
-                penalty = kl_penalty(found.log_probs, micro.ref_log_probs, settings.objective.kl_type)
+                penalty = kl_penalty(found.log_probs, micro.ref_log_probs, objective.kl_type)
                 losses["ref_kl"] = aggregate(penalty, micro.loss_mask, **how)
-                if settings.kl_coef:
-                    losses["policy"] = losses["policy"] + settings.kl_coef * losses["ref_kl"]
+                if self.kl_coef:
+                    losses["policy"] = losses["policy"] + self.kl_coef * losses["ref_kl"]
             if not torch.isfinite(losses["policy"]):
                 totals.not_finite += micro.ids
             if learns:
@@ -208,16 +212,13 @@ class PolicyUpdate:
         is not.
         """
         assert micro.advantages is not None
-        settings = self.settings
-        other_terms = settings.objective.entropy_coef or (
-            settings.kl_coef and micro.ref_log_probs is not None
-        )
-        return bool(other_terms) or bool((micro.advantages[micro.loss_mask] != 0).any())
+        if self.config.loss.entropy_coef or (self.kl_coef and micro.ref_log_probs is not None):
+            return True
+        return bool((micro.advantages[micro.loss_mask] != 0).any())
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, Batch, bool]]:
-        return on_device(
-            batch, self.settings.update.micro_batch_size, self.parameters, by_group=packs(self.model)
-        )
+        size = self.config.update.micro_batch_size
+        return on_device(batch, size, self.parameters, by_group=packs(self.model))
 
     def _diagnose(self, mini: Batch, log_probs: Tensor) -> RatioDiagnostics:
         assert mini.advantages is not None
@@ -228,28 +229,14 @@ class PolicyUpdate:
             mini.loss_mask,
             mini.turn_ids,
             mini.token_classes,
-            settings=self.settings.loss,
+            settings=self.loss_settings,
         ).all_reduce()
 
-    def _forward(self, micro: Batch) -> TokenStats:
-        """Log-probabilities, entropy and logit scale of the loss tokens, (B, T)."""
-        with autocast(self.settings.dtype, micro.token_ids.device):
-            return action_stats(
-                self.model,
-                micro.token_ids,
-                micro.loss_mask,
-                temperature=self.settings.temperature,
-                entropy=True,
-                logit_scale=True,
-            )
-
-    def _log_probs(self, micro: Batch) -> Tensor:
-        """Log-probabilities (B, T) of the loss tokens, where nothing else is needed."""
-        with autocast(self.settings.dtype, micro.token_ids.device):
-            temperature = self.settings.temperature
-            return action_stats(
-                self.model, micro.token_ids, micro.loss_mask, temperature=temperature
-            ).log_probs
+    def stats(self, micro: Batch, mask: Tensor, **wanted: bool) -> TokenStats:
+        """Log-probabilities of the tokens of ``mask``, and the other ``TokenStats`` that are wanted, (B, T)."""
+        temperature = self.config.sampler.temperature
+        with autocast(self.config.hardware.dtype, micro.token_ids.device):
+            return action_stats(self.model, micro.token_ids, mask, temperature=temperature, **wanted)
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of one micro-batch; ``last`` is True for the last one of the mini-batch."""
@@ -268,40 +255,39 @@ class PolicyUpdate:
 
     def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
         """Scale and clip the gradient and take the step; returns the norm of the gradient before both."""
-        limit, rate = self.settings.optim.max_grad_norm, lr * scales.update_scale
+        limit, rate = self.config.optim.max_grad_norm, lr * scales.update_scale
         what = "the policy gradient"
         return take_step(self.parameters, self.optimizer, rate, limit, what, mini.ids, scales.grad_scale)
 
     def _normalization(self, bias: ClipBias) -> Normalization:
-        settings = self.settings
-        norm = settings.objective.clip_bias_norm
-        if not settings.normalize:
+        loss = self.config.loss
+        norm = loss.clip_bias_norm
+        if not self.normalize:
             return Normalization(grad_scale=1.0, update_scale=1.0, norm=bias.norm(norm), factor=1.0)
-        target, delta = settings.objective.clip_bias_target, settings.objective.clip_bias_delta
-        return normalization(bias, norm=norm, target=target, delta=delta)
+        return normalization(bias, norm=norm, target=loss.clip_bias_target, delta=loss.clip_bias_delta)
 
 
 class CriticUpdate:
     """Optimizer steps of the critic."""
 
-    def __init__(self, critic: nn.Module, optimizer: torch.optim.Optimizer, settings: UpdateSettings) -> None:
+    def __init__(self, critic: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
         disable_dropout(critic)
         self.critic = critic
         self.optimizer = optimizer
-        self.settings = settings
+        self.config = config
         self.parameters = list(critic.parameters())
 
     def step(self, mini: Batch, lr: float, means: Means) -> None:
         """One optimizer step towards the returns; none without loss tokens, where Adam would follow its momentum."""
-        how: dict[str, Any] = mean_over(mini, self.settings)
+        how = mean_over(mini, self.config.loss.aggregation)
         if not how["denominator"]:  # on any rank
             return
-        total, clip = 0.0, self.settings.objective.value_clip
+        total, clip = 0.0, self.config.loss.value_clip
         by_group = packs(getattr(self.critic, "backbone", None))  # OpenRLHF's critic has none
-        size = self.settings.update.critic_micro_batch_size
+        size = self.config.update.critic_micro_batch_size
         for _, micro, last in on_device(mini, size, self.parameters, by_group=by_group):
             assert micro.returns is not None
-            values = self._forward(micro)
+            values = self.values(micro)
             loss = value_loss(
                 values, micro.returns, micro.loss_mask, old_values=micro.values, clip_eps=clip, **how
             )
@@ -312,9 +298,9 @@ class CriticUpdate:
         (total,) = sum_over_ranks(total)
         means.add(value=total, critic_grad_norm=self._apply(lr, mini))
 
-    def _forward(self, micro: Batch) -> Tensor:
-        """Values (B, T)."""
-        with autocast(self.settings.dtype, micro.token_ids.device):
+    def values(self, micro: Batch) -> Tensor:
+        """Values (B, T) of the loss tokens."""
+        with autocast(self.config.hardware.dtype, micro.token_ids.device):
             values: Tensor = self.critic(micro.token_ids, micro.loss_mask)
         return values
 
@@ -324,7 +310,7 @@ class CriticUpdate:
 
     def _apply(self, lr: float, mini: Batch) -> float:
         """Clip the gradient and take the step; returns the norm of the gradient."""
-        limit, what = self.settings.optim.max_grad_norm, "the critic's gradient"
+        limit, what = self.config.optim.max_grad_norm, "the critic's gradient"
         return take_step(self.parameters, self.optimizer, lr, limit, what, mini.ids)
 
 

@@ -41,8 +41,7 @@ class LossSettings:
         clip: the clip range of the surrogate. It also says which tokens count as clipped, whatever the surrogate.
         aggregation: see ``aggregate``.
 
-    Raises:
-        ValueError: for an unknown ratio level.
+    Raises ValueError for an unknown ratio level.
     """
 
     ratio_level: RatioLevel = "token"
@@ -117,12 +116,11 @@ def policy_loss(
         loss = -mean over trajectories of (1/|y|) sum_t f_t surrogate(w_t, A_t)
         c_t  = 1[t is clipped] f_t w_t A_t, the clipping bias                  eq:Cturn_def, eq:ppo_composition
 
-    The tokens of a segment share their ratio. A segment is a token (eq:ppo_obj, eq:GRPO_objective), a turn
-    (eq:turn_level_PPO) or the whole sequence (GSPO). Advantages, and with them clipping, stay per token. The module's
-    docstring lists the deviations from the paper.
+    A segment is a token (eq:ppo_obj, eq:GRPO_objective), a turn (eq:turn_level_PPO) or the whole sequence (GSPO).
+    Advantages, and with them clipping, stay per token. The module's docstring lists the deviations from the paper.
 
     Args:
-        log_probs: (B, T), the only input that a gradient flows to; differentiable once; it has no second derivative.
+        log_probs: (B, T), the only input that a gradient flows to; it has no second derivative.
         old_log_probs, advantages: (B, T).
         loss_mask: (B, T) bool. A trajectory without loss tokens contributes 0.
         turn_ids: (B, T) int, >= 0 on loss tokens, not decreasing along a trajectory; read at level ``turn`` only.
@@ -143,9 +141,7 @@ def policy_loss(
     factor = None if correction is None else segments.pick(correction.detach()).to(dtype)
     weighted = advantage if factor is None else factor * advantage
     log_ratio = segments.pick(log_probs).to(dtype) - segments.pick(old_log_probs.detach()).to(dtype)
-    log_ratio_square_sum = torch.dot(log_ratio.detach(), log_ratio.detach())
-    log_ratio = segments.spread_mean(log_ratio)  # each token now has that of its segment
-    ratio = importance_ratio(log_ratio)
+    ratio = importance_ratio(segments.spread_mean(log_ratio))  # each token has that of its segment
     with torch.no_grad():
         bias = (ratio * weighted).masked_fill_(~settings.clip.clips(ratio, weighted), 0.0)  # c_t
         clip_bias = measure(segments, bias, logit_scale)
@@ -156,7 +152,7 @@ def policy_loss(
             clipped=clip_bias.clipped,
             ratio_sum=ratio.sum(),
             ratio_square_sum=ratio.square().sum(),
-            log_ratio_square_sum=log_ratio_square_sum,
+            log_ratio_square_sum=torch.dot(log_ratio, log_ratio),
         )
     surrogate = settings.surrogate(ratio, advantage, settings.clip)
     check_shapes(ratio, surrogate=surrogate)

@@ -126,13 +126,9 @@ def _turn_lengths(ids: Tensor, row_lengths: Tensor) -> Tensor:
     turn = ids[starts]
     falls = (turn.diff() < 0) & (row.diff() == 0)
     if bool((turn < 0).any() | falls.any()):
-        if bool((turn < 0).any()):
-            raise ValueError(
-                f"turn_ids is {int(turn.min())} on a loss token; each needs the id (>= 0) of its turn"
-            )
-        at = int(falls.nonzero()[0])
+        at = int((turn < 0).int().argmax() if bool((turn < 0).any()) else falls.int().argmax() + 1)
         raise ValueError(
-            f"turn_ids of trajectory {int(row[at])} fall from {int(turn[at])} to {int(turn[at + 1])}; "
-            "they must not decrease along a trajectory"
+            f"turn_ids has {int(turn[at])} on a loss token of trajectory {int(row[at])}: each loss token needs the id "
+            "(>= 0) of its turn, and they must not decrease along a trajectory"
         )
     return torch.diff(starts, append=starts.new_tensor([len(ids)]))

@@ -18,12 +18,12 @@ class Sums:
     def __add__(self: SumsT, other: SumsT) -> SumsT:
         return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
-    def all_reduce(self: SumsT, group: dist.ProcessGroup | None = None) -> SumsT:
-        """The sums over all ranks of ``group``, or these sums where torch.distributed is not initialised."""
+    def all_reduce(self: SumsT) -> SumsT:
+        """The sums over all ranks, or these sums where torch.distributed is not initialised."""
         if not (dist.is_available() and dist.is_initialized()):
             return self
         packed = torch.stack([getattr(self, f.name) for f in fields(self)])
-        dist.all_reduce(packed, group=group)
+        dist.all_reduce(packed)
         return type(self)(*packed.unbind())
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.shape import ModelShape
-from sorl_train.openrlhf.flag_table import problems_of
-from sorl_train.openrlhf.flags import Placement
+from sorl_train.openrlhf.flags import Placement, problems_of
 
 # The engine overrides internals of these packages, which other versions may have changed.
 TESTED = {

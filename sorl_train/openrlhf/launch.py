@@ -62,14 +62,6 @@ LAST_LINES = 15  # of the log, which an error message shows
 _EXCEPTION = re.compile(
     r"^(?:[a-zA-Z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Stopped))(?:\([^)]*\))?: ?(?P<text>.*)$"
 )
-WORKERS = {
-    "RolloutRayActor": "a vLLM engine",
-    "PolicyModelActor": "a training worker of the policy",
-    "CriticModelActor": "a training worker of the critic",
-    "ReferenceModelActor": "a worker of the reference model",
-    "PPOTrainer": "the trainer",
-    "PPOTrainerAsync": "the trainer",
-}
 POLL_S = 0.5
 GRACE_S = 60.0  # between asking a process to end and killing it
 
@@ -256,8 +248,8 @@ def cause_of_death(log: str) -> str:
             itertools.takewhile(lambda line: line and "\x1b[" not in line, lines[number + 1 : number + 9])
         )
         if found["name"] == "ActorDiedError":
-            who = next((line.split()[-1] for line in rest if "class_name:" in line), "a worker")
-            return f"{WORKERS.get(who, who)} died"
+            who = next((line.split()[-1] for line in rest if "class_name:" in line), "")
+            return f"the worker {who} died"
         text = "\n".join([found["text"], *rest])
         return text if found["name"] == "UserError" else f"{found['name']}: {text}"
     return ""

@@ -140,7 +140,7 @@ class TrainStep:
                 assert batch.began_log_probs is not None
                 metrics |= mismatch_metrics(batch.began_log_probs, batch)
             except (NonFiniteError, RayTaskError) as error:
-                cause = error.cause if isinstance(error, RayTaskError) else error
+                cause = getattr(error, "cause", error)  # what a worker raised
                 if not isinstance(cause, NonFiniteError):
                     raise
                 raise self.recorder.non_finite(step, cause, cause.trajectory_ids, trajectories) from error
@@ -262,22 +262,22 @@ class TrainStep:
         counts["total"] = [config.update.steps * per_step] * ranks
         metrics: dict[str, float] = {}
         if self.critic_model_group is not None:
-            metrics |= self.run_group_awake(self.critic_model_group, "train_on", minis=shares, **counts)[0]
+            metrics |= self.train_group(self.critic_model_group, minis=shares, **counts)[0]
         if step > config.critic_warmup_steps:
             sample = final_kl_sample(batch.loss_mask) if config.update.trust_kl is not None else []
             counts |= {"sample": by_rank(batch.rows(sample), ranks), "trust": [self.trust] * ranks}
-            actor = self.actor_model_group
-            found, self.trust = self.run_group_awake(actor, "train_on", minis=shares, **counts)[0]
+            found, self.trust = self.train_group(self.actor_model_group, minis=shares, **counts)[0]
             metrics |= found
         return metrics
 
-    def run_group_awake(self, group: Any, method: str, **arguments: list[Any]) -> list[Any]:
-        """``run_group`` with the optimizer's state on the GPU, where it is only for updates if models share the GPU."""
-        if not self.args.ds.enable_sleep:
-            return self.run_group(group, method, **arguments)
-        ray.get(group.async_run_method(method_name="reload_states"))
-        results = self.run_group(group, method, **arguments)
-        ray.get(group.async_run_method(method_name="offload_states"))
+    def train_group(self, group: Any, **arguments: list[Any]) -> list[Any]:
+        """``train_on`` with the optimizer's state on the GPU, where it is only for updates if models share the GPU."""
+        sleeps = self.args.ds.enable_sleep
+        if sleeps:
+            ray.get(group.async_run_method(method_name="reload_states"))
+        results = self.run_group(group, "train_on", **arguments)
+        if sleeps:
+            ray.get(group.async_run_method(method_name="offload_states"))
         return results
 
     def run_group(self, group: Any, method: str, **arguments: list[Any]) -> list[Any]:

@@ -21,7 +21,6 @@ from sorl_train.learner.batch import Batch
 from sorl_train.learner.means import Means
 from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.schedule import learning_rate
-from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.losses.clip_bias import Normalization
 from sorl_train.losses.log_probs import TokenStats
@@ -57,20 +56,14 @@ class DeepSpeedPolicyUpdate(PolicyUpdate):
     """``PolicyUpdate`` on a DeepSpeed engine around a causal language model."""
 
     def __init__(self, engine: Any, config: TrainConfig) -> None:
-        super().__init__(engine.module, engine.optimizer, update_settings(config))
+        super().__init__(engine.module, engine.optimizer, config)
         self._deepspeed = DeepSpeedStep(engine)
 
-    def _forward(self, micro: Batch) -> TokenStats:
-        return self.stats(micro, micro.loss_mask, entropy=True, logit_scale=True)
-
     def stats(self, micro: Batch, mask: Tensor, **wanted: bool) -> TokenStats:
-        """Statistics of the tokens of ``mask``, through the engine, which gathers sharded weights."""
+        """As the base class's, through the engine, which gathers sharded weights."""
         logits = self._deepspeed.engine(input_ids=micro.token_ids[:, :-1], use_cache=False).logits[mask]
-        temperature = self.settings.temperature
+        temperature = self.config.sampler.temperature
         return logit_stats(logits, micro.token_ids, mask, temperature=temperature, **wanted)
-
-    def _log_probs(self, micro: Batch) -> Tensor:
-        return self.stats(micro, micro.loss_mask).log_probs
 
     def _may_have_gradient(self, micro: Batch) -> bool:
         return True  # all ranks have to go through the backward pass together
@@ -79,7 +72,7 @@ class DeepSpeedPolicyUpdate(PolicyUpdate):
         self._deepspeed.backward(loss, last)
 
     def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
-        limit, rate = self.settings.optim.max_grad_norm, lr * scales.update_scale
+        limit, rate = self.config.optim.max_grad_norm, lr * scales.update_scale
         grad_norm = self._deepspeed.apply(rate, scales.grad_scale, limit)
         return _finite(grad_norm, "the policy gradient", mini)
 
@@ -97,12 +90,9 @@ class DeepSpeedCriticUpdate(CriticUpdate):
     """``CriticUpdate`` on a DeepSpeed engine around OpenRLHF's critic."""
 
     def __init__(self, engine: Any, config: TrainConfig) -> None:
-        super().__init__(engine.module, engine.optimizer, update_settings(config))
+        super().__init__(engine.module, engine.optimizer, config)
         self._deepspeed = DeepSpeedStep(engine)
         self.head = ValueHead(engine, config.optim)
-
-    def _forward(self, micro: Batch) -> Tensor:
-        return self.values(micro)
 
     def values(self, micro: Batch) -> Tensor:
         """Values (B, T), float32, 0 off the policy's tokens."""

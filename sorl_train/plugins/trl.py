@@ -7,6 +7,7 @@ Turns of TRL's tools and environments are told apart by ``tool_mask``.
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,20 +27,6 @@ from sorl_train.plugins.objective import Objective, clip_range, loss_algorithms
 from sorl_train.plugins.trl_trust import TrustedSteps
 
 TRUST_FILE = "sorl_trust_region.json"  # in each checkpoint
-
-# What else a model's forward pass may need, as TRL 1.16 names it.
-_FORWARD = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
 
 
 @dataclass(frozen=True)
@@ -149,8 +136,6 @@ class SorlMixin:
         metrics = trainer._metrics[mode]
         if trainer.beta != 0.0:
             penalty = kl_penalty(log_probs, inputs["ref_per_token_logps"], "k3")
-            if trainer.args.use_bias_correction_kl:
-                penalty = penalty * self.objective.ratios(log_probs, old, mask)
             kl = aggregate(penalty, mask, aggregation=mean, denominator=denominator)
             loss = loss + trainer.beta * kl
             metrics["kl"].append(_gathered_mean(trainer, penalty, mask))
@@ -168,6 +153,7 @@ class SorlMixin:
         """Mask of the policy's tokens, their log-probabilities and entropies, (B, T) each, and the router's loss."""
         trainer: Any = self
         completion = inputs["completion_ids"]
+        forward = inspect.signature(trainer._get_per_token_logps_and_entropies).parameters
         log_probs, entropy, aux_loss = trainer._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], completion], dim=1),
@@ -175,7 +161,7 @@ class SorlMixin:
             completion.size(1),
             compute_entropy=True,
             compute_aux_loss=trainer.aux_loss_enabled,
-            **{name: inputs.get(name) for name in _FORWARD},
+            **{name: inputs[name] for name in forward if name in inputs},  # such as images
         )
         return self.loss_mask(inputs), log_probs, entropy, aux_loss
 
@@ -243,13 +229,11 @@ def _refuse_unknown_options(trainer: Any) -> None:
         "top_entropy_quantile": trainer.top_entropy_quantile < 1.0,
         "off_policy_mask_threshold": trainer.off_policy_mask_threshold is not None,
         "use_adaptive_entropy": trainer.use_adaptive_entropy,
+        "use_bias_correction_kl": args.use_bias_correction_kl,
     }
-    for name, is_set in unknown.items():
-        if is_set:
-            value = getattr(args, name)
-            raise ValueError(
-                f"{name}={value} changes TRL's own loss, which this trainer replaces: leave it out"
-            )
+    for name in (name for name, is_set in unknown.items() if is_set):
+        value = getattr(args, name)
+        raise ValueError(f"{name}={value} changes TRL's own loss, which this trainer replaces: leave it out")
     if trainer.importance_sampling_level != "token":
         raise ValueError(
             f"importance_sampling_level={trainer.importance_sampling_level!r} has no effect here: the algorithm has "

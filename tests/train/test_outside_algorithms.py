@@ -16,7 +16,7 @@ from sorl_train.config.files import load_config, read_resolved
 from sorl_train.config.find_algorithm import algorithm_facts, find_algorithm, short_name
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
-from sorl_train.learner.settings import update_settings
+from sorl_train.learner.settings import loss_settings
 from sorl_train.report.report import main as report
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import saved_config
@@ -57,9 +57,7 @@ def test_a_file_is_trained_resumed_reported_and_not_exchanged(
 
     saved = read_resolved(run_dir.config)  # as the workers of OpenRLHF do
     assert saved.algo == algo and saved.rollout.group_size == 8  # that of all group algorithms
-    assert update_settings(saved).loss.surrogate.args == (
-        find_algorithm(algo).surrogate,
-    )  # inside call_outside
+    assert loss_settings(saved).surrogate.args == (find_algorithm(algo).surrogate,)  # inside call_outside
     _, summary = train_short(run_dir.path, resume=True, algo=algo, update__steps=3)
     assert summary["steps"] == 3 and len(calls(algo)) == first + 2
 
@@ -146,7 +144,7 @@ def test_a_surrogate_is_tried_before_the_first_rollout(tmp_path: Path, body: str
     )
     config = load_config("quickstart", {"algo": str(file)})
     with pytest.raises(UserError, match=f"its surrogate wrong {says}"):
-        update_settings(config)
+        loss_settings(config)
 
 
 def settings_text(algorithm: Algorithm) -> str:

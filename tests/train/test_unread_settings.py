@@ -29,7 +29,6 @@ from sorl_train.engine import LocalEngine
 from sorl_train.learner.advantages import correct, estimate_advantages
 from sorl_train.learner.batch import collate
 from sorl_train.learner.overlong import drop_rows_without_loss
-from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.models.critic import Critic
 from sorl_train.models.forward import action_stats
@@ -141,7 +140,7 @@ def update(config: TrainConfig) -> tuple[Tensor, dict[str, float]]:
     with torch.no_grad():  # older weights sampled the batch
         began = action_stats(policy, batch.token_ids, batch.action_mask, temperature=1.0).log_probs
     batch = batch.with_fields(start_log_probs=began)
-    engine, settings = object.__new__(LocalEngine), update_settings(config)
+    engine, settings = object.__new__(LocalEngine), config
 
     def adamw(model: Any) -> Any:
         return torch.optim.AdamW(model.parameters(), eps=config.optim.adam_eps)

@@ -18,7 +18,6 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.means import Means
 from sorl_train.learner.optimizer_step import NonFiniteError
-from sorl_train.learner.settings import update_settings
 from sorl_train.learner.trust_region import (
     GROWTH,
     MOST_MOVES,
@@ -63,7 +62,7 @@ def update_of(model: Any, settings: TrainConfig, *, sgd: bool = False) -> Policy
         if sgd
         else torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0)
     )
-    return PolicyUpdate(model, optimizer, update_settings(settings))
+    return PolicyUpdate(model, optimizer, settings)
 
 
 def train_on(update: PolicyUpdate, minis: list[Batch], look: Batch, lr: float) -> dict[str, float]:
@@ -320,7 +319,7 @@ def test_two_ranks_take_the_same_steps_back(
     expected = train_on(update_of(model, config()), minis, look, 3e-3)
     assert expected["loss/trust_moves_back"] >= 2
     shares = [[mini.rows([0]) for mini in minis], [mini.rows([1, 2]) for mini in minis]]
-    case = {"model": tiny_folder, "settings": update_settings(config()), "lr": 3e-3}
+    case = {"model": tiny_folder, "settings": config(), "lr": 3e-3}
     looks = [look.rows([0, 1]), look.rows([2])]
     torch.save(case | {"minis": shares, "look": looks}, tmp_path / "case.pt")
     torch.multiprocessing.spawn(one_rank, args=(str(tmp_path),), nprocs=2)

@@ -18,7 +18,6 @@ from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.means import Means
 from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.schedule import learning_rate
-from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.losses.surrogates import SURROGATES
 from sorl_train.models import packing
@@ -55,7 +54,7 @@ def step(
     if packed:
         enable_packing(model)
     kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
-    update = PolicyUpdate(model, kind(model.parameters(), lr=0.1), update_settings(config))
+    update = PolicyUpdate(model, kind(model.parameters(), lr=0.1), config)
     means = Means()
     update.step(batch, 0.1, means)
     return torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()
@@ -115,7 +114,7 @@ def test_the_backward_pass_of_micro_batches_without_advantages_is_left_out(
     found = []
     for always in (True, False):
         model = load_policy(tiny_folder, "cpu")
-        update = Counting(model, torch.optim.AdamW(model.parameters(), lr=0.1), update_settings(config))
+        update = Counting(model, torch.optim.AdamW(model.parameters(), lr=0.1), config)
         update.always = always
         means = Means()
         for _ in range(2):
@@ -256,7 +255,7 @@ def test_a_mini_batch_without_advantages_moves_nothing_if_asked(
     config = short_config(**{"update.skip_without_signal": skip, "optim.max_grad_norm": None})
     model = load_policy(tiny_folder, config.hardware.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
-    update = PolicyUpdate(model, optimizer, update_settings(config))
+    update = PolicyUpdate(model, optimizer, config)
     batch = off_policy(collate(trajectories))
     means = Means()
     update.step(batch, 1e-3, means)
@@ -274,7 +273,7 @@ def test_a_mini_batch_without_loss_tokens_does_not_move_the_critic(
     """Its gradient is zero, but Adam would follow the momentum of the steps before; the optimizer is left as it is."""
     critic = load_critic(tiny_folder, "cpu")
     optimizer = torch.optim.AdamW(critic.parameters(), lr=0.01)
-    update, means = CriticUpdate(critic, optimizer, update_settings(short_config())), Means()
+    update, means = CriticUpdate(critic, optimizer, short_config()), Means()
     batch = collate(trajectories).with_fields(
         returns=torch.ones_like(collate(trajectories).rollout_log_probs)
     )
@@ -301,7 +300,7 @@ def test_the_target_kl_is_measured_from_the_weights_that_began_the_batch(
     now = action_stats(model, batch.token_ids, batch.action_mask, temperature=1.0).log_probs.detach()
 
     def is_past(batch: Batch, settings: TrainConfig = config) -> bool:
-        update = PolicyUpdate(model, torch.optim.SGD(model.parameters(), lr=0.0), update_settings(settings))
+        update = PolicyUpdate(model, torch.optim.SGD(model.parameters(), lr=0.0), settings)
         update.step(batch, 0.0, Means())
         return update.past_target_kl
 

@@ -295,11 +295,11 @@ def test_neighbouring_rows_with_the_same_turn_id_stay_apart() -> None:
 def test_turn_ids_that_break_their_contract() -> None:
     negative = TURNS.clone()
     negative[1, 2] = -1
-    with pytest.raises(ValueError, match="turn_ids is -1 on a loss token"):
+    with pytest.raises(ValueError, match="turn_ids has -1 on a loss token"):
         policy_loss(log_probs(), OLD, ADVANTAGES, MASK, negative, ratio_level="turn")
     falling = TURNS.clone()
     falling[1, 2] = 2
-    with pytest.raises(ValueError, match="of trajectory 1 fall from 3 to 2"):
+    with pytest.raises(ValueError, match="turn_ids has 2 on a loss token of trajectory 1"):
         policy_loss(log_probs(), OLD, ADVANTAGES, MASK, falling, ratio_level="turn")
 
 

@@ -15,7 +15,6 @@ from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.means import Means
-from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import CriticUpdate
 from sorl_train.models.critic import Critic, load_critic
 from sorl_train.models.policy import load_policy, load_tokenizer
@@ -82,7 +81,7 @@ def local(
 ) -> tuple[Critic, list[dict[str, float]]]:
     """Steps of plain SGD by the local engine."""
     critic = load_critic(folder, config.hardware.device)
-    update = CriticUpdate(critic, torch.optim.SGD(critic.parameters(), lr=LR), update_settings(config))
+    update = CriticUpdate(critic, torch.optim.SGD(critic.parameters(), lr=LR), config)
     metrics = []
     for _ in range(steps):
         means = Means()

@@ -19,7 +19,6 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.advantages import correct
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.means import Means
-from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.models.tiny import build_tiny_policy
@@ -61,7 +60,7 @@ def local_step(
     """Parameters before and after a step of plain SGD, and the metrics."""
     model = load_policy(folder, config.hardware.device)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    update = PolicyUpdate(model, torch.optim.SGD(model.parameters(), lr=LR), update_settings(config))
+    update = PolicyUpdate(model, torch.optim.SGD(model.parameters(), lr=LR), config)
     means = Means()
     update.step(batch, LR, means)
     return before, torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()

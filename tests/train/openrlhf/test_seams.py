@@ -21,8 +21,7 @@ from sorl_train.config.settings import OptimConfig
 from sorl_train.learner.optimizer_step import adamw
 from sorl_train.models.critic import load_critic
 from sorl_train.models.policy import load_policy
-from sorl_train.openrlhf import flag_table
-from sorl_train.openrlhf.flags import as_arguments, openrlhf_flags
+from sorl_train.openrlhf.flags import ALLOWED, as_arguments, openrlhf_flags
 from sorl_train.rollout.environments import make_env
 from sorl_train.run.display import Display
 from sorl_train.run.folder import RunDir
@@ -250,7 +249,7 @@ def test_a_user_may_set_flags_that_openrlhf_has() -> None:
         for action in parser_of_openrlhf()._actions
         for option in action.option_strings
     }
-    assert set(flag_table.ALLOWED) <= names
+    assert set(ALLOWED) <= names
 
 
 @pytest.mark.parametrize("algo", ["so_ppo", "so_grpo"])

@@ -11,7 +11,6 @@ import torch
 
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.means import Means
-from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.policy import load_policy
 from sorl_train.run.files import read_jsonl
@@ -39,7 +38,7 @@ def local(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, list[dict[s
     model = load_policy(case["model"])
     before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=case["lr"])
-    update, found = PolicyUpdate(model, optimizer, update_settings(case["config"])), []
+    update, found = PolicyUpdate(model, optimizer, case["config"]), []
     for rate in (case["lr"], 100 * case["lr"]):  # in the second batch the scale is small already
         means = Means()
         *minis, sample = (

@@ -12,7 +12,6 @@ import torch
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.means import Means
-from sorl_train.learner.settings import update_settings
 from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.policy import load_policy
 from sorl_train.plugins.objective import turn_ids_of
@@ -180,7 +179,7 @@ def by_our_engine(
     """The model after two steps, and the means of their metrics."""
     model = load_policy(str(policy.folder), "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-5, weight_decay=0.0)
-    update = PolicyUpdate(model, optimizer, update_settings(config))
+    update = PolicyUpdate(model, optimizer, config)
     update.begin_batch()
     means = Means()
     for _ in range(2):
