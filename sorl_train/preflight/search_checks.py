@@ -18,9 +18,8 @@ from sorl_tools.corpus import read_corpus
 from sorl_tools.index.manifest import read_manifest
 from sorl_tools.index.verify import check_files
 from sorl_tools.progress import Progress
-from sorl_tools.search.http import HttpSearch
+from sorl_tools.search.http import TOKEN_VARIABLE, HttpSearch
 from sorl_tools.search.http_cache import ReplyCache
-from sorl_tools.search.http_protocol import TOKEN_VARIABLE
 from sorl_train.preflight.finding import Finding, Run
 from sorl_train.preflight.inputs import UNASKED
 

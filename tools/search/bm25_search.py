@@ -16,9 +16,8 @@ from sorl_env.tool import ToolReply
 from sorl_tools.corpus import Passage, format_passages, read_corpus
 from sorl_tools.index.cached import open_bm25
 from sorl_tools.index.words import Bm25, index_words
-from sorl_tools.search.http import DESCRIPTION, SCHEMA, HttpSearch
+from sorl_tools.search.http import DESCRIPTION, SCHEMA, HttpSearch, check_query
 from sorl_tools.search.http_cache import ReplyCache
-from sorl_tools.search.http_protocol import check_query
 
 
 def search_tool(settings: ToolSettings, sample: Path) -> BM25Search | HttpSearch:

@@ -1,4 +1,4 @@
-"""The search tool over HTTP: a client of retrieval servers that speak Search-R1's protocol."""
+"""The search tool over HTTP: a client of servers that speak Search-R1's protocol, none of which are trusted."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from sorl_env.errors import UserError
-from sorl_env.text import read_json
-from sorl_env.tool import ToolReply, ToolUnavailableError
-from sorl_tools.corpus import format_passages
-from sorl_tools.search.http_cache import Key, ReplyCache
-from sorl_tools.search.http_protocol import TOKEN_VARIABLE, Body, addresses, check_query, read_passages
+import httpx
 
-if TYPE_CHECKING:
-    import httpx
+from sorl_env.errors import UserError
+from sorl_env.text import read_json, valid_text
+from sorl_env.tool import ToolInputError, ToolReply, ToolUnavailableError
+from sorl_tools.corpus import Passage, format_passages
+from sorl_tools.search.http_cache import ReplyCache
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +29,9 @@ SCHEMA: Mapping[str, Any] = {
     "required": ["query"],
 }
 FINGERPRINT_HEADER = "x-sorl-fingerprint"
+TOKEN_VARIABLE = "SORL_SEARCH_TOKEN"
+MAX_QUERY_CHARS = 4096  # servers refuse a longer query with the status of a wrong address
+MAX_REPLY_BYTES = 16 << 20  # servers send some kilobytes
 
 
 class HttpSearch:
@@ -68,19 +70,17 @@ class HttpSearch:
         cache: ReplyCache | None = None,
         token: str | None = None,
     ) -> None:
-        import httpx  # imported here, because tasks that search in this process do not need it
-
-        self.urls = addresses(url)
+        self.urls = _addresses(url)
         self.url = ",".join(self.urls)
         self.top_k = top_k
         self.cache = cache
         self._timeout_s = timeout_s
-        self._fingerprint: str | None = None
+        self._fingerprint: str | None = None  # "" where a server of another kind tells none
         self._turns = itertools.count()
         token = os.environ.get(TOKEN_VARIABLE) if token is None else token
-        self._request_s = request_s = timeout_s / len(self.urls)
+        self._request_s = timeout_s / len(self.urls)
         self._options: dict[str, Any] = {
-            "timeout": httpx.Timeout(request_s, connect=min(5.0, request_s)),
+            "timeout": httpx.Timeout(self._request_s, connect=min(5.0, self._request_s)),
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=64),
             # a small compressed body can unpack to any size
             "headers": {"Accept-Encoding": "identity"}
@@ -99,7 +99,7 @@ class HttpSearch:
             UserError: no server answers.
         """
         ends_at = time.monotonic() + self._timeout_s
-        while not self._knows_fingerprint():
+        while self._fingerprint is None and not self._ask_fingerprint():
             if time.monotonic() > ends_at:
                 raise UserError(
                     f"search_url={self.url}: no server answers; start one: sorl-serve INDEX_OR_CORPUS"
@@ -111,42 +111,39 @@ class HttpSearch:
     def __call__(self, query: str) -> ToolReply:
         """Search once."""
         query = check_query(query)
-        if self.cache is not None:
-            self._knows_fingerprint()
-        kept = self._look_up(query)
-        if kept is not None:
+        if self.cache is not None and self._fingerprint is None:
+            self._ask_fingerprint()
+        if (kept := self._look_up(query)) is not None:
             return kept
-        outage: Exception | None = None
+        outages: list[ToolUnavailableError] = []
         for url in self._in_turn():
-            try:
-                body = Body(url, self._request_s)
-                with self._client.stream("POST", url, json=self._request(query)) as response:
-                    for chunk in response.iter_raw():
-                        body.add(chunk)
+            body = _Body(url, self._request_s)
+            with (
+                _noting(url, outages),
+                self._client.stream("POST", url, json=self._request(query)) as response,
+            ):
+                for chunk in response.iter_raw():
+                    body.add(chunk)
                 return self._read(query, response, body)
-            except Exception as error:  # noqa: BLE001  _as_outage raises whatever is not one
-                outage = _as_outage(url, error)
-        raise outage or AssertionError("there is at least one address")
+        raise outages[-1]
 
     async def acall(self, query: str) -> ToolReply:
         """Search once, on the event loop."""
         query = check_query(query)
         if self.cache is not None and self._fingerprint is None:
-            await asyncio.get_running_loop().run_in_executor(None, self._knows_fingerprint)
-        kept = self._look_up(query)
-        if kept is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._ask_fingerprint)
+        if (kept := self._look_up(query)) is not None:
             return kept
-        outage: Exception | None = None
+        outages: list[ToolUnavailableError] = []
         for url in self._in_turn():
-            try:
-                body, client = Body(url, self._request_s), self._async_client()
-                async with client.stream("POST", url, json=self._request(query)) as response:
+            body = _Body(url, self._request_s)
+            with _noting(url, outages):
+                request = self._async_client().stream("POST", url, json=self._request(query))
+                async with request as response:
                     async for chunk in response.aiter_raw():
                         body.add(chunk)
-                return self._read(query, response, body)
-            except Exception as error:  # noqa: BLE001  _as_outage raises whatever is not one
-                outage = _as_outage(url, error)
-        raise outage or AssertionError("there is at least one address")
+                    return self._read(query, response, body)
+        raise outages[-1]
 
     def close(self) -> None:
         """Close the pooled connections and the cache."""
@@ -155,24 +152,22 @@ class HttpSearch:
         if self.cache is not None:
             self.cache.close()
 
-    def _in_turn(self) -> Iterator[str]:
+    def _in_turn(self) -> Sequence[str]:
         """Every address once; the next call begins with the next one."""
         first = next(self._turns) % len(self.urls)
-        return iter(self.urls[first:] + self.urls[:first])
+        return self.urls[first:] + self.urls[:first]
 
     def _request(self, query: str) -> dict[str, Any]:
         return {"queries": [query], "topk": self.top_k, "return_scores": True}
 
-    def _key(self, query: str) -> Key:
-        return self._fingerprint or self.url, self.top_k, query
-
     def _look_up(self, query: str) -> ToolReply | None:
-        passages = None if self.cache is None else self.cache.get(self._key(query))
+        key = (self._fingerprint or self.url, self.top_k, query)
+        passages = None if self.cache is None else self.cache.get(key)
         return None if passages is None else format_passages(passages)._replace(cached=True)
 
-    def _read(self, query: str, response: httpx.Response, body: Body) -> ToolReply:
+    def _read(self, query: str, response: httpx.Response, body: _Body) -> ToolReply:
         """The reply in a server's response, which is kept under the index that gave it."""
-        passages = read_passages(response, body.content)
+        passages = _read_passages(response, bytes(body.content))
         told = response.headers.get(FINGERPRINT_HEADER)
         if told and told != self._fingerprint:
             if self._fingerprint:
@@ -183,27 +178,20 @@ class HttpSearch:
         return format_passages(passages)
 
     def _async_client(self) -> httpx.AsyncClient:
+        """The pool of the running event loop; those of loops that have ended are dropped."""
         loop = asyncio.get_running_loop()
-        client = self._clients.get(loop)
-        if client is None:
-            import httpx
-
+        if loop not in self._clients:
             for ended in [other for other in self._clients if other.is_closed()]:
                 del self._clients[ended]
-            client = self._clients[loop] = httpx.AsyncClient(**self._options)
-        return client
+            self._clients[loop] = httpx.AsyncClient(**self._options)
+        return self._clients[loop]
 
-    def _knows_fingerprint(self) -> bool:
-        """Ask the servers for the hash of their index, until one has answered; returns whether one ever has.
-
-        The hash is ``""`` where a server of another kind tells none, and None while nobody has answered.
-        """
-        import httpx
-
-        for url in () if self._fingerprint is not None else map(httpx.URL, self.urls):
+    def _ask_fingerprint(self) -> bool:
+        """Ask the servers in turn for the hash of their index; returns whether one has answered."""
+        for url in map(httpx.URL, self.urls):
             health = url.copy_with(path=url.path.rpartition("/")[0] + "/health")
+            body = _Body(health, self._request_s)
             try:
-                body = Body(health, self._request_s)
                 with self._client.stream("GET", health) as response:
                     for chunk in response.iter_raw():
                         body.add(chunk)
@@ -211,23 +199,91 @@ class HttpSearch:
                 if said.get("ready") is False:
                     continue  # it does not know while it opens its index
                 told = said.get("fingerprint")
-                self._fingerprint = told if isinstance(told, str) else ""
             except (httpx.RemoteProtocolError, ToolUnavailableError, ValueError, AttributeError):
-                self._fingerprint = ""
+                told = ""
             except httpx.RequestError:
                 continue
-            break
-        return self._fingerprint is not None
+            self._fingerprint = told if isinstance(told, str) else ""
+            return True
+        return False
 
 
-def _as_outage(url: str, error: Exception) -> ToolUnavailableError:
-    """The error as an outage of its server; one that is a bug, or the policy's fault, is raised again."""
-    import httpx
+def check_query(query: str) -> str:
+    """The query as valid text.
 
-    if isinstance(error, ToolUnavailableError):
-        return error
-    if not isinstance(error, httpx.RequestError):
-        raise error
-    outage = ToolUnavailableError(f"{url}: {type(error).__name__}: {error}")
-    outage.__cause__ = error
-    return outage
+    Raises:
+        ToolInputError: it is longer than servers accept, which is the policy's fault and not an outage.
+    """
+    if len(query) > MAX_QUERY_CHARS:
+        raise ToolInputError(f"The query has {len(query)} characters, at most {MAX_QUERY_CHARS} are allowed.")
+    return valid_text(query)
+
+
+def _addresses(url: str | Sequence[str]) -> tuple[str, ...]:
+    """The addresses in a list or separated by commas, with ``/retrieve`` added to those without a path."""
+    found: list[str] = []
+    for one in [text.strip() for text in (url.split(",") if isinstance(url, str) else url)] or [""]:
+        try:
+            parsed = httpx.URL(one)
+        except httpx.InvalidURL as error:
+            raise UserError(f"search_url={one!r}: {error}") from error
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise UserError(f"search_url={one!r}: give an address such as http://127.0.0.1:8301/retrieve")
+        # the system would take the remainder of a division by 65536 for the port
+        if parsed.port is not None and not 0 < parsed.port < 1 << 16:
+            raise UserError(f"search_url={one!r}: a port lies between 1 and 65535, it is {parsed.port}")
+        found.append(str(parsed.copy_with(path="/retrieve") if parsed.path in ("", "/") else parsed))
+    if len(set(found)) < len(found):
+        raise UserError(f"search_url={url!r}: an address is given twice")
+    return tuple(found)
+
+
+class _Body:
+    """Collects a reply's body, which may be neither larger than ``MAX_REPLY_BYTES`` nor slower than ``timeout_s``."""
+
+    def __init__(self, url: Any, timeout_s: float) -> None:
+        self._url = url
+        self.content = bytearray()
+        self._ends_at = time.monotonic() + timeout_s
+
+    def add(self, chunk: bytes) -> None:
+        """Add the next part. Raises ToolUnavailableError beyond the limits."""
+        self.content += chunk
+        if len(self.content) > MAX_REPLY_BYTES:
+            raise ToolUnavailableError(f"{self._url}: the reply has more than {MAX_REPLY_BYTES} bytes")
+        if time.monotonic() > self._ends_at:
+            raise ToolUnavailableError(f"{self._url}: the reply takes too long")
+
+
+@contextmanager
+def _noting(url: str, outages: list[ToolUnavailableError]) -> Iterator[None]:
+    """Note an outage of the server, after which the next one is asked. All other errors pass."""
+    try:
+        yield
+    except ToolUnavailableError as error:
+        outages.append(error)
+    except httpx.RequestError as error:
+        outages.append(ToolUnavailableError(f"{url}: {type(error).__name__}: {error}"))
+        outages[-1].__cause__ = error
+
+
+def _read_passages(response: httpx.Response, content: bytes) -> list[Passage]:
+    """The passages that a server found for one query.
+
+    Raises:
+        ToolUnavailableError: 5xx, 408, 429, or a reply that breaks the protocol: the server has a problem.
+        ValueError: another status but 2xx: the request, the token or the address is wrong.
+    """
+    status, url = response.status_code, response.request.url
+    quoted = repr(content[:200].decode("utf-8", "replace"))
+    if status >= 500 or status in (408, 429):
+        raise ToolUnavailableError(f"{url} answered {status}: {quoted}")
+    if status in (401, 403):
+        raise ValueError(f"{url} answered {status}: {quoted}; set {TOKEN_VARIABLE} to its token")
+    if not 200 <= status < 300:
+        raise ValueError(f"{url} answered {status}: {quoted}; is search_url its /retrieve?")
+    try:
+        (hits,) = read_json(content)["result"]
+        return [Passage.from_row(hit["document"]) for hit in hits]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ToolUnavailableError(f"{url} breaks the protocol: {quoted}") from error

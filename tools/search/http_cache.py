@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from sorl_env.errors import UserError
@@ -16,8 +16,6 @@ Key = tuple[str, int, str]  # fingerprint of the index, top_k, query
 
 KEPT_IN_MEMORY = 4096
 KEPT_IN_FILE = 350_000  # searches of three passages of 100 words: about a gigabyte
-_BUSY_S = 30.0
-_COLUMNS = "fingerprint, top_k, query, passages"
 
 
 class ReplyCache:
@@ -30,6 +28,7 @@ class ReplyCache:
 
     Raises:
         UserError: the file cannot be used.
+        OSError: by ``get`` and ``put``: the file cannot be read or written, because the disk is full or gone.
     """
 
     def __init__(self, path: str | Path | None = None, max_replies: int | None = None) -> None:
@@ -39,42 +38,44 @@ class ReplyCache:
         try:
             if isinstance(self._path, Path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = sqlite3.connect(self._path, timeout=_BUSY_S, check_same_thread=False)
+            self._file = sqlite3.connect(self._path, timeout=30.0, check_same_thread=False)
             self._file.execute("PRAGMA journal_mode = WAL")  # readers and one writer at a time
             self._file.execute("PRAGMA synchronous = NORMAL")
             self._file.execute(
                 "CREATE TABLE IF NOT EXISTS replies (fingerprint TEXT, top_k INTEGER, query TEXT, passages TEXT, "
                 "PRIMARY KEY (fingerprint, top_k, query))"
             )
-            self._file.execute(
-                f"SELECT {_COLUMNS} FROM replies LIMIT 0"
-            )  # the table may be another program's
+            self.get(("", 0, ""))  # the table may be another program's
         except (OSError, sqlite3.Error) as error:
             raise UserError(f"{path}: replies cannot be kept there ({error}); give another file") from error
 
     def get(self, key: Key) -> list[Passage] | None:
-        """The passages, or None. Raises OSError if the file cannot be read."""
+        """The passages, or None; what is damaged counts as not there."""
         query = "SELECT passages FROM replies WHERE fingerprint = ? AND top_k = ? AND query = ?"
+        with self._open() as file:
+            row = file.execute(query, key).fetchone()
         try:
-            with self._lock, closing(self._file.execute(query, key)) as rows:
-                row = rows.fetchone()
-        except sqlite3.Error as error:
-            raise OSError(f"{self._path}: {error}") from error
-        return None if row is None else [Passage(*fields) for fields in json.loads(row[0])]
+            return None if row is None else [Passage(*fields) for fields in json.loads(row[0])]
+        except (ValueError, TypeError):
+            return None
 
     def put(self, key: Key, passages: Sequence[Passage]) -> None:
-        """Keep a reply. Raises OSError if the file cannot be written, because the disk is full or gone."""
+        """Keep a reply."""
         text = json.dumps([[p.id, p.title, p.text] for p in passages], ensure_ascii=False)
-        try:
-            with self._lock, self._file as file:
-                file.execute(f"INSERT OR REPLACE INTO replies ({_COLUMNS}) VALUES (?, ?, ?, ?)", (*key, text))
-                # row ids count up, so these are the oldest
-                file.execute(
-                    "DELETE FROM replies WHERE rowid <= last_insert_rowid() - ?", (self._max_replies,)
-                )
-        except sqlite3.Error as error:
-            raise OSError(f"{self._path}: {error}") from error
+        with self._open() as file:
+            file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", (*key, text))
+            # row ids count up, so these are the oldest
+            file.execute("DELETE FROM replies WHERE rowid <= last_insert_rowid() - ?", (self._max_replies,))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """The file for one thread at a time, in a transaction."""
+        try:
+            with self._lock, self._file as file:
+                yield file
+        except sqlite3.Error as error:
+            raise OSError(f"{self._path}: {error}") from error

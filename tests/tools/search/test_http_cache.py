@@ -41,6 +41,8 @@ def test_a_file_outlives_its_process_and_gives_up_the_oldest(tmp_path: Path) -> 
     first.put(key("new"), A)
     assert [number for number in range(9) if first.get(key(str(number))) is None] == [0]
     assert first.get(key("1")) == A[:1]
+    first._file.execute("UPDATE replies SET passages = substr(passages, 1, 9)")
+    assert first.get(key("1")) is None  # damaged, so the server is asked again
     first.close()
 
 
@@ -66,7 +68,7 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "other.db") as other:
         other.execute("CREATE TABLE replies (name TEXT)")
     other.close()
-    with pytest.raises(UserError, match=r"other.db: replies cannot be kept there .*fingerprint"):
+    with pytest.raises(UserError, match=r"other.db: replies cannot be kept there .*no such column"):
         ReplyCache(tmp_path / "other.db")
 
 

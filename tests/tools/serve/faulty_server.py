@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from sorl_tools.search.http_protocol import MAX_REPLY_BYTES
+from sorl_tools.search.http import MAX_REPLY_BYTES
 
 GOOD = json.dumps(
     {"result": [[{"document": {"id": "1", "contents": '"Mozart"\nborn'}, "score": 1.0}]]}

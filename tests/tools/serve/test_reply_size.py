@@ -12,9 +12,8 @@ import pytest
 
 from sorl_env.tool import ToolCall, ToolInputError, ToolRequest
 from sorl_env.toolbox import Toolbox
-from sorl_tools.search.http import HttpSearch
+from sorl_tools.search.http import MAX_QUERY_CHARS, HttpSearch
 from sorl_tools.search.http_cache import ReplyCache
-from sorl_tools.search.http_protocol import MAX_QUERY_CHARS
 
 from .faulty_server import FaultyServer, answer, send
 

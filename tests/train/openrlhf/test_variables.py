@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sorl_tools.search.http_protocol import TOKEN_VARIABLE
+from sorl_tools.search.http import TOKEN_VARIABLE
 from sorl_train.openrlhf.driver import FORWARDED, SECRET, runtime_env
 
 TOKEN = "s3cret-t0ken-of-this-test"
