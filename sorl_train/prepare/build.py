@@ -25,16 +25,13 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.folders import new_folder
 from sorl_env.registry import load_task
 from sorl_env.task import Example
-from sorl_train.prepare.overlap import Pair, count_pairs, count_repeated, find_pairs
+from sorl_train.prepare.overlap import Pair, count_pairs, find_pairs
 from sorl_train.prepare.recipes import Recipe
 from sorl_train.prepare.sources import Source, is_file, read_example, read_questions, read_source
 from sorl_train.run.files import atomic_write
 
-MANIFEST = (
-    "sorl_data.json"  # where each data file of the folder comes from, its licence, filter, counts and hashes
-)
+MANIFEST = "sorl_data.json"  # where each data file of the folder comes from, its licence, counts and hashes
 PAIRS = "overlap.jsonl"
-DROP = ("none", "exact")
 Manifest = dict[str, Any]
 
 
@@ -68,16 +65,35 @@ def prepare(
     entries: dict[str, dict[str, Any]] = {}
     for split, reference in sources.items():
         source = read_source(reference, recipe.splits.get(split, split), recipe.configs, revision)
-        examples[split], dropped = _read(recipe, source, split, skip_unreadable, test_ids)
-        entries[split] = _entry(source, dropped, examples[split])
+        examples[split], entries[split] = _read(recipe, source, split, skip_unreadable, test_ids)
     pairs = _find_overlap(examples, against)
     in_test = {pair.train_id for found in pairs.values() for pair in found}
     if in_test and drop == "exact":
         kept = [example for example in examples["train"] if example.id not in in_test]
         entries["train"]["dropped"]["also for testing"] = len(examples["train"]) - len(kept)
         examples["train"] = kept
+    texts, files = {}, {}
+    for split, found in examples.items():
+        name = f"{split}.jsonl"
+        texts[name] = text = jsonl(to_row(example, recipe.name, split) for example in found)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        files[name] = {"split": split, "rows": len(found), "sha256": digest, **entries[split]}
+    about = {"name": recipe.name, "licence": recipe.licence, "note": recipe.note}
+    manifest: Manifest = {"version": 3, **about, "files": files}
+    if pairs:
+        counts = {name: count_pairs(found) for name, found in pairs.items()}
+        manifest["overlap"] = {"dropped": drop, "with": counts}
+        texts[PAIRS] = jsonl(
+            {"with": name, **dataclasses.asdict(pair)} for name, found in pairs.items() for pair in found
+        )
     with new_folder(out):
-        return _write(recipe, examples, entries, pairs, out, drop)
+        for name in ("train.jsonl", f"{TEST_SPLIT}.jsonl", PAIRS):
+            if name in texts:
+                atomic_write(out / name, texts[name])
+            else:  # an earlier call may have prepared both splits
+                (out / name).unlink(missing_ok=True)
+        atomic_write(out / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+    return manifest
 
 
 def _find_overlap(
@@ -140,8 +156,8 @@ def to_row(example: Example, data_source: str, split: str) -> dict[str, Any]:
 
 def _read(
     recipe: Recipe, source: Source, split: str, skip_unreadable: bool, test_ids: frozenset[str] | None
-) -> tuple[list[Example], Counter[str]]:
-    """The examples of a split, and how many rows were left out, by reason."""
+) -> tuple[list[Example], dict[str, Any]]:
+    """The examples of a split, and what the manifest says of their source and of the rows that were left out."""
     task = load_task(recipe.name)
     examples, dropped = [], Counter[str]()
     for where, published in source.rows:
@@ -168,7 +184,13 @@ def _read(
         raise UserError(
             f"{source.name}: no rows of {recipe.name} for split {split!r} (left out: {dict(dropped)})"
         )
-    return examples, dropped
+    return examples, {
+        "source": source.name,
+        "source_split": source.split,
+        "source_sha256": source.sha256,
+        "source_rows": len(source.rows),
+        "dropped": dict(sorted(dropped.items())),
+    }
 
 
 def _split_of(
@@ -186,47 +208,6 @@ def _split_of(
             f"or object of the test questions' ids. {recipe.note}"
         )
     return None
-
-
-def _entry(source: Source, dropped: Counter[str], examples: Sequence[Example]) -> dict[str, Any]:
-    return {
-        "source": source.name,
-        "source_split": source.split,
-        "source_sha256": source.sha256,
-        "source_rows": len(source.rows),
-        "dropped": dict(sorted(dropped.items())),
-        "repeated": count_repeated(examples),
-    }
-
-
-def _write(
-    recipe: Recipe,
-    examples: Mapping[str, Sequence[Example]],
-    entries: Mapping[str, Mapping[str, Any]],
-    pairs: Mapping[str, Sequence[Pair]],
-    out: Path,
-    drop: str,
-) -> Manifest:
-    files = {}
-    for split, found in examples.items():
-        text = jsonl(to_row(example, recipe.name, split) for example in found)
-        atomic_write(out / f"{split}.jsonl", text)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        files[f"{split}.jsonl"] = {"split": split, "rows": len(found), "sha256": digest, **entries[split]}
-    about = {"name": recipe.name, "home": recipe.home, "licence": recipe.licence}
-    manifest: Manifest = {"version": 2, **about, "filter": recipe.filter, "note": recipe.note, "files": files}
-    if pairs:
-        counts = {name: count_pairs(found) for name, found in pairs.items()}
-        manifest["overlap"] = {"dropped": drop, "with": counts}
-        rows = [{"with": name, **dataclasses.asdict(pair)} for name, found in pairs.items() for pair in found]
-        atomic_write(out / PAIRS, jsonl(rows))
-    else:
-        (out / PAIRS).unlink(missing_ok=True)  # an earlier call may have prepared both splits
-    for name in ("train.jsonl", f"{TEST_SPLIT}.jsonl"):
-        if name not in files:
-            (out / name).unlink(missing_ok=True)
-    atomic_write(out / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-    return manifest
 
 
 def _check_out(out: Path) -> None:

@@ -7,18 +7,17 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from sorl_env.command import Parser, add_json_option, print_json, run_command, whole
+from sorl_env.command import Parser, add_json_option, print_json, run_command
 from sorl_env.errors import UserError
 from sorl_env.text import read_json
-from sorl_train.prepare.build import DROP, MANIFEST, PAIRS, Manifest, choose_sources, jsonl, prepare
+from sorl_train.prepare.build import MANIFEST, PAIRS, choose_sources, jsonl, prepare
 from sorl_train.prepare.overlap import count_pairs, find_pairs
 from sorl_train.prepare.recipes import RECIPES, find_recipe
 from sorl_train.prepare.sources import read_questions
 from sorl_train.run.files import atomic_write
 
-ABOUT = "Prepare published data sets, find questions that are in two files."
+SHOWN = 5  # pairs that ``check`` prints
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,15 +32,11 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="sorl-data", description=ABOUT)
+    about = "Prepare published data sets, find questions that are in two files."
+    parser = Parser(prog="sorl-data", description=about)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_prepare(commands)
-    _add_check(commands)
-    return parser
-
-
-def _add_prepare(commands: Any) -> None:
     make = commands.add_parser("prepare", help="write a published data set as train.jsonl and test.jsonl")
+    make.set_defaults(run=_prepare)
     add = make.add_argument
     add("name", metavar="NAME", help=", ".join(RECIPES))
     where = "a file (SPLIT=FILE), a folder, or hf:owner/name[:config]; repeatable (default: where it is published)"
@@ -52,42 +47,34 @@ def _add_prepare(commands: Any) -> None:
     test_ids = "JSON list of the test questions' ids, or object with them"
     add("--test_ids", type=Path, metavar="FILE", help=test_ids)
     drop = "exact: leave out train questions that are in test, too (default: none, only report them)"
-    add("--drop", choices=DROP, default="none", help=drop)
+    add("--drop", choices=("none", "exact"), default="none", help=drop)
     against = "files with test questions of other data sets to check train against"
     add("--against", type=Path, nargs="+", default=[], metavar="FILE", help=against)
     add("--skip_unreadable", action="store_true", help="leave out and count rows that cannot be read")
-    make.set_defaults(run=_prepare)
-
-
-def _add_check(commands: Any) -> None:
     check = commands.add_parser("check", help="find questions that are in two files, word for word")
+    check.set_defaults(run=_check)
     add = check.add_argument
     add("train", type=Path, metavar="TRAIN", help="a file")
     add("test", type=Path, metavar="TEST", help="the file whose questions should not be in it")
     add("--task", help="the task that reads both files (default: read them by their columns)")
     add("--out", type=Path, metavar="FILE", help="write every pair as a JSON line")
-    add("--rows", type=whole(0), default=5, help="pairs to print (default: 5)")
     add_json_option(check)
-    check.set_defaults(run=_check)
+    return parser
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
     recipe = find_recipe(arguments.name)
+    out = arguments.out
     manifest = prepare(
         recipe,
         choose_sources(recipe, arguments.source),
-        arguments.out,
+        out,
         drop=arguments.drop,
         skip_unreadable=arguments.skip_unreadable,
         test_ids=_read_ids(arguments.test_ids),
         revision=arguments.revision,
         against=arguments.against,
     )
-    _print_manifest(manifest, arguments.out)
-    return 0
-
-
-def _print_manifest(manifest: Manifest, out: Path) -> None:
     for name, entry in manifest["files"].items():
         left_out = "; ".join(f"{count:,} {reason}" for reason, count in entry["dropped"].items())
         print(f"{out / name}: {entry['rows']:,} questions" + (f" (left out: {left_out})" if left_out else ""))
@@ -98,7 +85,8 @@ def _print_manifest(manifest: Manifest, out: Path) -> None:
     if found:
         hint = "; --drop exact leaves them out of train" if overlap["dropped"] == "none" else ""
         print(f"see {out / PAIRS}{hint}", file=sys.stderr)
-    print(f"{out / MANIFEST}: licence {manifest['licence']}, origin, filter, hashes")
+    print(f"{out / MANIFEST}: licence {manifest['licence']}, origin, counts, hashes")
+    return 0
 
 
 def _read_ids(path: Path | None) -> frozenset[str] | None:
@@ -128,7 +116,7 @@ def _check(arguments: argparse.Namespace) -> int:
         f"{len(train):,} and {len(test):,} questions: {counts['pairs']:,} pairs of the same one, {counts['train']:,} "
         f"questions of the first file, {counts['test']:,} of the second"
     )
-    for pair in pairs[: arguments.rows]:
+    for pair in pairs[:SHOWN]:
         answer = "same answer" if pair.same_answer else "another answer"
         print(f"  {answer}\n    {pair.train_id}: {pair.train_question[:200]}")
         print(f"    {pair.test_id}: {pair.test_question[:200]}")

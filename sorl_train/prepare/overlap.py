@@ -52,11 +52,6 @@ def count_pairs(pairs: Sequence[Pair]) -> dict[str, int]:
     }
 
 
-def count_repeated(examples: Sequence[Example]) -> int:
-    """How many questions of a split are word-for-word repetitions of an earlier one."""
-    return len(examples) - len({_key(example) for example in examples})
-
-
 def _key(example: Example) -> Key:
     """The words of a question and its options; options are sorted, because their order does not matter."""
     options: Mapping[str, str] = example.options or {}

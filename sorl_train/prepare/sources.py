@@ -60,13 +60,13 @@ def read_source(
     """
     if reference.startswith(_HUB):
         name, _, config = reference[len(_HUB) :].partition(":")
-        return _load_all(name, f"{_HUB}{name}", (config,) if config else configs, split, revision)
+        return _load(name, f"{_HUB}{name}", (config,) if config else configs, split, revision)
     path = Path(reference).expanduser()
     if path.is_dir():
         for suffix in SUFFIXES:
             if (path / f"{split}{suffix}").is_file():
                 return _read_file(path / f"{split}{suffix}")
-        return _load_all(str(path), path.resolve().name, configs, split, None)
+        return _load(str(path), path.resolve().name, configs, split, None)
     return _read_file(path)
 
 
@@ -92,36 +92,25 @@ def _read_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"{path}:{number}", row
 
 
-def _load_all(
-    name: str, label: str, configs: Sequence[str | None], split: str, revision: str | None
-) -> Source:
+def _load(name: str, label: str, configs: Sequence[str | None], split: str, revision: str | None) -> Source:
     """All configurations of a data set in order, read with ``datasets``."""
-    rows = [row for config in configs for row in _load_one(name, label, config, split, revision)]
-    digest = hashlib.sha256()
-    for _, row in rows:
-        digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode() + b"\n")
+    import datasets
+
+    rows, digest = [], hashlib.sha256()
+    for config in configs:
+        where = f"{label}:{config}" if config else label
+        try:
+            loaded = datasets.load_dataset(name, config, split=split, revision=revision)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            hint = "" if Path(name).is_dir() else " Offline? Give --source a copy: a folder or a file."
+            raise UserError(f"{where}, split {split!r}: {error}{hint}") from error
+        for number, row in enumerate(loaded, start=1):
+            rows.append((f"{where}/{split}:{number}", row))
+            text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
+            digest.update(text.encode() + b"\n")
     named = [config for config in configs if config]
     full = label + (f":{'+'.join(named)}" if named else "") + (f"@{revision}" if revision else "")
-    return Source(full, split, digest.hexdigest(), tuple(rows))
-
-
-def _load_one(
-    name: str, label: str, config: str | None, split: str, revision: str | None
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    where = label + (f":{config}" if config else "")
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{where}: reading it needs the package datasets: pip install 'sorl[train]'"
-        ) from error
-    try:
-        loaded = datasets.load_dataset(name, config, split=split, revision=revision)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        hint = "" if Path(name).is_dir() else " Offline? Give --source a copy: a folder or a file."
-        raise UserError(f"{where}, split {split!r}: {error}{hint}") from error
-    for number, row in enumerate(loaded, start=1):
-        yield f"{where}/{split}:{number}", row
+    return Source(full, split, digest.hexdigest(), rows)
 
 
 def read_questions(path: Path, task: str | None = None) -> list[Example]:

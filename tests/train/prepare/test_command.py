@@ -31,7 +31,7 @@ def test_check_of_clean_files(prepared: Path, capsys: pytest.CaptureFixture[str]
     assert "0 pairs" in capsys.readouterr().out
 
 
-def test_command_line_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_need_their_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = jsonl(tmp_path / "mcq.jsonl", [{"question": "q?", "opa": "x"}])
     assert main(["check", str(row), str(row)]) == 2
     assert (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sorl_env import Example, load_examples, load_task
-from sorl_train.prepare.overlap import Pair, count_pairs, count_repeated, find_pairs
+from sorl_train.prepare.overlap import Pair, count_pairs, find_pairs
 
 
 def ask(text: str, *golds: str, options: dict[str, str] | None = None, name: str = "") -> Example:
@@ -29,7 +29,6 @@ def test_counts() -> None:
     train = [ask("b c d e f", name="1"), ask("b c d e f", name="2"), ask("unrelated words here", name="3")]
     test = [ask("b c d e f", name="t1"), ask("b c d e g", name="t2")]
     assert count_pairs(find_pairs(train, test)) == {"pairs": 2, "train": 2, "test": 1}
-    assert (count_repeated(train), count_repeated(test)) == (1, 0)
 
 
 def test_planted_copies_are_found_among_real_questions(shared_data) -> None:

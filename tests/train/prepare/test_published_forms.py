@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -68,33 +67,13 @@ def test_original_hotpotqa(tmp_path: Path) -> None:
         "level": "easy",
         "supporting_facts": [["X", 0], ["Y", 1]],
     }
-    assert manifest["files"]["train.jsonl"]["dropped"] == {"answer withheld": 1}
+    assert manifest["files"]["train.jsonl"]["dropped"] == {"without an answer": 1}
 
 
-def test_original_nq(tmp_path: Path) -> None:
-    words = "<P> The fifth one was built in Rome by Nero and his men </P>"
-
-    def row(number: int, *spans: tuple[int, int]) -> dict[str, Any]:
-        short = [{"start_token": start, "end_token": end} for start, end in spans]
-        notes = [{"short_answers": short, "yes_no_answer": "NONE"}]
-        return {
-            "example_id": number,
-            "question_text": f"q {number}",
-            "document_text": words,
-            "annotations": notes,
-        }
-
-    file = jsonl(
-        tmp_path / "simplified.jsonl",
-        [row(1, (7, 8), (9, 10)), row(2), row(3, (1, 8)), row(4, (9, 13), (9, 13))],
-    )
-    manifest = made("nq", tmp_path / "out", f"train={file}")
-    found = {r["id"]: r["golden_answers"] for r in rows_of(tmp_path / "out" / "train.jsonl")}
-    assert found == {"1": ["Rome", "Nero"], "4": ["Nero and his men"]}
-    assert manifest["files"]["train.jsonl"]["dropped"] == {"no short answer of at most 5 tokens": 2}
+def test_nq_open(tmp_path: Path) -> None:
     nq_open = jsonl(tmp_path / "open.jsonl", [{"question": "who?", "answer": ["a", "b"]}])
-    made("nq", tmp_path / "open", f"test={nq_open}")
-    assert rows_of(tmp_path / "open" / "test.jsonl")[0]["golden_answers"] == ["a", "b"]
+    made("nq", tmp_path / "out", f"test={nq_open}")
+    assert rows_of(tmp_path / "out" / "test.jsonl")[0]["golden_answers"] == ["a", "b"]
 
 
 def test_alphamed19k_as_published(tmp_path: Path) -> None:

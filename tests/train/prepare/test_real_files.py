@@ -34,13 +34,8 @@ def test_real_files_twice(name: str, shared_data: Path, tmp_path: Path) -> None:
         content = (shared_data / f"{file}.jsonl.gz").read_bytes()
         assert entry["source_sha256"] == hashlib.sha256(content).hexdigest()
         if name != "pubmedqa":  # its one file holds both splits
-            # the same questions as the task reads from the published rows, but for the corpora's own columns
-            published = load_examples(task, shared_data / f"{file}.jsonl.gz", "test").examples
-            assert [e.id for e in loaded.examples] == [e.id for e in published]
-            assert [(e.question, e.golden_answers, e.options) for e in loaded.examples] == [
-                (e.question, e.golden_answers, e.options) for e in published
-            ]
-            assert all(e.metadata == p.metadata for e, p in zip(loaded.examples, published, strict=True))
+            published = load_examples(task, shared_data / f"{file}.jsonl.gz", "test")
+            assert list(loaded.examples) == list(published.examples)
 
 
 def test_pubmedqa_is_split_by_its_rows(shared_data: Path, tmp_path: Path) -> None:

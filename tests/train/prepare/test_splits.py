@@ -12,7 +12,7 @@ from sorl_train.cli import main as train_main
 from sorl_train.config.settings import TrainConfig
 from sorl_train.rollout.environments import make_env, training_examples
 
-from .files import jsonl, made, rows_of
+from .files import made, rows_of
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -53,26 +53,6 @@ def test_training_on_a_test_split_is_refused(
     assert len(make_env(replace(config, split="train"), evaluation=True).examples) == 2
     with pytest.raises(UserError, match="no rows of nq for split 'train'"):
         made("nq", tmp_path / "again", f"train={prepared / 'test.jsonl'}")
-
-
-def test_drop_leaves_copies_out_of_train(tmp_path: Path) -> None:
-    texts = [
-        "who built the great wall of china first",
-        "who built the great wall of china",
-        "what is a lemur",
-    ]
-    train = jsonl(
-        tmp_path / "a.jsonl",
-        [{"id": str(i), "question": t, "golden_answers": ["a"]} for i, t in enumerate(texts)],
-    )
-    test = jsonl(
-        tmp_path / "b.jsonl",
-        [{"id": "t", "question": "Who built the Great Wall of China?", "golden_answers": ["a"]}],
-    )
-    for drop, left in (("none", ["0", "1", "2"]), ("exact", ["0", "2"])):
-        manifest = made("nq", tmp_path / drop, f"train={train}", f"test={test}", drop=drop)
-        assert [row["id"] for row in rows_of(tmp_path / drop / "train.jsonl")] == left
-        assert manifest["overlap"]["with"]["test.jsonl"]["pairs"] == 1
 
 
 def test_train_is_checked_against_other_benchmarks(shared_data: Path, tmp_path: Path) -> None:
