@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -119,31 +119,25 @@ def loss(folder: Path) -> float:
 
 
 def training(folder: Path) -> float:
-    run = Path(tempfile.mkdtemp()) / "run"
-    options = (
-        "--algo so_ppo --rollout.batch_size 64 --update.steps 3 --eval.every 0 --eval.num_examples_final 1"
-    )
-    command = [
-        "-m",
-        "sorl_train.cli",
-        *options.split(),
-        "--model",
-        str(folder / "policy"),
-        "--run_dir",
-        str(run),
-    ]
-    subprocess.run([sys.executable, *command], check=True, capture_output=True)
-    rows = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
-    shutil.rmtree(run.parent)
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name) / "run"
+        options = f"--algo so_ppo --model {folder / 'policy'} --run_dir {run} --rollout.batch_size 64"
+        options += " --update.steps 3 --eval.every 0 --eval.num_examples_final 1"
+        command = [sys.executable, "-m", "sorl_train.cli", *options.split()]
+        subprocess.run(command, check=True, capture_output=True)
+        rows = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
     return statistics.median(row["time/tokens_per_s"] for row in rows if "time/tokens_per_s" in row)
 
 
 def search(folder: Path) -> float:
     import httpx
 
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "sorl_tools.serve.cli", str(folder / "index"), "--port", port]
     with (
-        served(folder / "index") as url,
-        httpx.Client(base_url=url) as client,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}") as client,
         ThreadPoolExecutor(CLIENTS) as pool,
     ):
 
@@ -156,33 +150,25 @@ def search(folder: Path) -> float:
             list(pool.map(ask, range(64)))
             return 64
 
-        return rate(batch, time.perf_counter)
-
-
-@contextlib.contextmanager
-def served(index: Path) -> Iterator[str]:
-    """A ``sorl-serve`` of the index on a free port, until it answers; its address."""
-    import httpx
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "sorl_tools.serve.cli", str(index), "--port", str(port)]
-    with (
-        (index.parent / "serve.log").open("w") as log,
-        subprocess.Popen(command, stdout=log, stderr=log) as server,
-    ):
         try:
-            url = f"http://127.0.0.1:{port}"
-            for _ in range(600):
-                with contextlib.suppress(httpx.TransportError):
-                    if httpx.get(f"{url}/ready").is_success:
-                        break
-                if server.poll() is not None:
-                    raise RuntimeError(Path(log.name).read_text())
-                time.sleep(0.1)
-            yield url
+            wait_for(client, server)
+            return rate(batch, time.perf_counter)
         finally:
             server.terminate()
+
+
+def wait_for(client: Any, server: subprocess.Popen[bytes]) -> None:
+    """Return when the server answers that it is ready, within a minute."""
+    import httpx
+
+    for _ in range(600):
+        with contextlib.suppress(httpx.TransportError):
+            if client.get("/ready").is_success:
+                return
+        if server.poll() is not None:
+            break
+        time.sleep(0.1)
+    raise RuntimeError("sorl-serve has ended, or is not ready after a minute")
 
 
 MEASURES = {measure.__name__: measure for measure in (environment, loss, training, search)}
@@ -202,6 +188,7 @@ def python(tree: Path, *arguments: str) -> str:
 def prepare(commit: str, folder: Path) -> Path:
     """Check a commit out; the path of its tree, with the task and the index that it measures beside it."""
     tree, corpus = folder / "tree", folder / "corpus.jsonl"
+    folder.mkdir()
     subprocess.run(["git", "clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(tree)], check=True)
     subprocess.run(["git", "checkout", "--quiet", commit], check=True, cwd=tree)
     (folder / "task.py").write_text(TASK)
@@ -245,12 +232,6 @@ def measured(rounds: int, only: Sequence[str], folder: Path, trees: Mapping[str,
     return rows
 
 
-def machine() -> dict[str, Any]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    packages = {name: version(name) for name in ("torch", "gymnasium")}
-    return {"machine": platform.machine(), "cores": cores, "python": platform.python_version(), **packages}
-
-
 def show(figures: Mapping[str, Any]) -> None:
     print(", ".join(f"{name} {value}" for name, value in figures.items() if name != "measures"))
     print(f"\n{'rate a second':14} {'base':>11} {'head':>11} {'head/base':>10} {'95% interval':>16}")
@@ -292,12 +273,13 @@ def main() -> int:
         if found.returncode:
             parser.error(f"git knows no revision {getattr(args, side)!r}")
         commits[side] = found.stdout.strip()
-    figures = {**commits, **machine(), "rounds": args.rounds}
+    packages = {name: version(name) for name in ("torch", "gymnasium")}
+    where = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+    figures = {**commits, **where, **packages, "rounds": args.rounds}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for side in commits:
-            (folder / side).mkdir()
-        trees = {side: prepare(commit, folder / side) for side, commit in commits.items()}
+            trees = {side: prepare(commit, folder / side) for side, commit in commits.items()}
         figures["measures"] = measured(args.rounds, args.only, folder, trees)
     show(figures)
     if args.json:

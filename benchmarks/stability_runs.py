@@ -82,24 +82,17 @@ def cells_of(runs: Sequence[Run], arm: str, figure: str) -> dict[tuple[str, floa
 Cells = Mapping[tuple[str, float], Sequence[float]]
 
 
-def average(cells: Cells, without: Cells | None = None, draws: int = 2000) -> tuple[float, float, float]:
-    """Over the grid, the mean of medians over seeds, with a 95% bootstrap interval.
-
-    With ``without``, how much more that is than theirs. Drawn again are the points of the grid, for both the same
-    ones, and the seeds within each.
-    """
+def average(cells: Cells, draws: int = 2000) -> tuple[float, float, float]:
+    """Over the grid, the mean of medians over seeds, with a 95% bootstrap interval over its points and their seeds."""
     generator = np.random.default_rng(0)
     points = sorted(cells)
-    value, drawn = 0.0, np.zeros((len(points), draws))
-    for sign, arm in ((1.0, cells), (-1.0, without)):
-        for row, point in enumerate(points if arm is not None else ()):
-            values = np.asarray(arm[point])
-            seeds = generator.integers(0, len(values), size=(draws, len(values)))
-            drawn[row] += sign * np.median(values[seeds], axis=1)
-            value += sign * float(np.median(values)) / len(points)
+    drawn = np.zeros((len(points), draws))
+    for row, point in enumerate(points):
+        values = np.asarray(cells[point])
+        drawn[row] = np.median(values[generator.integers(0, len(values), size=(draws, len(values)))], axis=1)
     again = generator.integers(0, len(points), size=(draws, len(points)))
     low, high = np.quantile(drawn[again, np.arange(draws)[:, None]].mean(axis=1), [0.025, 0.975])
-    return value, float(low), float(high)
+    return float(np.mean([np.median(cells[point]) for point in points])), float(low), float(high)
 
 
 def share_above(bar: float, cells: Cells) -> tuple[float, float, float]:

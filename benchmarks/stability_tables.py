@@ -10,173 +10,37 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import algorithm_tables
 import numpy as np
-import trust_tables
 from stability_runs import (
     DOCS,
     MAIN,
     RATES,
     REUSE,
-    Run,
+    TRUST,
     average,
     cells_of,
     read,
     reuse_of,
+    share_above,
+    unlearned,
+    whole_grid,
 )
 
 from sorl_env.figures import markdown_table
 from sorl_train.config.run_settings import AlarmConfig
+from sorl_train.lab import compare
 from sorl_train.lab.alarm import Recorded, count, judge, read_runs
-from sorl_train.run.alarm import CollapseAlarm
+from sorl_train.lab.study import load_study
 
 PAGES = (DOCS / "stability.md", DOCS / "algorithms.md")
-EARLY = 3  # steps after which strain says something
-STRAINS = (0.0, 0.07, 0.15, 0.2, 0.25, 1.0)
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return markdown_table(header, rows) + "\n"
-
-
-def arms(runs: Sequence[Run], chosen: Mapping[str, str] | Sequence[str]) -> str:
-    """A line an arm that has runs: medians over seeds, and the range of final over peak."""
-    named = chosen if isinstance(chosen, Mapping) else {arm: arm for arm in chosen}
-    rows = []
-    for arm, label in named.items():
-        own = [run for run in runs if run["arm"] == arm]
-        if own:
-            rows.append([label, str(len(own)), *_measured(own)])
-    header = "arm | seeds | final | final / peak | collapsed | clip fraction | mean rate"
-    return markdown(header.split(" | "), rows)
-
-
-def _measured(runs: Sequence[Run]) -> list[str]:
-    steps = [run["collapse_step"] for run in runs if run["collapse_step"] is not None]
-    return [
-        f"{_median(runs, 'final'):.2f}",
-        _spread([run["kept"] for run in runs]),
-        f"{len(steps)} of {len(runs)}" + (f", from step {np.median(steps):g}" if steps else ""),
-        f"{_median(runs, 'clip_frac'):.3f}",
-        f"{_median(runs, 'mean_rate'):.1e}",
-    ]
-
-
-def _median(runs: Sequence[Run], name: str) -> float:
-    return float(np.median([run[name] for run in runs]))
-
-
-def _spread(values: Sequence[float]) -> str:
-    spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
-    return f"{np.median(values):.2f}{spread}"
-
-
-def held(runs: Sequence[Run], bars: Sequence[float] = (0.95, 0.8)) -> str:
-    """By reuse: the highest rate up to which the median of final over peak, of means, stays above a bar.
-
-    A run that learned nothing held nothing.
-    """
-    rows = []
-    for reuse in REUSE:
-        row = [reuse]
-        for arm in MAIN:
-            cells = cells_of([run for run in runs if reuse_of(run) == reuse], arm, "held")
-            kept = {rate: float(np.median(values)) for (_, rate), values in sorted(cells.items())}
-            row.append(" / ".join(_highest(kept, bar) for bar in bars))
-        rows.append(row)
-    return markdown(["optimizer steps a batch", *MAIN], rows)
-
-
-def _highest(kept: Mapping[float, float], bar: float) -> str:
-    good = list(itertools.takewhile(lambda rate: kept[rate] > bar, kept))
-    return f"{good[-1]:.1e}".replace("e-0", "e-") if good else "none"
-
-
-# the two settings of the grid that were given five seeds because PPO and GRPO break there (docs: the severe settings)
-HARD = {"first": ("12, of 8", 5e-4), "second": ("3, of 32", 1.6e-3)}
-
-
-def without_hard(runs: Sequence[Run]) -> str:
-    """How much more SO keeps over the grid, with the severe settings and without them."""
-    rows = []
-    for name, left_out in (
-        ("all", ()),
-        ("without the severe settings", ("first", "second")),
-    ):
-        hard = {HARD[each] for each in left_out}
-        row = [name]
-        for arm, base in (("so_ppo", "ppo"), ("so_grpo", "grpo")):
-            own, other = (
-                {
-                    point: values
-                    for point, values in cells_of(runs, each, "kept_mean").items()
-                    if point not in hard
-                }
-                for each in (arm, base)
-            )
-            row.append("{:+.3f} ({:+.3f} to {:+.3f})".format(*average(own, other)))
-        rows.append([*row, str(len(own))])
-    return markdown(["cells", "so_ppo over ppo", "so_grpo over grpo", "how many"], rows)
-
-
-def records(name: str) -> list[Recorded]:
-    """Recorded runs that the alarm is judged on."""
-    return read_runs([DOCS / "stability" / f"alarm_{name}.jsonl"])
-
-
-def alarm() -> str:
-    """What the alarm sees of recorded runs, and whether it was set on them."""
-    others, held_out = records("other_runs"), records("held_out")
-    sets = {
-        "rising rates, seeds 0 to 6: set on these": records("runs"),
-        "quickstarts: set on these": [run for run in others if run.study == "quickstart"],
-        "constant rates, earlier runs: looked at": [run for run in others if run.study != "quickstart"],
-        "rising rates, later seeds: held out": [run for run in held_out if run.study == "alarm"],
-        "constant rates, later runs: held out": [run for run in held_out if run.study != "alarm"],
-    }
-    header = "runs | collapsed | alarm 5 steps ahead | healthy | alarmed"
-    return markdown(header.split(" | "), [[name, *_alarmed(runs)] for name, runs in sets.items()])
-
-
-def _alarmed(runs: Sequence[Recorded]) -> list[str]:
-    found = count([judge(run, AlarmConfig()) for run in runs])
-    ahead = f"{found.ahead} ({found.ahead / found.collapsed:.0%})" if found.collapsed else ""
-    alarmed = f"{found.alarmed} ({found.alarmed / found.healthy:.0%})" if found.alarmed else "0"
-    return [str(found.collapsed), ahead, str(found.healthy), alarmed]
-
-
-def strain() -> str:
-    """At constant rates: what became of runs, by their strain over the first steps."""
-    found: dict[tuple[float, float], list[bool]] = {limits: [] for limits in itertools.pairwise(STRAINS)}
-    for run in (run for name in ("other_runs", "held_out") for run in records(name)):
-        lost, early = judge(run, AlarmConfig()).lost, strain_of(run, EARLY)
-        if run.study not in ("alarm", "quickstart") and early is not None and (lost is None or lost > EARLY):
-            found[next(limits for limits in found if early < limits[1])].append(lost is not None)
-    rows = []
-    for (low, high), collapsed in found.items():
-        named = (
-            f"{low:.2f} to {high:.2f}"
-            if low and high < 1
-            else f"below {high:.2f}"
-            if high < 1
-            else f"{low:.2f} or more"
-        )
-        rows.append([named, str(len(collapsed)), f"{sum(collapsed)} ({np.mean(collapsed):.0%})"])
-    return markdown([f"strain of steps 1 to {EARLY}", "runs", "collapsed later"], rows)
-
-
-def strain_of(run: Recorded, steps: int) -> float | None:
-    """After so many training steps; None where there were fewer."""
-    watch, trained = CollapseAlarm(AlarmConfig()), [line for line in run.lines if "loss/grad_norm" in line]
-    for line in trained[:steps]:
-        watch.observe(line["step"], line)
-    return watch.strain if len(trained) >= steps else None
-
-
+RARELY_PAID = (
+    0.8  # success that the questions which are rarely paid are waited for, less than ``compare.GOOD``
+)
 # the arms of the severe study that are in the table, and what the page calls them
 SEVERE = {
     "ppo": "ppo",
@@ -196,38 +60,156 @@ SEVERE = {
 }
 
 
-def tables() -> dict[str, Callable[[], str]]:
-    """Name in the page to what makes the table."""
-    severe, region_runs, mini_batch, staleness = map(read, ("severe", "region", "mini_batch", "staleness"))
-    everywhere = [*region_runs, *mini_batch, *staleness]
-    return {
-        **trust_tables.tables(),
-        **algorithm_tables.tables(),
-        "severe": lambda: arms(severe, SEVERE),
-        "held": lambda: held(everywhere),
-        "without_hard": lambda: without_hard([run for run in everywhere if run["optim.lr"] in RATES]),
-        "alarm": alarm,
-        "strain": strain,
-    }
+def severe() -> str:
+    """A line an arm: medians over seeds, and the range of final over peak."""
+    rows = []
+    for arm, label in SEVERE.items():
+        runs = [run for run in read("severe") if run["arm"] == arm]
+        steps = [run["collapse_step"] for run in runs if run["collapse_step"] is not None]
+        median = {
+            name: float(np.median([run[name] for run in runs]))
+            for name in ("final", "clip_frac", "mean_rate")
+        }
+        kept = [run["kept"] for run in runs]
+        spread = f" ({min(kept):.2f} to {max(kept):.2f})" if len(kept) > 1 else ""
+        rows.append(
+            [
+                label,
+                str(len(runs)),
+                f"{median['final']:.2f}",
+                f"{np.median(kept):.2f}{spread}",
+                f"{len(steps)} of {len(runs)}" + (f", from step {np.median(steps):g}" if steps else ""),
+                f"{median['clip_frac']:.3f}",
+                f"{median['mean_rate']:.1e}",
+            ]
+        )
+    header = "arm | seeds | final | final / peak | collapsed | clip fraction | mean rate"
+    return markdown_table(header.split(" | "), rows)
 
 
-def rewritten(pages: Sequence[str]) -> list[str]:
-    """The pages with each table as the results have it.
+def held(bars: Sequence[float] = (0.95, 0.8)) -> str:
+    """By reuse: the highest rate up to which the median of final over peak, of means, stays above a bar.
 
-    Raises:
-        KeyError: a marker with a name that no table has, or a table without a marker.
+    A run that learned nothing held nothing.
     """
-    made, seen = tables(), set()
+    runs = [run for name in ("region", "mini_batch", "staleness") for run in read(name)]
+    rows = []
+    for reuse in REUSE:
+        row = [reuse]
+        for arm in MAIN:
+            cells = cells_of([run for run in runs if reuse_of(run) == reuse], arm, "held")
+            kept = {rate: float(np.median(values)) for (_, rate), values in sorted(cells.items())}
+            row.append(" / ".join(_highest(kept, bar) for bar in bars))
+        rows.append(row)
+    return markdown_table(["optimizer steps a batch", *MAIN], rows)
 
-    def replace(match: re.Match[str]) -> str:
-        seen.add(match["name"])
-        return f"{match['marker']}{made[match['name']]().rstrip()}\n"
 
+def _highest(kept: Mapping[float, float], bar: float) -> str:
+    good = list(itertools.takewhile(lambda rate: kept[rate] > bar, kept))
+    return _rate(good[-1]) if good else "none"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.1e}".replace("e-0", "e-")
+
+
+def trust_grid(algo: str) -> str:
+    """An algorithm by reuse and rate, as it is and with a trust region: median of final success."""
+    rows = []
+    for reuse in REUSE:
+        here = [run for run in whole_grid() if reuse_of(run) == reuse]
+        for arm in (algo, algo + TRUST):
+            finals = [
+                [run["final"] for run in here if (run["arm"], run["optim.lr"]) == (arm, rate)]
+                for rate in RATES
+            ]
+            if any(finals):
+                rows.append([reuse, arm, *(f"{np.median(found):.2f}" if found else "-" for found in finals)])
+    return markdown_table(["optimizer steps a batch", "", *map(_rate, RATES)], rows)
+
+
+def trust_shares() -> str:
+    """Over the grid: how much of what it had an algorithm keeps, and how high it ends, with and without a region."""
+    runs, rows = whole_grid(), []
+    for algo in ("ppo", "grpo"):
+        for arm in (algo, f"so_{algo}", algo + TRUST, f"so_{algo}{TRUST}"):
+            kept, final = cells_of(runs, arm, "held"), cells_of(runs, arm, "final")
+            if not kept:
+                continue
+            figures = [
+                "{:.0%} ({:.0%} to {:.0%})".format(*share_above(0.95, kept)),
+                "{:.2f} ({:.2f} to {:.2f})".format(*average(final)),
+                f"{min(float(np.median(values)) for values in final.values()):.2f}",
+            ]
+            nothing = unlearned([run for run in runs if run["arm"] == arm])
+            rows.append([arm, *figures, nothing, str(len(kept))])
+    header = " | held above .95 | mean final success | lowest | learned nothing | cells"
+    return markdown_table(header.split(" | "), rows)
+
+
+def records(name: str) -> list[Recorded]:
+    """Recorded runs that the alarm is judged on."""
+    return read_runs([DOCS / "stability" / f"alarm_{name}.jsonl"])
+
+
+def alarm() -> str:
+    """What the alarm sees of recorded runs, and whether it was set on them."""
+    others, held_out = records("other_runs"), records("held_out")
+    sets = {
+        "rising rates, seeds 0 to 6: set on these": records("runs"),
+        "quickstarts: set on these": [run for run in others if run.study == "quickstart"],
+        "constant rates, earlier runs: looked at": [run for run in others if run.study != "quickstart"],
+        "rising rates, later seeds: held out": [run for run in held_out if run.study == "alarm"],
+        "constant rates, later runs: held out": [run for run in held_out if run.study != "alarm"],
+    }
+    rows = []
+    for name, runs in sets.items():
+        found = count([judge(run, AlarmConfig()) for run in runs])
+        ahead = f"{found.ahead} ({found.ahead / found.collapsed:.0%})" if found.collapsed else ""
+        alarmed = f"{found.alarmed} ({found.alarmed / found.healthy:.0%})" if found.alarmed else "0"
+        rows.append([name, found.collapsed, ahead, found.healthy, alarmed])
+    header = "runs | collapsed | alarm 5 steps ahead | healthy | alarmed"
+    return markdown_table(header.split(" | "), rows)
+
+
+def which_one() -> str:
+    """``sorl-lab compare``: each algorithm at its own best rate, and at ten times it.
+
+    The seconds of a step are from runs of their own, one after the other on an idle machine.
+    """
+    seconds = json.loads((DOCS / "stability" / "algorithms_seconds.json").read_text(encoding="utf-8"))
+    runs = [{**run, "step_s": seconds["median_step_s"][run["arm"]]} for run in read("algorithms")]
+    return compare.table(load_study("algorithms"), runs)
+
+
+def turn_credit() -> str:
+    """A line an arm: steps to ``RARELY_PAID`` by seed, and final success."""
+    runs, rows = read("turn_credit"), []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        own = sorted((run for run in runs if run["arm"] == arm), key=lambda run: int(run["seed"]))
+        steps = [compare.steps_to(run, RARELY_PAID) for run in own]
+        shown = " ".join("-" if np.isinf(step) else f"{step:g}" for step in steps)
+        begun = np.mean([run["curve"][0][1] for run in own])
+        rows.append([arm, f"{begun:.2f}", shown, compare.mean_and_range([run["final"] for run in own])])
+    return markdown_table(["", "success before", f"steps to {RARELY_PAID:g}, by seed", "final success"], rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "severe": severe,
+    "held": held,
+    "trust_shares": trust_shares,
+    "trust_ppo": lambda: trust_grid("ppo"),
+    "trust_grpo": lambda: trust_grid("grpo"),
+    "alarm": alarm,
+    "which_one": which_one,
+    "turn_credit": turn_credit,
+}
+
+
+def rewritten(page: str) -> str:
+    """The page with each table as the results have it. Raises ``KeyError`` for a marker that names no table."""
     marked = r"(?P<marker><!-- table (?P<name>\w+) -->\n)(\|.*\n)*"
-    new = [re.sub(marked, replace, page) for page in pages]
-    if set(made) - seen:
-        raise KeyError(f"no page has a marker for {', '.join(sorted(set(made) - seen))}")
-    return new
+    return re.sub(marked, lambda match: f"{match['marker']}{TABLES[match['name']]().rstrip()}\n", page)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -236,24 +218,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--write", action="store_true", help="put the tables into the pages")
     writes = parser.parse_args(argv).write
-    old = [page.read_text(encoding="utf-8") for page in PAGES]
-    new = rewritten(old)
-    if writes:
-        for page, text in zip(PAGES, new, strict=True):
-            page.write_text(text, encoding="utf-8")
-        return 0
-    differing = [
-        line
-        for before, after in zip(old, new, strict=True)
-        for line in after.splitlines()
-        if line not in before
-    ]
+    differing = []
+    for page in PAGES:
+        old = page.read_text(encoding="utf-8")
+        new = rewritten(old)
+        differing += [line for line in new.splitlines() if line not in old]
+        if writes:
+            page.write_text(new, encoding="utf-8")
     print(
-        "\n".join(["these lines are not in the pages:", *differing])
-        if new != old
-        else "the pages' tables are these"
+        "\n".join(
+            ["lines that the pages did not have:", *differing] if differing else ["the tables are these"]
+        )
     )
-    return int(new != old)
+    return int(bool(differing) and not writes)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ rate, and what is left at ten times that rate. ``sorl-lab alarm`` judges the ala
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -16,24 +15,14 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
-from sorl_env.command import (
-    Parser,
-    add_json_option,
-    number,
-    print_json,
-    run_command,
-    say,
-    whole,
-)
+from sorl_env.command import Parser, number, run_command, say, whole
 from sorl_env.errors import UserError
 from sorl_env.interrupts import interrupt_on
 from sorl_train.config.files import to_yaml
 from sorl_train.config.run_settings import AlarmConfig
-from sorl_train.lab import alarm as alarm_lab
-from sorl_train.lab import compare
-from sorl_train.lab.study import Run, Study, load_study, packaged_studies, results_of, table
+from sorl_train.lab import alarm, compare
+from sorl_train.lab.study import Run, Study, load_study, packaged_studies, table, write_results
 from sorl_train.report.report import write_report
 from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import RunDir
@@ -52,57 +41,33 @@ def _run(argv: Sequence[str]) -> int:
     interrupt_on(signal.SIGINT, signal.SIGTERM)  # a shell ignores SIGINT for what it starts in the background
     parser = Parser(prog="sorl-lab", description=(__doc__ or "").replace("``", ""))
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_stability(commands.add_parser("stability", help="run a study that compares algorithms"))
-    _add_compare(commands.add_parser("compare", help="each algorithm at its best rate, and at ten times it"))
-    _add_alarm(commands.add_parser("alarm", help="replay the collapse alarm on finished runs"))
+    stability = commands.add_parser("stability", help="run a study that compares algorithms")
+    known = f"a study: {', '.join(packaged_studies())}, or a path to a .yaml"
+    stability.add_argument("--config", required=True, help=known)
+    stability.add_argument(
+        "--only", default="", help="only runs whose cell contains this text, as 'so_ppo, '"
+    )
+    stability.set_defaults(run=_stability)
+    compared = commands.add_parser("compare", help="each algorithm at its best rate, and at ten times it")
+    about = "a study whose only axis is optim.lr, with rates and their tenfold (default: %(default)s)"
+    compared.add_argument("--config", default="algorithms", help=about)
+    compared.set_defaults(run=_compare)
+    for running in (stability, compared):
+        add = running.add_argument
+        add("--out", type=Path, help="folder of the study (default: runs/studies/NAME)")
+        jobs = "runs at a time (default: one per core)"
+        add("--jobs", type=whole(1), default=os.cpu_count() or 1, help=jobs)
+        add("--seeds", type=whole(1), metavar="N", help="only the first N seeds")
+        add("--table", action="store_true", help="print the table of the finished runs, run nothing")
+    replayed = commands.add_parser("alarm", help="replay the collapse alarm on finished runs")
+    runs = "a run, a study's folder, or a file of recorded runs"
+    replayed.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=runs)
+    usual = AlarmConfig().strain
+    about = f"alarm above this strain (default: {usual:g})"
+    replayed.add_argument("--alarm.strain", type=number(above=0), default=usual, metavar="LIMIT", help=about)
+    replayed.set_defaults(run=_alarm)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
-
-
-def _add_stability(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--config", required=True, help=f"a study: {', '.join(packaged_studies())}, or a path to a .yaml")
-    _add_running(parser)
-    add("--only", default="", help="only runs whose cell contains this text, as 'so_ppo, '")
-    add("--list", action="store_true", help="list the runs and whether they are finished, then leave")
-    parser.set_defaults(run=_stability)
-
-
-def _add_compare(parser: argparse.ArgumentParser) -> None:
-    about = "a study whose only axis is optim.lr, with rates and their tenfold (default: %(default)s)"
-    parser.add_argument("--config", default="algorithms", help=about)
-    _add_running(parser)
-    parser.set_defaults(run=_compare)
-
-
-def _add_running(parser: argparse.ArgumentParser) -> None:
-    """Options of the commands that run a study."""
-    add = parser.add_argument
-    add("--out", type=Path, help="folder of the study (default: runs/studies/NAME)")
-    add("--jobs", type=whole(1), default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
-    add("--seeds", type=whole(1), metavar="N", help="only the first N seeds")
-    add("--table", action="store_true", help="print the table of the finished runs, run nothing")
-    add_json_option(parser)
-
-
-def _add_alarm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="a run, a study's folder, or a file of --records"
-    )
-    for name in alarm_lab.LIMITS:
-        default = getattr(AlarmConfig(), name)
-        about = f"this limit of the alarm (default: {default:g})"
-        parser.add_argument(
-            f"--alarm.{name}", type=number(above=0), default=default, metavar="LIMIT", help=about
-        )
-    parser.add_argument(
-        "--records",
-        type=Path,
-        metavar="FILE",
-        help="also write what the alarm reads, one line of JSON per run",
-    )
-    add_json_option(parser)
-    parser.set_defaults(run=_alarm)
 
 
 def _study(arguments: argparse.Namespace) -> tuple[Study, Path]:
@@ -123,16 +88,9 @@ def _stability(arguments: argparse.Namespace) -> int:
     if not chosen:
         cells = "\n".join(f"  {cell}" for cell in dict.fromkeys(run.cell for run in study.runs))
         raise UserError(f"--only {arguments.only!r} matches no cell; the cells are\n{cells}")
-    if arguments.list:
-        states = [(run, "done" if _finished(run, folder) else "open") for run in chosen]
-        if arguments.json:
-            print_json([{"cell": r.cell, "seed": r.seed, "id": r.id, "state": state} for r, state in states])
-        else:
-            print("\n".join(f"{state:<6}{run.cell}, seed {run.seed}  {run.id}" for run, state in states))
-        return 0
-    failed = [] if arguments.table else _run_open(study, chosen, folder, arguments.jobs)
+    failed = [] if arguments.table else run_all(chosen, folder, arguments.jobs)
     results = write_results(study, folder)
-    return _conclude(arguments, study, folder, failed, results, table(results))
+    return _conclude(study, folder, failed, table(results) if results else "")
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -140,35 +98,19 @@ def _compare(arguments: argparse.Namespace) -> int:
     first = compare.first_runs(study)
     failed: list[Run] = []
     if not arguments.table:
-        failed = _run_open(study, first, folder, arguments.jobs)
+        failed = run_all(first, folder, arguments.jobs)
         results = compare.with_lost(study, write_results(study, folder), folder)
-        failed += _run_open(study, compare.tenfold_runs(study, results), folder, arguments.jobs)
+        failed += run_all(compare.tenfold_runs(study, results), folder, arguments.jobs)
     results = compare.with_lost(study, compare.with_times(write_results(study, folder), folder), folder)
-    return _conclude(arguments, study, folder, failed, results, compare.table(study, results))
+    return _conclude(study, folder, failed, compare.table(study, results) if results else "")
 
 
-def _run_open(study: Study, chosen: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
-    """Run those that have not finished, and return those that failed."""
-    open_runs = [run for run in chosen if not _finished(run, folder)]
-    done = len(chosen) - len(open_runs)
-    _progress(f"{study.name}: {len(chosen)} runs, {done} done, {jobs} at a time")
-    return run_all(open_runs, folder, jobs)
-
-
-def _conclude(
-    arguments: argparse.Namespace,
-    study: Study,
-    folder: Path,
-    failed: Sequence[Run],
-    results: Sequence[dict[str, Any]],
-    text: str,
-) -> int:
-    """Print the results, make the page of all runs, and name the runs that are missing; the exit status."""
-    page = write_report([folder], folder / "report.html") if results else None
-    if arguments.json:
-        print_json(results)
+def _conclude(study: Study, folder: Path, failed: Sequence[Run], table: str) -> int:
+    """Print the table, make the page of all runs, and name the runs that are missing; the exit status."""
+    if table:
+        print(f"{table}\n\nall runs on one page: {write_report([folder], folder / 'report.html')}")
     else:
-        print(f"{text}\n\nall runs on one page: {page}" if results else "no run has finished yet")
+        print("no run has finished yet")
     for run in study.runs:
         if run in failed:
             log = folder / "logs" / f"{run.id}.log"
@@ -183,35 +125,25 @@ def _conclude(
     return 1 if failed else 0
 
 
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _alarm(arguments: argparse.Namespace) -> int:
-    runs = alarm_lab.read_runs(arguments.runs)
-    limits = AlarmConfig(**{name: getattr(arguments, f"alarm.{name}") for name in alarm_lab.LIMITS})
-    judged = [alarm_lab.judge(run, limits) for run in runs]
-    if arguments.json:
-        rows = [alarm_lab.row_of(*pair) for pair in zip(runs, judged, strict=True)]
-        print_json({"runs": rows, "counts": alarm_lab.count(judged)})
-    else:
-        print(alarm_lab.table(runs, judged))
-    if arguments.records:
-        alarm_lab.write_records(runs, arguments.records)
+    runs = alarm.read_runs(arguments.runs)
+    limits = AlarmConfig(strain=getattr(arguments, "alarm.strain"))
+    print(alarm.table(runs, [alarm.judge(run, limits) for run in runs]))
     return 0
 
 
 def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
-    """Run them, ``jobs`` at a time, each in its own process, and return those that failed.
+    """Run those that have not finished, ``jobs`` at a time, each in its own process, and return those that failed.
 
     A run that was interrupted earlier continues from its last checkpoint. Ctrl-C lets every run save and end.
 
     Raises:
         UserError: another process is running the study in this folder.
     """
+    waiting, failed = [run for run in runs if not _finished(run, folder)], []
+    _progress(f"{len(runs)} runs, {len(runs) - len(waiting)} done, {jobs} at a time")
     for name in ("logs", "configs"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    waiting, failed = list(runs), []
     running: dict[subprocess.Popen[bytes], tuple[Run, float]] = {}
     # the runs inherit the lock, so they still hold it if sorl-lab is killed
     with FolderLock(folder, "--out") as lock:
@@ -232,6 +164,10 @@ def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
             _end(running)
             raise
     return failed
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _end(running: Collection[subprocess.Popen[bytes]]) -> None:
@@ -264,14 +200,6 @@ def _start(run: Run, folder: Path, lock: int) -> subprocess.Popen[bytes]:
 
 def _finished(run: Run, folder: Path) -> bool:
     return RunDir(folder / "runs" / run.id).summary.is_file()
-
-
-def write_results(study: Study, folder: Path) -> list[dict[str, Any]]:
-    """Write ``results.jsonl`` with a line for each finished run, and return its contents."""
-    folder.mkdir(parents=True, exist_ok=True)
-    results = results_of(study, folder)
-    atomic_write(folder / "results.jsonl", "".join(f"{json.dumps(line)}\n" for line in results))
-    return results
 
 
 if __name__ == "__main__":

@@ -38,33 +38,26 @@ def rates_of(study: Study) -> dict[float, float]:
     if axes != {RATE}:
         found = ", ".join(sorted(axes)) or "none"
         raise UserError(f"study {study.name}: compare needs {RATE} as the only axis; its axes: {found}")
-    rates = sorted({rate_of(run) for run in study.runs})
-    found_pairs = {
-        rate: higher for rate in rates for higher in rates if abs(higher / (TIMES * rate) - 1) <= CLOSE
-    }
-    if not found_pairs:
+    rates = sorted({run.config.optim.lr for run in study.runs})
+    pairs = {rate: ten for rate in rates for ten in rates if abs(ten / (TIMES * rate) - 1) <= CLOSE}
+    if not pairs:
+        known = ", ".join(f"{rate:g}" for rate in rates)
         raise UserError(
-            f"study {study.name}: none of its rates {', '.join(f'{rate:g}' for rate in rates)} is {TIMES:g} times "
-            "another; give rates and their tenfold"
+            f"study {study.name}: none of its rates {known} is {TIMES:g} times another; give rates and their tenfold"
         )
-    return found_pairs
-
-
-def rate_of(run: Run) -> float:
-    """The learning rate of a run."""
-    return run.config.optim.lr
+    return pairs
 
 
 def first_runs(study: Study) -> list[Run]:
     """The runs at the rates among which each arm's best is looked for."""
     rates = rates_of(study)
-    return [run for run in study.runs if rate_of(run) in rates]
+    return [run for run in study.runs if run.config.optim.lr in rates]
 
 
 def tenfold_runs(study: Study, results: Sequence[Mapping[str, Any]]) -> list[Run]:
     """The runs at ten times the best rate of each arm."""
     rates, best = rates_of(study), best_rates(study, results)
-    return [run for run in study.runs if run.arm in best and rate_of(run) == rates[best[run.arm]]]
+    return [run for run in study.runs if run.arm in best and run.config.optim.lr == rates[best[run.arm]]]
 
 
 def best_rates(study: Study, results: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from sorl_train.config.files import (
     parse_yaml,
 )
 from sorl_train.config.settings import TrainConfig
+from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import RunDir
 from sorl_train.run.stability import infinite_if_none, measure, success_curve
 
@@ -119,6 +121,15 @@ def load_study(name_or_path: str) -> Study:
     return Study(path.stem, tuple(runs.values()))
 
 
+# What a key of a study must hold, and how that is said.
+_FORMS = {
+    "settings": (dict, "settings with values, as {update.steps: 12}"),
+    "seeds": (list, "a list of numbers, as [0, 1, 2]"),
+    "arms": (dict, "names with their settings, as {ppo: {algo: ppo}}"),
+    "axes": (dict, "settings with lists of values, as {optim.lr: [3e-4, 1e-3]}"),
+}
+
+
 def _check_form(path: Path, study: Mapping[str, Any]) -> None:
     """Raise ``UserError`` for a value that has not the form shown at the top of this module."""
 
@@ -126,41 +137,30 @@ def _check_form(path: Path, study: Mapping[str, Any]) -> None:
         if not holds:
             raise UserError(f"{path}: {what}: expected {form}")
 
-    arms, axes, seeds = study.get("arms", {}), study.get("axes", {}), study.get("seeds", [0])
-    check(
-        isinstance(study.get("settings", {}), dict), "settings", "settings with values, as {update.steps: 12}"
-    )
-    check(isinstance(seeds, list) and bool(seeds), f"seeds: {seeds}", "a list of numbers, as [0, 1, 2]")
-    check(isinstance(arms, dict), f"arms: {arms}", "names with their settings, as {ppo: {algo: ppo}}")
-    check(
-        isinstance(axes, dict), f"axes: {axes}", "settings with lists of values, as {optim.lr: [3e-4, 1e-3]}"
-    )
-    for name, values in axes.items():
-        check(isinstance(values, list) and bool(values), f"axes, {name}: {values}", "a list of values")
-    for name, settings in arms.items():
+    for key, (kind, form) in _FORMS.items():
+        check(isinstance(study.get(key, kind()), kind), f"{key}: {study.get(key)}", form)
+    axes = study.get("axes", {})
+    for name, values in {"seeds": study.get("seeds", [0]), **axes}.items():
+        check(isinstance(values, list) and bool(values), f"{name}: {values}", "a list of values")
+    for name, settings in study.get("arms", {}).items():
         check("/" not in str(name), f"arm {name!r}", "a name without '/': it names the folders of its runs")
-        check(isinstance(settings or {}, dict), f"arm {name}: {settings}", "settings, as {algo: ppo}")
-        for axis in axes:
-            check(
-                axis not in (settings or {}),
-                f"arm {name} sets {axis}",
-                "the setting in the arms or in the axes, not in both",
-            )
-    for place in (study.get("settings", {}), axes, *arms.values()):
+        check(isinstance(settings or {}, dict), f"arm {name}: {settings}", _FORMS["settings"][1])
+        both = ", ".join(axes.keys() & (settings or {}))
+        check(not both, f"arm {name} sets {both}", "the setting in the arms or in the axes, not in both")
+    for place in (study.get("settings", {}), axes, *study.get("arms", {}).values()):
         check("seed" not in (place or {}), "seed", "the seeds in the key seeds: [0, 1, 2]")
 
 
 # name in the results, heading, format
-_COLUMNS = (
+_MEDIANS = (
     ("peak", "peak", ".3f"),
     ("final", "final", ".3f"),
     ("kept", "final / peak", ".2f"),
     ("kept_mean", "of means", ".2f"),
     ("worst_drop", "worst drop", ".2f"),
-    ("learned", "learned nothing", ""),
-    ("collapse_step", "collapsed", ""),
     ("max_grad_norm", "max grad norm", ".2g"),
     ("normalized", "normalized", ".2f"),
+    ("mean_rate", "mean rate", ".1e"),
 )
 
 
@@ -171,28 +171,15 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         cells.setdefault(result["cell"], []).append(result)
     rows = []
     for cell, runs in cells.items():
-        figures = [
-            _COUNTED[name](runs)
-            if name in _COUNTED
-            else _spread([infinite_if_none(run[name]) for run in runs], form)
-            for name, _, form in _COLUMNS
-        ]
-        rows.append([cell, len(runs), *figures, f"{np.median([run['mean_rate'] for run in runs]):.1e}"])
-    return markdown_table(["cell", "seeds", *(heading for _, heading, _ in _COLUMNS), "mean rate"], rows)
-
-
-def _collapses(runs: Sequence[Mapping[str, Any]]) -> str:
-    steps = [run["collapse_step"] for run in runs if run["collapse_step"] is not None]
-    at = f", median step {np.median(steps):g}" if steps else ""
-    return f"{len(steps)}/{len(runs)}{at}"
-
-
-def _unlearned(runs: Sequence[Mapping[str, Any]]) -> str:
-    known = [run["learned"] for run in runs if run["learned"] is not None]
-    return f"{known.count(0.0)}/{len(known)}"
-
-
-_COUNTED = {"learned": _unlearned, "collapse_step": _collapses}  # runs, not medians
+        medians = [_spread([infinite_if_none(run[name]) for run in runs], form) for name, _, form in _MEDIANS]
+        known = [run["learned"] for run in runs if run["learned"] is not None]
+        steps = [run["collapse_step"] for run in runs if run["collapse_step"] is not None]
+        at = f", median step {np.median(steps):g}" if steps else ""
+        rows.append(
+            [cell, len(runs), *medians, f"{known.count(0.0)}/{len(known)}", f"{len(steps)}/{len(runs)}{at}"]
+        )
+    heads = ["cell", "seeds", *(heading for _, heading, _ in _MEDIANS), "learned nothing", "collapsed"]
+    return markdown_table(heads, rows)
 
 
 def _spread(values: Sequence[float], form: str) -> str:
@@ -201,9 +188,12 @@ def _spread(values: Sequence[float], form: str) -> str:
     return f"{np.median(values):{form}}{spread}"
 
 
-def results_of(study: Study, folder: Path) -> list[dict[str, Any]]:
-    """A mapping for each finished run: which it was, its figures, and the success of its evaluations. A figure is None
-    where there is none, or where the highest gradient norm was not finite."""
+def write_results(study: Study, folder: Path) -> list[dict[str, Any]]:
+    """Write ``results.jsonl`` with a line for each finished run, and return its contents.
+
+    They are which run it was, its figures, and the success of its evaluations. A figure is None where there is none, or
+    where it was not finite.
+    """
     results = []
     for run in study.runs:
         run_dir = folder / "runs" / run.id
@@ -213,6 +203,7 @@ def results_of(study: Study, folder: Path) -> list[dict[str, Any]]:
             }
             what = {"cell": run.cell, "arm": run.arm, **dict(run.point), "seed": run.seed, "id": run.id}
             results.append(what | figures | {"curve": success_curve(run_dir)})
+    atomic_write(folder / "results.jsonl", "".join(f"{json.dumps(line)}\n" for line in results))
     return results
 
 
