@@ -31,11 +31,8 @@ _FIGURES = {
     "eval/valid_turn_rate": "turns in the format",
     "eval/num_turns": "turns a question",
 }
-# configuration of the trajectories' data set -> its split, its files, and the metric of their steps
-_KINDS = {
-    "sampled": ("train", "step_*.jsonl", "rollout/success"),
-    "evaluation": ("test", "eval_*.jsonl", "eval/success"),
-}
+# configuration of the trajectories' data set -> its split and its files
+_KINDS = {"sampled": ("train", "step_*.jsonl"), "evaluation": ("test", "eval_*.jsonl")}
 
 
 def write_policy_card(
@@ -46,22 +43,32 @@ def write_policy_card(
     Args:
         best: the policy is kept because its evaluation is the best so far.
     """
-    from huggingface_hub import ModelCard
+    from huggingface_hub import ModelCard, ModelCardData
 
+    data, method = run_dir.read_manifest().get("data", {}), _method(config)
+    asked, trained_on = data.get("eval", {}), _hub_name(data.get("train", {}))
     lines = read_jsonl(run_dir.metrics) if run_dir.metrics.is_file() else []
     evaluations = [line for line in lines if "eval/success" in line and line["step"] <= step]
-    data = run_dir.read_manifest().get("data", {})
-    asked, method = data.get("eval", {}), _method(config)
     which = "The best checkpoint so far, of" if best else "The checkpoint after"
     tools = ", ".join(f"`{name}`" for name in asked.get("tools", data.get("train", {}).get("tools", {})))
-    source = str(asked.get("source", "embedded"))
+    source, is_tiny = str(asked.get("source", "embedded")), config.model == TINY
     tags = "`<think>`, then the block of a tool or `<answer>`, and replies in `<information>`"
     calls = "the tool calls of its own chat template, one in a message, and an answer alone in the last one"
     card = ModelCard.from_template(
-        _policy_head(run_dir, config, task, step, evaluations),
+        ModelCardData(
+            model_name=f"{task.name}-{method.replace(' ', '-')}-s{config.seed}-step{step}",
+            base_model=None if is_tiny or Path(config.model).is_dir() else config.model,
+            datasets=[trained_on] if trained_on else None,
+            library_name="transformers",
+            pipeline_tag="text-generation",
+            license="unknown" if is_tiny else "other",
+            license_name=None if is_tiny else "as-the-base-model",
+            language=["en"],
+            tags=["sorl", "tool-use", "reinforcement-learning" if config.stage == "rl" else "sft", task.name],
+        ),
         template_path=str(_TEMPLATE),
         is_policy=True,
-        is_tiny=config.model == TINY,
+        is_tiny=is_tiny,
         title=f"{method} on {task.name}",
         about=f"{which} step {step}: a language model that answers in several turns"
         + (f" and calls tools in between ({tools})" if tools else "")
@@ -80,59 +87,18 @@ def write_policy_card(
     atomic_write(folder / CARD, f"{card}\n")
 
 
-def _policy_head(
-    run_dir: RunDir, config: TrainConfig, task: Task, step: int, evaluations: Sequence[Mapping[str, Any]]
-) -> Any:
-    """The head of a policy's card, which the hub reads."""
-    from huggingface_hub import EvalResult, ModelCardData
-
-    data = run_dir.read_manifest().get("data", {})
-    asked, results = data.get("eval", {}), None
-    if asked and evaluations and evaluations[-1]["step"] == step:  # else the figure is one of other weights
-        count = _questions(run_dir, step)
-        results = [
-            EvalResult(
-                task_type="question-answering",
-                dataset_type=_hub_name(asked) or task.name,
-                dataset_name=task.name,
-                dataset_split=asked["split"],
-                metric_type="success",
-                metric_name=f"success, {_decoding(config)}" + (f", {count} questions" if count else ""),
-                metric_value=evaluations[-1]["eval/success"],
-            )
-        ]
-    is_tiny, trained_on = config.model == TINY, _hub_name(data.get("train", {}))
-    return ModelCardData(
-        model_name=f"{task.name}-{_method(config).replace(' ', '-')}-s{config.seed}-step{step}",
-        base_model=None if is_tiny or Path(config.model).is_dir() else config.model,
-        datasets=[trained_on] if trained_on else None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        license="unknown" if is_tiny else "other",
-        license_name=None if is_tiny else "as-the-base-model",
-        language=["en"],
-        tags=["sorl", "tool-use", "reinforcement-learning" if config.stage == "rl" else "sft", task.name],
-        eval_results=results,
-    )
-
-
 def write_trajectory_card(run_dir: RunDir, config: TrainConfig, task: Task) -> None:
     """Write the card of the trajectory files that the run has so far, unless it would be the same as before."""
     from huggingface_hub import DatasetCard, DatasetCardData
 
-    success = (
-        {line["step"]: line for line in read_jsonl(run_dir.metrics)} if run_dir.metrics.is_file() else {}
-    )
     rows, configs = [], []
-    for kind, (split, pattern, metric) in _KINDS.items():
+    for kind, (split, pattern) in _KINDS.items():
         steps = sorted(int(path.stem.rpartition("_")[2]) for path in run_dir.trajectories.glob(pattern))
-        if not steps:
-            continue
-        configs.append({"config_name": kind, "data_files": [{"split": split, "path": pattern}]})
-        ends = [figure(success.get(step, {}).get(metric), missing="") for step in (steps[0], steps[-1])]
-        rows.append((f"`{kind}`", f"`{pattern}`", f"{len(steps)}, of steps {steps[0]} to {steps[-1]}", *ends))
+        if steps:
+            configs.append({"config_name": kind, "data_files": [{"split": split, "path": pattern}]})
+            rows.append((f"`{kind}`", f"`{pattern}`", f"{len(steps)}, of steps {steps[0]} to {steps[-1]}"))
     title = f"Trajectories of {_method(config)} on {task.name}"
-    columns = ("configuration", "files", "how many", "success in the first", "success in the last")
+    columns = ("configuration", "files", "how many")
     card = DatasetCard.from_template(
         DatasetCardData(
             pretty_name=title,
@@ -225,17 +191,12 @@ def _evaluated(run_dir: RunDir, evaluations: Sequence[Mapping[str, Any]], step: 
     names = [name for name in _FIGURES if any(line.get(name) is not None for line in evaluations)]
     rows = []
     for line in evaluations:
-        at: int = line["step"]
+        at = line["step"]
         whose = "this policy" if at == step else "before training" if at == 0 else "an earlier policy"
-        figures = [figure(line.get(name), missing="") for name in names]
-        rows.append((f"{at}, {whose}", _questions(run_dir, at), *figures))
+        asked = run_dir.trajectories / f"eval_{at:06d}.jsonl"  # unless these were deleted
+        count = str(asked.read_bytes().count(b"\n")) if asked.is_file() else ""
+        rows.append((f"{at}, {whose}", count, *(figure(line.get(name), missing="") for name in names)))
     return markdown_table(("step", "questions", *(_FIGURES[name] for name in names)), rows) if rows else ""
-
-
-def _questions(run_dir: RunDir, step: int) -> str:
-    """How many questions the evaluation of a step asked; empty if its trajectories were deleted."""
-    path = run_dir.trajectories / f"eval_{step:06d}.jsonl"
-    return str(path.read_bytes().count(b"\n")) if path.is_file() else ""
 
 
 def _data_text(facts: Mapping[str, Any] | None) -> str:

@@ -121,9 +121,10 @@ def rewind(run_dir: RunDir, checkpoint: Path) -> None:
 def tell_state(run_dir: RunDir, tell: Callable[[str], None], point: Whole) -> None:
     """Say that the best policy is of a later step, and which damaged checkpoints a resume passed over, the latter in
     ``events.jsonl`` as well. They are renamed, so that neither a resume nor pruning counts them."""
-    if ahead := best_ahead(point.path):
+    best = saved_best(run_dir.checkpoints)
+    if best is not None and best[0] > point.step:
         tell(
-            f"checkpoints/best is of step {ahead[0]}, after this checkpoint (success {ahead[1]:.3f}): it stays the "
+            f"checkpoints/best is of step {best[0]}, after this checkpoint (success {best[1]:.3f}): it stays the "
             "best policy, and the summary names it, unless the resumed run comes to a better one"
         )
     for reason in point.passed_over:
@@ -133,14 +134,12 @@ def tell_state(run_dir: RunDir, tell: Callable[[str], None], point: Whole) -> No
         path.rename(free_name(path.with_name(f"damaged_{path.name}")))
 
 
-def best_ahead(checkpoint: Path) -> tuple[int, float] | None:
-    """Step and success of the policy in ``best``, if it is of a later step than the checkpoint: the run was killed in
-    between, or later checkpoints are damaged. None also where it is damaged itself."""
-    best = checkpoint.parent / "best"
-    if find_damage(best):
+def saved_best(checkpoints: Path) -> tuple[int, float] | None:
+    """Step and success of the policy in ``best``; None if there is none, or if it is damaged."""
+    if find_damage(checkpoints / "best"):
         return None
-    state = read_own_json(best / STATE)
-    return (state["step"], state["success"]) if state["step"] > step_of(checkpoint) else None
+    state = read_own_json(checkpoints / "best" / STATE)
+    return state["step"], state["success"]
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:

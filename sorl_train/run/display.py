@@ -15,9 +15,9 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO, NamedTuple, TextIO
+from typing import IO, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -28,28 +28,23 @@ from sorl_env.figures import duration
 Advance = Callable[[int], None]
 
 
-class Column(NamedTuple):
-    """One figure of the display: the first of ``metrics`` that a step has."""
+# title of a column -> its form, and the figure that it shows: the first of these that a step has
+Columns = dict[str, tuple[str, tuple[str, ...]]]
 
-    title: str
-    metrics: tuple[str, ...]
-    form: str
-
-
-COLUMNS = (
-    Column("success", ("rollout/success",), "{:.3f}"),
-    Column("valid", ("rollout/valid_turn_rate",), "{:.3f}"),
-    Column("clip", ("loss/clip_frac",), "{:.4f}"),
-    Column("bias", ("loss/clip_bias_norm",), "{:.3g}"),
-    Column("grad", ("loss/grad_norm",), "{:.3g}"),
-    Column("KL", ("loss/ref_kl", "loss/approx_kl"), "{:.2g}"),
-    Column("tok/s", ("time/tokens_per_s",), "{:.0f}"),
-)
-SFT_COLUMNS = (
-    Column("loss", ("sft/loss",), "{:.4f}"),
-    Column("conf", ("sft/confident",), "{:.3f}"),
-    Column("grad", ("sft/grad_norm",), "{:.3g}"),
-)
+COLUMNS: Columns = {
+    "success": ("{:.3f}", ("rollout/success",)),
+    "valid": ("{:.3f}", ("rollout/valid_turn_rate",)),
+    "clip": ("{:.4f}", ("loss/clip_frac",)),
+    "bias": ("{:.3g}", ("loss/clip_bias_norm",)),
+    "grad": ("{:.3g}", ("loss/grad_norm",)),
+    "KL": ("{:.2g}", ("loss/ref_kl", "loss/approx_kl")),
+    "tok/s": ("{:.0f}", ("time/tokens_per_s",)),
+}
+SFT_COLUMNS: Columns = {
+    "loss": ("{:.4f}", ("sft/loss",)),
+    "conf": ("{:.3f}", ("sft/confident",)),
+    "grad": ("{:.3g}", ("sft/grad_norm",)),
+}
 
 
 class Display:
@@ -58,13 +53,15 @@ class Display:
     def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
-        self._columns: tuple[Column, ...] = ()
-        self._eta = Eta(0, 0, clock)
+        self._columns: Columns = {}
+        self._steps = 0
+        self._ends: deque[tuple[int, float]] = deque(maxlen=11)  # of the newest steps: number and time
 
     def start(self, title: str, steps: int, done: int = 0) -> None:
         """A loop of ``steps`` steps begins; a resumed run has done ``done`` of them already."""
-        self._columns = ()
-        self._eta = Eta(steps, done, self._clock)
+        self._columns, self._steps = {}, steps
+        self._ends.clear()
+        self._ends.append((done, self._clock()))
         self.message(title)
 
     @contextmanager
@@ -75,21 +72,25 @@ class Display:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step ``step`` (counted from 1) is done."""
-        seconds = self._eta.after(step)
-        left = "-" if seconds is None else duration(seconds)
-        width = 2 * len(str(self._eta.steps)) + 3
+        self._ends.append((step, self._clock()))
         columns = SFT_COLUMNS if "sft/loss" in metrics else COLUMNS
-        figures = any(first_of(column, metrics) is not None for column in columns[:-1])
-        if figures or "rollout/excluded_rate" in metrics:  # a step, even one that lost all its trajectories
+        # a step, even one that lost all its trajectories, and not an evaluation alone
+        if "rollout/excluded_rate" in metrics or any(
+            name in metrics for _, names in columns.values() for name in names if not name.startswith("time/")
+        ):
+            width = 2 * len(str(self._steps)) + 3
             if columns != self._columns:
                 self._columns = columns
-                self.message(
-                    f"{'step':>{width}}" + "".join(f"{c.title:>9}" for c in columns) + f"{'ETA':>12}"
-                )
-            values = "".join(f"{figure(column, metrics):>9}" for column in columns)
-            self.message(f"{f'{step}/{self._eta.steps}':>{width}}{values}{left:>12}")
+                self.message("".join([f"{'step':>{width}}", *(f"{c:>9}" for c in columns), f"{'ETA':>12}"]))
+            figures = "".join(f"{_figure(metrics, *column):>9}" for column in columns.values())
+            self.message(f"{f'{step}/{self._steps}':>{width}}{figures}{self._time_left():>12}")
         if line := evaluation_line(step, metrics):
             self.message(line)
+
+    def _time_left(self) -> str:
+        """From the mean duration of the newest steps."""
+        (first, begun), (last, now) = self._ends[0], self._ends[-1]
+        return duration((now - begun) / (last - first) * (self._steps - last)) if last > first else "-"
 
     def message(self, text: str) -> None:
         """Show a line of text that stays in view."""
@@ -166,26 +167,6 @@ def make_display(stream: TextIO | None = None) -> Display:
     return Display(stream)
 
 
-class Eta:
-    """Time left, from the mean duration of the recent steps."""
-
-    def __init__(self, steps: int, done: int, clock: Callable[[], float]) -> None:
-        self.steps = steps
-        self._clock = clock
-        self._ends: deque[tuple[int, float]] = deque([(done, clock())], maxlen=11)
-
-    def after(self, step: int) -> float | None:
-        """Seconds left once ``step`` is done."""
-        self._ends.append((step, self._clock()))
-        (first, begun), (last, now) = self._ends[0], self._ends[-1]
-        return (now - begun) / (last - first) * (self.steps - last) if last > first else None
-
-
-def first_of(column: Column, metrics: Mapping[str, float]) -> float | None:
-    """The column's value among the metrics."""
-    return next((metrics[name] for name in column.metrics if name in metrics), None)
-
-
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
     """An evaluation in words; empty if the step had none."""
     when = f"evaluation {f'after step {step}' if step else 'before training'}"
@@ -202,28 +183,22 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
     return f"{when}: {figures}"
 
 
-def figure(column: Column, metrics: Mapping[str, float]) -> str:
-    """The column's value as text, ``-`` if a step has none."""
-    value = first_of(column, metrics)
-    return "-" if value is None else column.form.format(value)
+def _figure(metrics: Mapping[str, float], form: str, names: Sequence[str]) -> str:
+    return next((form.format(metrics[name]) for name in names if name in metrics), "-")
 
 
 def summary_block(summary: Mapping[str, object]) -> str:
     """Names and values in two columns, without those that are None; seconds and megabytes have their units."""
-    lines = {_words(name): _value(name, value) for name, value in summary.items() if value is not None}
+    lines = {}
+    for name, value in summary.items():
+        title = name.removesuffix("_s").removesuffix("_mb").replace("_", " ")
+        if isinstance(value, (int, float)) and name.endswith("_s"):
+            lines[title] = duration(value)
+        elif isinstance(value, (int, float)) and name.endswith("_mb"):
+            lines[title] = f"{value:,.0f} MB"
+        elif isinstance(value, float):
+            lines[title] = f"{value:.4g}"
+        elif value is not None:
+            lines[title] = f"{value:,}" if type(value) is int else str(value)
     width = max(map(len, lines))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
-
-
-def _words(name: str) -> str:
-    return name.removesuffix("_s").removesuffix("_mb").replace("_", " ")
-
-
-def _value(name: str, value: object) -> str:
-    if isinstance(value, (int, float)) and name.endswith("_s"):
-        return duration(value)
-    if isinstance(value, (int, float)) and name.endswith("_mb"):
-        return f"{value:,.0f} MB"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if type(value) is int else str(value)
+    return "\n".join(f"{title:<{width}}  {value}" for title, value in lines.items())

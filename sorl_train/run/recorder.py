@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,18 @@ from sorl_train.run.atomic_folder import atomic_folder
 from sorl_train.run.cards import write_policy_card, write_trajectory_card
 from sorl_train.run.checkpoint import (
     STATE,
-    best_ahead,
     checkpoint_name,
     list_checkpoints,
     log_lengths,
     prune_checkpoints,
+    saved_best,
 )
 from sorl_train.run.display import Advance, Display
 from sorl_train.run.files import read_jsonl, read_own_json
 from sorl_train.run.folder import NON_FINITE, RunDir
 from sorl_train.run.interrupt import Diverged
 from sorl_train.run.metrics_log import MetricsLog
-from sorl_train.run.step_events import in_vain, missing_groups, moved_back
+from sorl_train.run.step_events import IN_VAIN, in_vain, step_events
 from sorl_train.run.summary import Summary
 
 ENDED = "ended"  # the kind of the event of a run that ends before its last step
@@ -79,7 +80,7 @@ class Recorder:
         self._in_vain = 0  # steps so far that taught nothing
         self._failure = ""  # why the run ends with an error
         self._log = MetricsLog(run_dir, tensorboard=config.log.tensorboard, wandb=config.log.wandb)
-        self._seconds: dict[str, float] = {}  # of the stages of the step in progress
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # of the stages of the step in progress
         self._last_record = time.perf_counter()
 
     # -- figures --------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ class Recorder:
 
     def add_time(self, name: str, seconds: float) -> None:
         """Add to the seconds that the step in progress spent in a stage."""
-        self._seconds[f"time/{name}_s"] = self._seconds.get(f"time/{name}_s", 0.0) + seconds
+        self._seconds[f"time/{name}_s"] += seconds
 
     def record(
         self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory] = ()
@@ -113,7 +114,7 @@ class Recorder:
 
     def _timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """The step's stages, its whole time, and the tokens sampled a second; starts the next step's."""
-        seconds, self._seconds = self._seconds, {}
+        seconds, self._seconds = self._seconds, defaultdict(float)
         begun, self._last_record = self._last_record, time.perf_counter()
         # otherwise the stages follow each other, and what lies between them is not counted
         stages_overlap = self.config.engine == "openrlhf" and self.config.cluster.async_rollout
@@ -122,7 +123,7 @@ class Recorder:
         return seconds | {
             "time/step_s": step_s,
             "time/tokens_per_s": tokens / max(step_s, 1e-9),
-            "time/rollout_tokens_per_s": tokens / max(seconds.get("time/rollout_s", 0.0), 1e-9),
+            "time/rollout_tokens_per_s": tokens / max(seconds["time/rollout_s"], 1e-9),
         }
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,17 +168,14 @@ class Recorder:
     def watch(self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory]) -> None:
         """Look for a collapse that has come or is coming, and for tools that are out; set ``ended`` as configured."""
         self._count_lost(step, trajectories)
-        if metrics.get("loss/trust_moves_back"):
-            self.run_dir.append_event({"step": step, "kind": "moved_back", "reason": moved_back(metrics)})
-        self._watch_dynamic_sampling(step, metrics)
-        if reason := in_vain(metrics):  # said of the first such batch, the second, the fourth, the eighth, ..
-            self._in_vain += 1
-            if self._in_vain & (self._in_vain - 1) == 0:
-                self._tell(step, "in_vain", reason)
-        if metrics.get("rollout/overlong_filtered_frac") == 1.0:
-            self._tell(
-                step, "no_step", "every trajectory was filtered by overlong.exclude, nothing was trained on"
-            )
+        for kind, reason, is_told in step_events(metrics, self.config.rollout.dynamic_sampling):
+            if kind == IN_VAIN:  # the first such batch is told, the second, the fourth, the eighth, ..
+                self._in_vain += 1
+                if self._in_vain & (self._in_vain - 1):
+                    continue
+            self._add_event(step, kind, reason)
+            if is_told:
+                self.display.message(f"step {step}: {reason}")
         alarm, action = self._alarm.observe(step, metrics), self.config.alarm.action
         if alarm is not None:
             self.run_dir.append_event(alarm.event(action))
@@ -189,22 +187,10 @@ class Recorder:
 
     def _end(self, step: int, why: str) -> None:
         self.ended = why
-        self.run_dir.append_event({"step": step, "kind": ENDED, "reason": why})
+        self._add_event(step, ENDED, why)
 
-    def _watch_dynamic_sampling(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Say that a batch could not be filled: in ``events.jsonl``, and to the user if it made no step."""
-        if not metrics.get("rollout/dynamic_missing"):
-            return
-        reason = missing_groups(metrics, self.config.rollout.dynamic_sampling)
-        if kept := metrics["rollout/dynamic_kept"]:
-            reason += f"; the step was trained on {kept:g} rollouts"
-            self.run_dir.append_event({"step": step, "kind": "dynamic_sampling", "reason": reason})
-        else:
-            self._tell(step, "no_step", f"{reason}; nothing was trained on")
-
-    def _tell(self, step: int, kind: str, reason: str) -> None:
+    def _add_event(self, step: int, kind: str, reason: str) -> None:
         self.run_dir.append_event({"step": step, "kind": kind, "reason": reason})
-        self.display.message(f"step {step}: {reason}")
 
     def _count_lost(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         if not all(t.excluded for t in trajectories):
@@ -247,8 +233,7 @@ class Recorder:
 
     def save_best(self, step: int, save_policy: Writer) -> None:
         """Keep the policy of ``step`` as the best one; only its weights, as training goes on from the newest."""
-        with self._new_folder("best") as folder:
-            self._write_policy(folder, step, save_policy, best=self.config.stage == "rl")
+        with self._policy_folder("best", step, save_policy, best=self.config.stage == "rl") as folder:
             _write_state(folder, {"step": step, "success": self._summary.final_success})
 
     def save_checkpoint(
@@ -261,13 +246,12 @@ class Recorder:
             save_rest: writes what else the engine needs for a resume.
             state: the engine's own values, which ``restore`` gives back.
         """
-        with self._new_folder(checkpoint_name(step)) as folder:
-            self._write_policy(folder, step, save_policy, best=False)
+        with self._policy_folder(checkpoint_name(step), step, save_policy, best=False) as folder:
             save_rest(folder)
             own = {
                 "step": step,
                 "lost_steps": self._lost_steps,
-                "summary": self._summary.state(),
+                "wall_s": self._summary.wall_s,
                 "scheduled": step == 0 or _is_due(step, self.config.checkpoint.every),
                 "ended": self.ended,
                 "update_steps": self.config.update.steps,
@@ -275,24 +259,26 @@ class Recorder:
             _write_state(folder, {**own, **(state or {}), "logs": log_lengths(self.run_dir)})
         prune_checkpoints(self.run_dir.checkpoints, self.config.checkpoint.keep)
 
-    def _new_folder(self, name: str) -> AbstractContextManager[Path]:
-        return atomic_folder(self.run_dir.checkpoints / name, self._run_id, hash_up_to=self._hash_up_to)
-
-    def _write_policy(self, folder: Path, step: int, save_policy: Writer, *, best: bool) -> None:
-        save_policy(folder / "policy")
-        write_policy_card(folder / "policy", self.run_dir, self.config, self.task, step, best=best)
+    @contextmanager
+    def _policy_folder(self, name: str, step: int, save_policy: Writer, *, best: bool) -> Iterator[Path]:
+        """A new folder below ``checkpoints`` with the policy and its card, for the block to add the rest."""
+        target = self.run_dir.checkpoints / name
+        with atomic_folder(target, self._run_id, hash_up_to=self._hash_up_to) as folder:
+            save_policy(folder / "policy")
+            write_policy_card(folder / "policy", self.run_dir, self.config, self.task, step, best=best)
+            yield folder
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Go on from a checkpoint, to whose lengths the logs are cut already; returns what its ``state.json`` holds."""
         state = read_own_json(checkpoint / STATE)
-        self._summary = Summary.from_state(state["summary"])
-        self._summary.ahead = best_ahead(checkpoint)
-        self._lost_steps = state["lost_steps"]
-        steps = read_jsonl(self.run_dir.metrics) if self.run_dir.metrics.is_file() else []
-        for line in steps:
+        for line in read_jsonl(self.run_dir.metrics) if self.run_dir.metrics.is_file() else []:
+            self._summary.observe(line["step"], line)
             self._alarm.observe(line["step"], line)
-        self._in_vain = sum(bool(in_vain(line)) for line in steps)
-        if state.get("update_steps") == self.config.update.steps:  # otherwise it is to train on after its end
+            self._in_vain += bool(in_vain(line))
+        self._summary.saved = saved_best(self.run_dir.checkpoints)
+        self._summary.earlier_s = state["wall_s"]
+        self._lost_steps = state["lost_steps"]
+        if state["update_steps"] == self.config.update.steps:  # otherwise it is to train on after its end
             self.ended = state["ended"]
         return state
 

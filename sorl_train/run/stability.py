@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.run.files import read_jsonl
@@ -80,6 +79,12 @@ def measure(run_dir: Path) -> dict[str, float]:
     below = [value < COLLAPSED * top for value, top in zip(success, peaks, strict=True)]
     lasting = next((steps[i] for i in range(len(below)) if all(below[i:])), math.nan)
 
+    # means of evaluations in a row; the evaluations themselves if there are not more, as one mean loses nothing
+    width = WINDOW if len(success) > WINDOW else 1
+    means = [math.fsum(success[i : i + width]) / width for i in range(len(success) - width + 1)]
+    questions = min(line.get("eval/questions", math.nan) for line in evaluated)  # older versions did not log it
+    is_known = steps[0] == 0 and not math.isnan(questions)
+
     def mean(name: str) -> float:
         known = [line[name] for line in trained if line[name] is not None]
         return math.fsum(known) / len(known) if known else math.nan
@@ -88,8 +93,8 @@ def measure(run_dir: Path) -> dict[str, float]:
         "peak": peak,
         "final": final,
         "kept": _kept(success),
-        "kept_mean": _kept(_means(success)),
-        "learned": _learned(evaluated),
+        "kept_mean": _kept(means),
+        "learned": float(learned(success, questions)) if is_known else math.nan,
         "worst_drop": max(top - value for value, top in zip(success, peaks, strict=True)),
         "collapse_step": float(lasting),
         "max_grad_norm": max(infinite_if_none(line["loss/grad_norm_max"]) for line in trained),
@@ -99,20 +104,6 @@ def measure(run_dir: Path) -> dict[str, float]:
         "clip_frac": mean("loss/clip_frac"),
         "grad_norm": mean("loss/grad_norm"),
     }
-
-
-def _learned(evaluated: Sequence[Mapping[str, Any]]) -> float:
-    known = all("eval/questions" in line for line in evaluated)  # older versions did not say how many
-    if evaluated[0]["step"] != 0 or not known:
-        return math.nan
-    fewest = min(line["eval/questions"] for line in evaluated)
-    return float(learned([line["eval/success"] for line in evaluated], fewest))
-
-
-def _means(success: Sequence[float]) -> list[float]:
-    """Means of ``WINDOW`` values in a row; the values themselves if there are not more, as one mean loses nothing."""
-    width = WINDOW if len(success) > WINDOW else 1
-    return [math.fsum(success[i : i + width]) / width for i in range(len(success) - width + 1)]
 
 
 def _kept(curve: Sequence[float]) -> float:

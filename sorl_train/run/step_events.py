@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from sorl_train.config.settings import TrainConfig
 from sorl_train.run.files import free_name
 from sorl_train.run.folder import RunDir
 
-
-def moved_back(metrics: Mapping[str, float]) -> str:
-    """How far the trust region took optimizer steps back."""
-    moves = metrics["loss/trust_moves_back"]
-    times = "once" if moves == 1 else f"{moves:g} times"
-    most, kl, scale = (metrics[f"loss/trust_{name}"] for name in ("kl_max", "kl", "scale"))
-    return (
-        f"the KL reached {most:.2g}: weights were moved back {times}, and the step ends at {kl:.2g}; learning rates "
-        f"are times {scale:.2g} from here"
-    )
+IN_VAIN = "in_vain"
 
 
-def missing_groups(metrics: Mapping[str, float], rounds: int) -> str:
-    """Why dynamic sampling, in ``rounds`` further rounds, could not fill the batch."""
-    missing, drawn = metrics["rollout/dynamic_missing"], metrics["rollout/dynamic_drawn"]
-    return (
-        f"of the batch's groups {missing:g} are missing after {drawn:g} rollouts (rollout.dynamic_sampling {rounds}): "
-        "the others drawn have equal rewards, or were excluded"
-    )
+def step_events(metrics: Mapping[str, float], rounds: int) -> Iterator[tuple[str, str, bool]]:
+    """What happened in a step: the kind of an event, its reason, and whether it is told on the terminal, too.
+
+    Args:
+        rounds: further rounds that dynamic sampling may draw.
+    """
+    if moves := metrics.get("loss/trust_moves_back"):
+        times = "once" if moves == 1 else f"{moves:g} times"
+        most, kl, scale = (metrics[f"loss/trust_{name}"] for name in ("kl_max", "kl", "scale"))
+        yield (
+            "moved_back",
+            f"the KL reached {most:.2g}: weights were moved back {times}, and the step ends at {kl:.2g}; learning "
+            f"rates are times {scale:.2g} from here",
+            False,
+        )
+    if missing := metrics.get("rollout/dynamic_missing"):
+        reason = (
+            f"of the batch's groups {missing:g} are missing after {metrics['rollout/dynamic_drawn']:g} rollouts "
+            f"(rollout.dynamic_sampling {rounds}): the others drawn have equal rewards, or were excluded"
+        )
+        if kept := metrics["rollout/dynamic_kept"]:
+            yield "dynamic_sampling", f"{reason}; the step was trained on {kept:g} rollouts", False
+        else:
+            yield "no_step", f"{reason}; nothing was trained on", True
+    if reason := in_vain(metrics):
+        yield IN_VAIN, reason, True
+    if metrics.get("rollout/overlong_filtered_frac") == 1.0:
+        yield (
+            "no_step",
+            "every trajectory was filtered by overlong.exclude, nothing was trained on",
+            True,
+        )
 
 
 def in_vain(metrics: Mapping[str, float]) -> str:

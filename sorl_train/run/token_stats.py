@@ -11,7 +11,6 @@ The name ends in ``.gz`` so that ``step_*.jsonl``, the pattern by which ``datase
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import json
 import math
@@ -19,12 +18,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.run.files import atomic_write
-
-DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -57,15 +53,15 @@ class TokenRecord:
     weight: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        names = (*_INTEGERS, *_FLOATS, *(_OPTIONAL if self.weight else ()))
-        lengths = {name: len(getattr(self, name)) for name in ("tokens", *names)}
+        lengths = {name: len(getattr(self, name)) for name in ("tokens", *_KINDS)}
+        if not self.weight:
+            del lengths["weight"]
         if len(set(lengths.values())) > 1:
             raise ValueError(f"token record {self.id}: sequences of different lengths: {lengths}")
 
 
-_FLOATS = ("log_ratio", "ratio", "advantage", "entropy")
-_INTEGERS = ("turn", "clipped")
-_OPTIONAL = ("weight",)
+_KINDS = {"turn": int, "log_ratio": float, "ratio": float, "advantage": float, "entropy": float}
+_KINDS |= {"clipped": int, "weight": float}
 
 
 def sidecar_of(trajectories: Path) -> Path | None:
@@ -78,7 +74,7 @@ def sidecar_of(trajectories: Path) -> Path | None:
 def write_token_records(path: Path, records: Iterable[TokenRecord]) -> None:
     """Write one record a line, gzipped. Floats have 4 digits after the point; what is not finite becomes null. The file
     appears whole or not at all."""
-    text = "".join(json.dumps(_encode(record), separators=(",", ":")) + "\n" for record in records)
+    text = "".join(_encode(record) for record in records)
     atomic_write(path, gzip.compress(text.encode(), mtime=0))
 
 
@@ -100,27 +96,27 @@ def iter_token_records(path: Path) -> Iterator[TokenRecord]:
             ) from error
 
 
-def _encode(record: TokenRecord) -> dict[str, Any]:
-    plain: dict[str, Any] = {"id": record.id, "tokens": list(record.tokens)}
-    for field in dataclasses.fields(TokenRecord)[2:]:
-        values = getattr(record, field.name)
-        if field.name in _INTEGERS:
-            plain[field.name] = [int(value) for value in values]
-        elif values or field.name not in _OPTIONAL:
-            plain[field.name] = [_rounded(float(value)) for value in values]
-    return plain
+def _encode(record: TokenRecord) -> str:
+    plain: dict[str, object] = {"id": record.id, "tokens": list(record.tokens)}
+    for name, kind in _KINDS.items():
+        values = getattr(record, name)
+        if name != "weight" or values:
+            plain[name] = [int(value) if kind is int else _rounded(float(value)) for value in values]
+    return json.dumps(plain, separators=(",", ":")) + "\n"
 
 
 def _rounded(value: float) -> float | None:
-    return round(value, DIGITS) + 0.0 if math.isfinite(value) else None  # + 0.0: no negative zero
+    return round(value, 4) + 0.0 if math.isfinite(value) else None  # + 0.0: no negative zero
 
 
 def _decode(line: bytes, where: str) -> TokenRecord:
     try:
         record = json.loads(line)
-        columns: dict[str, Any] = {name: [int(value) for value in record[name]] for name in _INTEGERS}
-        for name in (*_FLOATS, *(name for name in _OPTIONAL if name in record)):
-            columns[name] = [math.nan if value is None else float(value) for value in record[name]]
+        columns = {
+            name: [math.nan if value is None else kind(value) for value in record[name]]
+            for name, kind in _KINDS.items()
+            if name != "weight" or name in record
+        }
         return TokenRecord(id=str(record["id"]), tokens=[str(token) for token in record["tokens"]], **columns)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(

@@ -76,6 +76,7 @@ def test_all_names_of_a_checkpoint_are_the_same_policy(run_folder: Path, tmp_pat
         (copied / file.name).write_bytes(file.read_bytes())
     plain = find_policy(str(copied))
     assert (plain.label, plain.run) == ("model", None)
+    (copied / "README.md").write_text("a card that was edited")
     assert fingerprint(str(copied)) == fingerprint(str(best / "policy"))
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
