@@ -37,6 +37,8 @@ from sorl_train.run.manifest import environment_facts
 # names that ``atomic_write`` and writers of trajectory files use
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}(\.unfinished)?")
 
+_HASH = "manifest_sha256"  # of the manifest's other facts
+
 NON_FINITE = "non_finite_{}.jsonl"  # the trajectories of the step in which a figure was not finite
 
 
@@ -84,8 +86,7 @@ class RunDir:
                 (run.moved / LOCK).unlink()
         run.trajectories.mkdir(parents=True, exist_ok=True)
         run.checkpoints.mkdir(exist_ok=True)
-        for half in run._half_configs():
-            half.unlink()
+        run.remove_leftovers()
         text = to_yaml(config)
         atomic_write(run.config, text)
         started = {
@@ -105,27 +106,25 @@ class RunDir:
         check_place(self.path, "--run_dir")
         if not self._is_taken() or (overwrite and self.config.is_file()):
             return
-        another, finished = free_name(self.path), self.summary.is_file()
-        if not finished and not self.config.is_file():
-            raise UserError(
-                f"{self.path} is not empty and is not a run folder; give another folder (--run_dir {another})"
-            )
-        resume = f"Continue it (sorl-train --resume --run_dir {self.path}), give"
+        another = f"another folder (--run_dir {free_name(self.path)})"
+        if not self.summary.is_file() and not self.config.is_file():
+            raise UserError(f"{self.path} is not empty and is not a run folder; give {another}")
+        state, move = "finished", f"Give {another}"
+        if not self.summary.is_file():
+            state = "unfinished"
+            if self.has_checkpoint:
+                move = f"Continue it (sorl-train --resume --run_dir {self.path}), give {another}"
         raise UserError(
-            f"{self.path} holds {'a finished' if finished else 'an unfinished'} run. "
-            f"{resume if self.has_checkpoint and not finished else 'Give'} another folder (--run_dir {another}), or "
-            "--overwrite to move that run aside and start again"
+            f"{self.path} holds a{'n' * (state == 'unfinished')} {state} run. {move}, or --overwrite to move that run "
+            "aside and start again"
         )
 
     def _is_taken(self) -> bool:
         """Whether more is in the folder than a start leaves that was killed before it had written its config."""
-        own = {self.trajectories, self.checkpoints}
+        own = (self.trajectories, self.checkpoints)
         empty = {path for path in own if path.is_dir() and not any(path.iterdir())}
         there = set(self.path.iterdir()) if self.path.is_dir() else set()
-        return bool(there - {self.path / LOCK, *empty, *self._half_configs()})
-
-    def _half_configs(self) -> list[Path]:
-        return list(self.path.glob(f".{self.config.name}.*"))
+        return bool(there - {self.path / LOCK, *empty, *self._leftovers()})
 
     def discard_if_unused(self) -> None:
         """Delete the folder if nothing was trained in it, so that a corrected command can use its name."""
@@ -152,14 +151,21 @@ class RunDir:
         """
         run = cls(Path(path), lock)
         old, new, manifest = flatten(saved_config(path)), flatten(config), run.read_manifest()
+        if manifest.pop(_HASH, None) != _hash(manifest):
+            raise UserError(f"{run.manifest} is damaged, or was edited: restore it from a copy")
+        # the limits that the run has: those that are set, or else the task's own, which the manifest has
+        own = manifest.get("data", {}).get("train", {}).get("limits", {})
+        limits = {f"limits.{name}": own.get(name) for name in own if old.get(f"limits.{name}") is None}
+        before = old | limits
         changed = [name for name in new if old[name] != new[name]]
-        # what was sampled under lower limits is within higher ones
-        limits = _limits_of(old, manifest)
-        raised = {name for name, limit in limits.items() if _rises(limit, new[name])}
-        may_change = raised | {field.name for field in fields() if field.resumable}
-        refused = [name for name in changed if name not in may_change]
+        may_change = {field.name for field in fields() if field.resumable}
+        refused = [
+            name
+            for name in changed
+            # what was sampled under lower limits is within higher ones
+            if name not in may_change and not (name.startswith("limits.") and _rises(before[name], new[name]))
+        ]
         if refused:
-            before = old | limits
             lines = "\n".join(f"  {name}: {before[name]!r} in the run, {new[name]!r} now" for name in refused)
             raise UserError(
                 f"cannot resume {run.path} with other settings: only steps, eval, checkpoint and log settings may "
@@ -219,10 +225,12 @@ class RunDir:
 
     def remove_leftovers(self) -> None:
         """Delete the temporary files that a killed run left."""
-        for folder in (self.path, self.trajectories):
-            for path in folder.glob(".*"):
-                if _TEMPORARY.fullmatch(path.name) and path.is_file():
-                    path.unlink()
+        for path in self._leftovers():
+            path.unlink()
+
+    def _leftovers(self) -> list[Path]:
+        hidden = [path for folder in (self.path, self.trajectories) for path in folder.glob(".*")]
+        return [path for path in hidden if _TEMPORARY.fullmatch(path.name) and path.is_file()]
 
     # -- facts ----------------------------------------------------------------------------------------------------
 
@@ -269,7 +277,8 @@ class RunDir:
         atomic_write(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        atomic_write(self.manifest, json.dumps(manifest, indent=2) + "\n")
+        facts = {name: value for name, value in manifest.items() if name != _HASH}
+        atomic_write(self.manifest, json.dumps(facts | {_HASH: _hash(facts)}, indent=2) + "\n")
 
 
 def saved_config(
@@ -294,16 +303,6 @@ def _differences(old: Any, new: Any, name: str) -> Iterator[str]:
         yield f"{name}: {old!r} then, {new!r} now"
 
 
-def _limits_of(settings: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The limits of a run by their settings' names: what is set, or else the task's own, which the manifest has."""
-    own = manifest.get("data", {}).get("train", {}).get("limits", {})
-    names = [name for name in settings if name.startswith("limits.")]
-    return {
-        name: own.get(name.removeprefix("limits.")) if settings[name] is None else settings[name]
-        for name in names
-    }
-
-
 def _rises(old: float | None, new: float | None) -> bool:
     """Whether a limit is at least what it was. What None stands for differs from limit to limit."""
     return old is not None and new is not None and new >= old
@@ -311,13 +310,17 @@ def _rises(old: float | None, new: float | None) -> bool:
 
 def _numeric(environment: Mapping[str, Any]) -> dict[str, Any]:
     """What the last bits of a run's numbers depend on."""
-    versions, hardware = environment.get("versions", {}), environment.get("hardware", {})
-    commit = (environment.get("git") or {}).get("commit")
+    hardware, git = environment.get("hardware", {}), environment.get("git") or {}
     return {
-        "versions": versions,
-        "commit": commit,
-        **{name: hardware.get(name) for name in ("processor", "gpus")},
+        "versions": environment.get("versions", {}),
+        "commit": git.get("commit"),
+        "processor": hardware.get("processor"),
+        "gpus": hardware.get("gpus"),
     }
+
+
+def _hash(manifest: Mapping[str, Any]) -> str:
+    return _sha256(json.dumps(manifest, sort_keys=True))
 
 
 def _sha256(text: str) -> str:

@@ -276,9 +276,9 @@ class Recorder:
             self._alarm.observe(line["step"], line)
             self._in_vain += bool(in_vain(line))
         self._summary.saved = saved_best(self.run_dir.checkpoints)
-        self._summary.earlier_s = state["wall_s"]
+        self._summary.earlier_s = state.get("wall_s", 0.0)
         self._lost_steps = state["lost_steps"]
-        if state["update_steps"] == self.config.update.steps:  # otherwise it is to train on after its end
+        if state.get("update_steps") == self.config.update.steps:  # otherwise it is to train on after its end
             self.ended = state["ended"]
         return state
 

@@ -82,7 +82,9 @@ def measure(run_dir: Path) -> dict[str, float]:
     # means of evaluations in a row; the evaluations themselves if there are not more, as one mean loses nothing
     width = WINDOW if len(success) > WINDOW else 1
     means = [math.fsum(success[i : i + width]) / width for i in range(len(success) - width + 1)]
-    questions = min(line.get("eval/questions", math.nan) for line in evaluated)  # older versions did not log it
+    questions = min(
+        line.get("eval/questions", math.nan) for line in evaluated
+    )  # older versions did not log it
     is_known = steps[0] == 0 and not math.isnan(questions)
 
     def mean(name: str) -> float:

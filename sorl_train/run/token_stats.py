@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.run.files import atomic_write
@@ -112,7 +113,7 @@ def _rounded(value: float) -> float | None:
 def _decode(line: bytes, where: str) -> TokenRecord:
     try:
         record = json.loads(line)
-        columns = {
+        columns: dict[str, Any] = {
             name: [math.nan if value is None else kind(value) for value in record[name]]
             for name, kind in _KINDS.items()
             if name != "weight" or name in record
