@@ -25,7 +25,7 @@ from sorl_train.run.checkpoint import (
 )
 from sorl_train.run.folder import RunDir, saved_config
 
-from ..damage import DAMAGES, append, delete, flip_a_bit, truncate
+from ..damage import DAMAGES, append, delete, truncate
 
 FILES = [
     "state.json",
