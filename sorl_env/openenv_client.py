@@ -2,33 +2,90 @@
 
 It needs the package ``websockets`` only. OpenEnv's own client belongs to a package that brings 70 others, a web
 interface among them, and reads replies of up to 100 MB; the protocol is four kinds of messages.
+
+OpenEnv gives a text, a reward and ``done``. ``sorl-serve-env`` also says how the policy's turn was read, what each
+reward is for, which tools were called, and whether an episode ended because a tool was out. All of this goes into the
+metadata of an observation, under ``KEY``. Other clients need not read it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from sorl_env.openenv_wire import KEY, reply_from_json
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus, WebSocketException
+
+from sorl_env.parser import FormatError, ParsedTurn
 from sorl_env.session_env import Reply
+from sorl_env.step import StepResult
 from sorl_env.task import Example
 from sorl_env.text import quoted, read_json
-from sorl_env.tool import ToolInputError, ToolUnavailableError
+from sorl_env.text_env import TextEnv
+from sorl_env.tool import ToolCall, ToolInputError, ToolUnavailableError
 from sorl_env.trajectory import StopReason
 
-if TYPE_CHECKING:
-    from websockets.asyncio.client import ClientConnection
-
+KEY = "sorl"
+PROTOCOL = 1
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0  # between two attempts to connect
 _CONNECT_S = 10.0
 _MAX_ERROR_CHARS = 1000
+_MAX_REPLY_BYTES = 4 << 20  # longer replies are refused
 
 ToAction = Callable[[str], Mapping[str, Any]]
+
+
+def facts_of(env: TextEnv, splits: tuple[str, ...]) -> dict[str, Any]:
+    """What a client has to know of a task before its first episode, as JSON values."""
+    return {
+        "protocol": PROTOCOL,
+        "task": env.task.name,
+        "description": env.task.description,
+        "system_prompt": env.task.system_prompt,
+        "stop": list(env.stop),
+        "limits": dataclasses.asdict(env.limits),
+        "splits": list(splits),
+    }
+
+
+def result_to_json(result: StepResult) -> dict[str, Any]:
+    """A step's result without its observation and reward, as JSON values."""
+    info = result.info
+    parsed: ParsedTurn | None = info.get("parsed")
+    return {
+        "terminated": result.terminated,
+        "truncated": result.truncated,
+        "parsed": None if parsed is None else parsed._asdict(),
+        "reward_items": dict(info.get("reward_items", {})),
+        "tool_calls": [call._asdict() for call in info.get("tool_calls", ())],
+        "stop_reason": info.get("stop_reason"),
+        "error": info.get("error"),
+    }
+
+
+def _reply_from_json(text: str, reward: float, record: Mapping[str, Any]) -> Reply:
+    """Inverse of ``result_to_json``. Raises ValueError, TypeError or KeyError for a record of another form."""
+    parsed, reason = record["parsed"], record["stop_reason"]
+    if parsed is not None:
+        error = parsed["error"]
+        parsed = ParsedTurn(**{**parsed, "error": None if error is None else FormatError(error)})
+    return Reply(
+        text,
+        reward,
+        terminated=record["terminated"] is True,
+        truncated=record["truncated"] is True,
+        parsed=parsed,
+        reward_items={str(name): float(value) for name, value in record["reward_items"].items()},
+        tool_calls=[ToolCall(**call) for call in record["tool_calls"]],
+        stop_reason=None if reason is None else StopReason(reason),
+        error=record["error"],
+    )
 
 
 @dataclass(frozen=True)
@@ -43,34 +100,22 @@ class Server:
         timeout_s: for one message and its reply.
         wait_s: for a place on a server that is full, or for one that is being restarted, at the beginning of an
             episode.
-        max_reply_bytes: longer replies are refused.
     """
 
     url: str
     is_sorl: bool
     to_action: ToAction
     to_text: Callable[[Mapping[str, Any]], str]
-    timeout_s: float = 60.0
-    wait_s: float = 300.0
-    max_reply_bytes: int = 4 << 20
+    timeout_s: float
+    wait_s: float
     token: str | None = field(default=None, repr=False)
-
-    @property
-    def socket_url(self) -> str:
-        """The address of the WebSocket."""
-        scheme, _, rest = self.url.partition("://")
-        return f"{'wss' if scheme == 'https' else 'ws'}://{rest.rstrip('/')}/ws"
 
 
 class _FullError(Exception):
     """The server has no place for another episode."""
 
 
-class _Observation(NamedTuple):
-    text: str
-    reward: float
-    done: bool
-    metadata: Mapping[str, Any]
+_LOST = (OSError, WebSocketException, asyncio.TimeoutError, _FullError)
 
 
 class OpenEnvSession:
@@ -82,47 +127,37 @@ class OpenEnvSession:
 
     async def reset(self, example: Example, seed: int) -> tuple[str, Example]:
         """Connect and start an episode; waits where the server is full or does not answer yet."""
-        from websockets.exceptions import InvalidStatus, WebSocketException
-
-        place = example.metadata
+        server, place = self._server, example.metadata
         data = {name: place[name] for name in ("split", "index") if name in place}
-        data["seed"] = seed if self._server.is_sorl else place.get("seed", place.get("index", 0))
-        deadline, wait = time.monotonic() + self._server.wait_s, _FIRST_WAIT_S
+        data["seed"] = seed if server.is_sorl else place.get("seed", place.get("index", 0))
+        deadline, wait = time.monotonic() + server.wait_s, _FIRST_WAIT_S
         while True:
             try:
                 await self._connect()
-                found = await self._ask("reset", data)
+                reply, record = await self._ask("reset", data)
                 break
-            except (OSError, WebSocketException, asyncio.TimeoutError, _FullError) as error:
+            except _LOST as error:
                 self.close(ended=False)
                 if isinstance(error, InvalidStatus) and error.response.status_code in (401, 403):
                     raise self._unavailable("it refuses the token", error) from error
                 if time.monotonic() + wait > deadline:
-                    raise self._unavailable(
-                        f"no episode began within {self._server.wait_s:g} s", error
-                    ) from error
+                    raise self._unavailable(f"no episode began within {server.wait_s:g} s", error) from error
             await asyncio.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT_S)
-        known = found.metadata.get("example")
-        if self._server.is_sorl and isinstance(known, dict):
-            example = Example(
-                id=str(known.get("id", example.id)),
-                question=str(known.get("question", "")),
-                golden_answers=example.golden_answers,
-                metadata=example.metadata,
-            )
-        return found.text, example
+        known = record.get("example")
+        if server.is_sorl and isinstance(known, dict):
+            name, question = str(known.get("id", example.id)), str(known.get("question", ""))
+            example = dataclasses.replace(example, id=name, question=question)
+        return reply.text, example
 
     async def _connect(self) -> None:
-        from websockets.asyncio.client import connect
-
         server = self._server
-        headers = {} if server.token is None else {"Authorization": f"Bearer {server.token}"}
+        scheme, _, rest = server.url.partition("://")
         self._connection = await connect(
-            server.socket_url,
-            additional_headers=headers,
+            f"{'wss' if scheme == 'https' else 'ws'}://{rest}/ws",
+            additional_headers={} if server.token is None else {"Authorization": f"Bearer {server.token}"},
             compression=None,  # so that no small message becomes a large one
-            max_size=server.max_reply_bytes,
+            max_size=_MAX_REPLY_BYTES,
             open_timeout=min(_CONNECT_S, server.timeout_s),
             ping_interval=None,  # each message has its own deadline
             close_timeout=1.0,
@@ -139,22 +174,20 @@ class OpenEnvSession:
         return await self._step({"message": "", "truncate": reason.value})
 
     async def _step(self, action: Mapping[str, Any]) -> Reply:
-        from websockets.exceptions import WebSocketException
-
         try:
-            found = await self._ask("step", action)
-        except (OSError, WebSocketException, asyncio.TimeoutError, _FullError) as error:
+            reply, record = await self._ask("step", action)
+        except _LOST as error:
             raise self._unavailable("the episode was lost", error) from error
         if self._server.is_sorl:
             try:
-                return reply_from_json(found.text, found.reward, found.metadata)
+                return _reply_from_json(reply.text, reply.reward, record)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise self._unavailable("its metadata cannot be read", error) from error
-        truncated = found.done and found.metadata.get("truncated") is True
-        return Reply(found.text, found.reward, found.done and not truncated, truncated)
+        is_cut = reply.terminated and record.get("truncated") is True
+        return dataclasses.replace(reply, terminated=reply.terminated and not is_cut, truncated=is_cut)
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> _Observation:
-        """Send a message; returns the observation that answers it."""
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> tuple[Reply, Mapping[str, Any]]:
+        """Send a message; returns the observation that answers it, and what its metadata say."""
         assert self._connection is not None
         connection = self._connection
         message = json.dumps({"type": kind, "data": dict(data)})
@@ -165,15 +198,17 @@ class OpenEnvSession:
 
         text = await asyncio.wait_for(exchange(), self._server.timeout_s)
         try:
-            reply = read_json(text)
+            answer = read_json(text)
         except ValueError as error:
             raise self._unavailable("its reply cannot be read", error) from error
-        if not isinstance(reply, dict) or not isinstance(found := reply.get("data"), dict):
-            raise self._unavailable(f"its reply is not a message of OpenEnv: {quoted(str(reply))}")
-        if reply.get("type") == "error":
+        if not isinstance(answer, dict) or not isinstance(found := answer.get("data"), dict):
+            raise self._unavailable(f"its reply is not a message of OpenEnv: {quoted(str(answer))}")
+        if answer.get("type") == "error":
             raise self._refusal(found)
-        if reply.get("type") != "observation":
-            raise self._unavailable(f"its reply is of type {quoted(str(reply.get('type')))}, not observation")
+        if answer.get("type") != "observation":
+            raise self._unavailable(
+                f"its reply is of type {quoted(str(answer.get('type')))}, not observation"
+            )
         return self._read(found)
 
     def _refusal(self, data: Mapping[str, Any]) -> Exception:
@@ -185,19 +220,17 @@ class OpenEnvSession:
             return ToolInputError(f"This action is not possible here: {wrong}")
         return self._unavailable(f"it says {quoted(str(code))}: {said}")
 
-    def _read(self, data: Mapping[str, Any]) -> _Observation:
+    def _read(self, data: Mapping[str, Any]) -> tuple[Reply, Mapping[str, Any]]:
         observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
             raise self._unavailable("its observation has another form")
         if reward is not None and (not isinstance(reward, (int, float)) or not math.isfinite(reward)):
             raise self._unavailable(f"it gave a reward of {quoted(str(reward))}")
-        record = observation.get("metadata")
-        if self._server.is_sorl:
-            record = record.get(KEY) if isinstance(record, dict) else None
-            if not isinstance(record, dict):
-                raise self._unavailable(f"its metadata lacks {KEY!r}")
-        text = self._server.to_text(observation)
-        return _Observation(text, float(reward or 0.0), done, record if isinstance(record, dict) else {})
+        metadata = observation.get("metadata")
+        record: Any = metadata if isinstance(metadata, dict) else {}
+        if self._server.is_sorl and not isinstance(record := record.get(KEY), dict):
+            raise self._unavailable(f"its metadata lacks {KEY!r}")
+        return Reply(self._server.to_text(observation), float(reward or 0.0), terminated=done), record
 
     def _unavailable(self, what: str, error: BaseException | None = None) -> ToolUnavailableError:
         self.close(ended=False)

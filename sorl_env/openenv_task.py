@@ -6,27 +6,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from sorl_env.bounds import Bounds
-from sorl_env.data import ExampleSet
 from sorl_env.errors import UserError
-from sorl_env.openenv_client import OpenEnvSession, Server, ToAction
-from sorl_env.openenv_wire import KEY, PROTOCOL, limits_of
-from sorl_env.session_env import (
-    INSTRUCTION,
-    SEEDS_OF_A_SPLIT,
-    Format,
-    SessionEnv,
-    check_settings,
-    seeded_examples,
-    session_task,
-)
+from sorl_env.openenv_client import KEY, PROTOCOL, OpenEnvSession, Server, ToAction
+from sorl_env.session_env import SEEDS_OF_A_SPLIT, Format, check_settings, seeded_examples, session_task
 from sorl_env.task import Example, Limits, Task
 from sorl_env.text import quoted, read_json
 from sorl_env.tool import ToolInputError
@@ -34,7 +21,6 @@ from sorl_env.tool import ToolInputError
 TOKEN_VARIABLE = "SORL_OPENENV_TOKEN"
 _ASK_S = 10.0
 _MAX_BYTES = 4 << 20
-_PLAIN = ("integer", "number", "boolean")
 
 
 def openenv_task(
@@ -48,7 +34,6 @@ def openenv_task(
     max_turns: int = 8,
     timeout_s: float = 60.0,
     wait_s: float = 300.0,
-    max_reply_mb: int = 4,
 ) -> Task:
     """The task that a server plays. A server of ``sorl-serve-env`` says itself what the first six settings are for.
 
@@ -59,55 +44,48 @@ def openenv_task(
         field: of an observation: what the policy reads. By default its only text field, or else all of it as JSON.
         format, stop, instruction: see ``SessionEnv``.
         examples: number of episodes in each split of a server that has no tasks; an episode is then a seed.
-        timeout_s, wait_s, max_reply_mb: see ``Server``.
+        timeout_s, wait_s: see ``Server``.
 
     Raises:
         UserError: the server cannot be reached, or is not one of OpenEnv.
     """
     check_settings(format, examples, timeout_s=timeout_s, wait_s=wait_s)
-    if problem := Bounds(1, 1024).problem(max_reply_mb):
-        raise UserError(f"max_reply_mb {problem}")
-    if find_spec("websockets") is None:
-        raise UserError("openenv tasks need the package websockets: pip install 'sorl[train]'")
     http = _Http(url)
-    schema, facts = http.page("/schema"), http.page("/state").get(KEY)
-    limits, ends = Limits(max_turns=max_turns), tuple(stop)
-    if instruction is None:
-        instruction = INSTRUCTION if format == "action" else ""
-    form: Format = format if facts is None else "raw"
-    if facts is not None:
-        field, instruction = "text", ""
-        limits, ends = _read_facts(http.where, facts)
-    server = Server(
-        url=http.url,
-        is_sorl=facts is not None,
-        to_action=_action_maker(http.where, schema.get("action"), is_sorl=facts is not None),
-        to_text=_text_reader(field),
-        timeout_s=timeout_s,
-        wait_s=wait_s,
-        max_reply_bytes=max_reply_mb << 20,
-        token=http.token,
+    schema, state, limits, system_prompt = (
+        http.ask("/schema"),
+        http.ask("/state"),
+        Limits(max_turns=max_turns),
+        None,
     )
-
-    def environment(task: Task, given: ExampleSet, chosen: Limits) -> SessionEnv:
-        opens = partial(OpenEnvSession, server)
-        return SessionEnv(task, given, chosen, opens, format=form, stop=ends, instruction=instruction)
-
+    if not isinstance(schema, dict) or not isinstance(state, dict):
+        raise UserError(f"{http.where}: that is not what an OpenEnv server says; is the address right?")
+    facts = state.get(KEY)
+    to_action: ToAction = lambda text: {"message": text}  # noqa: E731
+    if facts is None:
+        to_action = _action_maker(http.where, schema.get("action"))
+    else:
+        limits, stop = _read_facts(http.where, facts)
+        instruction, field, system_prompt = "", "text", facts.get("system_prompt")
+    is_sorl = facts is not None
+    server = Server(http.url, is_sorl, to_action, _text_reader(field), timeout_s, wait_s, http.token)
     return session_task(
         f"openenv:{http.url}",
-        limits,
         f"the OpenEnv environment at {http.url}",
-        environment=environment,
-        embedded=lambda split: _episodes(http, split, examples),
-        system_prompt=None if facts is None else facts.get("system_prompt"),
+        limits,
+        lambda: OpenEnvSession(server),
+        lambda split: _episodes(http, split, examples),
+        format=format if facts is None else "raw",
+        stop=stop,
+        instruction=instruction,
+        system_prompt=system_prompt,
     )
 
 
-def _read_facts(where: str, facts: Any) -> tuple[Limits, tuple[str, ...]]:
+def _read_facts(where: str, facts: Any) -> tuple[Limits, Sequence[str]]:
     """The limits and the stop strings of a task that ``sorl-serve-env`` serves."""
     try:
         if facts["protocol"] == PROTOCOL:
-            return limits_of(facts), tuple(map(str, facts["stop"]))
+            return Limits(**facts["limits"]), tuple(map(str, facts["stop"]))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{where}: what it says of its task cannot be read: {error!r}") from error
     raise UserError(
@@ -132,10 +110,8 @@ def _episodes(http: _Http, split: str, count: int) -> tuple[Example, ...]:
     )
 
 
-def _action_maker(where: str, schema: Any, *, is_sorl: bool) -> ToAction:
+def _action_maker(where: str, schema: Any) -> ToAction:
     """How a text becomes an action of this schema: the value of its only field, or a JSON object."""
-    if is_sorl:
-        return lambda text: {"message": text}
     if not isinstance(schema, dict) or not isinstance(schema.get("properties"), dict):
         raise UserError(f"{where}: /schema has no schema of an action: is this an OpenEnv server?")
     fields = {name: about for name, about in schema["properties"].items() if name != "metadata"}
@@ -144,32 +120,34 @@ def _action_maker(where: str, schema: Any, *, is_sorl: bool) -> ToAction:
     kind = fields[only].get("type") if only is not None and isinstance(fields[only], dict) else None
     if only is not None and kind == "string":
         return lambda text: {only: text}
-    plain = only is not None and kind in _PLAIN
-    wanted = f"a JSON value of type {kind}" if plain else f"a JSON object with {', '.join(fields)}"
+    is_plain = kind in ("integer", "number", "boolean")
+    wanted = f"a JSON value of type {kind}" if is_plain else f"a JSON object with {', '.join(fields)}"
 
     def to_action(text: str) -> Mapping[str, Any]:
         try:
             value = read_json(text)
-            if plain and not isinstance(value, dict):
-                return {str(only): value}
-            if isinstance(value, dict):
-                return value
-            said = ""
         except ValueError as error:
-            said = f", but {error}"
-        raise ToolInputError(f"This action is not possible here: it must be {wanted}{said}")
+            raise ToolInputError(
+                f"This action is not possible here: it must be {wanted}, but {error}"
+            ) from error
+        if isinstance(value, dict):
+            return value
+        if is_plain:
+            return {str(only): value}
+        raise ToolInputError(f"This action is not possible here: it must be {wanted}")
 
     return to_action
 
 
 def _text_reader(field: str | None) -> Callable[[Mapping[str, Any]], str]:
     def to_text(observation: Mapping[str, Any]) -> str:
-        shown = {name: value for name, value in observation.items() if name != "metadata"}
-        if field is not None:
-            value = shown.get(field)
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        shown: Any = {name: value for name, value in observation.items() if name != "metadata"}
         texts = [value for value in shown.values() if isinstance(value, str)]
-        return texts[0] if len(texts) == 1 else json.dumps(shown, ensure_ascii=False)
+        if field is not None:
+            shown = shown.get(field)
+        elif len(texts) == 1:
+            shown = texts[0]
+        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
 
     return to_text
 
@@ -185,13 +163,6 @@ class _Http:
         self.url = url.rstrip("/")
         self.token = os.environ.get(TOKEN_VARIABLE)
 
-    def page(self, path: str) -> Mapping[str, Any]:
-        """The answer that each server of OpenEnv gives."""
-        found = self.ask(path)
-        if not isinstance(found, dict):
-            raise UserError(f"{self.where}: {path} is not what an OpenEnv server says; is the address right?")
-        return found
-
     def ask(self, path: str, body: Any = None, *, optional: bool = False) -> Any:
         """The JSON that answers a GET, or the POST of a body; None where an optional page is not there."""
         headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
@@ -204,9 +175,8 @@ class _Http:
                 for piece in response.iter_bytes():
                     content += piece
                     if len(content) > _MAX_BYTES or time.monotonic() > deadline:
-                        raise UserError(
-                            f"{self.where}: its answer to {path} is longer than {_MAX_BYTES:,} bytes or takes too long"
-                        )
+                        most = f"longer than {_MAX_BYTES:,} bytes or takes too long"
+                        raise UserError(f"{self.where}: its answer to {path} is {most}")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
             raise UserError(

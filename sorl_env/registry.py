@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -17,7 +17,7 @@ import gymnasium
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.task import Task
-from sorl_env.task_file import FILE_PREFIX, import_file, import_module, mark_user_module
+from sorl_env.task_file import FILE_PREFIX, import_code
 
 ENTRY_POINT_GROUP = "sorl.tasks"
 # Families of tasks: "gym:FrozenLake-v1" is what this function makes of the text after the colon. Imported when needed.
@@ -27,6 +27,7 @@ _FAMILIES = {
     "reasoning_gym": "sorl_tasks._reasoning_gym:reasoning_gym_task",
 }
 _TASK_PACKAGE = "sorl_tasks"
+_DECLARES_TASK = re.compile("^TASK( =|:)", re.MULTILINE)
 
 # These ids are known before any task is imported, so that `import sorl_env` stays fast. Others are added on loading.
 _ENV_IDS = {
@@ -64,23 +65,28 @@ def load_task(reference: str, **knobs: Any) -> Task:
         return _registered[reference]
     family, _, member = reference.partition(":")
     if family in _FAMILIES and member:
-        module_name, _, function = _FAMILIES[family].partition(":")
-        builder = getattr(importlib.import_module(module_name), function)
-        return _build(functools.partial(builder, member), reference, knobs)
+        return _build(functools.partial(_family(family), member), reference, knobs)
     location, attribute = reference, None
     if ".py:" in reference or not reference.endswith(".py"):
         location, _, attribute = reference.partition(":")
-    if location.endswith(".py"):
-        module = import_file(Path(location).expanduser())
-    elif attribute:
-        module = import_module(location, f"task {reference!r}")
-    else:
-        module, attribute = _find_by_name(reference)
-    task = _pick(module, attribute, reference, knobs)
-    if not module.__name__.startswith(f"{_TASK_PACKAGE}."):
-        mark_user_module(module)
+    if not attribute and not location.endswith(".py"):
+        location, attribute = _find_by_name(reference)
+    task = _pick(import_code(location, f"task {reference!r}"), attribute, reference, knobs)
     register_task(task)
     return task
+
+
+def _family(name: str) -> Callable[..., Any]:
+    module_name, _, function = _FAMILIES[name].partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        said = (
+            f"{name} tasks need the package {error.name}: pip install 'sorl[{name.replace('_', '-')},train]'"
+        )
+        raise UserError(said) from error
+    builder: Callable[..., Any] = getattr(module, function)
+    return builder
 
 
 def task_names() -> list[str]:
@@ -130,13 +136,14 @@ def _register(env_id: str) -> None:
     )
 
 
-def _find_by_name(name: str) -> tuple[ModuleType, str | None]:
+def _find_by_name(name: str) -> tuple[str, str | None]:
+    """The module of a task, and the attribute that holds it, where that is known."""
     if name in _packaged_names():
-        return importlib.import_module(f"{_TASK_PACKAGE}.{name}"), None
+        return f"{_TASK_PACKAGE}.{name}", None
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
             module_name, _, attribute = point.value.partition(":")
-            return import_module(module_name, f"task {name!r}"), attribute or None
+            return module_name, attribute or None
     raise UserError(
         f"there is no task {name!r}. {did_you_mean(name, task_names())} For a task of your own give "
         "package.module:TASK or the path of a .py file; for somebody else's gym:ID, openenv:URL or reasoning_gym:NAME"
@@ -146,19 +153,9 @@ def _find_by_name(name: str) -> tuple[ModuleType, str | None]:
 def _packaged_names() -> list[str]:
     """Modules of the task package that declare a ``TASK``, found in their source without importing them."""
     spec = importlib.util.find_spec(_TASK_PACKAGE)
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-    names = [module.name for module in pkgutil.iter_modules(map(str, folders))]
-    return [
-        name
-        for name in names
-        if not name.startswith("_") and any(_declares_task(folder / f"{name}.py") for folder in folders)
-    ]
-
-
-def _declares_task(file: Path) -> bool:
-    if not file.is_file():
-        return False
-    return any(line.startswith(("TASK =", "TASK:")) for line in file.read_text(encoding="utf-8").splitlines())
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    files = [file for folder in folders for file in Path(folder).glob("[!_]*.py")]
+    return [file.stem for file in files if _DECLARES_TASK.search(file.read_text(encoding="utf-8"))]
 
 
 def _pick(module: ModuleType, attribute: str | None, reference: str, knobs: Mapping[str, Any]) -> Task:
@@ -180,15 +177,16 @@ def _pick(module: ModuleType, attribute: str | None, reference: str, knobs: Mapp
 
 
 def _build(builder: Callable[..., Any], reference: str, knobs: Mapping[str, Any]) -> Task:
-    known = inspect.signature(builder).parameters
-    for knob in knobs:
-        if knob not in known:
-            raise UserError(f"task {reference!r} has no knob {knob!r}. {did_you_mean(knob, known)}")
-    required = [
-        name for name, one in known.items() if one.default is one.empty and one.kind < one.VAR_POSITIONAL
-    ]
-    if lacking := [name for name in required if name not in knobs]:
-        raise UserError(f"task {reference!r} is built by a function that also needs {', '.join(lacking)}")
+    signature = inspect.signature(builder)
+    if unknown := [knob for knob in knobs if knob not in signature.parameters]:
+        hint = did_you_mean(unknown[0], signature.parameters)
+        raise UserError(f"task {reference!r} has no knob {unknown[0]!r}. {hint}")
+    try:
+        signature.bind(**knobs)
+    except TypeError as error:
+        raise UserError(
+            f"task {reference!r} is built by a function, which got {dict(knobs)}: {error}"
+        ) from error
     try:
         built = builder(**knobs)
     except ValueError as error:  # a knob out of range

@@ -10,9 +10,8 @@ There are two formats:
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -255,17 +254,42 @@ def check_settings(format: str, examples: int, **seconds: float) -> None:
             raise UserError(f"{name} {problem}")
 
 
-def session_task(name: str, limits: Limits, description: str, **declared: Any) -> Task:
-    """A task whose episodes an environment from elsewhere plays; ``declared`` are further attributes of it."""
-    task = Task(
+def session_task(
+    name: str,
+    description: str,
+    limits: Limits,
+    open_session: Callable[[], Session],
+    embedded: Callable[[str], tuple[Example, ...]],
+    *,
+    format: Format,
+    stop: Sequence[str],
+    instruction: str | None,
+    system_prompt: str | None = None,
+    on_close: Callable[[], None] = lambda: None,
+) -> Task:
+    """A task whose episodes the sessions of ``open_session`` play, see ``SessionEnv``.
+
+    Args:
+        instruction: None explains the format ``action``.
+    """
+    if instruction is None:
+        instruction = INSTRUCTION if format == "action" else ""
+
+    def environment(task: Task, given: ExampleSet, chosen: Limits) -> SessionEnv:
+        form: dict[str, Any] = {"format": format, "stop": tuple(stop), "instruction": instruction}
+        return SessionEnv(task, given, chosen, open_session, **form, on_close=on_close)
+
+    return Task(
         name=name,
         prompt=lambda example: "",
         reward=lambda example, turns: {},
         parse_row=_no_rows,
+        embedded=embedded,
         limits=limits,
+        system_prompt=system_prompt,
         description=description,
+        environment=environment,
     )
-    return dataclasses.replace(task, **declared)
 
 
 def _no_rows(row: Mapping[str, Any]) -> Example:

@@ -1,4 +1,4 @@
-"""Import Python files and modules of users, and tell an error in their code from one in ours.
+"""Import Python files and modules of users, tell errors in their code from those in ours, and hash a task's files.
 
 A user's file may import the files beside it, as a script may: its folder goes to the end of ``sys.path``.
 """
@@ -6,19 +6,23 @@ A user's file may import the files beside it, as a script may: its folder goes t
 from __future__ import annotations
 
 import ast
+import dataclasses
+import functools
 import hashlib
 import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 
 from sorl_env.errors import UserError, no_such_file
+from sorl_env.task import Task
 
 FILE_PREFIX = "sorl_task_"  # of the names of modules that are imported by their path
 OURS = frozenset({"sorl_env", "sorl_tasks", "sorl_tools", "sorl_train"})  # a clone of sorl may be the folder
+_INSTALLED = ("site-packages", "dist-packages")
 _IMPORTERS = (__file__, importlib.__file__, "<frozen importlib")
 _files: set[str] = set()  # of users, as tracebacks name them
 _folders: set[Path] = set()  # of those files that were imported by their path
@@ -46,7 +50,7 @@ def import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    mark_user_module(module)
+    _mark_user_module(module)
     sys.modules[name] = module  # dataclasses and pickling look it up
     try:
         spec.loader.exec_module(module)
@@ -99,7 +103,7 @@ def _module_file(folder: Path, name: str) -> Path | None:
     return next((file.resolve() for file in files if file.is_file()), None)
 
 
-def loaded_from(folder: Path) -> dict[str, Path]:
+def _loaded_from(folder: Path) -> dict[str, Path]:
     """The imported files in ``folder`` and in packages beside them, as tracebacks name them, and where they are."""
     found = {}
     for name, module in list(sys.modules.items()):
@@ -112,31 +116,63 @@ def loaded_from(folder: Path) -> dict[str, Path]:
     return found
 
 
-def import_module(name: str, wanted_by: str) -> ModuleType:
-    """The module ``name``; ``wanted_by`` says in messages who asked for it, as in ``task 'package.module:TASK'``.
+def import_code(location: str, wanted_by: str) -> ModuleType:
+    """The module in a ``.py`` file or of a name, in which errors count as the user's own.
+
+    Args:
+        wanted_by: who asked for it, for messages, as in ``task 'package.module:TASK'``.
 
     Raises:
-        UserError: there is no such module, or importing it fails; the message shows the module's own lines.
+        UserError: there is no such file or module, or importing it fails; the message shows its own lines.
     """
+    if location.endswith(".py"):
+        return import_file(Path(location).expanduser())
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(location)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+        if error.name is None or not f"{location}.".startswith(f"{error.name}."):
             raise _failed(wanted_by, error) from error  # it lacks something that it imports
         raise UserError(f"{wanted_by}: no module {error.name!r}; is it on the Python path?") from error
     except (Exception, SystemExit) as error:
         raise _failed(wanted_by, error) from error
+    if location.partition(".")[0] not in OURS:
+        _mark_user_module(module)
+    return module
 
 
-def mark_user_module(module: ModuleType) -> None:
-    """Count errors in this module as the user's own."""
+def _mark_user_module(module: ModuleType) -> None:
     if file := getattr(module, "__file__", None):
         _files.add(file)
 
 
+def own_code(task: Task, known: Collection[str] = ()) -> dict[str, str]:
+    """SHA-256 of the files of a task from outside, by folder and name: those that hold its functions, and those beside
+    them that were imported, so that a run can tell that they have changed. Empty for a task of sorl's own.
+
+    Args:
+        known: names to look for whether they were imported by now or not: some imports happen inside functions.
+    """
+    owns: set[Path] = set()
+    for part in (type(task), *(getattr(task, field.name) for field in dataclasses.fields(task))):
+        function = part.func if isinstance(part, functools.partial) else part
+        name = getattr(function, "__module__", None) or ""
+        file, first = getattr(sys.modules.get(name), "__file__", None), name.partition(".")[0]
+        if file is not None and first not in OURS and first not in sys.stdlib_module_names:
+            owns.add(Path(file).resolve())
+    hashes: dict[str, str] = {}
+    for own in owns:
+        folder = own.parent
+        recorded = [path for path in map(folder.parent.joinpath, known) if path.is_relative_to(folder)]
+        beside = [] if folder.name in _INSTALLED else _loaded_from(folder).values()
+        for path in filter(Path.is_file, (own, *beside, *recorded)):
+            where = f"{folder.name}/{path.relative_to(folder).as_posix()}"
+            hashes[where] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return dict(sorted(hashes.items()))
+
+
 def user_files() -> set[str]:
     """The source files of users that were imported, as tracebacks name them."""
-    return _files.union(*map(loaded_from, _folders))
+    return _files.union(*map(_loaded_from, _folders))
 
 
 def user_traceback(error: BaseException) -> str | None:

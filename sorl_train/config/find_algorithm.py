@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import cast, get_args
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.task_file import import_file, import_module, mark_user_module
+from sorl_env.task_file import import_code
 from sorl_train.algorithms import ALGORITHMS, Algorithm, RatioLevel, check_choice
 
 ENTRY_POINT_GROUP = "sorl.algorithms"
@@ -76,10 +76,8 @@ def _from_outside(reference: str) -> Algorithm:
     if not (attribute or location.endswith(".py")):
         location, attribute = _split(_entry_point(reference))
     if location.endswith(".py"):
-        module = _module_in(Path(location).expanduser().resolve())
-    else:
-        module = import_module(location, f"algorithm {reference!r}")
-        mark_user_module(module)
+        location = str(Path(location).expanduser().resolve())
+    module = _module_at(location)
     name = attribute or "ALGORITHM"
     found = getattr(module, name, None)
     if not isinstance(found, Algorithm):
@@ -90,9 +88,9 @@ def _from_outside(reference: str) -> Algorithm:
 
 
 @functools.cache
-def _module_in(path: Path) -> ModuleType:
-    """The file is run once: settings are asked for their algorithm in many places."""
-    return import_file(path)
+def _module_at(location: str) -> ModuleType:
+    """A file is run once: settings are asked for their algorithm in many places."""
+    return import_code(location, f"algorithm {location!r}")
 
 
 def _entry_point(name: str) -> str:

@@ -15,9 +15,9 @@ from sorl_env.data import ExampleSet, load_examples
 from sorl_env.declared import ask_for_prompt
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.own_code import own_code
 from sorl_env.registry import load_task
 from sorl_env.task import Example, Limits, Task, ToolSettings
+from sorl_env.task_file import own_code
 from sorl_env.text_env import TextEnv, need_tools, open_env
 from sorl_env.tool import ToolReply
 from sorl_env.toolbox import Toolbox

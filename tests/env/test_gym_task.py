@@ -107,7 +107,7 @@ def test_splits_share_no_episode() -> None:
         (
             "gym:FrozenLake-v1",
             {"wrapper": f"{WRAPPERS}:half_wrapped"},
-            "action space is Discrete.*correct the wrap",
+            "action space is Discrete.*give a wrapper",
         ),
         ("gym:FrozenLake-v1", {"wrapper": f"{WRAPPERS}:LakeInWord"}, "Did you mean 'LakeInWords'"),
         ("gym:FrozenLake-v1", {"wrapper": "LakeInWords"}, "write file.py:Name"),
@@ -133,7 +133,7 @@ def test_what_cannot_be_played_is_refused(reference: str, knobs: dict[str, Any],
         ("raise", "step raised KeyError: 'inside'"),
         ("bytes", "observation of type bytes"),
         ("nan", "a reward of nan"),
-        ("word", "the reward 'much'"),
+        ("word", "step raised ValueError: could not convert string to float: 'much'"),
     ],
 )
 def test_a_broken_environment_is_an_outage(action: str, message: str) -> None:

@@ -170,7 +170,7 @@ def test_what_is_no_server_of_openenv_is_refused(pages: dict[str, bytes], messag
 
 
 def test_settings_are_checked() -> None:
-    for knobs in ({"timeout_s": 0}, {"wait_s": 1e9}, {"examples": 0}, {"max_reply_mb": 0}, {"format": "xml"}):
+    for knobs in ({"timeout_s": 0}, {"wait_s": 1e9}, {"examples": 0}, {"format": "xml"}):
         with pytest.raises(UserError, match=next(iter(knobs))):
             load_task("openenv:http://127.0.0.1:1", **knobs)
     with pytest.raises(UserError, match="write openenv:http"):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_env.own_code import own_code
 from sorl_env.registry import load_task
+from sorl_env.task_file import own_code
 from sorl_train.config.files import load_config
 from sorl_train.rollout.environments import record_sources, source_facts
 from sorl_train.sft.cold_start import cold_start_key

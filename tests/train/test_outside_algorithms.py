@@ -104,7 +104,7 @@ def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
         load_config("quickstart", {"algo": "so_pppo"})
     with pytest.raises(UserError, match=r"absent\.py: no such file"):
         find_algorithm(str(tmp_path / "absent.py"))
-    with pytest.raises(UserError, match="algorithm 'no_such_package:X': no module 'no_such_package'"):
+    with pytest.raises(UserError, match="algorithm 'no_such_package': no module 'no_such_package'"):
         find_algorithm("no_such_package:X")
     with pytest.raises(UserError, match=r"has no Algorithm called PPO\. Declare one there"):
         find_algorithm("json:PPO")
