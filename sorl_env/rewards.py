@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from sorl_env.option_text import option_words
-
 _PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}]+")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
@@ -77,9 +75,9 @@ _CHOICE = re.compile(r"(?:([A-Z])\.?|\(([A-Z])\)|([A-Z]):(.+))", re.IGNORECASE |
 def multiple_choice(prediction: str, answer_letter: str, options: Mapping[str, str] | None = None) -> float:
     """1.0 if the prediction names the answer's letter, else 0.0.
 
-    Accepted, in upper or lower case: ``A``, ``A.``, ``(A)``, and ``A: text`` where the text equals that option's, word
-    for word, with its numbers, signs and single letters (see `sorl_env.option_text`). Nothing else is accepted: a
-    prediction that hedges or only mentions a letter scores 0.
+    Accepted, in upper or lower case: ``A``, ``A.``, ``(A)``, and ``A: text`` where the text is that option's, but for
+    case, blanks and a final period. Nothing else is accepted: a prediction that hedges or only mentions a letter scores
+    0.
 
     >>> [multiple_choice(p, "A", {"A": "Iron", "B": "Zinc"}) for p in ("(a)", "A: iron", "A: zinc", "A or B")]
     [1.0, 1.0, 0.0, 0.0]
@@ -94,4 +92,8 @@ def multiple_choice(prediction: str, answer_letter: str, options: Mapping[str, s
     if text is None:
         return 1.0
     option = (options or {}).get(letter)
-    return float(option is not None and option_words(text) == option_words(option))
+    return float(option is not None and _plain(text) == _plain(option))
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split()).removesuffix(".").rstrip()

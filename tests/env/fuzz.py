@@ -2,18 +2,14 @@
 
 A policy under training writes anything. Nothing of it may raise, earn a reward that it did not earn, leave an
 observation that is not one well-formed block, or take its trajectory out of the loss (stop reason ``error``).
-
-    python -m tests.env.fuzz --turns 2000000
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import random
 import string
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -63,33 +59,20 @@ def words(text: str) -> list[str]:
     return "".join(pieces).split()
 
 
-def substance(text: str) -> tuple[str, list[str]]:
-    """Letters and digits of a text without articles, and its numbers: what two texts that say the same share."""
-    text = "".join(c if c.isalnum() else " " for c in text.casefold().replace("&", " and "))
-    pieces = [piece for piece in text.split() if piece not in ("a", "an", "the")]
-    return "".join(pieces), [
-        "".join(filter(str.isdigit, piece)) for piece in pieces if any(map(str.isdigit, piece))
-    ]
-
-
-def earned(turn: str, example: Example, tools: Sequence[str]) -> tuple[float, ...]:
-    """What the turn may score: one value, or both where a letter stands before the option's text, written otherwise.
-
-    Such a text earns nothing if its letters, digits or numbers differ. What punctuation means, as in ``Rh-`` and
-    ``Rh+``, is not repeated here: tests/env/test_option_text.py has it by hand.
-    """
+def earned(turn: str, example: Example, tools: Sequence[str]) -> float:
+    """What the turn has to score."""
     answer = final_answer(turn, tools)
     if answer is None:
-        return (0.0,)
+        return 0.0
     if example.options is None:
-        return (float(any(words(answer) == words(gold) for gold in example.golden_answers)),)
+        return float(any(words(answer) == words(gold) for gold in example.golden_answers))
     letter = example.golden_answers[0]
     if answer in {form.format(case) for form in ("{}", "{}.", "({})") for case in (letter, letter.lower())}:
-        return (1.0,)
-    said, option = answer[2:].strip(), example.options[letter]
-    if answer[:2] not in (f"{letter}:", f"{letter.lower()}:") or substance(said) != substance(option):
-        return (0.0,)
-    return (1.0,) if said.rstrip(".").lower() == option.rstrip(".").lower() else (0.0, 1.0)
+        return 1.0
+    texts = (text.lower().split() for text in (answer[2:], example.options[letter]))
+    said, option = (" ".join(text) for text in texts)
+    stripped = said[:-1].rstrip() if said.endswith(".") else said
+    return float(answer[:2] in (f"{letter}:", f"{letter.lower()}:") and option in (said, stripped))
 
 
 # --- tools and tasks ---
@@ -204,8 +187,8 @@ def _play(name: str, root: ToolUseEnv, rng: random.Random, target: int, seen: Co
 
 def _find_problem(turn: str, example: Example, tools: Sequence[str], result: StepResult) -> str | None:
     expected = earned(turn, example, tools)
-    if result.reward not in expected:
-        return f"a reward of {result.reward}, {' or '.join(map(str, expected))} was earned"
+    if result.reward != expected:
+        return f"a reward of {result.reward}, {expected} was earned"
     if result.terminated != (final_answer(turn, tools) is not None):
         return f"terminated is {result.terminated}"
     if result.info["stop_reason"] in ("error", "aborted"):
@@ -243,22 +226,3 @@ def _count(result: StepResult, seen: Counter[str]) -> None:
     for call in info["tool_calls"]:
         seen[f"{call.tool} {'ok' if call.ok else 'refused'}"] += 1
         seen["replies cut"] += call.cut_from is not None
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--turns", type=int, default=2_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    started = time.perf_counter()
-    seen = fuzz(arguments.turns, arguments.seed)
-    seconds = time.perf_counter() - started
-    for name, count in sorted(seen.items()):
-        print(f"{count:>10,}  {name}")
-    print(
-        f"no crash and no unearned reward in {seen['turns']:,} turns, seed {arguments.seed}, {seconds:.0f} s"
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -30,23 +30,16 @@ def test_the_oracle_knows_an_answer_by_hand() -> None:
     ("answer", "reward"), [("beatles!", 1), ("the fab four", 1), ("fab", 0), ("Beatle", 0)]
 )
 def test_the_oracle_knows_an_exact_match_by_hand(answer: str, reward: float) -> None:
-    assert earned(turn(answer), OPEN, ()) == (reward,)
+    assert earned(turn(answer), OPEN, ()) == reward
 
 
 @pytest.mark.parametrize(
     ("answer", "reward"),
-    [("B", 1), ("b", 1), ("(B)", 1), ("b.", 1), ("B: zinc OXIDE.", 1), ("B: iron", 0), ("A", 0), ("B or A", 0),
-     ("Zinc oxide", 0), ("B:", 0), ("B)", 0)],
+    [("B", 1), ("b", 1), ("(B)", 1), ("b.", 1), ("B: zinc  OXIDE.", 1), ("B: zinc-oxide", 0), ("B: iron", 0),
+     ("A", 0), ("B or A", 0), ("Zinc oxide", 0), ("B:", 0), ("B)", 0)],
 )  # fmt: skip
 def test_the_oracle_knows_a_choice_by_hand(answer: str, reward: float) -> None:
-    assert earned(turn(answer), CHOICE, ()) == (reward,)
-
-
-def test_the_oracle_leaves_open_what_punctuation_in_a_text_means() -> None:
-    assert (
-        earned(turn("B: zinc-oxide"), CHOICE, ()) == earned(turn('B: "Zinc" oxide'), CHOICE, ()) == (0.0, 1.0)
-    )
-    assert earned(turn("B: zinc 2 oxide"), CHOICE, ()) == earned(turn("A: zinc-oxide"), CHOICE, ()) == (0.0,)
+    assert earned(turn(answer), CHOICE, ()) == reward
 
 
 def check(turns: int, seed: int) -> None:

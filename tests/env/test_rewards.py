@@ -104,12 +104,19 @@ TAKEN = [
     "A.",
     "a.",
     "A: Iron deficiency",
-    "a: the iron deficiency.",
+    "a: iron  DEFICIENCY.",
     "A:Iron deficiency",
 ]
 # the last three are a Greek capital alpha, a full-width A and a number
 NOT_TAKEN = ["", "B", "A or B", "A, B", "AB", "A A", "A)", "(A", "(A).", "A..", "A:", "A: ", "A: Zinc (low)"]
-NOT_TAKEN += ["A: Iron deficiency or zinc", "A. Iron deficiency", "(A) Iron deficiency", "Iron deficiency"]
+NOT_TAKEN += [
+    "A: the iron deficiency",
+    "A: Iron-deficiency",
+    "A: Iron deficiency or zinc",
+    "A. Iron deficiency",
+    "(A) Iron deficiency",
+    "Iron deficiency",
+]
 NOT_TAKEN += ["The answer is A", "not A", "<answer>A</answer>", "\u0391", "\uff21", "1"]
 
 
