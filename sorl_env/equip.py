@@ -1,7 +1,10 @@
-"""The toolbox of an environment: the tools of its task, and those that the settings add."""
+"""The tools of an environment: those of its task, and those that the settings add."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,8 +12,9 @@ from sorl_env.declared import place_of
 from sorl_env.errors import UserError
 from sorl_env.task import Task, ToolSettings
 from sorl_env.task_file import user_traceback
+from sorl_env.text import quoted
 from sorl_env.tool import Tool, ToolLike
-from sorl_env.tool_sources import close_tools, open_tools, with_description
+from sorl_env.tool_schema import takes_raw_text
 from sorl_env.toolbox import Toolbox
 
 
@@ -32,6 +36,10 @@ def equip(
 ) -> Equipment:
     """The toolbox with the task's tools, or with ``tools`` in their place, and with those that the settings add.
 
+    A text in place of a tool names all tools of an MCP server: ``mcp:SERVER`` is shared by all episodes, and
+    ``mcp+episode:SERVER`` gives each episode a connection of its own. ``SERVER`` is an ``http(s)://`` address or a
+    command.
+
     Raises:
         UserError: a text names no tools, their server does not answer, or two tools share a name.
     """
@@ -39,10 +47,9 @@ def equip(
     named: Any = tools
     if tools is None:
         named = _build_tools(task, settings) if callable(task.tools) else task.tools
-    opened: list[Tool] = []
+    opened: list[Tool] = []  # the tools that a text named
     try:
-        given = open_tools(named, settings, opened)
-        added = open_tools(settings.tools, settings, opened)
+        given, added = (_open_tools(one, settings, opened) for one in (named, settings.tools))
         toolbox = Toolbox(
             [*given, *added],
             timeout_s=settings.timeout_s,
@@ -50,12 +57,15 @@ def equip(
             max_reply_chars=reply_chars,
         )
     except (TypeError, ValueError) as error:
-        close_tools(opened)
+        for tool in opened:
+            getattr(tool, "close", lambda: None)()
         if isinstance(error, UserError):
             raise
         raise UserError(f"task {task.name}: {error}") from error  # such as a parameter without a type hint
     if added:
-        task = with_description(task, toolbox.tools[len(given) :])
+        about = f"You can also use these tools:\n{_description(toolbox.tools[len(given) :])}"
+        ask = task.prompt
+        task = dataclasses.replace(task, prompt=lambda example: f"{ask(example)}\n\n{about}")
     owned = frozenset(toolbox.names) if is_built else frozenset(tool.name for tool in opened)
     return Equipment(task, toolbox, owned)
 
@@ -76,3 +86,32 @@ def _build_tools(task: Task, settings: ToolSettings) -> Sequence[ToolLike | str]
     if isinstance(built, str) or not isinstance(built, Sequence):
         raise UserError(f"{what} returned {built!r}; {advice}")
     return built
+
+
+def _open_tools(
+    tools: Sequence[ToolLike | str], settings: ToolSettings, opened: list[Tool]
+) -> list[ToolLike]:
+    """The tools, with those in place that texts name; these are added to ``opened``, also before an error."""
+    found: list[ToolLike] = []
+    for tool in tools:
+        if not isinstance(tool, str):
+            found.append(tool)
+            continue
+        if not tool.startswith(("mcp:", "mcp+episode:")):
+            raise UserError(f"tools: {quoted(tool)} names no tools: write mcp:URL or mcp:COMMAND")
+        made: list[Tool] = importlib.import_module("sorl_tools.mcp").open_tools(tool, settings)
+        opened += made
+        found += made
+    return found
+
+
+def _description(tools: Sequence[Tool]) -> str:
+    """What a policy has to know of tools: their tags, what to write in them, and what they do."""
+    lines = []
+    for tool in tools:
+        inside = next(iter(tool.schema["properties"]), "")
+        if not takes_raw_text(tool.schema):
+            inside = "a JSON object with the schema " + json.dumps(dict(tool.schema), ensure_ascii=False)
+        about = " ".join(tool.description.split())
+        lines.append(f"<{tool.name}> {inside} </{tool.name}>: {about}".rstrip(": "))
+    return "\n".join(lines)

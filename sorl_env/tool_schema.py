@@ -105,11 +105,7 @@ def read_arguments(body: str, schema: Mapping[str, Any], signature: inspect.Sign
     except ValueError as error:
         said = str(error).removeprefix("it is not JSON: ")
         return None, f"The request is not a JSON object: {said}. Parameters: {', '.join(known)}."
-    problem = find_problem(arguments, schema) or _find_extreme(arguments)
-    if problem is None and not schema.get("additionalProperties"):
-        unknown = [name for name in arguments if name not in known]
-        if unknown:
-            problem = f"there is no parameter {quoted(unknown[0])}; there are {', '.join(map(repr, known))}"
+    problem = find_problem(arguments, {"additionalProperties": False, **schema}) or _find_extreme(arguments)
     if problem is None:
         try:
             signature.bind(**arguments)

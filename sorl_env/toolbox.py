@@ -96,6 +96,19 @@ class Toolbox:
 
     def call(self, request: ToolRequest) -> ToolOutcome:
         """Call one tool and wait for its outcome, at most ``timeout_s``."""
+        try:
+            self._call(request, blocking=True).send(None)
+        except StopIteration as ended:
+            outcome: ToolOutcome = ended.value
+            return outcome
+        raise AssertionError("a blocking call awaits nothing")
+
+    async def acall(self, request: ToolRequest) -> ToolOutcome:
+        """Call one tool without blocking the event loop. A call that hangs is abandoned at the deadline."""
+        return await self._call(request, blocking=False)
+
+    async def _call(self, request: ToolRequest, *, blocking: bool) -> ToolOutcome:
+        """One call; with ``blocking`` it waits in the calling thread and awaits nothing."""
         prepared = self._prepare(request)
         if isinstance(prepared, ToolCall):
             return prepared
@@ -104,43 +117,26 @@ class Toolbox:
         attempts = 0
         while True:
             attempts += 1
+            remaining_s = started + self.timeout_s - time.perf_counter()
             result: Any
             try:
                 if bound.inline:
                     result = bound.run(argument)
+                elif blocking:
+                    result = bound.threads.call(bound.run, argument, remaining_s)
+                elif bound.arun is not None:
+                    result = await await_outside(bound.arun, argument, remaining_s)
                 else:
-                    result = bound.threads.call(bound.run, argument, self._remaining_s(started))
+                    result = await bound.threads.acall(bound.run, argument, remaining_s)
             except Exception as error:  # noqa: BLE001  any error of a tool becomes the outcome of its own call
                 result = error
             verdict = self._settle(request, result, time.perf_counter() - started, attempts)
             if not isinstance(verdict, float):
                 return verdict
-            time.sleep(verdict)
-
-    async def acall(self, request: ToolRequest) -> ToolOutcome:
-        """Call one tool without blocking the event loop. A call that hangs is abandoned at the deadline."""
-        prepared = self._prepare(request)
-        if isinstance(prepared, ToolCall):
-            return prepared
-        bound, argument = prepared
-        started = time.perf_counter()
-        attempts = 0
-        while True:
-            attempts += 1
-            result: Any
-            try:
-                if bound.inline:
-                    result = bound.run(argument)
-                elif bound.arun is not None:
-                    result = await await_outside(bound.arun, argument, self._remaining_s(started))
-                else:
-                    result = await bound.threads.acall(bound.run, argument, self._remaining_s(started))
-            except Exception as error:  # noqa: BLE001  as in ``call``
-                result = error
-            verdict = self._settle(request, result, time.perf_counter() - started, attempts)
-            if not isinstance(verdict, float):
-                return verdict
-            await asyncio.sleep(verdict)
+            if blocking:
+                time.sleep(verdict)
+            else:
+                await asyncio.sleep(verdict)
 
     def close(self, only: frozenset[str] | None = None) -> None:
         """Close the tools; with ``only``, just those with these names."""
@@ -148,9 +144,6 @@ class Toolbox:
             close = getattr(tool, "close", None)
             if close is not None and (only is None or tool.name in only):
                 close()
-
-    def _remaining_s(self, started: float) -> float:
-        return started + self.timeout_s - time.perf_counter()
 
     def _prepare(self, request: ToolRequest) -> tuple[_BoundTool, Any] | ToolCall:
         """The tool and its argument, or the record of a request that cannot be served."""

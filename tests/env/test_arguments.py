@@ -87,7 +87,7 @@ class Open(Plain):
     [
         (Plain(), '{"a": "x", "b": {}}', "x{}"),
         (Plain(), '{"b": 1}', "fit the tool: missing a required argument: 'a'."),
-        (Plain(), '{"a": "x", "c": 1}', "fit the tool: there is no parameter 'c'; there are 'a', 'b'."),
+        (Plain(), '{"a": "x", "c": 1}', "fit the tool: arguments have no parameter 'c'; there are 'a', 'b'."),
         (Open(), '{"a": "x", "c": 1}', "x['c']"),
     ],
 )

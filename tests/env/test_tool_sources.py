@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sorl_env import Example, Task, ToolSettings, ToolUseEnv, tool_sources
+from sorl_env import Example, Task, ToolSettings, ToolUseEnv, as_tool
 from sorl_env.errors import UserError
 
 
@@ -42,17 +43,18 @@ def add(left: int, right: int = 0) -> str:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Shelf]:
-    """The tools that were opened for texts of the kind ``shelf``, named by what follows the colon."""
+    """The tools that were opened for texts, named by what follows the colon."""
     made: list[Shelf] = []
 
     def open_tools(text: str, settings: ToolSettings) -> list[Any]:
         made.append(Shelf(text.partition(":")[2]))
+        if text.startswith("mcp+episode:"):
+            made[-1].schema = as_tool(add).schema  # type: ignore[misc]
         return [made[-1]]
 
-    module = ModuleType("shelves_of_a_test")
+    module = ModuleType("sorl_tools.mcp")
     module.open_tools = open_tools  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(tool_sources._KINDS, "shelf", module.__name__)
     return made
 
 
@@ -67,7 +69,7 @@ TASK = Task(
 
 def test_a_task_that_names_its_tools(opened: list[Shelf]) -> None:
     own = Shelf("own")
-    env = ToolUseEnv(dataclasses.replace(TASK, tools=[own, "shelf:first"]))
+    env = ToolUseEnv(dataclasses.replace(TASK, tools=[own, "mcp:first"]))
     prompt, info = env.reset(seed=0)
     assert (prompt, info["tools"]) == ("Q: How many?", ("own", "first"))
     result = env.step("<think>x</think><first>oak</first>")
@@ -80,36 +82,29 @@ def test_a_task_that_names_its_tools(opened: list[Shelf]) -> None:
 
 
 def test_tools_of_the_settings_are_described_in_the_prompt(opened: list[Shelf]) -> None:
-    settings = ToolSettings(tools=("shelf:first", "shelf:second"))
+    settings = ToolSettings(tools=("mcp:first", "mcp+episode:second"))
     env = ToolUseEnv(dataclasses.replace(TASK, tools=[add]), tool_settings=settings)
     prompt, info = env.reset(seed=0)
     assert info["tools"] == ("add", "first", "second")
     assert prompt == (
         "Q: How many?\n\nYou can also use these tools:\n"
-        "<first> name </first>: What lies on a shelf.\n<second> name </second>: What lies on a shelf."
+        "<first> name </first>: What lies on a shelf.\n"
+        f"<second> a JSON object with the schema {json.dumps(as_tool(add).schema)} </second>: What lies on a shelf."
     )
     env.close()
     assert [one.closed for one in opened] == [1, 1]
 
 
-def test_a_tool_with_several_parameters_is_described_by_its_schema() -> None:
-    from sorl_env.tool import as_tool
-
-    text = tool_sources.describe_tools([as_tool(add)])
-    assert text.startswith('<add> a JSON object with the schema {"type": "object", "properties": {"left":')
-    assert text.endswith("</add>: Add two numbers.")
-
-
-@pytest.mark.parametrize("text", ["shelves:x", "shelf", "", ":x", "http://x"])
+@pytest.mark.parametrize("text", ["mpc:x", "mcp", "", ":x", "http://x"])
 def test_an_unknown_kind(opened: list[Shelf], text: str) -> None:
     with pytest.raises(UserError, match="names no tools"):
-        ToolUseEnv(dataclasses.replace(TASK, tools=["shelf:first", text]))
+        ToolUseEnv(dataclasses.replace(TASK, tools=["mcp:first", text]))
     assert opened[0].closed == 1  # it had been opened already
 
 
 def test_two_tools_of_one_name(opened: list[Shelf]) -> None:
     with pytest.raises(UserError, match="two tools share a name"):
-        ToolUseEnv(dataclasses.replace(TASK, tools=[Shelf("first"), "shelf:first"]))
+        ToolUseEnv(dataclasses.replace(TASK, tools=[Shelf("first"), "mcp:first"]))
     assert opened[0].closed == 1
 
 
