@@ -11,6 +11,7 @@ surroundings, so that its tokens are those of the template's own rendering.
 
 from __future__ import annotations
 
+import bisect
 import json
 import weakref
 from collections.abc import Mapping, Sequence
@@ -74,9 +75,6 @@ class _Frame:
     def fill(self, text: str) -> str:
         body = json.dumps(text, ensure_ascii=False)[1:-1] if self.as_json else text
         return self.before + body + self.after
-
-
-_NO_FRAME = _Frame("", "", as_json=False)
 
 
 class ChatCodec:
@@ -298,17 +296,15 @@ class ChatCodec:
 
     def _cut(self, frame: _Frame, text: str, max_tokens: int) -> list[int]:
         """The filled frame in at most ``max_tokens``; of a longer text only the beginning is kept."""
-        text, bare = self._control.harmless(valid_text(text)), _Frame("", "", frame.as_json)
-        while True:
-            ids = self._encode(frame, text)
-            over = len(ids) - max_tokens
-            if over <= 0 or not text:
-                return ids
-            drawn, size = self._encode(_NO_FRAME, text), len(self._encode(bare, text))
-            kept = drawn[: len(drawn) * max(0, size - over) // size]  # as JSON a text has more tokens
-            shorter = self._tokenizer.decode(kept, skip_special_tokens=False) if kept else ""
-            shorter = valid_text(shorter).rstrip("\ufffd").strip()
-            text = shorter if len(shorter) < len(text) else text[:-1]
+        whole = self._encode(frame, text)
+        if len(whole) <= max_tokens:
+            return whole
+
+        def size(length: int) -> int:
+            return len(self._encode(frame, text[:length].rstrip()))
+
+        fits = bisect.bisect_right(range(len(text)), max_tokens, key=size)
+        return self._encode(frame, text[: max(0, fits - 1)].rstrip())
 
     def _encode(self, frame: _Frame, text: str) -> list[int]:
         """Token ids of the frame and a text in it, of which no control token comes."""

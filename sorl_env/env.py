@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -19,7 +19,6 @@ from sorl_env.equip import equip
 from sorl_env.errors import UserError
 from sorl_env.parser import ParsedTurn
 from sorl_env.registry import load_task
-from sorl_env.render import render_dialogue
 from sorl_env.spaces import UnicodeText
 from sorl_env.step import StepResult
 from sorl_env.task import Example, Limits, Task, ToolSettings
@@ -52,7 +51,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         task: a task, or a reference that ``load_task`` takes.
         data, split: where the examples come from, see ``load_examples``.
         tools: replace the tools of the task.
-        tool_settings: what the task builds its tools from. ``corpus`` and ``search_url`` set its fields of these names.
+        tool_settings: what the task builds its tools from, such as ``ToolSettings(corpus="passages.jsonl.gz")``.
         limits: replace the limits of the task.
         knobs: keyword arguments for a task that is built by a function.
         format: how turns are written, see ``turn_format``.
@@ -61,7 +60,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
     wait for the tools of many episodes at the same time in between.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  as Gymnasium declares it
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  as Gymnasium declares it
 
     def __init__(
         self,
@@ -71,52 +70,43 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         split: str = "train",
         tools: Sequence[ToolLike] | None = None,
         tool_settings: ToolSettings = ToolSettings(),
-        corpus: str | None = None,
-        search_url: str | None = None,
         limits: Limits | None = None,
         knobs: Mapping[str, Any] | None = None,
-        render_mode: str | None = None,
         format: FormatName = "tags",
     ) -> None:
-        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
-            raise UserError(f"there is no render mode {render_mode!r}; use 'ansi' or None")
         self.task = load_task(task, **(knobs or {})) if isinstance(task, str) else task
         if self.task.environment is not None:
             raise UserError(f"{self.task.name} has an environment of its own: open it with sorl_env.open_env")
         self.limits = limits or self.task.limits
         self.format: TurnFormat = find_format(format)
-        self.render_mode = render_mode
         self.examples: ExampleSet = load_examples(self.task, data, split)
-        given: dict[str, Any] = {"corpus": corpus, "search_url": search_url}
-        tool_settings = replace(tool_settings, **{k: v for k, v in given.items() if v is not None})
-        equipment = equip(self.task, tools, tool_settings, self.limits.reply_chars)
-        self.task, self._owned_tools = equipment.task, equipment.owned
-        self._toolbox = self._shared_tools = equipment.toolbox
+        self.task, self._shared_tools, self._owned_tools = equip(
+            self.task, tools, tool_settings, self.limits.reply_chars
+        )
         self._warn_of_sample()
         self.action_space = UnicodeText()
         self.observation_space = UnicodeText()
-        self._start()
+        self._start(self.examples.examples[0])
 
     def _warn_of_sample(self) -> None:
         """Log a warning where real questions are searched for in an embedded sample of passages."""
         if not self.examples.is_sample and any(
-            getattr(tool, "is_sample", False) for tool in self._toolbox.tools
+            getattr(tool, "is_sample", False) for tool in self._shared_tools.tools
         ):
             logger.warning(
-                "task %s asks questions of %s, but searches only its embedded sample of passages: give corpus= or "
-                "search_url=",
+                "task %s asks questions of %s, but searches only its embedded sample of passages: give the corpus or "
+                "search_url of tool_settings",
                 self.task.name,
                 self.examples.source,
             )
 
-    def _start(self) -> None:
-        """State of a fresh environment with no episode."""
+    def _start(self, example: Example) -> None:
+        """State before the first turn on an example."""
         self._phase = _RESET
-        self.example: Example = self.examples.examples[0]  # of the running episode, or else of the last one
+        self._toolbox = self._shared_tools
+        self.example = example  # of the running episode, or else of the last one
         self._clock = EpisodeClock()
         self._turns: list[ParsedTurn] = []
-        self._dialogue: list[tuple[str, str]] = []
-        self._action = ""
         self._calls: list[ToolCall] = []
         self._items: dict[str, float] = {}
 
@@ -132,18 +122,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
 
     def spawn(self) -> ToolUseEnv:
         """A new environment with the same task, examples, tools and spaces, and no episode; cheap."""
-        env = type(self).__new__(type(self))
-        env.task = self.task
-        env.limits = self.limits
-        env.format = self.format
-        env.render_mode = self.render_mode
-        env.examples = self.examples
-        env._toolbox = env._shared_tools = self._shared_tools
-        env.action_space = self.action_space
-        env.observation_space = self.observation_space
+        env = copy.copy(self)
+        env._np_random = env._np_random_seed = None
         env._owned_tools = frozenset()
-        env._start()
-        env.spec = self.spec
+        env._start(self.examples.examples[0])
         return env
 
     def reset(
@@ -159,16 +141,12 @@ class ToolUseEnv(gymnasium.Env[str, str]):
     def begin_episode(self, index: int, tool_seed: int = 0) -> tuple[str, dict[str, Any]]:
         """Start an episode on example ``index``, drawing nothing at random; stateful tools get ``tool_seed``."""
         self.end_episode()
+        examples = self.examples
+        example = examples.examples[index]
+        self._start(example)
         if self._shared_tools.stateful:
             self._toolbox = self._shared_tools.for_episode(tool_seed)
-        examples = self.examples
-        self.example = example = examples.examples[index]
         self._phase = _BEGIN_TURN
-        self._turns = []
-        self._dialogue = []
-        self._calls = []
-        self._items = {}
-        self._clock = EpisodeClock()
         info = {
             "example_id": example.id,
             "index": index,
@@ -198,7 +176,6 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         action = valid_text(action)
         parsed = self.format.parse(action, self._toolbox, self.task.require_think)
         self._turns.append(parsed)
-        self._action = action
         self._phase = _FINISH_TURN
         self._clock.ask()
         if parsed.tool is None or len(self._turns) >= self.limits.max_turns:
@@ -210,7 +187,6 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         if self._phase != _FINISH_TURN:
             raise ResetNeeded(f"call {self._phase} first")
         self._clock.answered()
-        parsed = self._turns[-1]
         self._calls = []
         self._items = {}
         observation = self.format.invalid_observation
@@ -222,15 +198,10 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             observation = self.format.observation(outcome.reply)
         if self.task.turn_reward is not None:
             self._items = self._ask(self.task.turn_reward)
-        if parsed.kind == "answer":
+        if self._turns[-1].kind == "answer":
             return self._end(StopReason.ANSWER)
-        if len(self._turns) >= self.limits.max_turns:
-            return self._end(StopReason.INVALID if parsed.kind == "invalid" else StopReason.MAX_TURNS)
-        max_seconds = self.limits.max_seconds
-        if max_seconds is not None and self._clock.elapsed_s >= max_seconds:
-            outage = self._clock.outage(max_seconds)
-            return self._end(StopReason.MAX_SECONDS if outage is None else StopReason.ERROR, outage)
-        self._dialogue.append((self._action, observation))
+        if ending := self._clock.ending(self._turns, self.limits):
+            return self._end(*ending)
         self._phase = _BEGIN_TURN
         return StepResult.of_turn(self._turns, self._calls, self.example.id, observation, self._items)
 
@@ -244,8 +215,6 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         if self._phase == _FINISH_TURN:
             self._calls = []
             self._items = {}
-        elif self._dialogue:
-            self._action, _ = self._dialogue.pop()
         return self._end(StopReason(reason), error)
 
     def _end(self, reason: StopReason, error: str | None = None) -> StepResult:
@@ -255,8 +224,6 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             if self._items:  # reward items of the last turn
                 names = {**self._items, **items}
                 items = {name: items.get(name, 0.0) + self._items.get(name, 0.0) for name in names}
-        if self._turns:
-            self._dialogue.append((self._action, ""))
         self._phase = _RESET
         self.end_episode()
         return StepResult.of_turn(self._turns, self._calls, self.example.id, "", items, reason, error)
@@ -280,12 +247,6 @@ class ToolUseEnv(gymnasium.Env[str, str]):
     async def atruncate(self, reason: StopReason, error: str | None = None) -> StepResult:
         """As ``truncate``."""
         return self.truncate(reason, error)
-
-    def render(self) -> str | None:
-        """In mode ``ansi``, the dialogue so far in the layout and colours of the paper's Table 2; else None."""
-        if self.render_mode is None:
-            return None
-        return render_dialogue(self.example, self._dialogue, self._toolbox.names)
 
     def end_episode(self) -> None:
         """Close the tools that belong to the running episode alone; call it when the episode is given up."""

@@ -1,4 +1,4 @@
-"""The two clocks of an episode: its whole time, and the part that it spent waiting for tools.
+"""When an episode ends without an answer: the two clocks of an episode, and its budget of turns.
 
 ``limits.max_seconds`` bounds the whole time, but the policy is responsible only for its own part. An episode that is
 late because its tools were slow says as little about the policy as one whose tool was unavailable, so both end with the
@@ -8,24 +8,20 @@ stop reason ``error``.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+
+from sorl_env.parser import ParsedTurn
+from sorl_env.task import Limits
+from sorl_env.trajectory import StopReason
 
 
 class EpisodeClock:
-    """Times one episode. Call ``ask`` before and ``answered`` after each wait for tools.
-
-    Attributes:
-        tool_s: seconds that the episode has waited for tools, those of other episodes in the same batch included.
-    """
+    """Times one episode. Call ``ask`` before and ``answered`` after each wait for tools."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
         self._asked = 0.0
-        self.tool_s = 0.0
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the episode began."""
-        return time.monotonic() - self._started
+        self._tool_s = 0.0
 
     def ask(self) -> None:
         """The wait for the turn's tools begins."""
@@ -33,14 +29,21 @@ class EpisodeClock:
 
     def answered(self) -> None:
         """The wait for the turn's tools ends."""
-        self.tool_s += time.monotonic() - self._asked
+        self._tool_s += time.monotonic() - self._asked
 
-    def outage(self, max_seconds: float) -> str | None:
-        """The error of a late episode that would be in time but for its tools; None where the policy itself is late."""
-        policy_s = self.elapsed_s - self.tool_s
-        if policy_s >= max_seconds:
+    def ending(self, turns: Sequence[ParsedTurn], limits: Limits) -> tuple[StopReason, str | None] | None:
+        """Why the episode ends after the last of ``turns``, with the error of an outage; None if it goes on."""
+        if len(turns) >= limits.max_turns:
+            return (StopReason.INVALID if turns[-1].kind == "invalid" else StopReason.MAX_TURNS), None
+        if limits.max_seconds is None:
             return None
-        return (
-            f"no time is left (limits.max_seconds={max_seconds:g}): waiting for tools took {self.tool_s:.3g} s, "
-            f"the policy {policy_s:.3g} s"
+        elapsed_s = time.monotonic() - self._started
+        policy_s = elapsed_s - self._tool_s
+        if policy_s >= limits.max_seconds:
+            return StopReason.MAX_SECONDS, None
+        if elapsed_s < limits.max_seconds:
+            return None
+        return StopReason.ERROR, (
+            f"no time is left (limits.max_seconds={limits.max_seconds:g}): waiting for tools took "
+            f"{self._tool_s:.3g} s, the policy {policy_s:.3g} s"
         )

@@ -186,13 +186,8 @@ class SessionEnv:
         if reply.terminated or reply.truncated:
             usual = StopReason.ANSWER if reply.terminated else StopReason.MAX_TURNS
             return self._end(reply.stop_reason or usual, reply.error)
-        if len(self._turns) >= self.limits.max_turns:
-            is_invalid = self._turns[-1].kind == "invalid"
-            return self._end(StopReason.INVALID if is_invalid else StopReason.MAX_TURNS)
-        late = self.limits.max_seconds
-        if late is not None and self._clock.elapsed_s >= late:
-            outage = self._clock.outage(late)
-            return self._end(StopReason.MAX_SECONDS if outage is None else StopReason.ERROR, outage)
+        if ending := self._clock.ending(self._turns, self.limits):
+            return self._end(*ending)
         return StepResult.of_turn(self._turns, reply.tool_calls, self.example.id, observation, self._items)
 
     async def atruncate(self, reason: StopReason, error: str | None = None) -> StepResult:

@@ -104,7 +104,7 @@ def unknown_words(tokenizer: Any, question: str) -> list[str]:
 
 
 def render(env: ToolUseEnv, example: Example, trajectory: Trajectory) -> str:
-    """The dialogue as ``render_mode="ansi"`` prints it, with a note at each malformed turn."""
+    """The dialogue as in the paper's Table 2, with a note at each malformed turn."""
     dialogue = []
     for turn in trajectory.turns:
         note = f"\n[invalid turn: {turn.format_error}]" if turn.format_error else ""

@@ -109,7 +109,7 @@ def test_processes_that_share_nothing_with_this_one(tmp_path: Path) -> None:
 def test_a_task_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "echoes.py"
     path.write_text(TASK_FILE)
-    env = sorl_env.make(str(path), render_mode="ansi")
+    env = sorl_env.make(str(path))
     assert isinstance(env.unwrapped, ToolUseEnv) and env.spec is not None and env.spec.id == "sorl/Task-v0"
     assert env.reset(options={"index": 2})[0] == "é" * 70
     again = gymnasium.make(env.spec)  # what is written down about it makes it anew

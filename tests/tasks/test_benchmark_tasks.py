@@ -11,7 +11,16 @@ import gymnasium
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from sorl_env import Example, Task, ToolUseEnv, UserError, load_examples, load_task, parse_turn
+from sorl_env import (
+    Example,
+    Task,
+    ToolSettings,
+    ToolUseEnv,
+    UserError,
+    load_examples,
+    load_task,
+    parse_turn,
+)
 from sorl_env.check_task import check_task
 from sorl_env.rewards import normalize_answer
 from sorl_tasks import alphamed19k
@@ -130,7 +139,7 @@ def test_search_finds_what_the_first_hop_names() -> None:
 def test_tool_settings_reach_the_search(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"id": "0", "contents": "\\"Mozart\\"\\nOnly this."}\n')
-    env = gymnasium.make("sorl/NQ-v0", corpus=str(path)).unwrapped
+    env = gymnasium.make("sorl/NQ-v0", tool_settings=ToolSettings(corpus=str(path))).unwrapped
     env.reset(seed=0)
     observation, *_ = env.step("<think>x</think><search>Mozart</search>")
     assert observation == "\n\n<information>\nDoc 1 (Mozart): Only this.\n</information>\n\n"
@@ -144,9 +153,9 @@ def test_real_questions_over_sample_passages_are_warned_of(
     data.write_text('{"question": "Who?", "golden_answers": ["x"]}\n')
     passages.write_text('{"id": "0", "contents": "\\"Who\\"\\nA band."}\n')
     ToolUseEnv("nq", data=str(data))
-    assert "searches only its embedded sample of passages: give corpus= or search_url=" in caplog.text
+    assert "searches only its embedded sample of passages: give the corpus" in caplog.text
     caplog.clear()
-    ToolUseEnv("nq", data=str(data), corpus=str(passages))
+    ToolUseEnv("nq", data=str(data), tool_settings=ToolSettings(corpus=str(passages)))
     assert "embedded sample" not in caplog.text
 
 

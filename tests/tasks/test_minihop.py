@@ -368,7 +368,7 @@ def test_namesakes_must_not_crowd_out_the_passage() -> None:
 
 def test_another_corpus_is_refused() -> None:
     with pytest.raises(UserError, match="leave corpus and search_url out"):
-        ToolUseEnv(TASK, corpus="passages.jsonl")
+        ToolUseEnv(TASK, tool_settings=ToolSettings(corpus="passages.jsonl"))
 
 
 def test_knobs_through_the_registry() -> None:

@@ -11,7 +11,7 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.parser import parse_turn
 from sorl_env.registry import load_task
-from sorl_env.task import Example
+from sorl_env.task import Example, ToolSettings
 from sorl_tasks._qa_expert import qa_expert
 
 PASSAGES = (
@@ -112,7 +112,8 @@ def test_hasty_is_a_share(share: float) -> None:
 def test_on_real_questions_it_solves_what_it_does_not_give_up(
     task: str, file: str, share: float, shared_data: Path
 ) -> None:
-    env = ToolUseEnv(task, data=str(shared_data / file), corpus=str(shared_data / "corpus/wiki.jsonl.gz"))
+    settings = ToolSettings(corpus=str(shared_data / "corpus/wiki.jsonl.gz"))
+    env = ToolUseEnv(task, data=str(shared_data / file), tool_settings=settings)
     solved = tried = 0
     for index in range(100):
         env.reset(options={"index": index})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,20 +10,29 @@ from pathlib import Path
 import pytest
 
 from sorl_env.env import ToolUseEnv
+from sorl_env.render import render_dialogue
 from sorl_env.task import Example
 from sorl_train.evaluate.ask import ask, main, render
 from sorl_train.evaluate.runner import Policy
 
 
-def test_a_dialogue_is_shown_as_the_environment_shows_it(expert: Policy, minihop: ToolUseEnv) -> None:
+def test_a_dialogue_is_shown_as_in_the_papers_table(expert: Policy, minihop: ToolUseEnv) -> None:
     example = minihop.examples.examples[0]
     trajectory = ask(expert, minihop, example)
     assert trajectory.turns[-1].content == example.golden_answers[0]
-    env = ToolUseEnv(minihop.task, split="test", render_mode="ansi")
-    env.reset(options={"index": 0})
-    for turn in trajectory.turns:
-        env.step(turn.text)
-    assert render(minihop, example, trajectory) == env.render()
+    shown = render(minihop, Example("m", "Which one?", ("A",), {"A": "Radiation"}), trajectory)
+    plain = re.sub(r"\x1b\[\d+m", "", shown).splitlines()
+    rule = "-" * 80
+    assert plain[:6] == [rule, "Question: Which one?", "", "Options:", "A: Radiation", rule]
+    assert plain[6] == trajectory.turns[0].text.splitlines()[0]
+    assert plain[-1] == rule and plain.count(rule) == 2 + len(trajectory.turns)
+    colours = dict(re.findall(r"\x1b\[(\d+)m</?(\w+)>\x1b\[0m", shown))
+    assert colours == {"34": "think", "36": "search", "90": "information", "31": "answer"}
+
+
+def test_no_text_talks_to_the_terminal() -> None:
+    shown = render_dialogue(Example("0", "?"), [("<think>\033[2J</think>", "")], ())
+    assert "\033[2J" not in shown and "\N{SYMBOL FOR ESCAPE}[2J" in shown
 
 
 def test_a_question_of_ones_own(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
