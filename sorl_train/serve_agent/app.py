@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import json
 import logging
 import time
@@ -17,9 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sorl_tools.http_server.app import BUG, make_app
-from sorl_tools.http_server.errors import RequestError
-from sorl_tools.http_server.guard import Guard
+from sorl_tools.http_server.app import BUG, Guard, RequestError, make_app
 from sorl_tools.http_server.options import ServerSettings
 from sorl_train.evaluate.results import final_answer
 from sorl_train.serve_agent.agent import Agent, Dialogue
@@ -35,13 +32,11 @@ def agent_app(
     agent: Agent,
     model: str,
     settings: ServerSettings = ServerSettings(),
-    refused: collections.Counter[str] | None = None,
 ) -> ASGIApp:
     """The application.
 
     Args:
         model: the model's name in requests and replies.
-        refused: the connections that the server has closed for a client's fault, which ``/health`` tells.
     """
     started = int(time.time())
 
@@ -70,7 +65,6 @@ def agent_app(
             "task": agent.task,
             "in_flight": agent.in_flight,
             "waiting": agent.open - agent.in_flight,
-            "refused_connections": dict(refused or {}),
         }
         return JSONResponse(state, 503 if agent.failed else 200)
 

@@ -16,7 +16,7 @@ from sorl_env.bounds import MAX_SEED
 from sorl_env.errors import did_you_mean
 from sorl_env.text import read_json
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_tools.http_server.errors import RequestError
+from sorl_tools.http_server.app import RequestError
 from sorl_train.evaluate.results import final_answer, turn_facts
 
 # Accepted without effect: they tell a provider who asks and what to store.

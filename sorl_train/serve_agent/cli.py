@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections import Counter
 from collections.abc import Sequence
 
 from sorl_env.command import run_command, whole
@@ -72,9 +71,7 @@ def _serve(args: argparse.Namespace) -> int:
         ) as bound:  # before the model is loaded: the port may be in use
             policy = make_policy(args, source, [env])
             agent = Agent(policy, env, seed=args.seed, max_waiting=args.max_waiting)
-            refused: Counter[str] = Counter()
-            app = agent_app(agent, name, settings, refused)
-            server = Server(app, settings, on_refused=lambda reason: refused.update([reason]))
+            server = Server(agent_app(agent, name, settings), settings)
             agent.on_failure = server.stop
             with agent.running():
                 bound.listen()

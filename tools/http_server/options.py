@@ -13,6 +13,8 @@ from pathlib import Path
 from sorl_env.command import number, say, whole
 from sorl_env.errors import UserError
 
+MAX_HEAD_BYTES = 16 << 10  # of a request line with its headers
+
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -20,17 +22,15 @@ class ServerSettings:
 
     Attributes:
         token: what requests must carry; None for no token.
-        max_head_bytes: of a request line with its headers.
         max_body_bytes: of a request's body.
         stall_timeout_s: until a client is cut off that sends nothing, half a request, or does not read its reply.
-        max_connections: most connections of a process; further ones are closed.
+        max_connections: most connections of a process; further ones get 503.
         drain_s: for requests in progress when the server is told to stop.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     token: str | None = field(default=None, repr=False)
-    max_head_bytes: int = 16 << 10
     max_body_bytes: int = 1 << 20
     stall_timeout_s: float = 20.0
     max_connections: int = 4096
@@ -45,7 +45,6 @@ def add_server_options(
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=whole(0, 65535), default=port, help=f"port; 0 takes a free one {end}")
     add("--token_file", type=Path, help="file with a token that requests must carry")
-    add("--max_head_kb", type=whole(1, 1 << 20), default=16, help=f"largest head of a request, in kB {end}")
     add("--max_body_kb", type=whole(1, 1 << 26), default=max_body_kb, help=f"largest body, in kB {end}")
     stalled = f"seconds until a client is cut off that sends half a request or does not read its reply {end}"
     add("--stall_timeout_s", type=number(above=0, high=86400), default=20.0, help=stalled)
@@ -61,7 +60,6 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         host=args.host,
         port=args.port,
         token=None if args.token_file is None else read_token(args.token_file),
-        max_head_bytes=args.max_head_kb << 10,
         max_body_bytes=args.max_body_kb << 10,
         stall_timeout_s=args.stall_timeout_s,
         max_connections=args.max_connections,

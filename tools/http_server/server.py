@@ -1,25 +1,24 @@
 """uvicorn with the limits that it lacks: on connections, and on clients that stall.
 
 A client that sends half a head, or nothing, would keep its connection for ever, and so would one that reads none of its
-reply. Both cost no token: the application sees neither. So once a second all connections are looked at, and those where
-nothing has happened for too long are cut off.
+reply. Both cost no token: the application sees neither. So each connection is looked at once a second, and cut off when
+it has waited for its client too long.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import resource
 import signal
 import socket
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from sorl_tools.http_server.options import ServerSettings
+from sorl_tools.http_server.options import MAX_HEAD_BYTES, ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -32,29 +31,18 @@ class Server(uvicorn.Server):
     """Serves one application in this process.
 
     Args:
-        on_refused: called with a word for each connection that is closed for a client's fault: ``stalled``, ``head`` or
-            ``full``.
         max_message_bytes: of a WebSocket's message; None refuses WebSockets.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        settings: ServerSettings,
-        *,
-        on_refused: Callable[[str], None] = lambda reason: None,
-        max_message_bytes: int | None = None,
+        self, app: ASGIApp, settings: ServerSettings, *, max_message_bytes: int | None = None
     ) -> None:
         most, backlog = _within_file_limit(settings.max_connections)
-        limits = {
-            "max_connections": most,
-            "max_head_bytes": settings.max_head_bytes,
-            "on_refused": staticmethod(on_refused),
-        }
+        protocol: Any = functools.partial(LimitedProtocol, most, settings.stall_timeout_s)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=type("Protocol", (LimitedProtocol,), limits),
+                http=protocol,
                 ws="none" if max_message_bytes is None else "websockets-sansio",
                 ws_max_size=max_message_bytes or 0,
                 ws_ping_timeout=_PONG_S,
@@ -68,10 +56,6 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=settings.drain_s,
             )
         )
-        self._stall_timeout_s = settings.stall_timeout_s
-        self._on_refused = on_refused
-        # of each connection: what was seen of it last, and since when it has been so
-        self._seen: dict[Any, tuple[tuple[Any, ...], float]] = {}
 
     def stop(self) -> None:
         """Answer the requests in progress and end; may be called on any thread."""
@@ -86,65 +70,57 @@ class Server(uvicorn.Server):
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    async def on_tick(self, counter: int) -> bool:
-        """What uvicorn calls ten times a second."""
-        if counter % 10 == 0:
-            self._cut_off_stalled(time.monotonic())
-        return await super().on_tick(counter)
-
-    def _cut_off_stalled(self, now: float) -> None:
-        seen, self._seen = self._seen, {}
-        for connection in list(self.server_state.connections):
-            if not isinstance(connection, LimitedProtocol):
-                continue  # a WebSocket, which pings its client
-            unread = connection.transport.get_write_buffer_size()
-            cycle = connection.cycle
-            is_answering = cycle is not None and not cycle.response_complete
-            is_late = is_answering and cycle.more_body
-            is_idle = connection.timeout_keep_alive_task is not None
-            if unread == 0 and not is_late and (is_answering or is_idle):
-                continue  # the application is at work, or uvicorn waits for the next request
-            state = (cycle, is_answering, unread)
-            before, since = seen.get(connection, (None, now))
-            if before != state:
-                since = now
-            self._seen[connection] = (state, since)
-            if now - since >= self._stall_timeout_s:
-                if is_late and not cycle.response_started:
-                    connection.refuse(b"408 Request Timeout", "stalled")
-                else:
-                    self._on_refused("stalled")
-                    connection.transport.abort()
-
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which closes a connection that comes when there are enough, and one whose head has no end.
+    """uvicorn's protocol, which closes a connection that is one too many, that stalls, or whose head has no end.
 
     The parser keeps what it has read of a header, a chunk's extension or a trailer until that is whole.
     """
 
-    max_connections: int
-    max_head_bytes: int
-    on_refused: Callable[[str], None]
     unparsed = 0  # bytes since the parser has last found a whole part
 
-    def refuse(self, status: bytes, reason: str) -> None:
+    def __init__(self, max_connections: int, stall_timeout_s: float, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._max_connections = max_connections
+        self._stall_timeout_s = stall_timeout_s
+
+    def _refuse(self, status: bytes) -> None:
         """Close the connection, after an answer without a body."""
-        self.on_refused(reason)
         head = b"\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
         self.transport.write(b"HTTP/1.1 " + status + head)
         self.transport.close()
+        self.loop.call_later(self._stall_timeout_s, self.transport.abort)  # if nobody reads the answer
+
+    def _watch(self, before: Any, since: float) -> None:
+        """Cut the client off if the connection has waited for it in the state ``before`` for too long."""
+        if self not in self.connections:
+            return  # it is closed, or a WebSocket, which pings its client
+        cycle, unread, now = self.cycle, self.transport.get_write_buffer_size(), self.loop.time()
+        is_answering = cycle is not None and not cycle.response_complete
+        is_late = is_answering and cycle.more_body
+        is_idle = self.timeout_keep_alive_task is not None  # uvicorn waits for the next request
+        state = (cycle, is_answering, unread) if unread or is_late or not (is_answering or is_idle) else None
+        if state is None or state != before:
+            since = now
+        if now - since < self._stall_timeout_s:
+            self.loop.call_later(1.0, self._watch, state, since)
+        elif is_late and not cycle.response_started:
+            self._refuse(b"408 Request Timeout")
+        else:
+            self.transport.abort()
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
-            self.refuse(b"503 Service Unavailable", "full")
+        if len(self.connections) > self._max_connections:
+            self._refuse(b"503 Service Unavailable")
+        else:
+            self._watch(None, self.loop.time())
 
     def data_received(self, data: bytes) -> None:
         self.unparsed += len(data)
         super().data_received(data)
-        if self.unparsed > self.max_head_bytes and not self.transport.is_closing():
-            self.refuse(b"431 Request Header Fields Too Large", "head")
+        if self.unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(b"431 Request Header Fields Too Large")
 
     def on_headers_complete(self) -> None:
         self.unparsed = 0
@@ -165,23 +141,15 @@ def _within_file_limit(connections: int) -> tuple[int, int]:
     Each is an open file, and a process that may open no more can neither accept connections nor read its index. The
     limit is raised as far as that is allowed.
     """
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return connections, _BACKLOG
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _BACKLOG + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-            soft = raised
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if 0 <= soft < wanted:  # a negative limit is none
+        soft = min(wanted, hard) if hard >= 0 else wanted
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < 0 or soft >= wanted:
         return connections, _BACKLOG
     backlog = min(_BACKLOG, soft // 4)  # all that wait are accepted at once
     most = max(1, min(connections, soft - backlog - _OTHER_FILES))
     if most < connections:
-        logger.warning(
-            "at most %d connections, because a process here may open %d files: ulimit -n", most, soft
-        )
+        logger.warning("at most %d connections, because a process may open %d files: ulimit -n", most, soft)
     return most, backlog

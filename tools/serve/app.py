@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -11,9 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sorl_tools.http_server.app import make_app
-from sorl_tools.http_server.errors import RequestError
-from sorl_tools.http_server.guard import Guard
+from sorl_tools.http_server.app import Guard, RequestError, make_app
 from sorl_tools.http_server.options import ServerSettings
 from sorl_tools.serve.batcher import Batcher
 from sorl_tools.serve.metrics import NUM_QUERIES, Metrics
@@ -23,31 +22,33 @@ FINGERPRINT_HEADER = "x-sorl-fingerprint"
 
 
 def search_app(
-    batcher: Batcher, metrics: Metrics, limits: RequestLimits, settings: ServerSettings, *, mcp: bool = False
+    batcher: Batcher,
+    facts: Mapping[str, Any],
+    metrics: Metrics,
+    limits: RequestLimits,
+    settings: ServerSettings,
+    *,
+    mcp: bool = False,
 ) -> ASGIApp:
     """One worker's application.
 
     Args:
+        facts: what ``/health`` says about the index; ``fingerprint`` identifies its content.
         mcp: whether ``/mcp`` is served, which needs the ``mcp`` package.
     """
-
-    def facts() -> dict[str, Any]:
-        return {} if batcher.backend is None else batcher.backend.facts
 
     async def retrieve(request: Request) -> Response:
         asked = parse_request(await request.body(), limits)
         found = await batcher.search(asked.queries, asked.top_k)
         request.scope[NUM_QUERIES] = len(asked.queries)
-        fingerprint = {FINGERPRINT_HEADER: str(facts().get("fingerprint"))}
-        return Response(encode_result(found, asked), headers=fingerprint, media_type=asked.content_type)
+        headers = {FINGERPRINT_HEADER: str(facts["fingerprint"])}
+        return Response(encode_result(found, asked), headers=headers, media_type=asked.content_type)
 
     async def health(request: Request) -> Response:
-        failed = batcher.failure is not None
-        state = {"status": "failed" if failed else "ok", "ready": batcher.ready, "pid": os.getpid()}
-        return JSONResponse(state | facts(), 503 if failed else 200)
+        return JSONResponse({"status": "ok", "ready": True, "pid": os.getpid(), **facts})
 
     async def ready(request: Request) -> Response:
-        return JSONResponse({"ready": batcher.ready}, 200 if batcher.ready else 503)
+        return JSONResponse({"ready": True})
 
     async def expose(request: Request) -> Response:
         return Response(metrics.expose(), media_type=metrics.content_type)
@@ -56,12 +57,10 @@ def search_app(
         raise RequestError(404, "this server has no /mcp: start it with --mcp")
 
     answer_mcp: Any = no_mcp
-    lifespan = None
     if mcp:
         from sorl_tools.serve.mcp_route import McpRoute
 
         answer_mcp = McpRoute(batcher, limits, settings.max_body_bytes)
-        lifespan = answer_mcp.lifespan
     routes = [
         Route("/retrieve", retrieve, methods=["POST"]),
         Route("/mcp", answer_mcp, methods=["POST"]),
@@ -69,7 +68,7 @@ def search_app(
         Route("/ready", ready),
         Route("/metrics", expose),
     ]
-    app = make_app(routes, lifespan=lifespan)
+    app = make_app(routes, lifespan=answer_mcp.lifespan if mcp else None)
     return _Counted(Guard(app, settings, open_paths=("/health", "/ready")), metrics)
 
 

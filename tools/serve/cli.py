@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -70,47 +69,30 @@ def _serve(argv: Sequence[str]) -> int:
         raise UserError(f"these packages are not installed: {', '.join(missing)}; pip install 'sorl[search]'")
     if args.mcp and importlib.util.find_spec("mcp") is None:
         raise UserError("--mcp: the package mcp is not installed; pip install 'sorl[mcp]'")
-    from sorl_tools.serve.backend import check_source
-    from sorl_tools.serve.protocol import RequestLimits
-    from sorl_tools.serve.server import SearchSettings, serve
-    from sorl_tools.serve.workers import Workers
+    from sorl_tools.serve.server import check_source, serve
+    from sorl_tools.serve.workers import serve_with_workers
 
-    source = args.source.expanduser()
-    check_source(source)
-    server = server_settings(args)
-    limits = RequestLimits(args.max_queries, args.max_query_chars, args.max_top_k, args.top_k)
-    settings = SearchSettings(
-        source=source,
-        server=server,
-        workers=args.workers,
-        model=args.model,
-        device=args.device,
-        limits=limits,
-        mcp=args.mcp,
-        max_batch=args.max_batch,
-        max_waiting=args.max_waiting,
-        timeout_s=args.timeout_s,
-    )
-    if settings.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
-        raise UserError(f"workers={settings.workers}: this system cannot share a port; use --workers 1")
+    args.source = args.source.expanduser()
+    check_source(args.source)
+    settings = server_settings(args)
     # refused if anyone listens on the port, including another sorl-serve
-    bound = bind(server.host, server.port)
+    bound = bind(settings.host, settings.port)
     port = bound.getsockname()[1]
-    lines = [f"{{url}}/retrieve: opening {source} (/ready says when it is done)"]
-    if settings.mcp:
+    lines = [f"{{url}}/retrieve: opening {args.source}"]
+    if args.mcp:
         lines.append("{url}/mcp is an MCP server (streamable HTTP)")
-    announce("sorl-serve", server, port, *lines)
-
-    def on_ready(facts: dict[str, Any]) -> None:
-        said = ", ".join(f"{name} {value}" for name, value in facts.items())
-        print(f"sorl-serve: ready: {said}", flush=True)
-
-    if settings.workers == 1:
-        serve(settings, lambda: bound, on_ready)
+    announce("sorl-serve", settings, port, *lines)
+    if args.workers == 1:
+        serve(args, settings, lambda: bound, _say_ready)
         return 0
     bound.close()
-    with bind(server.host, port, shared=True):  # keeps the port while workers are replaced
-        return Workers(settings, port, on_ready).run()
+    with bind(settings.host, port, shared=True):  # keeps the port while workers are replaced
+        return serve_with_workers(args, settings, port, _say_ready)
+
+
+def _say_ready(facts: dict[str, Any]) -> None:
+    said = ", ".join(f"{name} {value}" for name, value in facts.items())
+    print(f"sorl-serve: ready: {said}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, Streamable
 from starlette.types import Message, Receive, Scope, Send
 
 from sorl_tools.corpus import format_passages
-from sorl_tools.http_server.app import error_response
-from sorl_tools.http_server.errors import RequestError
+from sorl_tools.http_server.app import RequestError, error_response
 from sorl_tools.serve.batcher import Batcher
 from sorl_tools.serve.metrics import NUM_QUERIES
 from sorl_tools.serve.protocol import RequestLimits, check_queries, checked_top_k

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from sorl_tools.corpus import Passage
-from sorl_tools.http_server.errors import RequestError
+from sorl_tools.http_server.app import RequestError
 from sorl_tools.index import Hit
 
 
@@ -68,20 +68,10 @@ class _Body(msgspec.Struct):
     return_scores: bool = False
 
 
-class _Document(msgspec.Struct):
-    id: str
-    contents: str
-
-
-class _ScoredDocument(msgspec.Struct):
-    document: _Document
-    score: float | None
-
-
-_decoder = msgspec.json.Decoder(_Body)
-_encoder = msgspec.json.Encoder()
-_msgpack_decoder = msgspec.msgpack.Decoder(_Body)
-_msgpack_encoder = msgspec.msgpack.Encoder()
+# by is_msgpack
+_DECODERS: dict[bool, Any] = {False: msgspec.json.Decoder(_Body), True: msgspec.msgpack.Decoder(_Body)}
+_ENCODERS: dict[bool, Any] = {False: msgspec.json.Encoder(), True: msgspec.msgpack.Encoder()}
+_EXAMPLE = 'send {"queries": ["..."], "topk": 3}'
 
 
 def parse_request(body: bytes, limits: RequestLimits) -> RetrieveRequest:
@@ -95,21 +85,19 @@ def parse_request(body: bytes, limits: RequestLimits) -> RetrieveRequest:
     """
     is_msgpack = body[:1] >= b"\x80"
     try:
-        said = (_msgpack_decoder if is_msgpack else _decoder).decode(body)
+        said: _Body = _DECODERS[is_msgpack].decode(body)
     except msgspec.ValidationError as error:
-        raise RequestError(422, f'{error}; send {{"queries": ["..."], "topk": 3}}') from error
+        raise RequestError(422, f"{error}; {_EXAMPLE}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         kind = "MessagePack" if is_msgpack else "JSON"
         raise RequestError(400, f"the body is not {kind}: {error}") from error
     if (said.queries is None) == (said.query is None):
         have = "neither" if said.query is None else "both"
-        raise RequestError(
-            422, f'the request has {have} of `queries` and `query`; send {{"queries": ["..."], "topk": 3}}'
-        )
+        raise RequestError(422, f"the request has {have} of `queries` and `query`; {_EXAMPLE}")
     is_single = said.query is not None
     queries = [said.query] if said.query is not None else (said.queries or [])
-    top_k = checked_top_k(said.topk, limits)
     check_queries(queries, limits, "query" if is_single else "queries")
+    top_k = checked_top_k(said.topk, limits)
     return RetrieveRequest(tuple(queries), top_k, said.return_scores, is_single, is_msgpack)
 
 
@@ -133,17 +121,17 @@ def checked_top_k(asked: int | None, limits: RequestLimits) -> int:
 
 def encode_result(results: Sequence[Sequence[Hit]], request: RetrieveRequest) -> bytes:
     """The body of the reply to ``request``, in its dialect."""
-    rows: list[list[Any]] = [[_row(hit, request) for hit in hits] for hits in results]
-    if not request.is_msgpack:
-        return _encoder.encode({"result": rows})
-    return _msgpack_encoder.encode({"result": rows[0] if request.is_single else rows})
+    rows = [[_row(hit, request) for hit in hits] for hits in results]
+    bare = request.is_msgpack and request.is_single
+    body: bytes = _ENCODERS[request.is_msgpack].encode({"result": rows[0] if bare else rows})
+    return body
 
 
-def _row(hit: Hit, request: RetrieveRequest) -> _Document | _ScoredDocument:
-    document = _Document(hit.passage.id, contents_of(hit.passage))
-    if request.return_scores:
-        return _ScoredDocument(document, hit.score)
-    return _ScoredDocument(document, None) if request.is_msgpack else document
+def _row(hit: Hit, request: RetrieveRequest) -> dict[str, Any]:
+    document = {"id": hit.passage.id, "contents": contents_of(hit.passage)}
+    if request.return_scores or request.is_msgpack:
+        return {"document": document, "score": hit.score if request.return_scores else None}
+    return document
 
 
 def contents_of(passage: Passage) -> str:

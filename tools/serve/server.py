@@ -1,20 +1,23 @@
-"""One worker: a server around the application, which runs until a signal or until opening the index fails."""
+"""One worker: opens the index, then serves it until a signal."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sorl_env.errors import UserError
+from sorl_tools.corpus import SUFFIXES
 from sorl_tools.http_server.options import ServerSettings
 from sorl_tools.http_server.server import Server
+from sorl_tools.index import Index, open_index
+from sorl_tools.index.cached import open_bm25
 from sorl_tools.serve.app import search_app
-from sorl_tools.serve.backend import open_backend
 from sorl_tools.serve.batcher import Batcher
 from sorl_tools.serve.metrics import Metrics
 from sorl_tools.serve.protocol import RequestLimits
@@ -22,80 +25,82 @@ from sorl_tools.serve.protocol import RequestLimits
 CLOSE_S = 5.0  # for a search in progress when all requests are answered, or given up
 
 
-@dataclass(frozen=True)
-class SearchSettings:
-    """What a server serves, and how.
+def check_source(path: Path) -> None:
+    """Raise UserError unless ``path`` looks like an index or a corpus; opens nothing."""
+    if not path.exists():
+        raise UserError(f"{path}: no such index or corpus; make one: sorl-index build CORPUS --out DIR")
+    if path.is_file() and not path.name.endswith(SUFFIXES):
+        raise UserError(f"{path}: cannot serve this file; give an index folder or a {' or '.join(SUFFIXES)}")
 
-    Attributes:
-        source: an index folder or a corpus file.
-        model, device: folder or name of an embedding model that has moved since the build, and its torch device.
-        mcp: whether ``/mcp`` is served; needs the ``mcp`` package.
-        max_batch, max_waiting: most queries in one search, and in the queue.
-        timeout_s: a request that has waited longer for its search gets 503.
+
+def open_source(
+    path: Path, *, model: str | None = None, device: str | None = None
+) -> tuple[Index, dict[str, Any]]:
+    """Open an index folder, or a corpus file, whose BM25 index is built once and kept in the cache folder.
+
+    Args:
+        model, device: for an index of vectors, see ``open_index``.
+
+    Returns:
+        The index, and what ``/health`` says about it.
+
+    Raises:
+        UserError: it is neither, it cannot be read, or a model is given although nothing is embedded.
     """
-
-    source: Path
-    server: ServerSettings = ServerSettings()
-    workers: int = 1
-    model: str | None = None
-    device: str | None = None
-    limits: RequestLimits = RequestLimits()
-    mcp: bool = False
-    max_batch: int = 512
-    max_waiting: int = 16384
-    timeout_s: float = 30.0
+    check_source(path)
+    if path.is_file():
+        index, fingerprint = open_bm25(path)
+    else:
+        index = open_index(path, model=model, device=device)
+        fingerprint = index.manifest.hash
+    backend = index.manifest.backend
+    for name, value in (("model", model), ("device", device)):
+        if backend == "bm25" and value is not None:
+            raise UserError(f"{name}={value}: BM25 of {path} embeds nothing; leave it out")
+    return index, {"backend": backend, "fingerprint": fingerprint, "passages": index.manifest.passages}
 
 
 def serve(
-    settings: SearchSettings,
+    args: argparse.Namespace,
+    settings: ServerSettings,
     open_socket: Callable[[], socket.socket],
     on_ready: Callable[[dict[str, Any]], None],
-    *,
-    warm_first: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then answer the requests in progress and return. Must run on the main thread.
 
     Args:
-        open_socket: makes the bound socket to listen on.
-        on_ready: called on another thread with the facts about the backend, once it is open and warm.
-        warm_first: listen only when the backend is warm; otherwise listen at once, and ``/ready`` says when it is.
+        args: the options of ``sorl-serve``.
+        open_socket: makes the bound socket to listen on, when the index is open and warm.
+        on_ready: called then with the facts about the index.
 
     Raises:
         UserError: the source cannot be opened.
         KeyboardInterrupt: after a SIGINT, when everything is closed.
     """
-    opened = threading.Event()
-
-    def backend_opened() -> None:
-        if batcher.failure is not None:
-            server.stop()
-        elif batcher.backend is not None:
-            gc.collect()
-            gc.freeze()  # else each full collection goes through the whole index, and all requests wait for it
-            on_ready(batcher.backend.facts)
-        opened.set()
-
+    index, facts = open_source(args.source, model=args.model, device=args.device)
+    index.search(["warm-up"], 1)
+    gc.collect()
+    gc.freeze()  # else each full collection goes through the whole index, and all requests wait for it
     metrics = Metrics()
     batcher = Batcher(
-        lambda: open_backend(settings.source, model=settings.model, device=settings.device),
+        index.search,
         metrics,
-        max_batch=settings.max_batch,
-        max_waiting=settings.max_waiting,
-        timeout_s=settings.timeout_s,
-        on_ready=backend_opened,
+        max_batch=args.max_batch,
+        max_waiting=args.max_waiting,
+        timeout_s=args.timeout_s,
     )
-    app = search_app(batcher, metrics, settings.limits, settings.server, mcp=settings.mcp)
-    server = Server(app, settings.server, on_refused=metrics.refused)
-    batcher.start()
-    if warm_first:
-        opened.wait()
-    if batcher.failure is None:
-        server.serve_on(open_socket())
-    # a search that hangs in its encoder must not keep the process
-    end = threading.Timer(CLOSE_S, os._exit, [0])
-    end.daemon = True
-    end.start()
-    batcher.close()
-    end.cancel()
-    if batcher.failure is not None:
-        raise batcher.failure
+    limits = RequestLimits(args.max_queries, args.max_query_chars, args.max_top_k, args.top_k)
+    app = search_app(batcher, facts, metrics, limits, settings, mcp=args.mcp)
+    bound = open_socket()
+    bound.listen()
+    on_ready(facts)
+    try:
+        Server(app, settings).serve_on(bound)
+    finally:
+        # a search that hangs in its encoder must not keep the process
+        end = threading.Timer(CLOSE_S, os._exit, [0])
+        end.daemon = True
+        end.start()
+        batcher.close()
+        end.cancel()
+        index.close()

@@ -100,7 +100,7 @@ def _application(args: argparse.Namespace, envs: Mapping[str, TextEnv], settings
     from openenv.core.env_server.http_server import create_fastapi_app
     from openenv.core.env_server.types import ConcurrencyConfig
 
-    from sorl_tools.http_server.guard import Guard
+    from sorl_tools.http_server.app import Guard
     from sorl_tools.serve_env.environment import TaskEnvironment, TaskState, TextAction, TextObservation
 
     # not OpenEnv's create_app, which adds a web interface that asks for no token if a variable says so

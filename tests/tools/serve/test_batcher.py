@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sorl_tools.corpus import Passage
-from sorl_tools.http_server.errors import RequestError
+from sorl_tools.http_server.app import RequestError
 from sorl_tools.index import Hit
 from sorl_tools.serve.batcher import Batcher
 from sorl_tools.serve.metrics import Metrics
@@ -22,7 +22,6 @@ class Deep:
     """As a hybrid index: how many candidates it looks at hangs on ``top_k``, and the order of the best on them."""
 
     def __init__(self) -> None:
-        self.facts: dict[str, Any] = {}
         self.searched: list[tuple[list[str], int]] = []
         self.too_few = False
         self.go = threading.Event()
@@ -34,23 +33,16 @@ class Deep:
         found = [hits(query, top_k) for query in queries]
         return found[1:] if self.too_few else found
 
-    def close(self) -> None: ...
-
 
 def hits(query: str, top_k: int) -> list[Hit]:
     return [Hit(Passage(str(i), query, f"{top_k}"), float(top_k - i)) for i in range(top_k)]
 
 
 @contextmanager
-def batching(backend: Deep) -> Iterator[Batcher]:
-    ready = threading.Event()
-    batcher = Batcher(lambda: backend, Metrics(), on_ready=ready.set)
-    batcher.start()
-    assert ready.wait(30)
-    try:
-        yield batcher
-    finally:
-        batcher.close()
+def batching(index: Deep) -> Iterator[Batcher]:
+    batcher = Batcher(index.search, Metrics())
+    yield batcher
+    batcher.close()
 
 
 def test_each_request_gets_what_it_would_get_alone() -> None:
@@ -63,7 +55,7 @@ def test_each_request_gets_what_it_would_get_alone() -> None:
 
     async def ask_all(batcher: Batcher) -> list[Any]:
         held = asyncio.ensure_future(batcher.search(["hold"], 1))
-        while len(backend.searched) < 2:  # the warm-up is the first
+        while not backend.searched:
             await asyncio.sleep(0.001)
         asked = [asyncio.ensure_future(batcher.search(*request)) for request in requests]
         await asyncio.sleep(0)
@@ -75,7 +67,7 @@ def test_each_request_gets_what_it_would_get_alone() -> None:
         found = asyncio.run(ask_all(batcher))
     for (queries, top_k), got in zip(requests, found, strict=True):
         assert got == [hits(query, top_k) for query in queries]
-    together = backend.searched[2:]
+    together = backend.searched[1:]
     assert sorted(top_k for _, top_k in together) == [1, 3, 200]  # one batch, a search for each
     assert all(len(set(queries)) == len(queries) for queries, _ in together)
 
@@ -96,15 +88,13 @@ def test_a_backend_that_loses_a_query_fails_its_batch_and_no_other() -> None:
 
 
 def test_a_backend_that_ends_python_fails_its_batch_and_no_other() -> None:
-    backend = Deep()
-    found = backend.search
+    def search(queries: Sequence[str], top_k: int) -> list[list[Hit]]:
+        if queries == ["leave"]:
+            raise SystemExit(0)
+        return [hits(query, top_k) for query in queries]
 
-    def leave(queries: Sequence[str], top_k: int) -> Any:
-        raise SystemExit(0)
-
-    with batching(backend) as batcher:
-        backend.search = leave  # type: ignore[method-assign]
-        with pytest.raises(RequestError, match="the search failed: SystemExit"):
-            asyncio.run(batcher.search(["a"], 1))
-        backend.search = found  # type: ignore[method-assign]
-        assert asyncio.run(batcher.search(["a"], 3)) == [hits("a", 3)]
+    batcher = Batcher(search, Metrics())
+    with pytest.raises(RequestError, match="the search failed: SystemExit"):
+        asyncio.run(batcher.search(["leave"], 1))
+    assert asyncio.run(batcher.search(["a"], 3)) == [hits("a", 3)]
+    batcher.close()

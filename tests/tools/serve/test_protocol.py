@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from sorl_tools.corpus import Passage
-from sorl_tools.http_server.errors import RequestError
+from sorl_tools.http_server.app import RequestError
 from sorl_tools.serve.protocol import (
     RequestLimits,
     RetrieveRequest,

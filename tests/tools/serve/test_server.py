@@ -273,26 +273,6 @@ def run(*options: str, source: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_not_ready_until_it_is_warm(start: Any, tmp_path: Path) -> None:
-    """An index that takes a while: the server lives at once, and says when it can be asked."""
-    large = tmp_path / "large.jsonl"
-    with large.open("w") as file:
-        for number in range(60_000):
-            file.write(
-                json.dumps({"id": str(number), "contents": f'"T{number}"\nword{number % 977} river'}) + "\n"
-            )
-    opening = start(source=large, ready=False)
-    wait_until(lambda: not refuses(opening.port))  # it listens within a second; the index takes several
-    health = opening.request("GET", "/health")
-    assert health.status == 200 and health.json["ready"] is False
-    assert opening.request("GET", "/ready").status == 503
-    refused = opening.retrieve(queries=["river"])
-    assert refused.status == 503 and refused.headers["Retry-After"] == "1"
-    opening.wait_for("ready: ")
-    assert opening.request("GET", "/ready").status == 200
-    assert len(opening.retrieve(queries=["river"], topk=100).json["result"][0]) == 100
-
-
 @pytest.mark.slow
 def test_workers_share_a_port(start: Any) -> None:
     running = start("--workers", "2")

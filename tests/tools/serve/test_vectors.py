@@ -19,7 +19,7 @@ from sorl_tools.index.build.build import build
 from sorl_tools.index.build.options import DenseOptions
 from sorl_tools.index.manifest import read_manifest
 from sorl_tools.search.http import HttpSearch
-from sorl_tools.serve.backend import open_backend
+from sorl_tools.serve.server import open_source
 
 from ..index.test_remote_encoder import Server, embeddings
 
@@ -84,7 +84,7 @@ def test_words_need_no_model(corpus: Path, tmp_path: Path, option: str) -> None:
     build([corpus], tmp_path / "index")
     for source in (corpus, tmp_path / "index"):
         with pytest.raises(UserError, match=f"{option}=x: BM25 of .* embeds nothing"):
-            open_backend(source, **{option: "x"})
+            open_source(source, **{option: "x"})
 
 
 def test_an_encoder_that_hangs_does_not_keep_the_server(start: Any, passages: Path, tmp_path: Path) -> None:

@@ -293,7 +293,6 @@ def test_nobody_listens(world: World, examine: Examine) -> None:
         ({"status": 404, "body": b"no"}, "answered 404"),
         ({"status": 401, "body": b"no"}, "-> set SORL_SEARCH_TOKEN"),
         ({"status": 500, "body": b"no"}, "answered 500"),
-        ({"ready": False}, "is opening its index"),
     ],
 )
 def test_a_server_that_is_none(
