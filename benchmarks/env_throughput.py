@@ -20,18 +20,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-from gymnasium.vector import SyncVectorEnv, VectorEnv
 
-from sorl_env import Toolbox, ToolUseEnv, load_examples, load_task
+from sorl_env import Toolbox, load_examples, load_task
 
 ENV_ID = "sorl/HotpotQA-v0"
 INSTALL = "pip install gem-llm==0.1.0 skyrl-gym==0.4.0 datasets"
 WANTED_RATIO = 3.0
+QUESTIONS = load_examples(load_task("hotpotqa")).examples
 
 WORDS = (
     "the river rises in the northern hills and flows past three old market towns before it meets the sea near a "
@@ -67,19 +66,6 @@ def play(env: Any, steps: int) -> int:
     return episodes * len(EPISODE)
 
 
-def play_vector(envs: VectorEnv, steps: int) -> int:
-    """The same turns in Gymnasium's vector environment; steps that only reset are paid for and not counted."""
-    rounds = steps // (len(EPISODE) * envs.num_envs)
-    batches = [[action] * envs.num_envs for action in EPISODE]
-    envs.reset()
-    for _ in range(rounds):
-        for batch in batches:
-            _, _, terminated, _, _ = envs.step(batch)
-        assert terminated.all()
-        envs.step(batches[0])
-    return rounds * len(EPISODE) * envs.num_envs
-
-
 def stub_index(toolbox: Toolbox) -> None:
     """The search over the corpus in process finds the passages at once."""
     from sorl_tools.corpus import Passage
@@ -108,14 +94,6 @@ def sorl(stub: Callable[[Toolbox], None], **options: Any) -> Run:
     return lambda steps: play(env, steps)
 
 
-def sorl_vector(stub: Callable[[Toolbox], None], num_envs: int, **options: Any) -> Run:
-    root = gym.make(ENV_ID, **options).unwrapped
-    assert isinstance(root, ToolUseEnv)
-    stub(root.toolbox)
-    envs = SyncVectorEnv([root.spawn] * num_envs)
-    return lambda steps: play_vector(envs, steps)
-
-
 def gem() -> Run:
     """gem-llm: its ``QaEnv`` with its ``SearchTool``."""
     from datasets import Dataset
@@ -123,7 +101,7 @@ def gem() -> Run:
     from gem.tools.search_tool import SearchTool
     from gem.tools.tool_env_wrapper import ToolEnvWrapper
 
-    rows = [{"question": one.question, "answer": list(one.golden_answers)} for one in questions()]
+    rows = [{"question": one.question, "answer": list(one.golden_answers)} for one in QUESTIONS]
     tool = SearchTool(search_url="http://127.0.0.1:1")
     found = [{"document": row} for row in PASSAGES]
     tool._search = lambda query: tool._passages2string(found)
@@ -145,7 +123,7 @@ def skyrl() -> Run:
             [{"role": "user", "content": one.question}],
             {"reward_spec": {"ground_truth": {"target": list(one.golden_answers)}}, "max_turns": 4},
         )
-        for one in questions()
+        for one in QUESTIONS
     ]
 
     def run(steps: int) -> int:
@@ -160,10 +138,6 @@ def skyrl() -> Run:
         return count * len(EPISODE)
 
     return run
-
-
-def questions() -> Any:
-    return load_examples(load_task("hotpotqa")).examples
 
 
 def measure(runs: dict[str, Run], rounds: int, seconds: float) -> dict[str, float]:
@@ -190,32 +164,23 @@ def _steps_within(run: Run, seconds: float) -> int:
         steps *= 2
 
 
-def build(num_envs: int, names: list[str]) -> tuple[dict[str, Run], list[str]]:
-    """The contestants, and what is not installed."""
-    server = {"search_url": "http://127.0.0.1:1"}
-    makers: dict[str, Callable[[], Run]] = {
-        "sorl": lambda: sorl(stub_index),
-        f"sorl, vector of {num_envs}": lambda: sorl_vector(stub_index, num_envs),
-        "gem-llm": gem,
-        "skyrl-gym": skyrl,
-        "sorl, server": lambda: sorl(stub_network, **server),
-    }
-    runs: dict[str, Run] = {}
-    missing: list[str] = []
-    for name, make in makers.items():
+def build() -> tuple[dict[str, Run], list[str]]:
+    """The contestants, and which of the others are not installed."""
+    runs, missing = {"sorl": sorl(stub_index)}, []
+    for name, make in PEERS.items():
         try:
             runs[name] = make()
         except ModuleNotFoundError as error:
-            if name not in names:
-                raise
             missing.append(f"{name} (no module {error.name})")
-    return runs, missing
+    return runs | {"sorl, server": sorl(stub_network, search_url="http://127.0.0.1:1")}, missing
+
+
+PEERS: dict[str, Callable[[], Run]] = {"gem-llm": gem, "skyrl-gym": skyrl}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--num_envs", type=int, default=64, help="episodes in the vector environment")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.1, help="of one round of one environment, about")
     parser.add_argument("--require-peers", action="store_true", help="fail when a peer is not installed")
@@ -224,44 +189,28 @@ def main() -> int:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
     logging.disable(logging.WARNING)  # gem-llm switches the logs of every library on
-    peers = ["gem-llm", "skyrl-gym"]
-    runs, missing = build(args.num_envs, peers)
+    runs, missing = build()
     for line in missing:
         print(f"not installed: {line}; {INSTALL}", file=sys.stderr)
     if missing and args.require_peers:
         return 2
     rates = measure(runs, args.rounds, args.seconds)
-    figures = summarize(rates, [name for name in peers if name in rates], args.num_envs)
+    figures = summarize(rates)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def summarize(rates: dict[str, float], peers: list[str], num_envs: int) -> dict[str, Any]:
+def summarize(rates: dict[str, float]) -> dict[str, Any]:
     print(f"{'environment':32} {'steps/s':>10} {'us/step':>9}")
     for name, rate in rates.items():
         print(f"{name:32} {rate:10,.0f} {1e6 / rate:9.1f}")
-    ratio = rates["sorl"] / max(rates[name] for name in peers) if peers else None
-    share = rates[f"sorl, vector of {num_envs}"] / rates["sorl"]
+    fastest = max((rate for name, rate in rates.items() if name in PEERS), default=None)
+    ratio = None if fastest is None else rates["sorl"] / fastest
     if ratio is not None:
         print(f"\nsorl to the faster peer: {ratio:.2f} (wanted: {WANTED_RATIO:g})")
-    print(f"Gymnasium's vector environment to the single one: {share:.2f}")
-    return {
-        "steps_per_s": {name: round(rate, 1) for name, rate in rates.items()},
-        "ratio_to_faster_peer": ratio,
-        "vector_to_single": share,
-        "num_envs": num_envs,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "versions": {name: _version(name) for name in ("gymnasium", "gem-llm", "skyrl-gym")},
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    steps = {name: round(rate, 1) for name, rate in rates.items()}
+    return {"steps_per_s": steps, "ratio_to_faster_peer": ratio, "python": platform.python_version()}
 
 
 if __name__ == "__main__":

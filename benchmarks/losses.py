@@ -11,6 +11,7 @@ is what torch's allocator hands out during one forward and backward pass, withou
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -52,18 +53,16 @@ def loss_inputs(rows: int, columns: int, turns: int) -> tuple[list[Tensor], Tens
     return [log_probs, old_log_probs, advantages, turn_ids >= 0, turn_ids], logit_scale
 
 
-def loss_step(level: Any, inputs: tuple[list[Tensor], Tensor]) -> Step:
-    """Forward and backward pass of a policy loss as the trainer calls it."""
-    tensors, logit_scale = inputs
+def loss_steps(rows: int, columns: int, turns: int) -> dict[str, Step]:
+    """Forward and backward pass of the policy loss at each ratio level, as the trainer calls it."""
+    tensors, logit_scale = loss_inputs(rows, columns, turns)
 
-    def step() -> None:
+    def step(level: Any) -> None:
         tensors[0].grad = None
         settings = LossSettings(level)
-        policy_loss(
-            *tensors, settings, denominator=float(len(tensors[0])), logit_scale=logit_scale
-        ).loss.backward()
+        policy_loss(*tensors, settings, denominator=float(rows), logit_scale=logit_scale).loss.backward()
 
-    return step
+    return {level: functools.partial(step, level) for level in ("token", "turn", "sequence")}
 
 
 def log_prob_steps(positions: int, vocabulary: int, dtype: torch.dtype) -> dict[str, Step]:
@@ -136,39 +135,25 @@ def show(title: str, results: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=64, help="trajectories (default: %(default)s)")
-    parser.add_argument("--columns", type=int, default=4096, help="scored positions (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=6, help="turns of a trajectory (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=101, help="interleaved rounds (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: %(default)s)")
-    parser.add_argument(
-        "--positions", type=int, default=512, help="of the log-probabilities (default: %(default)s)"
-    )
-    parser.add_argument("--vocabulary", type=int, default=32768, help="of them, too (default: %(default)s)")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    sizes = {"rows": (64, "trajectories"), "columns": (4096, "scored positions"), "turns": (6, "of each")}
+    sizes |= {"positions": (512, "of the log-probabilities"), "vocabulary": (32768, "of these, too")}
+    sizes |= {"rounds": (101, "interleaved rounds"), "threads": (1, "CPU threads of torch")}
+    for name, (default, text) in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    inputs = loss_inputs(args.rows, args.columns, args.turns)
-    levels = {level: loss_step(level, inputs) for level in ("token", "turn", "sequence")}
-    losses = measure(levels, args.rounds)
+    losses = measure(loss_steps(args.rows, args.columns, args.turns), args.rounds)
     show(f"policy loss, forward and backward, ({args.rows}, {args.columns}), {args.turns} turns", losses)
-    turn = losses["turn"]
-    print(
-        f"turn / token: time {turn['time_ratio']:.2f} (at most 1.15), peak {turn['peak_ratio']:.2f} (at most 1.1)"
-    )
-    figures: dict[str, Any] = {
-        "settings": {**vars(args), "json": None, "torch": torch.__version__},
-        "losses": losses,
-    }
+    time_ratio, peak_ratio = (losses["turn"][name] for name in ("time_ratio", "peak_ratio"))
+    print(f"turn / token: time {time_ratio:.2f} (at most 1.15), peak {peak_ratio:.2f} (at most 1.1)")
+    figures: dict[str, Any] = {"torch": torch.__version__, "losses": losses}
     for dtype in (torch.bfloat16, torch.float32):
         steps = log_prob_steps(args.positions, args.vocabulary, dtype)
-        figures[f"log_probs_{dtype}".replace("torch.", "")] = results = measure(
-            steps, max(args.rounds // 20, 1)
-        )
+        figures[f"log_probs, {dtype}"] = results = measure(steps, max(args.rounds // 20, 1))
         show(f"log-probability and entropy, ({args.positions}, {args.vocabulary}) {dtype}", results)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")

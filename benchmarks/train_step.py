@@ -23,14 +23,11 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -69,19 +66,6 @@ def opens_answer(turn: ParsedTurn) -> float:
     return float(turn.error is FormatError.UNCLOSED)
 
 
-@dataclass(frozen=True)
-class StepSizes:
-    """What one step of either side is made of."""
-
-    prompts: int
-    micro_batch_size: int
-    dtype: str
-
-    @property
-    def batch(self) -> int:
-        return self.prompts * GROUP
-
-
 def single_turns(prompts: int) -> Task:
     """Some of MiniHop's questions, to be continued by one turn with no tool."""
     minihop = ToolUseEnv("minihop")
@@ -109,21 +93,22 @@ def forbid_ends(model: Any, tokenizer: Any) -> None:
     model.lm_head.bias = nn.Parameter(bias, requires_grad=False)
 
 
-def sorl_step(model: str, folder: Path, sizes: StepSizes) -> Callable[[int], int]:
+def sorl_step(model: str, folder: Path, prompts: int, micro_batch: int, dtype: str) -> Callable[[int], int]:
     """One training step as ``trainer.train`` takes it, without the log; returns the number of tokens drawn."""
+    batch = prompts * GROUP
     overrides = {
         "algo": "grpo",
         "task": f"{Path(__file__).resolve()}:TASK",
-        "task_args": {"prompts": sizes.prompts},
+        "task_args": {"prompts": prompts},
         "model": model,
         "chat_template": False,  # TRL, too, gets the prompt as text
-        "hardware.dtype": sizes.dtype,
-        "sampler.max_concurrency": sizes.batch,
-        "rollout.batch_size": sizes.batch,
+        "hardware.dtype": dtype,
+        "sampler.max_concurrency": batch,
+        "rollout.batch_size": batch,
         "rollout.group_size": GROUP,
-        "update.mini_batch_size": sizes.batch,
-        "update.micro_batch_size": sizes.micro_batch_size,
-        "update.log_prob_micro_batch_size": sizes.micro_batch_size,
+        "update.mini_batch_size": batch,
+        "update.micro_batch_size": micro_batch,
+        "update.log_prob_micro_batch_size": micro_batch,
         "loss.kl_coef": 0.0,
         "optim.lr": LEARNING_RATE,
     }
@@ -142,44 +127,16 @@ def sorl_step(model: str, folder: Path, sizes: StepSizes) -> Callable[[int], int
     return step
 
 
-def trl_settings(sizes: StepSizes, steps: int, folder: str) -> Any:
-    """The same step in TRL's words."""
-    from trl import GRPOConfig
-
-    return GRPOConfig(
-        output_dir=folder,
-        max_steps=steps,
-        per_device_train_batch_size=sizes.micro_batch_size,
-        gradient_accumulation_steps=sizes.batch // sizes.micro_batch_size,
-        num_generations=GROUP,
-        max_completion_length=TOKENS,
-        shuffle_dataset=False,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        optim="adamw_torch_fused",
-        loss_type="grpo",
-        beta=0.0,
-        use_cpu=True,
-        bf16=sizes.dtype == "bfloat16",
-        gradient_checkpointing=False,
-        report_to="none",
-        logging_strategy="no",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-
-
-def compare_steps(model: str, sizes: StepSizes, rounds: int, warm_up: int) -> dict[str, Any]:
+def compare_steps(model: str, args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """Seconds of each step of both; TRL's trainer runs, and one of our steps after each of its own."""
     from datasets import Dataset
-    from trl import GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer
 
-    steps, tokens_of_a_step = rounds + warm_up, sizes.batch * TOKENS
-    task = single_turns(sizes.prompts)
+    rounds, batch, micro_batch = args.rounds + args.warm_up, args.prompts * GROUP, args.micro_batch_size
+    task = single_turns(args.prompts)
     assert task.embedded is not None
     prompts = [task.prompt(example) for example in task.embedded("train")]
-    tokenizer = load_tokenizer(model)
-    policy = load_policy(model)
+    policy, tokenizer = load_policy(model), load_tokenizer(model)
     forbid_ends(policy, tokenizer)
     ours: list[float] = []
     theirs: list[float] = []
@@ -190,7 +147,7 @@ def compare_steps(model: str, sizes: StepSizes, rounds: int, warm_up: int) -> di
         return [opens_answer(parse_turn(text, ())) for text in completions]
 
     with tempfile.TemporaryDirectory() as folder:
-        step = sorl_step(model, Path(folder) / "run", sizes)
+        step = sorl_step(model, Path(folder) / "run", args.prompts, micro_batch, dtype)
 
         class Interleave(transformers.TrainerCallback):
             started = 0.0
@@ -201,32 +158,46 @@ def compare_steps(model: str, sizes: StepSizes, rounds: int, warm_up: int) -> di
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 between = time.perf_counter()
                 tokens = step(len(ours) + 1)
-                if not tokens == drawn[-1] == tokens_of_a_step:
-                    raise RuntimeError(f"ours drew {tokens} tokens, TRL {drawn[-1]}, not {tokens_of_a_step}")
+                if not tokens == drawn[-1] == batch * TOKENS:
+                    raise RuntimeError(f"ours drew {tokens} tokens, TRL {drawn[-1]}, not {batch * TOKENS}")
                 theirs.append(between - self.started)
                 self.started = time.perf_counter()
                 ours.append(self.started - between)
 
+        settings = GRPOConfig(
+            output_dir=folder,
+            max_steps=rounds,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=batch // micro_batch,
+            num_generations=GROUP,
+            max_completion_length=TOKENS,
+            shuffle_dataset=False,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            optim="adamw_torch_fused",
+            loss_type="grpo",
+            beta=0.0,
+            use_cpu=True,
+            bf16=dtype == "bfloat16",
+            gradient_checkpointing=False,
+            report_to="none",
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
         trainer = GRPOTrainer(
             model=policy,
             reward_funcs=reward,
-            args=trl_settings(sizes, steps, folder),
-            train_dataset=Dataset.from_dict({"prompt": prompts * steps}),
+            args=settings,
+            train_dataset=Dataset.from_dict({"prompt": prompts * rounds}),
             processing_class=tokenizer,
             callbacks=[Interleave()],
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-    counts = [tokens_of_a_step] * rounds
-    return compare(ours[warm_up:], theirs[warm_up:], counts, counts)
-
-
-def turn_ends(tokenizer: Any) -> tuple[list[int], dict[str, Any]]:
-    """Ids that end a turn, and what ``generate`` needs to end one at closing tags that are several tokens."""
-    closing = [tokenizer.encode(tag, add_special_tokens=False) for tag in CLOSING]
-    if all(len(ids) == 1 for ids in closing):
-        return [ids[0] for ids in closing] + [tokenizer.eos_token_id], {}
-    return [tokenizer.eos_token_id], {"stop_strings": list(CLOSING), "tokenizer": tokenizer}
+    pairs = list(zip(ours, theirs, strict=True))[args.warm_up :]
+    print(f"\none GRPO step, {batch} completions of {TOKENS} tokens; seconds, sorl and TRL {version('trl')}:")
+    return summarize(pairs, f"at most {STEP_RATIO}")
 
 
 def generate_rollouts(
@@ -239,7 +210,10 @@ def generate_rollouts(
         codec = make_codec(own, tokenizer, use_chat_template=True)
         prompt, _ = own.reset(seed=job.seed, options={"index": job.example_index})
         live.append((own, TrajectoryBuilder(own, codec, job, prompt)))
-    ends, stopping = turn_ends(tokenizer)
+    closing = [tokenizer.encode(tag, add_special_tokens=False) for tag in CLOSING]
+    ends, stopping = [tokenizer.eos_token_id], {"stop_strings": list(CLOSING), "tokenizer": tokenizer}
+    if all(len(ids) == 1 for ids in closing):
+        ends, stopping = [*ends, *(ids[0] for ids in closing)], {}
     finished = []
     while live:
         width = max(len(dialogue.token_ids) for _, dialogue in live)
@@ -279,8 +253,8 @@ def generate_rollouts(
     return finished
 
 
-def compare_rollouts(model: str, config: TrainConfig, rounds: int, warm_up: int) -> dict[str, Any]:
-    """Seconds and action tokens of both on the same questions, taking turns in going first."""
+def compare_rollouts(model: str, config: TrainConfig, args: argparse.Namespace) -> dict[str, Any]:
+    """Action tokens a second of both on the same questions, taking turns in going first."""
     env, tokenizer = make_env(config), load_tokenizer(model)
     policy = load_policy(model, config.hardware.device).eval()
     theirs = copy.deepcopy(policy).to(compute_dtype(config.hardware.dtype, policy.device))
@@ -291,73 +265,44 @@ def compare_rollouts(model: str, config: TrainConfig, rounds: int, warm_up: int)
         lambda jobs: run_jobs(env, tokenizer, sampler, jobs, config, temperature=1.0),
         lambda jobs: generate_rollouts(env, tokenizer, theirs, jobs),
     )
-    seconds: tuple[list[float], list[float]] = ([], [])
-    tokens: tuple[list[int], list[int]] = ([], [])
-    turns = [0, 0]
+    pairs: list[tuple[float, float]] = []
     torch.manual_seed(config.seed)
-    for number in range(rounds + warm_up):
+    for number in range(args.rounds + args.warm_up):
         jobs = training_jobs(config, len(env.examples.examples), number + 1)
+        speeds = [0.0, 0.0]
         for side in (0, 1) if number % 2 else (1, 0):
             started = time.perf_counter()
             trajectories = sides[side](jobs)
-            took = time.perf_counter() - started
-            if number >= warm_up:
-                seconds[side].append(took)
-                tokens[side].append(sum(trajectory.num_action_tokens for trajectory in trajectories))
-                turns[side] += sum(len(trajectory.turns) for trajectory in trajectories)
-    dialogues = rounds * config.rollout.batch_size
-    return compare(*seconds, *tokens) | {"turns": [count / dialogues for count in turns]}
+            tokens = sum(trajectory.num_action_tokens for trajectory in trajectories)
+            speeds[side] = tokens / (time.perf_counter() - started)
+        pairs.append((speeds[0], speeds[1]))
+    print(f"\nmulti-turn rollouts, {len(jobs)} dialogues; tokens a second, sorl and generate once a turn:")
+    return summarize(pairs[args.warm_up :], f"at least {ROLLOUT_RATIO}")
 
 
-def compare(
-    ours: list[float], theirs: list[float], our_tokens: list[int], their_tokens: list[int]
-) -> dict[str, Any]:
-    """Medians; ``time`` is ours over theirs, ``speed`` is tokens a second, ours over theirs."""
-
-    def speeds(tokens: list[int], seconds: list[float]) -> Iterator[float]:
-        return (count / s for count, s in zip(tokens, seconds, strict=True))
-
-    our_speeds, their_speeds = list(speeds(our_tokens, ours)), list(speeds(their_tokens, theirs))
-    return {
-        "seconds": [statistics.median(ours), statistics.median(theirs)],
-        "tokens_per_s": [statistics.median(our_speeds), statistics.median(their_speeds)],
-        "tokens": [statistics.median(our_tokens), statistics.median(their_tokens)],
-        "time": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
-        "speed": statistics.median(a / b for a, b in zip(our_speeds, their_speeds, strict=True)),
-        "rounds": len(ours),
-    }
-
-
-def show(title: str, peer: str, figures: dict[str, Any]) -> None:
-    print(f"\n{title}\n{'':22} {'seconds':>9} {'tokens':>9} {'tokens/s':>9}")
-    for side, name in enumerate(("sorl", peer)):
-        row = [figures[column][side] for column in ("seconds", "tokens", "tokens_per_s")]
-        print(f"{name:22} {row[0]:9.3f} {row[1]:9.0f} {row[2]:9.0f}")
-
-
-def machine() -> dict[str, Any]:
-    """What the figures are figures of."""
-    packages = {name: version(name) for name in ("torch", "transformers", "trl")}
-    host = {"machine": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    return host | {"load": os.getloadavg()[0], "python": platform.python_version(), **packages}
+def summarize(pairs: Sequence[tuple[float, float]], bar: str) -> dict[str, Any]:
+    """Medians of both sides over the rounds, and of the ratio of ours to theirs."""
+    medians = [statistics.median(side) for side in zip(*pairs, strict=True)]
+    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+    print(f"{medians[0]:.3f} and {medians[1]:.3f}, ratio {ratio:.2f} ({bar})")
+    return {"medians": medians, "ratio": ratio, "rounds": len(pairs)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=8, help="interleaved rounds (default: %(default)s)")
-    parser.add_argument("--warm_up", type=int, default=2, help="rounds before that (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: its own choice")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    sizes = {"rounds": (8, "interleaved"), "warm_up": (2, "rounds before that"), "prompts": (16, "of a step")}
+    sizes |= {
+        "micro_batch_size": (64, "completions of a pass"),
+        "threads": (0, "of torch; 0: its own choice"),
+    }
+    for name, (default, text) in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
+    parser.add_argument("--dialogues", type=int, help="of a round of rollouts (default: the config's batch)")
     parser.add_argument("--config", default="quickstart", help="limits and dtype (default: %(default)s)")
     parser.add_argument(
-        "--model", help="folder of the policy (default: the config's, cold-started if need be)"
+        "--model", help="the policy's folder (default: the config's, cold-started if need be)"
     )
-    parser.add_argument("--prompts", type=int, default=16, help="of a step (default: %(default)s)")
-    parser.add_argument(
-        "--micro_batch_size", type=int, default=64, help="completions of a pass (default: %(default)s)"
-    )
-    parser.add_argument("--dialogues", type=int, help="of a round of rollouts (default: the config's batch)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="(default: the config's)")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     args = parser.parse_args()
@@ -367,21 +312,15 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
 
     overrides = {"rollout.batch_size": args.dialogues, "hardware.dtype": args.dtype}
-    given = {name: value for name, value in overrides.items() if value is not None}
-    config = load_config(args.config, given)
-    sizes = StepSizes(args.prompts, args.micro_batch_size, config.hardware.dtype)
+    config = load_config(args.config, {name: value for name, value in overrides.items() if value is not None})
     model = args.model or resolve_model(config, Display(sys.stderr))
-    figures: dict[str, Any] = {"machine": machine()}
-    print(", ".join(f"{name} {value}" for name, value in figures["machine"].items()))
-    figures["grpo_step"] = step = compare_steps(model, sizes, args.rounds, args.warm_up)
-    show(f"one GRPO step, {sizes.batch} completions of {TOKENS} tokens", f"TRL {version('trl')}", step)
-    print(f"time, sorl / TRL: {step['time']:.2f} (at most {STEP_RATIO})")
-    figures["rollouts"] = rollouts = compare_rollouts(model, config, args.rounds, args.warm_up)
-    show(f"multi-turn rollouts, {config.rollout.batch_size} dialogues", "generate once a turn", rollouts)
-    print(f"turns a dialogue: {rollouts['turns'][0]:.2f} and {rollouts['turns'][1]:.2f}")
-    print(f"tokens/s, sorl / generate: {rollouts['speed']:.2f} (at least {ROLLOUT_RATIO})")
+    figures = {name: version(name) for name in ("torch", "transformers", "trl")}
+    steps = compare_steps(model, args, config.hardware.dtype)
+    rollouts = compare_rollouts(model, config, args)
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        args.json.write_text(
+            json.dumps(figures | {"grpo_step": steps, "rollouts": rollouts}, indent=2) + "\n"
+        )
     return 0
 
 

@@ -89,18 +89,13 @@ def play(sampler: Any, args: argparse.Namespace, number: int) -> tuple[int, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--model", type=Path, required=True, help="folder of the policy")
-    parser.add_argument("--dialogues", type=int, default=32, help="a multiple of 8 (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=2, help="of a dialogue (default: %(default)s)")
-    parser.add_argument("--prompt", type=int, default=160, help="tokens of a prompt (default: %(default)s)")
-    parser.add_argument(
-        "--observation", type=int, default=370, help="tokens of an observation (default: %(default)s)"
-    )
-    parser.add_argument("--turn", type=int, default=45, help="tokens of a turn (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="after one to warm up (default: %(default)s)")
+    sizes = {"dialogues": (32, "a multiple of 8"), "turns": (2, "of a dialogue"), "prompt": (160, "tokens")}
+    sizes |= {"observation": (370, "tokens"), "turn": (45, "tokens"), "rounds": (3, "after one to warm up")}
+    for name, (default, text) in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(default: both)")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     args = parser.parse_args()
@@ -128,15 +123,12 @@ def serve(name: str, args: argparse.Namespace, dtype: str, rounds: Connection) -
     }
     config = load_config("quickstart", settings)
     policy = load_policy(str(args.model), "cpu").eval()
-    sampler: Any
     if why := try_packing(policy, longest, sampled=True):  # as the engine does when it loads a policy
         print(f"rows of attention stay as they are: {why}")
-    if name == "vllm":
-        sampler = FixedVllm(policy, str(args.model), longest, config)
-    else:
-        sampler = TransformersSampler(
-            policy, AutoTokenizer.from_pretrained(args.model), args.dialogues, dtype
-        )
+    sampler: Any = FixedVllm(policy, str(args.model), longest, config) if name == "vllm" else None
+    if sampler is None:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        sampler = TransformersSampler(policy, tokenizer, args.dialogues, dtype)
     while (number := rounds.recv()) is not None:
         rounds.send(play(sampler, args, number))
 

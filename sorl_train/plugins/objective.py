@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sorl_train.algorithms import ALGORITHMS, Aggregation, Algorithm, RatioLevel, check_choice
 from sorl_train.losses.policy import LossOutput, LossSettings, policy_loss
+from sorl_train.losses.segments import Segments, importance_ratio
 from sorl_train.losses.surrogates import SURROGATES, ClipRange
 from sorl_train.plugins.step_scale import StepScale
 
@@ -148,6 +149,15 @@ class Objective:
             square = advantages[mask.bool()].square().sum() if self.steps.relative else 0.0
             self.steps.add(output, float(square))
         return output
+
+    def ratios(self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+        """(B, T): the importance ratio of each token's segment, with its gradient; 1 off the mask."""
+        mask = mask.bool()
+        segments = Segments.of(self.algorithm.ratio, mask, turn_ids_of(mask))
+        log_ratio = segments.pick(log_probs) - segments.pick(old_log_probs.detach())
+        ratio = importance_ratio(segments.spread_mean(log_ratio))
+        ones = torch.ones_like(log_probs)
+        return ones.flatten().index_copy(0, segments.positions, ratio).view_as(log_probs)
 
 
 def objective_of_process(**options: Any) -> Objective:

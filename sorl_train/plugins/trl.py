@@ -136,6 +136,8 @@ class SorlMixin:
         metrics = trainer._metrics[mode]
         if trainer.beta != 0.0:
             penalty = kl_penalty(log_probs, inputs["ref_per_token_logps"], "k3")
+            if trainer.args.use_bias_correction_kl:
+                penalty = penalty * self.objective.ratios(log_probs, old, mask)
             kl = aggregate(penalty, mask, aggregation=mean, denominator=denominator)
             loss = loss + trainer.beta * kl
             metrics["kl"].append(_gathered_mean(trainer, penalty, mask))
@@ -229,7 +231,6 @@ def _refuse_unknown_options(trainer: Any) -> None:
         "top_entropy_quantile": trainer.top_entropy_quantile < 1.0,
         "off_policy_mask_threshold": trainer.off_policy_mask_threshold is not None,
         "use_adaptive_entropy": trainer.use_adaptive_entropy,
-        "use_bias_correction_kl": args.use_bias_correction_kl,
     }
     for name in (name for name, is_set in unknown.items() if is_set):
         value = getattr(args, name)

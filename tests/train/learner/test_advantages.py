@@ -13,7 +13,6 @@ from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.advantages import estimate_advantages, state_metrics
 from sorl_train.learner.batch import Batch, collate, state_keys
-from sorl_train.openrlhf.shares import by_rank, put_together, rows_by_rank
 
 from .test_batch import trajectory
 
@@ -150,20 +149,6 @@ def test_the_order_of_the_trajectories_does_not_matter(algo: str, overrides: dic
     one, other = (scored([made()[i] for i in o], algo, **overrides) for o in (range(6), order))
     for row, i in enumerate(order):
         torch.testing.assert_close(other.advantages[row], one.advantages[i])  # type: ignore[index]
-
-
-@pytest.mark.parametrize(("algo", "overrides"), EVERY_WAY)
-def test_shares_of_ranks_and_micro_batches_keep_the_advantages_of_the_whole(
-    algo: str, overrides: dict[str, Any]
-) -> None:
-    """Both engines estimate advantages of the whole rollout batch, and cut it up afterwards."""
-    whole = scored(made(), algo, **overrides)
-    shares = by_rank(whole, 2)
-    again = put_together(whole, rows_by_rank(whole, 2), [share.advantages for share in shares])  # type: ignore[misc]
-    assert torch.equal(again, whole.advantages)  # type: ignore[arg-type]
-    for rows, piece in whole.micro_batches(2):
-        width = piece.action_mask.shape[1]
-        assert torch.equal(piece.advantages, whole.advantages[rows, :width])  # type: ignore[index, arg-type]
 
 
 def test_the_kl_in_the_reward_counts_for_the_turn_of_its_token() -> None:

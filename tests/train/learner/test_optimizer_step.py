@@ -42,19 +42,6 @@ def test_biases_and_norms_do_not_decay(tiny_folder: str) -> None:
             torch.testing.assert_close(parameter.detach(), before[name] * 0.95)
 
 
-def test_without_decay_the_groups_make_no_difference(tiny_folder: str) -> None:
-    """To the bit: what a plain AdamW of all parameters does."""
-    grouped, plain = (load_critic(tiny_folder, "cpu") for _ in range(2))
-    optimizers = (
-        adamw(grouped, OptimConfig()),
-        torch.optim.AdamW(plain.parameters(), weight_decay=0.0, fused=True),
-    )
-    for gradient in (0.3, -0.7):
-        step(grouped, optimizers[0], gradient)
-        step(plain, optimizers[1], gradient)
-    assert all(map(torch.equal, grouped.parameters(), plain.parameters()))
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_checkpoint_numbers_moments_by_the_models_parameters(
     frozen: bool, tiny_folder: str, tmp_path: Path

@@ -15,7 +15,7 @@ from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.rollout_settings import OverlongConfig, ReplayConfig
 from sorl_train.config.settings import LossConfig
 from sorl_train.learner.advantages import estimate_advantages
-from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.batch import collate
 from sorl_train.learner.overlong import shape_and_filter
 from sorl_train.learner.replay import Mixed, ReplayBuffer, replay_metrics
 from sorl_train.learner.schedule import mini_batches, steps_of_batch
@@ -188,25 +188,6 @@ def test_recent_adds_the_newest_whatever_their_rewards_by_hand() -> None:
     advantages = estimate_advantages(batch, "group", loss).advantages
     assert advantages is not None
     assert [float(row[0]) for row in advantages] == [0.75, -0.25, -0.25, -0.25]
-
-
-def test_turns_of_replayed_trajectories_are_compared_too() -> None:
-    """GiGPO: all first turns of a group start in the same state, that of a replayed trajectory as well."""
-    buffer = empty(size=8)
-
-    def with_states(found: list[Trajectory]) -> Batch:
-        return collate(found, anchor_state="observation")
-
-    for number, rewards in ((1, [1, 0]), (2, [0, 0])):
-        found = rollouts(number, "a", rewards)
-        old = torch.zeros(with_states(found).action_mask.shape)
-        collected = Collected(found, with_states(found).with_fields(old_log_probs=old))
-        mixed = buffer.step(collected, number - 1, with_states)
-    assert mixed.batch is not None and mixed.batch.state_ids is not None
-    assert mixed.batch.ids == ("s2-a/0", "s1-a/0")
-    assert mixed.batch.state_ids[mixed.batch.action_mask].unique().tolist() == [0]
-    found_advantages = estimate_advantages(mixed.batch, "state_group", LossConfig(kl_coef=0.0)).advantages
-    assert found_advantages is not None and float(found_advantages[1, 0]) > 0 > float(found_advantages[0, 0])
 
 
 def test_added_trajectories_make_mini_batches_larger_and_not_more() -> None:

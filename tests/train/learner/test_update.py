@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from sorl_train.learner.means import Means
 from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.schedule import learning_rate
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
-from sorl_train.losses.surrogates import SURROGATES
 from sorl_train.models import packing
 from sorl_train.models.critic import load_critic
 from sorl_train.models.forward import action_stats
@@ -123,31 +121,6 @@ def test_the_backward_pass_of_micro_batches_without_advantages_is_left_out(
         found.append((torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
-
-
-@pytest.mark.parametrize("surrogate", [name for name in SURROGATES if name != "clipped"])
-def test_every_surrogate_can_be_normalized(
-    surrogate: str, tiny_folder: str, trajectories: list[Trajectory], tmp_path: Path
-) -> None:
-    """By what PPO would cut with the same clip range: the factor is that of SO-PPO, and micro-batches do not matter."""
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from sorl_train.algorithms import Algorithm\n"
-        f"ALGORITHM = Algorithm('turn', 'gae', True, surrogate={surrogate!r})\n"
-    )
-    batch = off_policy(collate(trajectories))
-    options = {"loss.clip_bias_delta": 1e-3}
-    _, ppo = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 8}))
-    options["algo"] = str(file)
-    whole, one = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 8}))
-    pieces, many = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 3}))
-    torch.testing.assert_close(whole, pieces, atol=1e-6, rtol=1e-5)
-    assert one["loss/normalizer"] == pytest.approx(many["loss/normalizer"], rel=1e-5)
-    assert (
-        one["loss/normalizer"] == pytest.approx(ppo["loss/normalizer"], rel=1e-6)
-        and ppo["loss/normalizer"] < 1.0
-    )
-    assert one["loss/grad_norm"] != pytest.approx(ppo["loss/grad_norm"], rel=1e-3)
 
 
 def with_correction(batch: Batch) -> Batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from sorl_train.losses.correction import Correction, CorrectionSettings, correction_weights
 from sorl_train.losses.policy import LossSettings, policy_loss
-from sorl_train.models.forward import action_stats, autocast
 
 ROOT = Path(__file__).resolve().parents[3]
 NAN = math.nan
@@ -113,16 +111,6 @@ def corrected(old: Tensor, sampler: Tensor, mask: Tensor, **settings: Any) -> Te
     return correction_weights(old, sampler, mask, turns, CorrectionSettings(**settings)).weights * mask
 
 
-def test_truncate_and_band_are_those_of_trl() -> None:
-    """``vllm_importance_sampling_mode`` token_truncate and token_mask, the lines of TRL 1.16's ``GRPOTrainer``."""
-    old, sampler, mask = random_gaps()
-    ratio = torch.exp((old - sampler) * mask)
-    truncated = torch.clamp(ratio, min=None, max=2.0)
-    torch.testing.assert_close(corrected(old, sampler, mask, mode="truncate", high=2.0), truncated * mask)
-    masked = ratio.masked_fill((ratio < 0.5) | (ratio > 5.0), value=0.0)
-    torch.testing.assert_close(corrected(old, sampler, mask, mode="band", low=0.5, high=5.0), masked * mask)
-
-
 @pytest.mark.verl
 def test_weights_and_mask_are_those_of_verl() -> None:
     """TIS and IcePop of a token, and the rejection by the geometric mean."""
@@ -201,65 +189,4 @@ def test_the_weight_is_a_constant_in_the_gradient() -> None:
     assert torch.autograd.grad(loss_of(data, theta).loss, data["correction"], allow_unused=True) == (None,)
 
 
-def test_weights_of_one_change_nothing() -> None:
-    data, theta = inputs(), torch.full((5,), 0.1, requires_grad=True)
-    ones = data | {"correction": torch.ones_like(data["correction"])}
-    expected = policy_loss(
-        data["features"] @ theta,
-        *(data[name] for name in ("old", "advantages", "mask", "turns")),
-        LossSettings("turn"),
-    )
-    found = loss_of(ones, theta)
-    assert torch.equal(found.loss, expected.loss) and found.stats.metrics() == expected.stats.metrics()
-    assert found.clip_bias.norms() == expected.clip_bias.norms()
-
-
 # --- against the exact gradient -------------------------------------------------------------------------------
-
-
-def expected_gradients(model: Any) -> dict[str, Tensor]:
-    """The exact gradient of the expected reward of one token, and what the loss gives for samples of the same model in
-    bfloat16: all 30 trajectories, each with its probability under the sampler.
-    """
-    actions = torch.arange(30)[:, None]
-    token_ids = torch.cat([torch.tensor([[5, 9, 17]]).expand(len(actions), -1), actions], dim=1)
-    mask = torch.zeros(len(actions), 3, dtype=torch.bool)
-    mask[:, 2:] = True
-    turn_ids = torch.full(mask.shape, -1)
-    turn_ids[:, 2:] = 0
-    rewards = torch.randn(len(actions), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), autocast("bfloat16", torch.device("cpu")):
-        sampler = action_stats(model, token_ids, mask).log_probs.float()
-    log_probs = action_stats(model, token_ids, mask).log_probs
-    drawn = sampler.sum(1, keepdim=True).exp()  # (B, 1); they sum to 1 up to rounding
-    assert float((log_probs.detach() - sampler)[mask].abs().mean()) > 1e-3
-    parameters = list(model.parameters())
-
-    def flat(loss: Tensor) -> Tensor:
-        found = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-        return torch.cat([g.flatten() for g in found])
-
-    def estimated(weights: Tensor | None) -> Tensor:
-        advantages = (rewards[:, None] * drawn / drawn.sum()).expand(mask.shape)
-        old = log_probs.detach()
-        return flat(
-            policy_loss(log_probs, old, advantages, mask, turn_ids, denominator=1.0, correction=weights).loss
-        )
-
-    gradients = {"exact": flat(-(log_probs.sum(1).exp() * rewards).sum()), "none": estimated(None)}
-    for level in ("token", "turn", "sequence"):
-        settings = CorrectionSettings("truncate", level, high=2.0)  # type: ignore[arg-type]
-        found = correction_weights(log_probs.detach(), sampler, mask, turn_ids, settings)
-        assert found.cut == 0.0
-        gradients[level] = estimated(found.weights)
-    return gradients
-
-
-def test_the_bias_of_a_sampler_in_bfloat16_goes(random_policy: tuple[Any, Any]) -> None:
-    """One token a trajectory: every level is the exact importance weight, and only rounding is left."""
-    gradients = expected_gradients(copy.deepcopy(random_policy[0]))
-    exact = gradients.pop("exact")
-    errors = {name: float((found - exact).norm() / exact.norm()) for name, found in gradients.items()}
-    assert errors["none"] > 1e-3
-    for level in ("token", "turn", "sequence"):
-        assert errors[level] < errors["none"] / 10, errors

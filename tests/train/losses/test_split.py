@@ -162,12 +162,6 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_all_reduce_is_the_identity_without_a_process_group() -> None:
-    data = inputs()
-    bias = micro(data, slice(0, 9), torch.zeros(5), 1.0, SETTINGS[0]).clip_bias
-    assert bias.all_reduce() is bias
-
-
 @pytest.mark.parametrize("aggregation", ["trajectory_mean", "token_mean"])
 def test_value_loss_in_micro_batches(aggregation: str) -> None:
     data = inputs()

@@ -202,25 +202,6 @@ def every(rewards: Tensor, there: Tensor, states: Tensor, groups: Tensor, includ
     )
 
 
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
-@pytest.mark.parametrize("std", [True, False])
-def test_the_order_of_the_rollouts_does_not_matter(std: bool, baseline: str) -> None:
-    g = torch.Generator().manual_seed(1)
-    rewards = torch.randint(0, 3, (12, 4), generator=g, dtype=F64)
-    there = torch.arange(4) < torch.randint(1, 5, (12, 1), generator=g)
-    groups, included = torch.arange(12) % 3, torch.rand(12, generator=g) < 0.8
-    states = 10 * groups[:, None] + torch.randint(0, 3, (12, 4), generator=g)
-    order = torch.randperm(12, generator=g)
-    options = {"std": std, "baseline": baseline, "weight": 0.7}
-    everything = (rewards, there, states, groups, included)
-    copies = [x.clone() for x in everything]
-    found = every(*everything, **options)
-    assert all(torch.equal(a, b) for a, b in zip(everything, copies, strict=True))
-    for one, other in zip(found, every(*(x[order] for x in everything), **options), strict=True):
-        assert one.any()
-        torch.testing.assert_close(one[order], other, atol=1e-12, rtol=0)
-
-
 def test_trajectories_of_one_turn_are_grpo() -> None:
     """For GiGPO times 1 + weight, as published: all rollouts of a prompt start in the same state."""
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0]), torch.tensor([0, 0, 0, 1, 1])

@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 
-from sorl_train.algorithms import KLKind
-from sorl_train.config.settings import LossConfig
 from sorl_train.losses.kl import kl_penalty
 from sorl_train.losses.value import value_loss
 
@@ -46,13 +44,6 @@ def test_clipped_value_loss_by_hand() -> None:
         value_loss(VALUES, RETURNS, MASK, clip_eps=0.2)
 
 
-def test_value_loss_without_tokens_is_zero() -> None:
-    values = VALUES.clone().requires_grad_()
-    loss = value_loss(values, RETURNS, torch.zeros_like(MASK))
-    loss.backward()
-    assert loss.item() == 0.0 and values.grad is not None and not values.grad.any()
-
-
 def test_kl_by_hand() -> None:
     log_probs, ref = torch.tensor([[-1.0, -2.0]], dtype=F64), torch.tensor([[-1.5, -1.0]], dtype=F64)
     assert kl_penalty(log_probs, ref, "k1")[0].tolist() == pytest.approx([0.5, -1.0])
@@ -83,22 +74,6 @@ def test_kl_estimates_in_expectation() -> None:
 
     torch.testing.assert_close(sampled_gradient("k2"), kl_gradient)
     torch.testing.assert_close(sampled_gradient("k1"), torch.zeros_like(kl_gradient), atol=1e-12, rtol=0)
-
-
-def test_the_gradient_of_k2_stays_small_where_that_of_k3_explodes() -> None:
-    """With a weight of .001, for tokens 10 and 19 nats less likely than under the reference: docs/stability.md."""
-    gradients = {}
-    kind: KLKind
-    for kind in ("k2", "k3"):
-        log_probs = torch.tensor([[-10.0, -19.0]], dtype=torch.float64, requires_grad=True)
-        (0.001 * kl_penalty(log_probs, torch.zeros_like(log_probs), kind).sum()).backward()
-        assert log_probs.grad is not None
-        gradients[kind] = log_probs.grad[0].tolist()
-    assert gradients["k2"] == pytest.approx([-0.01, -0.019])
-    assert gradients["k3"] == pytest.approx([-22.02547, -178482.3], rel=1e-6)
-    default = kl_penalty(log_probs, torch.zeros_like(log_probs))
-    assert torch.equal(default, kl_penalty(log_probs, torch.zeros_like(log_probs), "k2"))
-    assert LossConfig().kl_type == "k2"
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])

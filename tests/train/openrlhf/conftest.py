@@ -8,11 +8,12 @@ import runpy
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sorl_train.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE, import_folders
 
@@ -108,3 +109,11 @@ def run_ranks(script: Path, folder: Path, ranks: int) -> None:
     for process in processes:
         output, _ = process.communicate(timeout=900)
         assert process.returncode == 0, output[-4000:]
+
+
+def deepspeed_results(folder: Path, ranks: int, cases: Mapping[Any, Any]) -> dict[Any, list[dict[str, Any]]]:
+    """What each rank found for each case of ``deepspeed_cases.py``; one start, which takes longer than they do."""
+    torch.save(list(cases.values()), folder / "cases.pt")
+    run_ranks(Path(__file__).with_name("deepspeed_cases.py"), folder, ranks)
+    found = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return dict(zip(cases, map(list, zip(*found, strict=True)), strict=True))

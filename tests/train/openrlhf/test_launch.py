@@ -10,13 +10,11 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Limits
-from sorl_env.trajectory import StopReason, Trajectory, Turn
+from sorl_env.trajectory import StopReason
 from sorl_train.config.files import load_config
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
@@ -30,6 +28,7 @@ from sorl_train.run.folder import RunDir
 from sorl_train.run.metrics_log import MetricsLog
 
 from ..conftest import QuietDisplay
+from ..learner.test_batch import trajectory
 
 CLUSTER = {"engine": "openrlhf", "rollout.batch_size": 512, "update.mini_batch_size": 256, "optim.lr": 1e-6}
 
@@ -271,26 +270,8 @@ def test_prompts_come_in_the_local_engines_order_and_a_loader_resumes() -> None:
 
 
 def test_what_was_sampled_too_long_ago_is_excluded() -> None:
-    env = ToolUseEnv("minihop")
-    turn = Turn(0, "x", "answer", "x", None, "", {"exact_match": 1.0}, (), 1, 2)
-    base = Trajectory(
-        id="a",
-        group_id="g",
-        task=env.task.name,
-        source="embedded",
-        split="train",
-        example_id="e",
-        prompt="p",
-        token_ids=np.array([1, 2], dtype=np.int32),
-        action_mask=np.array([False, True]),
-        turn_ids=np.array([-1, 0], dtype=np.int16),
-        rollout_log_probs=np.zeros(2, dtype=np.float32),
-        turns=(turn,),
-        reward=1.0,
-        reward_items={"exact_match": 1.0},
-        stop_reason=StopReason.ANSWER,
-        seed=0,
-    )
+    base = trajectory("a", [1, 2], [-1, 0], [1.0])
+    (turn,) = base.turns
     versions_of = [
         dataclasses.replace(base, turns=(dataclasses.replace(turn, policy_version=v),)) for v in (3, 4, 5)
     ]

@@ -93,21 +93,6 @@ def test_async_with_partial_rollouts_is_measured_as_off_policy(tmp_path: Path) -
     assert lines[2]["rollout/mismatch_kl_turn0"] > 1e-2
 
 
-def test_two_ranks_with_zero_3(tmp_path: Path) -> None:
-    done = train(
-        tmp_path / "run",
-        algo="so_grpo",
-        rollout__group_size=4,
-        cluster__gpus_per_node=2,
-        cluster__vllm_engines=2,
-        cluster__zero_stage=3,
-        update__micro_batch_size=4,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = check_run_folder(tmp_path / "run")
-    assert lines[2]["rollout/mismatch_kl"] < 1e-2
-
-
 def test_zero_2_with_accumulation_4_corrected_for_vllm_in_bfloat16(tmp_path: Path) -> None:
     """vLLM and the trainer round differently: weights beside 1. Long trajectories are punished on the way."""
     settings = {"correction__mode": "truncate", "correction__level": "turn", "correction__high": 1.001}
@@ -121,9 +106,12 @@ def test_zero_2_with_accumulation_4_corrected_for_vllm_in_bfloat16(tmp_path: Pat
 
 
 def test_a_task_that_raises_and_a_tool_that_times_out(tmp_path: Path) -> None:
-    """Both end their own trajectories only; their rates are logged and nothing of them reaches a gradient."""
+    """Both end their own trajectories only; their rates are logged and nothing of them reaches a gradient.
+
+    GiGPO needs the states of turns, too, which come through Ray with the trajectories.
+    """
     task = f"{TASKS / 'flaky.py'}:TASK"
-    settings = {"algo": "so_grpo", "rollout__group_size": 4, "task": task, "task_args": {}}
+    settings = {"algo": "gigpo", "rollout__group_size": 4, "task": task, "task_args": {}}
     done = train(tmp_path / "run", **settings, search__timeout_s=0.5, search__retries=0)
     assert done.returncode == 0, done.stderr
     lines = metrics(tmp_path / "run")
@@ -140,7 +128,7 @@ def test_a_task_that_raises_and_a_tool_that_times_out(tmp_path: Path) -> None:
     assert (
         excluded == pytest.approx(len(errors)) == sum(line["rollout/stop_error"] for line in lines[1:]) * 16
     )
-    assert lines[2]["tool/calls"] > 0
+    assert lines[2]["tool/calls"] > 0 and "loss/shared_state_frac" in lines[2]
 
 
 def test_a_run_that_an_error_ends_between_two_steps_is_saved(tmp_path: Path) -> None:
@@ -149,10 +137,7 @@ def test_a_run_that_an_error_ends_between_two_steps_is_saved(tmp_path: Path) -> 
     settings: dict[str, Any] = {"task": f"{TASKS / 'fading.py'}:make", "task_args": {"gone": str(gone)}}
     settings |= {"update__steps": 400, "checkpoint__every": 1000}
     process = subprocess.Popen(command(run_dir, **settings), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 500
-    while not (run_dir / "metrics.jsonl").is_file() or len(metrics(run_dir)) < 2:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until_step(run_dir, 1, process)
     gone.touch()
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 1 and "the questions are gone" in stderr, stderr
@@ -170,14 +155,17 @@ def test_a_killed_worker_ends_the_run_and_it_resumes(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(run_dir, update__steps=400, checkpoint__every=1), stderr=subprocess.PIPE, text=True
     )
-    kill_when_training(run_dir, "ray::RolloutWorker", process)
+    wait_until_step(run_dir, 2, process, saved=True)
+    names = ("ray::RolloutWorker", "ray::RolloutRayActor")
+    engine = next(number for number, title in processes_of(run_dir) if title.startswith(names))
+    os.kill(engine, signal.SIGKILL)
     started = time.monotonic()
     _, stderr = process.communicate(timeout=90)
     assert time.monotonic() - started < 60
     assert process.returncode == 1
     wait_until_nothing_is_left(run_dir)
     assert " died" in stderr and f"sorl-train --resume --run_dir {run_dir}" in stderr, stderr
-    saved = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
+    saved = newest(run_dir)
     done = train(run_dir, "--resume", update__steps=saved + 1, checkpoint__every=1)
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(run_dir)] == list(range(saved + 2))
@@ -271,50 +259,30 @@ def wait_until_nothing_is_left(run_dir: Path) -> None:
         time.sleep(0.2)
 
 
-def wait_for_checkpoint(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Ray, vLLM and DeepSpeed take a minute to start, and more on a busy machine."""
-    deadline = time.monotonic() + 240
-    while not (run_dir / "checkpoints" / f"step_{step:06d}").is_dir():
+def newest(run_dir: Path) -> int:
+    """The step of the newest checkpoint."""
+    return max((int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*")), default=-1)
+
+
+def wait_until_step(run_dir: Path, step: int, process: subprocess.Popen[str], saved: bool = False) -> None:
+    """Until a step is recorded or ``saved``. Ray, vLLM and DeepSpeed take minutes to start on a busy machine."""
+    deadline = time.monotonic() + 500
+    while True:
+        lines = metrics(run_dir) if (run_dir / "metrics.jsonl").is_file() else []
+        if (newest(run_dir) if saved else len(lines) - 1) >= step:
+            return
         log = run_dir / "openrlhf.log"
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
         time.sleep(0.2)
 
 
-def kill_when_training(run_dir: Path, name: str, process: subprocess.Popen[str]) -> None:
-    """Kill -9 the Ray worker called ``name`` that belongs to this run, once two steps are saved."""
-    wait_for_checkpoint(run_dir, 2, process)
-    base = name.removeprefix("ray::")
-    names = {
-        "RolloutWorker": ("ray::RolloutWorker", "ray::RolloutRayActor"),
-        "PolicyWorker": ("ray::PolicyWorker", "ray::PolicyModelActor"),
-    }
-    for process_id, title in processes_of(run_dir):
-        if title.startswith(names[base]):
-            os.kill(process_id, signal.SIGKILL)
-            return
-    raise AssertionError(f"no process {name} of {run_dir}")
-
-
-def test_ctrl_c_saves_and_says_how_to_resume(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = subprocess.Popen(command(run_dir, update__steps=400), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 240
-    while not (run_dir / "metrics.jsonl").is_file() or len(metrics(run_dir)) < 2:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130, stderr
-    assert f"sorl-train --resume --run_dir {run_dir}" in stderr
-    assert list((run_dir / "checkpoints").glob("step_*"))
-
-
 def test_a_killed_launcher_leaves_the_folder_to_the_process_that_trains_on(tmp_path: Path) -> None:
+    """That process is ended, the run resumed and ended by Ctrl-C, which saves it and says how to go on."""
     run_dir = tmp_path / "run"
     process = subprocess.Popen(
         command(run_dir, update__steps=400, checkpoint__every=1), stderr=subprocess.PIPE, text=True
     )
-    wait_for_checkpoint(run_dir, 1, process)
+    wait_until_step(run_dir, 1, process, saved=True)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     for word in ("--resume", "--overwrite"):
@@ -327,10 +295,19 @@ def test_a_killed_launcher_leaves_the_folder_to_the_process_that_trains_on(tmp_p
     wait_until(lambda: len(metrics(run_dir)) > before)
     os.kill(driver, signal.SIGINT)
     wait_until_nothing_is_left(run_dir)
-    saved = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
-    done = train(run_dir, "--resume", update__steps=saved + 1, checkpoint__every=1)
-    assert done.returncode == 0, done.stderr
-    assert [line["step"] for line in metrics(run_dir)] == list(range(saved + 2))
+    saved = newest(run_dir)
+    process = subprocess.Popen(
+        command(run_dir, "--resume", update__steps=400, checkpoint__every=1000),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until_step(run_dir, saved + 1, process)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    assert f"sorl-train --resume --run_dir {run_dir}" in stderr
+    assert newest(run_dir) == metrics(run_dir)[-1]["step"] > saved
+    assert [line["step"] for line in metrics(run_dir)] == list(range(newest(run_dir) + 1))
 
 
 def test_the_alarm_stops_a_run_and_gives_the_command_that_goes_on(tmp_path: Path) -> None:

@@ -47,21 +47,106 @@ def test_versions_are_those_tested_with() -> None:
     check_versions()
 
 
-def test_policy_and_critic_workers() -> None:
-    from openrlhf.trainer.ray import ppo_actor, ppo_critic
+WORKER, TRAINER = "openrlhf.trainer.ray.", "openrlhf.trainer."
+ACTOR_MODEL = WORKER + "ppo_actor:PolicyModelActor"
+CRITIC_MODEL = WORKER + "ppo_critic:CriticModelActor"
+ZERO_2 = "deepspeed.runtime.zero.stage_1_and_2"
+ZERO_3 = "deepspeed.runtime.zero.stage3"
+TRAIN = ["self.train_step(rollout_samples, global_step)", "self.save_logs_and_checkpoints(global_step"]
+TRAIN += ["timing/generation"]
 
-    for module, name in ((ppo_actor, "PolicyModelActor"), (ppo_critic, "CriticModelActor")):
-        worker = plain(getattr(module, name))
-        assert hasattr(module, "NaiveReplayBuffer"), f"{module.__name__} builds no NaiveReplayBuffer any more"
-        assert "NaiveReplayBuffer(" in inspect.getsource(module)
+# Where: what has to stand in its source.
+SOURCES = {
+    WORKER + "ppo_actor:": ["NaiveReplayBuffer("],
+    WORKER + "ppo_critic:": ["NaiveReplayBuffer("],
+    ACTOR_MODEL + ".init_model_from_pretrained": [
+        "self.actor, self.actor_optim, self.actor_scheduler = strategy.prepare",
+        "self.tokenizer",
+        'os.path.join(args.ckpt.path, "_actor")',
+    ],
+    CRITIC_MODEL + ".init_model_from_pretrained": [
+        "self.critic, self.critic_optim, self.critic_scheduler = strategy.prepare",
+        'os.path.join(args.ckpt.path, "_critic")',
+    ],
+    TRAINER + "ppo_trainer:BasePPOTrainer.init_checkpoint_states": [
+        'os.path.join(self.args.ckpt.path, "_actor")'
+    ],
+    TRAINER + "ppo_trainer:PPOTrainer.fit": TRAIN,
+    TRAINER + "ppo_trainer_async:TrainingActor.fit": TRAIN,
+    TRAINER + "ppo_trainer_async:PPOTrainerAsync.__init__": [
+        "GenerateSamplesActor.remote(",
+        "TrainingActor.remote(",
+    ],
+    TRAINER + "ppo_utils.samples_generator:SamplesGenerator._generate_vllm": [
+        "self._process_response_into_experience(response"
+    ],
+    TRAINER + "ppo_utils.samples_generator:SamplesGenerator.generate_eval_samples": ["self.eval_dataloader"],
+    WORKER + "vllm_engine:RolloutRayActor.generate_responses": ["llm_engine=self"],
+    WORKER + "vllm_engine:create_vllm_engines": ["RolloutRayActor.options("],
+    # the value head: its norm joins the gradient's, and the critic's outputs come without OpenRLHF's own head
+    ZERO_2 + ":DeepSpeedZeroOptimizer.step": [
+        "scaled_global_grad_norm = self.scaled_global_norm()",
+        "if self.overflow:",  # ZeRO-2 looks for what is not finite and steps aside
+    ],
+    ZERO_2 + ":": ["combined_scale = clip * self.loss_scale"],  # divided before it is clipped
+    ZERO_3 + ":": [
+        "norm_groups = self._get_norm_groups()",
+        "combined_scale = clip * self.loss_scale",
+        "isnan(self.grad_partitions_flat_buffer)",  # all gradients of a rank in one buffer
+    ],
+    "deepspeed.runtime.engine:DeepSpeedEngine.__init__": ["loaded_checkpoint_dp_world_size = None"],
+    "openrlhf.models.model:_get_critic_model": ["if action_mask is None:", "return outputs"],
+}
+
+# Where: its parameters, or the first of them.
+PARAMETERS = {
+    TRAINER + "ppo_trainer:BasePPOTrainer.train_step": "self rollout_samples global_step",
+    TRAINER
+    + "ppo_trainer:BasePPOTrainer.save_logs_and_checkpoints": "self global_step logs_dict client_states",
+    "openrlhf.utils.agent:AgentExecutorBase.execute": "self prompt label sampling_params max_length hf_tokenizer "
+    "llm_engine images",
+    WORKER + "vllm_engine:RolloutRayActor.generate": "self prompt_token_ids sampling_params",
+    ZERO_2 + ":DeepSpeedZeroOptimizer.override_loss_scale": "self loss_scale",
+    ZERO_3 + ":DeepSpeedZeroOptimizer_Stage3.override_loss_scale": "self loss_scale",
+}
+
+
+def found_at(place: str) -> Any:
+    """The module, class or function at ``module:path``; classes without their ``@ray.remote``."""
+    module, _, path = place.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in filter(None, path.split(".")):
+        found = getattr(found, name)
+        found = plain(found) if hasattr(found, "__ray_metadata__") else found
+    return found
+
+
+@pytest.mark.parametrize("place", SOURCES)
+def test_what_the_source_has_to_say(place: str) -> None:
+    source = inspect.getsource(found_at(place))
+    assert [text for text in SOURCES[place] if text not in source] == []
+
+
+@pytest.mark.parametrize("place", PARAMETERS)
+def test_parameters(place: str) -> None:
+    wanted = PARAMETERS[place].split()
+    assert parameters(found_at(place))[: len(wanted)] == wanted
+
+
+def test_names_that_are_replaced_or_called() -> None:
+    from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+
+    from sorl_train.openrlhf.workers import ACTOR, CRITIC
+
+    assert (ACTOR, CRITIC) == ("_actor", "_critic")  # as in ``SOURCES``
+    for worker in (found_at(ACTOR_MODEL), found_at(CRITIC_MODEL)):
         for method in ("init_model_from_pretrained", "reload_states", "offload_states"):
-            assert hasattr(worker, method), f"{name}.{method} is gone"
-    source = inspect.getsource(plain(ppo_actor.PolicyModelActor).init_model_from_pretrained)
-    assert "self.actor, self.actor_optim, self.actor_scheduler = strategy.prepare" in source
-    assert "self.tokenizer" in source
-    assert "self.critic, self.critic_optim, self.critic_scheduler = strategy.prepare" in inspect.getsource(
-        plain(ppo_critic.CriticModelActor).init_model_from_pretrained
-    )
+            assert hasattr(worker, method), f"{worker}.{method} is gone"
+    for module in (ppo_trainer, ppo_trainer_async):
+        assert hasattr(module, "prepare_datasets") and hasattr(module, "SamplesGenerator")
+    for trainer in (plain(ppo_trainer.PPOTrainer), plain(ppo_trainer_async.TrainingActor)):
+        assert issubclass(trainer, ppo_trainer.BasePPOTrainer)
+    assert "vllm_lock" in parameters(plain(ppo_trainer_async.TrainingActor).__init__)
 
 
 def test_what_stands_in_for_flash_attn_is_no_attention_kernel() -> None:
@@ -87,25 +172,6 @@ def test_the_extra_has_all_that_openrlhf_asks_for_but_flash_attn() -> None:
     assert all(ours[name] == wanted[name] for name in wanted if "==" in str(wanted[name]))
 
 
-def test_trainers() -> None:
-    from openrlhf.trainer import ppo_trainer, ppo_trainer_async
-
-    base = ppo_trainer.BasePPOTrainer
-    assert parameters(base.train_step) == ["self", "rollout_samples", "global_step"]
-    saved = ["self", "global_step", "logs_dict", "client_states"]
-    assert parameters(base.save_logs_and_checkpoints) == saved
-    for trainer in (plain(ppo_trainer.PPOTrainer), plain(ppo_trainer_async.TrainingActor)):
-        assert issubclass(trainer, base)
-        source = inspect.getsource(trainer.fit)
-        assert "self.train_step(rollout_samples, global_step)" in source
-        assert "self.save_logs_and_checkpoints(global_step" in source and "timing/generation" in source
-    for module in (ppo_trainer, ppo_trainer_async):
-        assert hasattr(module, "prepare_datasets") and hasattr(module, "SamplesGenerator")
-    assert "vllm_lock" in parameters(plain(ppo_trainer_async.TrainingActor).__init__)
-    started = inspect.getsource(plain(ppo_trainer_async.PPOTrainerAsync).__init__)
-    assert "GenerateSamplesActor.remote(" in started and "TrainingActor.remote(" in started
-
-
 def test_new_weights_are_announced_inside_the_lock() -> None:
     """``Announcing`` comes after OpenRLHF's asynchronous trainer and before its base, whose method that calls."""
     from openrlhf.trainer import ppo_trainer, ppo_trainer_async
@@ -129,61 +195,6 @@ def test_new_weights_are_announced_inside_the_lock() -> None:
     )
 
 
-def test_a_checkpoint_is_loaded_from_the_folder_it_is_given() -> None:
-    from openrlhf.trainer import ppo_trainer
-    from openrlhf.trainer.ray import ppo_actor, ppo_critic
-
-    from sorl_train.openrlhf.workers import ACTOR, CRITIC
-
-    policy = inspect.getsource(plain(ppo_actor.PolicyModelActor).init_model_from_pretrained)
-    critic = inspect.getsource(plain(ppo_critic.CriticModelActor).init_model_from_pretrained)
-    assert f'os.path.join(args.ckpt.path, "{ACTOR}")' in policy
-    assert f'os.path.join(args.ckpt.path, "{CRITIC}")' in critic
-    states = inspect.getsource(ppo_trainer.BasePPOTrainer.init_checkpoint_states)
-    assert f'os.path.join(self.args.ckpt.path, "{ACTOR}")' in states
-
-
-def test_where_the_value_head_takes_hold() -> None:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-    from openrlhf.models import model
-
-    zero_2 = inspect.getsource(DeepSpeedZeroOptimizer.step)
-    assert "scaled_global_grad_norm = self.scaled_global_norm()" in zero_2
-    zero_3 = inspect.getsource(sys.modules[DeepSpeedZeroOptimizer_Stage3.__module__])  # the method is wrapped
-    assert "norm_groups = self._get_norm_groups()" in zero_3
-    assert "loaded_checkpoint_dp_world_size = None" in inspect.getsource(DeepSpeedEngine.__init__)
-    critic = inspect.getsource(model._get_critic_model)
-    assert "if action_mask is None:" in critic and "return outputs" in critic
-
-
-def test_sampling() -> None:
-    from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
-    from openrlhf.trainer.ray import vllm_engine
-    from openrlhf.utils.agent import AgentExecutorBase
-
-    assert "self._process_response_into_experience(response" in inspect.getsource(
-        SamplesGenerator._generate_vllm
-    )
-    assert "self.eval_dataloader" in inspect.getsource(SamplesGenerator.generate_eval_samples)
-    expected = [
-        "self",
-        "prompt",
-        "label",
-        "sampling_params",
-        "max_length",
-        "hf_tokenizer",
-        "llm_engine",
-        "images",
-    ]
-    assert parameters(AgentExecutorBase.execute) == expected
-    actor = plain(vllm_engine.RolloutRayActor)
-    assert parameters(actor.generate)[:3] == ["self", "prompt_token_ids", "sampling_params"]
-    assert "llm_engine=self" in inspect.getsource(actor.generate_responses)
-    assert "RolloutRayActor.options(" in inspect.getsource(vllm_engine.create_vllm_engines)
-
-
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 0.9)])
 def test_an_evaluation_draws_as_the_local_engines(temperature: float, top_p: float, tmp_path: Path) -> None:
     from sorl_train.openrlhf.train_step import TrainStep
@@ -204,25 +215,6 @@ def test_an_evaluation_draws_as_the_local_engines(temperature: float, top_p: flo
     step.recorder = Recorder(step.config, run_dir, step.eval_env.task, Display(sys.stdout))
     assert step.evaluate_policy(4, search_off=True) == {}
     assert [(how["temperature"], how["top_p"]) for how in asked] == [(temperature, top_p)]
-
-
-def test_the_gradient_is_divided_by_the_loss_scale_before_it_is_clipped() -> None:
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    for optimizer in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
-        assert parameters(optimizer.override_loss_scale) == ["self", "loss_scale"]
-        assert "combined_scale = clip * self.loss_scale" in inspect.getsource(
-            sys.modules[optimizer.__module__]
-        )
-
-
-def test_what_tells_that_a_gradient_is_not_finite() -> None:
-    """ZeRO-2 looks for it and steps aside, ZeRO-3 does not but has all gradients of a rank in one buffer."""
-    from deepspeed.runtime.zero import stage3, stage_1_and_2
-
-    assert "if self.overflow:" in inspect.getsource(stage_1_and_2.DeepSpeedZeroOptimizer.step)
-    assert "isnan(self.grad_partitions_flat_buffer)" in inspect.getsource(stage3)
 
 
 def parser_of_openrlhf() -> argparse.ArgumentParser:
