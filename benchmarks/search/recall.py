@@ -27,7 +27,7 @@ from sorl_env.folders import cache_folder
 from sorl_env.rewards import normalize_answer
 from sorl_tools.index import Hit, Index, open_index
 from sorl_tools.index.build.build import build
-from sorl_tools.index.build.options import DenseOptions
+from sorl_tools.index.build.dense import DenseOptions
 from sorl_tools.index.manifest import NAME
 from sorl_tools.progress import Progress
 

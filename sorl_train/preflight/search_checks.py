@@ -15,9 +15,7 @@ from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
 from sorl_env.tool import ToolUnavailableError
 from sorl_tools.corpus import read_corpus
-from sorl_tools.index.manifest import read_manifest
-from sorl_tools.index.verify import check_files
-from sorl_tools.progress import Progress
+from sorl_tools.index.manifest import find_damage, read_manifest
 from sorl_tools.search.http import TOKEN_VARIABLE, HttpSearch
 from sorl_tools.search.http_cache import ReplyCache
 from sorl_train.preflight.finding import Finding, Run
@@ -89,8 +87,7 @@ def _index_folder(name: str, folder: Path) -> Finding:
     if manifest.bytes > HASHED:
         detail = f"{folder}: files of the right size, not hashed"
         return Finding(name, "ok", detail, f"sorl-index verify {folder} reads all")
-    checked = check_files(folder, manifest, Progress(quiet=True))
-    if damaged := [check.name for check in checked if not check.passed]:
+    if damaged := find_damage(folder, manifest):
         detail = f"{folder}: {', '.join(damaged)} changed since the build"
         return Finding(name, "fail", detail, "build it again")
     return Finding(name, "ok", f"{folder}: {manifest.backend}, {manifest.passages:,} passages")

@@ -262,11 +262,10 @@ def _indexes(folder: Path) -> None:
         "index_lost": lambda at: (at / "passages.jsonl").unlink(),
         "index_cut": lambda at: _cut(at / "passages.jsonl"),
         "index_flipped": lambda at: _flip(at / "bm25", 40),
-        "index_unfinished": lambda at: ((at / manifest).unlink(), (at / "building").mkdir()),
+        "index_unfinished": lambda at: ((at / manifest).unlink(), (at / "request.json").touch()),
         "index_journal": lambda at: (
             (at / manifest).unlink(),
-            (at / "building").mkdir(),
-            (at / "building" / "request.json").write_text(DEEP + "\n"),
+            (at / "request.json").write_text(DEEP + "\n"),
         ),
     }.items():
         _copy(folder / "index", name, change)

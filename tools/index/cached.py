@@ -13,6 +13,8 @@ from sorl_tools.corpus import check_corpus
 from sorl_tools.index.index import Index, open_index
 from sorl_tools.index.manifest import FORMAT, hash_file, read_manifest
 
+_open = lru_cache(maxsize=4)(open_index)
+
 
 def open_bm25(path: Path) -> tuple[Index, str]:
     """The BM25 index of a corpus, and the hash of what is searched. The index of a new corpus file is built first.
@@ -33,17 +35,17 @@ def open_bm25(path: Path) -> tuple[Index, str]:
         return _open(path), manifest.hash
     check_corpus(path)
     digest = hash_file(path)
-    return _open(_ensure_index(path, digest)), f"sha256:{digest}"
-
-
-def _ensure_index(path: Path, digest: str) -> Path:
-    """The folder of the corpus's index, which is built now if it does not exist."""
-    from sorl_tools.index.build.build import build
-
     # named by the format as well, because another version may store indexes differently
     folder = cache_folder() / "bm25" / f"{digest[:24]}-index{FORMAT}"
-    if folder.is_dir():
-        return folder
+    if not folder.is_dir():
+        _build(path, folder)
+    return _open(folder), f"sha256:{digest}"
+
+
+def _build(path: Path, folder: Path) -> None:
+    """Build the index of a corpus, which appears complete or not at all; of several builders the first one wins."""
+    from sorl_tools.index.build.build import build
+
     made = missing_folders(folder.parent)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -52,16 +54,10 @@ def _ensure_index(path: Path, digest: str) -> Path:
         raise UserError(f"{folder.parent}: cannot keep an index there ({error}); set SORL_CACHE") from error
     try:
         build([path], building)
-        building.rename(folder)  # it appears complete or not at all; of several builders the first one wins
+        building.rename(folder)
     except OSError:
         if not folder.is_dir():
             raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
         remove_empty(made)  # left over if the corpus cannot be indexed
-    return folder
-
-
-@lru_cache(maxsize=4)
-def _open(folder: Path) -> Index:
-    return open_index(folder)

@@ -39,7 +39,7 @@ class Index:
         self.words = Bm25(open_words(folder / BM25, manifest.passages)) if BM25 in parts else None
         self._vectors = None
         if DENSE in parts:
-            from sorl_tools.index.dense import DensePart
+            from sorl_tools.index.vectors import DensePart
 
             self._vectors = DensePart(folder / DENSE, parts[DENSE], manifest.passages, model, device)
 

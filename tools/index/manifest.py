@@ -16,7 +16,7 @@ from sorl_env.errors import UserError
 from sorl_env.text import read_json
 
 NAME = "manifest.json"
-BUILDING = "building"  # folder of a build under way; removed when it is finished
+REQUEST = "request.json"  # what an unfinished build was asked for; removed when it is finished
 FORMAT = 2
 
 
@@ -70,35 +70,42 @@ def read_manifest(folder: Path) -> Manifest:
         UserError: there is none, it cannot be read, or a file that it names is missing or has another size.
     """
     path = folder / NAME
+    if folder.is_file():
+        raise UserError(f"{folder}: it is a file; give the folder of an index")
+    if not path.is_file() and (folder / REQUEST).is_file():
+        raise UserError(f"{folder}: the build was not finished; the same build command continues it")
     if not path.is_file():
-        raise UserError(f"{folder}: {_no_manifest(folder)}")
+        raise UserError(f"{path}: there is no index; build one with: sorl-index build CORPUS --out DIR")
     try:
         fields = dict(read_json(path.read_bytes()))
-        if fields.get("format") != FORMAT:
-            raise UserError(
-                f"{path}: format {fields.get('format')}, but this version reads {FORMAT}; build the index again: "
-                f"sorl-index build CORPUS --out {folder} --restart"
-            )
-        checksum = fields.pop("checksum")
+        checksum = fields.pop("checksum", None)
+        if (found := fields.get("format")) != FORMAT:
+            raise ValueError(f"format {found}, but this version reads {FORMAT}")
         manifest = Manifest(**fields)
-        sizes = {name: int(entry["bytes"]) for name, entry in manifest.files.items()}
         if manifest.checksum != checksum:
             raise ValueError("it was changed since the build")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: not a manifest ({error}); build the index again") from error
-    for name, size in sizes.items():
+    except (ValueError, TypeError) as error:
+        again = f"sorl-index build CORPUS --out {folder} --restart"
+        raise UserError(f"{path}: not a manifest ({error}); build the index again: {again}") from error
+    for name, entry in manifest.files.items():
         file = folder / name
-        if not file.is_file():
-            raise UserError(f"{folder}: {name} is missing; copy it again, or build the index again")
-        if file.stat().st_size != size:
-            raise UserError(f"{file}: {file.stat().st_size} bytes, but {size} in the manifest; copy it again")
+        if not file.is_file() or file.stat().st_size != entry["bytes"]:
+            raise UserError(
+                f"{file}: missing, or not of {entry['bytes']} bytes; copy it again, or build the index again"
+            )
     return manifest
 
 
+def write_manifest(manifest: Manifest, folder: Path) -> None:
+    """Write a manifest, completely or not at all."""
+    fields = {**dataclasses.asdict(manifest), "checksum": manifest.checksum}
+    scratch = folder / f"{NAME}.tmp"
+    scratch.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(scratch, folder / NAME)
+
+
 def find_damage(
-    folder: Path, manifest: Manifest, on_read: Callable[[int], None] = lambda count: None
+    folder: Path, manifest: Manifest, on_read: Callable[[int], object] = lambda count: None
 ) -> list[str]:
     """The files of an index that are not as they were built. All are read, several at a time.
 
@@ -107,34 +114,11 @@ def find_damage(
     """
     with ThreadPoolExecutor() as threads:
         hashes = threads.map(lambda name: hash_file(folder / name, on_read), manifest.files)
-        return [
-            name
-            for (name, entry), digest in zip(manifest.files.items(), hashes, strict=True)
-            if digest != entry["sha256"]
-        ]
+        wanted = [entry["sha256"] for entry in manifest.files.values()]
+        return [name for name, one, other in zip(manifest.files, hashes, wanted, strict=True) if one != other]
 
 
-def _no_manifest(folder: Path) -> str:
-    if folder.is_file():
-        return "it is a file; give the folder of an index"
-    if not folder.exists():
-        return "no such folder; build an index with: sorl-index build CORPUS --out DIR"
-    if (folder / BUILDING).is_dir():
-        return "the build was not finished; the same build command continues it"
-    return f"there is no index in it (no {NAME}); build one with: sorl-index build CORPUS --out DIR"
-
-
-def write_manifest(manifest: Manifest, folder: Path) -> None:
-    """Write a manifest, completely or not at all."""
-    path = folder / NAME
-    fields = {**dataclasses.asdict(manifest), "checksum": manifest.checksum}
-    text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
-
-
-def hash_file(path: Path, on_read: Callable[[int], None] = lambda count: None) -> str:
+def hash_file(path: Path, on_read: Callable[[int], object] = lambda count: None) -> str:
     """SHA-256 of a file, in hexadecimal; ``on_read`` is called with the number of bytes after each block."""
     digest = hashlib.sha256()
     with path.open("rb") as file:

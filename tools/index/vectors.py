@@ -1,25 +1,20 @@
-"""Kinds of FAISS index by name: how they are made from vectors in a file, and searched in a memory-mapped file."""
+"""The vectors of an index that has been opened: searched by FAISS, exactly or compressed."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sorl_env.errors import UserError, did_you_mean
-from sorl_tools.progress import Progress
+from sorl_env.errors import UserError
+from sorl_tools.index.encoder import Floats, open_encoder
 
-Floats = npt.NDArray[np.float32]
-
-KINDS = ("flat", "fp16", "sq8", "sq4", "pq", "ivfpq", "hnsw")
-ADD_BLOCK = 16_384
-TRAIN_VECTORS = 262_144
-SEED = 0
-SEARCH_SETTINGS = {"nprobe": ("IVF", 64), "efSearch": ("HNSW", 128)}  # for factories that hold this word
+VECTORS, FAISS = "vectors.npy", "index.faiss"
+# So many more hits than wanted are fetched, so that equal scores at the end are cut in the order of the corpus.
+EXTRA = 8
 
 
 def faiss_module() -> Any:
@@ -37,67 +32,44 @@ def faiss_module() -> Any:
     return faiss
 
 
-def factory_string(kind: str, dim: int, passages: int) -> str:
-    """FAISS's factory string for a kind of index; ``""`` for ``flat``. A factory string is returned as it is.
+class DensePart:
+    """The vectors of an index, and the encoder of its queries.
 
-    ``sq4``, ``pq`` and ``ivfpq`` store each element of a vector in four bits, an eighth of float32. ``pq`` gives each
-    element 16 levels of its own, which are trained in seconds; pairs of elements in a byte would have 256 centroids,
-    whose training takes hours.
-
-    Raises:
-        UserError: the kind is not known.
-    """
-    if re.search(r"[A-Z]", kind):
-        return kind
-    lists = min(65_536, max(1, 2 ** round(np.log2(4 * np.sqrt(max(passages, 1))))))
-    known = {
-        "flat": "",
-        "fp16": "SQfp16",
-        "sq8": "SQ8",
-        "sq4": "SQ4",
-        "pq": f"PQ{dim}x4fs",
-        "ivfpq": f"IVF{lists},PQ{dim}x4fs",
-        "hnsw": "HNSW32,Flat",
-    }
-    if kind not in known:
-        raise UserError(f"--faiss {kind!r} is unknown, and no factory string. {did_you_mean(kind, KINDS)}")
-    return known[kind]
-
-
-def write_faiss(vectors: Floats, factory: str, path: Path, progress: Progress) -> None:
-    """Train an index on a sample of ``vectors``, (passages, dim), add all of them, and write it.
-
-    A single thread adds them, so that the same vectors give the same file.
+    Args:
+        facts: the part's parameters in the manifest.
+        model: folder or name of the embedding model, or address of its server, if not what the manifest says.
+        device: torch device of the model.
 
     Raises:
-        UserError: FAISS does not know the factory string, or there are too few passages to train it.
+        UserError: a file cannot be read, or the model is missing or is not the one that the index was built with.
+        ValueError: the vectors are not those of so many passages.
     """
-    faiss = faiss_module()
-    passages, dim = vectors.shape
-    threads = faiss.omp_get_max_threads()
-    try:
-        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
-        if not index.is_trained:
-            chosen = np.random.default_rng(SEED).choice(passages, min(passages, TRAIN_VECTORS), replace=False)
-            progress.start("training", len(chosen))
-            index.train(np.ascontiguousarray(vectors[np.sort(chosen)]))
-            progress.advance(len(chosen))
-        faiss.omp_set_num_threads(1)
-        progress.start("adding", passages)
-        for start in range(0, passages, ADD_BLOCK):
-            block = np.ascontiguousarray(vectors[start : start + ADD_BLOCK])
-            index.add(block)
-            progress.advance(len(block))
-        faiss.write_index(index, str(path))
-    except RuntimeError as error:
-        what = f"{passages:,} vectors of {dim} elements"
-        raise UserError(f"--faiss {factory}: FAISS cannot index {what} ({_reason(error)})") from error
-    finally:
-        faiss.omp_set_num_threads(threads)
 
+    def __init__(
+        self, folder: Path, facts: Mapping[str, Any], passages: int, model: str | None, device: str | None
+    ) -> None:
+        self._vectors = (
+            FaissVectors(folder / FAISS, facts["settings"])
+            if facts["factory"]
+            else FlatVectors(folder / VECTORS)
+        )
+        if self._vectors.shape != (passages, facts["dim"]):
+            raise ValueError(f"vectors of the shape {self._vectors.shape}, not {(passages, facts['dim'])}")
+        prefixes = facts["query_prefix"], facts["passage_prefix"]
+        if facts["encoder"] is None:
+            self._encoder = open_encoder(model or facts["model"], None, *prefixes, device)
+        else:
+            self._encoder = open_encoder(facts["model"], model or facts["encoder"], *prefixes, device)
+        if not self._encoder.matches(facts["identity"]):
+            raise UserError(
+                f"{self._encoder.name}: it embeds otherwise than the model that {folder.parent} was built with "
+                f"({facts['model']}): name that model, or build the index again"
+            )
 
-def _reason(error: RuntimeError) -> str:
-    return str(error).strip().splitlines()[-1]
+    def top(self, queries: Sequence[str], top_k: int) -> list[list[tuple[int, float]]]:
+        """For each query the best passages as (place in the corpus, score), best first."""
+        found = self._vectors.search(self._encoder.queries(queries), top_k)
+        return [list(zip(places.tolist(), scores.tolist(), strict=True)) for places, scores in found]
 
 
 class FlatVectors:
@@ -126,20 +98,23 @@ class FlatVectors:
 
 
 class FaissVectors:
-    """A memory-mapped index file of FAISS. It is searched on a GPU if FAISS supports that for this kind of index."""
+    """A memory-mapped index file of FAISS. It is searched on a GPU if FAISS supports that for this kind of index.
 
-    def __init__(self, path: Path, settings: dict[str, int]) -> None:
-        self._faiss = faiss_module()
+    Args:
+        settings: FAISS's search parameters, such as ``{"nprobe": 64}``.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, int]) -> None:
+        faiss = faiss_module()
         try:
-            self._index = self._faiss.read_index(str(path), self._faiss.IO_FLAG_MMAP_IFC)
+            self._index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
         except RuntimeError as error:
-            raise UserError(f"{path}: FAISS cannot read it ({_reason(error)})") from error
+            raise UserError(f"{path}: FAISS cannot read it ({faiss_reason(error)})") from error
         self.shape = (self._index.ntotal, self._index.d)
-        if self._faiss.get_num_gpus() > 0 and "efSearch" not in settings:
-            self._index = self._faiss.index_cpu_to_all_gpus(self._index)
-        space = self._faiss.ParameterSpace()
+        if faiss.get_num_gpus() > 0 and "efSearch" not in settings:
+            self._index = faiss.index_cpu_to_all_gpus(self._index)
         for name, value in settings.items():
-            space.set_index_parameter(self._index, name, value)
+            faiss.ParameterSpace().set_index_parameter(self._index, name, value)
 
     def search(self, queries: Floats, top_k: int) -> Iterator[tuple[npt.NDArray[np.int64], Floats]]:
         """As ``FlatVectors.search``, with the scores of the compressed vectors."""
@@ -149,8 +124,9 @@ class FaissVectors:
             yield _ordered(places[held], values[held], top_k)
 
 
-# So many more hits than wanted are fetched, so that equal scores at the end are cut in the order of the corpus.
-EXTRA = 8
+def faiss_reason(error: RuntimeError) -> str:
+    """What FAISS says of an error, without where in its source that was."""
+    return str(error).strip().splitlines()[-1]
 
 
 def _ordered(

@@ -14,7 +14,7 @@ import pytest
 from sorl_env.errors import UserError
 from sorl_tools.index import cli, open_index
 from sorl_tools.index.build.build import build
-from sorl_tools.index.build.options import DenseOptions
+from sorl_tools.index.build.dense import DenseOptions
 from sorl_tools.index.manifest import Manifest, hash_file, read_manifest, write_manifest
 
 from ..corpora import made_up, write_jsonl
@@ -121,9 +121,9 @@ def test_damage_is_named(good: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     data.write_bytes(whole[:-4])
     assert cli.main(["verify", str(out)]) == 2
     shown = capsys.readouterr().err
-    assert f"{data.name}: {len(whole) - 4} bytes, but {len(whole)} in the manifest" in shown
+    assert f"{data.name}: missing, or not of {len(whole)} bytes; copy it again" in shown
     data.unlink()
-    with pytest.raises(UserError, match="is missing"):
+    with pytest.raises(UserError, match="missing, or not of"):
         open_index(out)
     manifest = out / "manifest.json"
     content = json.loads(manifest.read_text())

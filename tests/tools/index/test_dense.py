@@ -15,7 +15,7 @@ from sorl_tools.corpus import Passage
 from sorl_tools.index import open_index
 from sorl_tools.index.build import dense as dense_build
 from sorl_tools.index.build.build import build
-from sorl_tools.index.build.options import DenseOptions, HybridOptions
+from sorl_tools.index.build.dense import DenseOptions
 from sorl_tools.index.index import fuse
 
 from ..corpora import made_up, write_jsonl
@@ -23,9 +23,13 @@ from ..corpora import made_up, write_jsonl
 faiss = pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
 pytest.importorskip("sentence_transformers", reason="needs pip install 'sorl[search]'")
 
-from sorl_tools.index.dense import open_encoder  # noqa: E402
-from sorl_tools.index.encoder import LocalEncoder, Prefixes, known_prefixes  # noqa: E402
-from sorl_tools.index.vectors import FaissVectors, FlatVectors, factory_string  # noqa: E402
+from sorl_tools.index.encoder import (  # noqa: E402
+    LocalEncoder,
+    Prefixes,
+    named_prefixes,
+    open_encoder,
+)
+from sorl_tools.index.vectors import FaissVectors, FlatVectors  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +117,7 @@ def test_a_stopped_embedding_goes_on_and_ends_the_same(
     monkeypatch.setattr(LocalEncoder, "passages", stop_at_third)
     with pytest.raises(KeyboardInterrupt):
         build([corpus], tmp_path / "index", "dense", dense=options)
-    with (tmp_path / "index" / "building" / "embedded.f32").open("ab") as file:
+    with (tmp_path / "index" / "embedded.f32").open("ab") as file:
         file.write(b"half a vector")  # what kill -9 may leave
     other = DenseOptions(model=str(tiny_model), faiss="sq8", query_prefix="x")
     with pytest.raises(UserError, match="finish that build with its own command, or add --restart"):
@@ -158,11 +162,7 @@ def test_prefixes_reach_the_model(
     ],
 )
 def test_e5_is_known_by_name(name: str, known: bool) -> None:
-    import torch
-
-    assert known_prefixes(name, torch.nn.Linear(1, 1)) == (
-        Prefixes("query: ", "passage: ") if known else ("", "")
-    )
+    assert named_prefixes([name]) == (Prefixes("query: ", "passage: ") if known else ("", ""))
 
 
 def test_another_model_is_refused(corpus: Path, tiny_model: Path, tmp_path: Path) -> None:
@@ -191,8 +191,7 @@ def test_hybrid_fuses_by_rank(
     assert fuse([[7, 3], [3, 5]], rrf_k=1) == [(3, 1 / 3 + 1 / 2), (7, 1 / 2), (5, 1 / 3)]
     assert fuse([[4], [2]], rrf_k=60) == [(2, 1 / 61), (4, 1 / 61)]  # ties in the order of the corpus
     options = DenseOptions(model=str(tiny_model))
-    hybrid = HybridOptions(rrf_k=10, depth=20)
-    build([corpus], tmp_path / "hybrid", "hybrid", dense=options, hybrid=hybrid)
+    build([corpus], tmp_path / "hybrid", "hybrid", dense=options, rrf_k=10, depth=20)
     build([corpus], tmp_path / "dense", "dense", dense=options)
     build([corpus], tmp_path / "bm25")
     both, vectors, words = (open_index(tmp_path / name) for name in ("hybrid", "dense", "bm25"))
@@ -221,7 +220,7 @@ def test_vectors_made_elsewhere(
     options = DenseOptions(model=str(tiny_model), vectors=tmp_path / "v.npy")
     build([corpus], tmp_path / "index", "dense", dense=options)
     np.testing.assert_array_equal(np.load(tmp_path / "index" / "dense" / "vectors.npy"), vectors)
-    for wrong in (vectors[1:], vectors.astype(np.float64), vectors[:, 1:]):
+    for wrong in (vectors[1:], vectors.astype(np.float64), vectors[:, 1:], np.asfortranarray(vectors)):
         np.save(tmp_path / "v.npy", wrong)
         with pytest.raises(UserError, match=r"310 passages and this model need float32 \(310, 32\)"):
             build([corpus], tmp_path / "other", "dense", dense=options, restart=True)
@@ -235,7 +234,6 @@ def test_vectors_made_elsewhere(
     [
         (DenseOptions(), "needs --model"),
         (DenseOptions(model="x", faiss="sq5"), r"--faiss 'sq5' is unknown.* Did you mean"),
-        (DenseOptions(model="x", batch_size=0), "--batch_size 0"),
         (DenseOptions(model="x", vectors=Path("nowhere.npy")), "--vectors nowhere.npy: no such file"),
         (DenseOptions(model="./nowhere"), "--model ./nowhere: no such folder"),
     ],
@@ -249,9 +247,9 @@ def test_options_that_cannot_be_met(
 
 
 def test_factories(corpus: Path, tiny_model: Path, tmp_path: Path) -> None:
-    assert factory_string("ivfpq", 384, 21_000_000) == "IVF16384,PQ384x4fs"
-    assert factory_string("pq", 768, 10) == "PQ768x4fs"
-    assert factory_string("IVF10,Flat", 8, 10) == "IVF10,Flat"
+    assert dense_build.factory_string("ivfpq", 384, 21_000_000) == "IVF16384,PQ384x4fs"
+    assert dense_build.factory_string("pq", 768, 10) == "PQ768x4fs"
+    assert dense_build.factory_string("IVF10,Flat", 8, 10) == "IVF10,Flat"
     for refused in ("NOPE", "IVF1000,Flat"):
         with pytest.raises(UserError, match=f"--faiss {refused}: FAISS cannot index 310 vectors of 32"):
             build(

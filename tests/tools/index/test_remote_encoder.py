@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_tools.index import open_index, remote_encoder
+from sorl_tools.index import encoder as remote_encoder
+from sorl_tools.index import open_index
 from sorl_tools.index.build.build import build
-from sorl_tools.index.build.options import DenseOptions
-from sorl_tools.index.dense import open_encoder
+from sorl_tools.index.build.dense import DenseOptions
+from sorl_tools.index.encoder import open_encoder
 
 from ..corpora import made_up, write_jsonl
 
@@ -154,7 +155,7 @@ def test_trouble_is_tried_again_and_then_said(server: Server, status: int) -> No
         (lambda request: (200, b'{"data": [{"index": 0, "embedding": ' + b"[NaN" + b", 1" * 15 + b"]}]}"), "finite"),
         (lambda request: (200, b'{"data": [{"index": 0, "embedding": "AAAA"}]}'), "not a reply of OpenAI's"),
         (lambda request: (200, b"[]"), "not a reply of OpenAI's embeddings API"),
-        (lambda request: (200, b"<html>"), "its reply is no JSON"),
+        (lambda request: (200, b"<html>"), "not a reply of OpenAI's"),
         (lambda request: (404, b"no such model"), "answered 404: 'no such model'; check the address"),
         (lambda request: (401, b"who?"), "set SORL_ENCODER_TOKEN to its token"),
     ],

@@ -276,7 +276,7 @@ def test_a_damaged_index(world: World, index: Path, examine: Examine) -> None:
     assert status == 1 and "passages.jsonl changed since the build" in found["corpus"]
     file.unlink()
     status, found = examine([*world(), "--index", str(index)])
-    assert status == 1 and "passages.jsonl is missing" in found["index"]
+    assert status == 1 and "passages.jsonl: missing" in found["index"]
 
 
 def test_nobody_listens(world: World, examine: Examine) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sorl_env.errors import UserError
-from sorl_tools.index.build.options import Bm25Options
 from sorl_tools.index.words import PATTERN, stemmer, stop_words
 
 CHUNK = 4096  # passages counted at a time; their numbers within a chunk are stored in 16 bits
@@ -68,8 +67,8 @@ class PostingsBuilder:
         self._chunks.append((words.astype(np.int32), held_by.astype(np.int32), docs, counts))
         self._lengths.append(lengths)
 
-    def write(self, out: Path, options: Bm25Options) -> dict[str, Any]:
-        """Save the index; returns counts for the manifest.
+    def write(self, out: Path, k1: float, b: float) -> dict[str, Any]:
+        """Save the index; returns the parameters for the manifest.
 
         Raises:
             UserError: no passage has a word in it.
@@ -86,7 +85,7 @@ class PostingsBuilder:
             frequencies[words] += held_by  # a word occurs only once in a chunk
         indptr = np.concatenate([[0], np.cumsum(frequencies)])
         idf = np.log(1 + (passages - frequencies + 0.5) / (frequencies + 0.5)).astype(np.float32)  # Lucene's
-        norms = options.k1 * (1 - options.b + options.b * lengths / lengths.mean())  # (passages,)
+        norms = k1 * (1 - b + b * lengths / lengths.mean())  # (passages,)
         ends = np.searchsorted(indptr, np.arange(PART, indptr[-1], PART))
         parts = [out / "indices.part", out / "data.part"]
         out.mkdir(parents=True, exist_ok=True)
@@ -95,7 +94,7 @@ class PostingsBuilder:
                 indices, data = self._lists(first, last, indptr, idf, norms)
                 indices.tofile(indices_file)
                 data.tofile(data_file)
-        index = bm25s.BM25(k1=options.k1, b=options.b)
+        index = bm25s.BM25(k1=k1, b=b)
         index.nonoccurrence_array = None  # Lucene's BM25 has no scores for absent words
         indices, data = np.memmap(parts[0], np.int32, "r"), np.memmap(parts[1], np.float32, "r")
         index.scores = {"data": data, "indices": indices, "indptr": indptr, "num_docs": passages}
@@ -103,7 +102,8 @@ class PostingsBuilder:
         index.save(out, show_progress=False)
         for path in parts:
             path.unlink()
-        return {"words": len(stems), "postings": int(indptr[-1]), "mean_length": float(lengths.mean())}
+        facts = {"k1": k1, "b": b, "method": "lucene", "stemmer": "english", "words": len(stems)}
+        return {**facts, "postings": int(indptr[-1]), "mean_length": float(lengths.mean())}
 
     def _lists(
         self,

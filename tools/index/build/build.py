@@ -1,12 +1,13 @@
 """Build an index: the passages, then the part of each backend, then the manifest.
 
-Everything is written into a folder within the index's own, and moved out of it at the end. If a build is killed, the
-same command reads the corpus again but keeps the vectors that were embedded, which took nearly all of the time.
+A folder with a request and no manifest is an unfinished build. If a build is killed, the same command reads the corpus
+again but keeps the vectors that were embedded, which took nearly all of the time.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import platform
 import shutil
@@ -18,26 +19,23 @@ from datetime import datetime, timezone
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import UserError
 from sorl_env.folders import missing_folders, remove_empty
 from sorl_tools.corpus import PassageFile
 from sorl_tools.index.build.bm25 import CHUNK, PostingsBuilder
 from sorl_tools.index.build.corpora import Corpus
-from sorl_tools.index.build.options import Bm25Options, DenseOptions, HybridOptions
+from sorl_tools.index.build.dense import DenseOptions, check_options, write_vectors
+from sorl_tools.index.encoder import Encoder
 from sorl_tools.index.index import BM25, DENSE
-from sorl_tools.index.manifest import BUILDING, NAME, Manifest, hash_file, read_manifest, write_manifest
+from sorl_tools.index.manifest import NAME, REQUEST, Manifest, hash_file, read_manifest, write_manifest
 from sorl_tools.progress import Progress
 
-if TYPE_CHECKING:
-    from sorl_tools.index.encoder import Encoder
-
 BACKENDS = ("bm25", "dense", "hybrid")
-REQUEST, EMBEDDED = "request.json", "embedded.f32"  # what was asked for, and the vectors so far
-LOCK, SCRATCH = "lock", "request.tmp"
+EMBEDDED = "embedded.f32"  # the vectors so far; embedded.json tells by which model
 PARTS = ("passages.jsonl", "offsets.npy", BM25, DENSE)
 _PACKAGES = "sorl bm25s PyStemmer numpy faiss-cpu faiss-gpu sentence-transformers torch".split()
 
@@ -47,9 +45,11 @@ def build(
     out: Path,
     backend: str = "bm25",
     *,
-    bm25: Bm25Options = Bm25Options(),
+    k1: float = 1.5,
+    b: float = 0.75,
     dense: DenseOptions = DenseOptions(),
-    hybrid: HybridOptions = HybridOptions(),
+    rrf_k: int = 1,
+    depth: int = 100,
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
@@ -57,49 +57,86 @@ def build(
 
     Args:
         sources: files and folders that hold the passages, see ``Corpus``.
+        backend: ``bm25``, ``dense`` or ``hybrid``.
+        k1: of BM25. The recall figures of docs/search.md were measured with the defaults.
+        b: likewise.
+        dense: how passages become vectors.
+        rrf_k: in a hybrid, a passage scores ``1 / (rrf_k + rank)`` in each part where its rank is at most ``depth``.
+            The usual 60 is for long result lists. An agent reads three passages; with 1, the first of each part is
+            among them.
+        depth: see ``rrf_k``.
         restart: delete the index in ``out`` first, finished or not.
 
     Raises:
         UserError: the corpus cannot be read, an option does not fit, or ``out`` holds something else.
     """
-    if backend not in BACKENDS:
-        raise UserError(f"--backend {backend!r} is unknown. {did_you_mean(backend, BACKENDS)}")
     corpus = Corpus(sources)
-    out = out.expanduser()
     options: dict[str, dict[str, Any]] = {}
     encoder = None
     if backend != "dense":
-        if not 0 <= bm25.k1 < float("inf") or not 0 <= bm25.b <= 1:
-            raise UserError(f"--k1 {bm25.k1} --b {bm25.b}: k1 must be 0 or more, and b from 0 to 1")
-        options[BM25] = dataclasses.asdict(bm25)
+        options[BM25] = {"k1": k1, "b": b}
     if backend != "bm25":
-        from sorl_tools.index.build.dense import check_options
-
         encoder = check_options(dense)
         options[DENSE] = {name: str(value) for name, value in dataclasses.asdict(dense).items()}
     if backend == "hybrid":
-        if hybrid.rrf_k < 0 or hybrid.depth < 1:
-            raise UserError(f"--rrf_k {hybrid.rrf_k} --depth {hybrid.depth}: give 0 or more, and 1 or more")
-        options["hybrid"] = dataclasses.asdict(hybrid)
-    _check_out(out, restart)
-    request = {"backend": backend, "corpus": corpus.fingerprint(), **options}
-    with _building(out, json.dumps(request)) as folder:
+        options["hybrid"] = {"rrf_k": rrf_k, "depth": depth}
+    request = json.dumps({"backend": backend, "corpus": corpus.fingerprint(), **options})
+    with _building(out.expanduser(), request, restart) as folder:
         return _build(corpus, folder, backend, options, dense, encoder, progress or Progress(quiet=True))
 
 
+@contextmanager
+def _building(out: Path, request: str, restart: bool) -> Iterator[Path]:
+    """The folder of a build, which no other process uses; what an earlier build embedded is still in it."""
+    _check_out(out, restart)
+    made = missing_folders(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / REQUEST).open("a+", errors="replace") as file:
+            try:
+                fcntl.flock(
+                    file, fcntl.LOCK_EX | fcntl.LOCK_NB
+                )  # the system releases it when this process ends
+            except BlockingIOError as error:
+                raise UserError(f"{out}: another process is building there; wait for it") from error
+            file.seek(0)
+            begun = file.read()  # nothing if a build was killed before it wrote its request
+            if begun not in ("", request) and not restart:
+                raise UserError(
+                    f"{out}: it holds an unfinished build of another corpus or with other options; finish that build "
+                    "with its own command, or add --restart to begin again"
+                )
+            if restart or not begun:
+                _remove(out, (EMBEDDED, NAME))
+                file.truncate(0)
+                file.write(request)
+                file.flush()
+            _remove(out, PARTS)
+            try:
+                yield out
+            except UserError:
+                # the user has to change the request, so there is no build to finish; but what was embedded before the
+                # encoder went out is kept
+                if begun != request and not (out / EMBEDDED).is_file():
+                    _remove(out, (*PARTS, REQUEST))
+                    remove_empty(made)
+                raise
+    except OSError as error:  # of writing: errors of reading the corpus are UserErrors
+        raise UserError(
+            f"--out {out}: cannot be written ({error}); when it can, give the same command again"
+        ) from error
+
+
 def _check_out(out: Path, restart: bool) -> None:
-    """Make sure that ``out`` may be written to, and empty it on ``restart``."""
-    if not out.exists():
+    """Raise UserError if ``out`` holds a finished index that is not to be replaced, or what is no index."""
+    if not out.exists() or (out / REQUEST).is_file():
         return
     if not out.is_dir():
         raise UserError(f"--out {out}: it is a file; give a folder")
-    if not any(out.iterdir()):
-        return
-    if not (out / NAME).is_file() and not _is_begun(out):
-        raise UserError(f"--out {out}: the folder holds other files; give a new or an empty one")
-    if restart:
-        _remove(out, (NAME, BUILDING, *PARTS))
-    elif (out / NAME).is_file():
+    if not (out / NAME).is_file():
+        if any(out.iterdir()):
+            raise UserError(f"--out {out}: the folder holds other files; give a new or an empty one")
+    elif not restart:
         try:
             manifest = read_manifest(out)
         except UserError as error:
@@ -112,68 +149,12 @@ def _check_out(out: Path, restart: bool) -> None:
         )
 
 
-def _is_begun(out: Path) -> bool:
-    """Whether a build has begun in ``out``, even if it was killed before it wrote its request."""
-    folder = out / BUILDING
-    if (folder / REQUEST).is_file():
-        return True
-    return [*out.iterdir()] == [folder] and {path.name for path in folder.glob("*")} <= {LOCK, SCRATCH}
-
-
 def _remove(folder: Path, names: Sequence[str]) -> None:
     for path in (folder / name for name in names):
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _building(out: Path, request: str) -> Iterator[Path]:
-    """The folder of a build under way, which no other process uses; what an earlier build embedded is still in it."""
-    made = missing_folders(out)
-    folder = out / BUILDING
-    is_new = not (folder / REQUEST).is_file()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not is_new and (folder / REQUEST).read_text(errors="replace") != request:
-            raise UserError(
-                f"{out}: it holds an unfinished build of another corpus or with other options; finish that build "
-                "with its own command, or add --restart to begin again"
-            )
-        with _locked(folder):
-            (folder / SCRATCH).write_text(request)
-            (folder / SCRATCH).replace(folder / REQUEST)  # it is there completely or not at all
-            _remove(folder, PARTS)
-            try:
-                yield folder
-            except UserError:
-                # the user has to change the request, so there is no build to finish; but what was embedded before the
-                # encoder went out is kept
-                if is_new and not (folder / EMBEDDED).is_file():
-                    shutil.rmtree(folder, ignore_errors=True)
-                    remove_empty(made)
-                raise
-    except OSError as error:  # of writing: errors of reading the corpus are UserErrors
-        raise UserError(
-            f"--out {out}: cannot be written ({error}); when it can, give the same command again"
-        ) from error
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from building in the folder; the system releases the lock when this one ends."""
-    with (folder / LOCK).open("ab") as file:
-        try:
-            import fcntl
-        except ModuleNotFoundError:  # on Windows an open file cannot be deleted anyway
-            yield
-            return
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{folder.parent}: another process is building there; wait for it") from error
-        yield
 
 
 def _build(
@@ -185,26 +166,17 @@ def _build(
     encoder: Encoder | None,
     progress: Progress,
 ) -> Manifest:
-    """Write all parts into ``folder``, then move them to the folder above it, the manifest last."""
+    """Write all parts into ``folder``, the manifest last."""
     began = time.monotonic()
     postings = PostingsBuilder() if BM25 in options else None
     passages = _copy_passages(corpus, folder, postings, progress)
     if postings is not None:
         progress.start("lists", 0)
-        bm25 = Bm25Options(**options[BM25])
-        facts = {"method": "lucene", "stemmer": "english", **postings.write(folder / BM25, bm25)}
-        options[BM25] = {**options[BM25], **facts}
+        options[BM25] = postings.write(folder / BM25, **options[BM25])
     if encoder is not None:
-        from sorl_tools.index.build.dense import write_vectors
-
-        begun = folder / EMBEDDED
-        options[DENSE] = write_vectors(folder / DENSE, begun, passages, progress, dense, encoder)
-    paths = [
-        path
-        for name in PARTS
-        for path in sorted((folder / name).rglob("*")) or [folder / name]
-        if path.is_file()
-    ]
+        options[DENSE] = write_vectors(folder / DENSE, folder / EMBEDDED, passages, progress, dense, encoder)
+    parts = [folder / name for name in PARTS]
+    paths = [path for part in parts for path in (part, *sorted(part.rglob("*"))) if path.is_file()]
     progress.start("hashing", sum(path.stat().st_size for path in paths))
     files = {
         path.relative_to(folder).as_posix(): {
@@ -227,12 +199,8 @@ def _build(
         build_seconds=round(time.monotonic() - began, 3),
     )
     passages.close()
-    _remove(folder.parent, PARTS)  # moved by a build that was killed while it moved them
-    for name in PARTS:
-        if (folder / name).exists():
-            (folder / name).rename(folder.parent / name)
-    write_manifest(manifest, folder.parent)
-    shutil.rmtree(folder)
+    write_manifest(manifest, folder)
+    _remove(folder, (EMBEDDED, "embedded.json", REQUEST))
     return manifest
 
 
