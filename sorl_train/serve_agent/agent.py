@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -15,9 +16,6 @@ from sorl_env.errors import UserError
 from sorl_env.rollout import (
     RolloutJob,
     RolloutSettings,
-    SampledTurn,
-    Sampler,
-    SamplingParams,
     TrajectoryBuilder,
     run_trajectory,
 )
@@ -29,7 +27,7 @@ from sorl_train.evaluate.results import turn_facts
 from sorl_train.evaluate.runner import Policy, in_session
 from sorl_train.serve_agent.chat import ChatError, ChatRequest
 
-OnEvent = Callable[[dict[str, Any]], None]
+OnTurn = Callable[[dict[str, Any]], None]
 _T = TypeVar("_T")
 
 
@@ -66,9 +64,9 @@ class Agent:
         self._codec = make_codec(env, policy.tokenizer, use_chat_template=template)
         self._limit = self._places + max_waiting
         self._numbers = itertools.count()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
-        self._slots: asyncio.Semaphore  # belongs to that loop, as the next one does
+        self._loop: asyncio.AbstractEventLoop  # runs inside running(), and owns the next two
+        self._slots: asyncio.Semaphore
         self._ending: asyncio.Event
         self.open = 0  # dialogues in the batch or waiting
         # called on the agent's thread, when its loop has died
@@ -95,49 +93,43 @@ class Agent:
         Raises:
             BaseException: whatever the event loop died of.
         """
-        opened = threading.Event()
+        opened: Future[asyncio.AbstractEventLoop] = Future()
         thread = threading.Thread(target=self._run, args=(opened,), name="agent", daemon=True)
         thread.start()
-        opened.wait()
-        if self._failure is not None:
-            raise self._failure
+        self._loop = opened.result()
         try:
             yield self
         finally:
-            assert self._loop is not None
-            if not self.failed:
-                with suppress(RuntimeError):  # it dies at this moment
-                    self._loop.call_soon_threadsafe(self._ending.set)
+            with suppress(RuntimeError):  # it has died
+                self._loop.call_soon_threadsafe(self._ending.set)
             thread.join()
-            self._loop = None
         if self._failure is not None:
             raise self._failure
 
-    def _run(self, opened: threading.Event) -> None:
+    def _run(self, opened: Future[asyncio.AbstractEventLoop]) -> None:
         async def serve() -> None:
-            self._loop = asyncio.get_running_loop()
             self._slots, self._ending = asyncio.Semaphore(self._places), asyncio.Event()
-            opened.set()
+            opened.set_result(asyncio.get_running_loop())
             await self._ending.wait()
 
         try:
             in_session(self._policy, serve)
         except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
             self._failure = error
-            self.on_failure()
-        finally:
-            opened.set()
+            if opened.done():
+                self.on_failure()
+            else:
+                opened.set_exception(error)
 
     async def prepare(self, request: ChatRequest) -> Dialogue:
         """Check that the question fits into the prompt. Raises ``ChatError`` if it does not."""
         return await self._there(self._prepare(request))
 
-    async def answer(self, dialogue: Dialogue, on_event: OnEvent | None = None) -> Trajectory:
+    async def answer(self, dialogue: Dialogue, on_turn: OnTurn | None = None) -> Trajectory:
         """Run a dialogue.
 
-        ``on_event`` is called on the agent's thread: with ``{"turn": {"index": .., "text": ..}}`` for each turn as soon
-        as it is sampled, and with ``{"reply": {"index": .., ..}}``, the fields of ``turn_facts``, once its tools have
-        replied.
+        ``on_turn`` is called on the agent's thread, when the tools have replied to a turn, with its ``index`` and the
+        fields of ``turn_facts``.
 
         Raises:
             ChatError: too many dialogues wait, or the policy's server or a tool failed.
@@ -148,13 +140,12 @@ class Agent:
             )
         self.open += 1
         try:
-            return await self._there(self._answer(dialogue, on_event))
+            return await self._there(self._answer(dialogue, on_turn))
         finally:
             self.open -= 1
 
     async def _there(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the agent's loop. It is cancelled with the task that waits for it."""
-        assert self._loop is not None, "use it inside running()"
         ended = ChatError(503, "the policy has failed, and the server ends", code="policy_failed")
         if self.failed:
             work.close()
@@ -170,13 +161,13 @@ class Agent:
         return waiting.result()
 
     async def _prepare(self, request: ChatRequest) -> Dialogue:
-        example = Example(id="asked", question=request.question, options=request.options)
+        example = Example(id="asked", question=request.question, options=request.sorl.options)
         env = env_of_question(self._env, example)
         settings = self._policy.settings
-        for name in ("temperature", "top_p"):
-            value = getattr(request, name)
-            if value is not None:
-                settings = dataclasses.replace(settings, **{name: value})
+        if request.temperature is not None:
+            settings = dataclasses.replace(settings, temperature=request.temperature)
+        if request.top_p is not None:
+            settings = dataclasses.replace(settings, top_p=request.top_p)
         seed = self._seed if request.seed is None else request.seed
         job = RolloutJob(f"question {next(self._numbers)}", "asked", 0, seed)
         try:
@@ -190,25 +181,27 @@ class Agent:
                 param="messages",
                 code="context_length_exceeded",
             ) from error
-        if request.max_tokens is not None:
-            most = min(env.limits.max_trajectory_tokens, len(begun.token_ids) + request.max_tokens)
+        if request.token_limit is not None:
+            most = min(env.limits.max_trajectory_tokens, len(begun.token_ids) + request.token_limit)
             env.limits = dataclasses.replace(env.limits, max_trajectory_tokens=most)
         return Dialogue(env, job, settings, unknown_words(self._policy.tokenizer, request.question))
 
-    async def _answer(self, dialogue: Dialogue, on_event: OnEvent | None) -> Trajectory:
+    async def _answer(self, dialogue: Dialogue, on_turn: OnTurn | None) -> Trajectory:
         policy = self._policy
-        sampler: Sampler = policy.sampler
-        if on_event is not None:
-            sampler = ReportingSampler(sampler, self._codec.turn_text, on_event)
 
-        def on_turn(turn: Turn) -> None:
-            if on_event is not None:
-                on_event({"reply": {"index": turn.index, **turn_facts(turn)}})
+        def report(turn: Turn) -> None:
+            if on_turn is not None:
+                on_turn({"index": turn.index, **turn_facts(turn)})
 
         async with self._slots:
             try:
                 trajectory = await run_trajectory(
-                    dialogue.env, policy.tokenizer, sampler, dialogue.job, dialogue.settings, on_turn=on_turn
+                    dialogue.env,
+                    policy.tokenizer,
+                    policy.sampler,
+                    dialogue.job,
+                    dialogue.settings,
+                    on_turn=report,
                 )
             except UserError as error:  # from the policy's server, since the prompt fits
                 said = str(error).partition(";")[0]  # the rest is advice for evaluations
@@ -216,27 +209,3 @@ class Agent:
         if trajectory.stop_reason is StopReason.ERROR:
             raise ChatError(503, f"a tool or the task failed: {trajectory.error}", code="tool_unavailable")
         return trajectory
-
-
-class ReportingSampler:
-    """A sampler that reports the text of each turn of one dialogue as soon as it is sampled.
-
-    Args:
-        text_of: makes the text of a turn from its token ids.
-    """
-
-    def __init__(self, sampler: Sampler, text_of: Callable[[Sequence[int]], str], on_event: OnEvent) -> None:
-        self._sampler = sampler
-        self._text_of = text_of
-        self._on_event = on_event
-        self._turns = 0
-
-    async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        """Sample one turn (see ``Sampler.generate``)."""
-        sampled = await self._sampler.generate(session, token_ids, params)
-        self._on_event({"turn": {"index": self._turns, "text": self._text_of(sampled.token_ids)}})
-        self._turns += 1
-        return sampled
-
-    def release(self, session: str) -> None:
-        self._sampler.release(session)

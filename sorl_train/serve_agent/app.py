@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -20,7 +20,16 @@ from sorl_tools.http_server.app import BUG, Guard, RequestError, make_app
 from sorl_tools.http_server.options import ServerSettings
 from sorl_train.evaluate.results import final_answer
 from sorl_train.serve_agent.agent import Agent, Dialogue
-from sorl_train.serve_agent.chat import ChatRequest, Head, error_content, parse_request
+from sorl_train.serve_agent.chat import (
+    ChatRequest,
+    chunk,
+    dialogue_facts,
+    error_content,
+    finish_reason,
+    parse_request,
+    usage,
+    whole_reply,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +54,14 @@ def agent_app(
         if kind != "application/json":  # what a web page can post unasked is another one
             raise RequestError(415, f"content-type {kind[:60]!r}: send application/json")
         asked = parse_request(await request.body(), model)
-        head = Head(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), model)
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         dialogue = await agent.prepare(asked)
         if asked.stream:
             return _EventStream(_events(agent, head, asked, dialogue))
         trajectory = await _while_connected(request, agent.answer(dialogue))
         if trajectory is None:
             return Response(status_code=499)  # nobody reads it
-        return JSONResponse(head.reply(trajectory, dialogue.unknown_words), headers=_NO_STORE)
+        return JSONResponse(whole_reply(head, trajectory, dialogue.unknown_words), headers=_NO_STORE)
 
     async def models(request: Request) -> Response:
         entry = {"id": model, "object": "model", "created": started, "owned_by": "sorl"}
@@ -107,34 +116,35 @@ class _EventStream(StreamingResponse):
 
 
 async def _events(
-    agent: Agent, head: Head, request: ChatRequest, dialogue: Dialogue
+    agent: Agent, head: Mapping[str, Any], request: ChatRequest, dialogue: Dialogue
 ) -> AsyncGenerator[bytes, None]:
     """The server-sent events of a reply. An error after the first of them is sent as the last one."""
     happened: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
-    def on_event(event: dict[str, Any]) -> None:  # on the agent's thread
+    def on_turn(turn: dict[str, Any]) -> None:  # on the agent's thread
         with suppress(RuntimeError):  # the server has ended
-            loop.call_soon_threadsafe(happened.put_nowait, event)
+            loop.call_soon_threadsafe(happened.put_nowait, turn)
 
     def ended(answering: asyncio.Future[Any]) -> None:
         happened.put_nowait(None)
         if not answering.cancelled():
             answering.exception()  # seen, also if the client has left
 
-    answering = asyncio.ensure_future(agent.answer(dialogue, on_event))
+    answering = asyncio.ensure_future(agent.answer(dialogue, on_turn))
     answering.add_done_callback(ended)
     try:
-        yield _event(head.chunk({"role": "assistant", "content": ""}))
-        while (event := await happened.get()) is not None:
-            yield _event(head.chunk({}, sorl=event))
+        yield _event(chunk(head, {"role": "assistant", "content": ""}))
+        while (turn := await happened.get()) is not None:
+            yield _event(chunk(head, {}, sorl={"turn": turn}))
         trajectory = answering.result()
         answer = final_answer(trajectory)
         if answer is not None:
-            yield _event(head.chunk({"content": answer}))
-        yield _event(head.last_chunk(trajectory, dialogue.unknown_words))
-        if request.include_usage:
-            yield _event(head.usage_chunk(trajectory))
+            yield _event(chunk(head, {"content": answer}))
+        told = dialogue_facts(trajectory, dialogue.unknown_words)
+        yield _event(chunk(head, {}, finish_reason(trajectory), sorl=told))
+        if request.stream_options.include_usage:
+            yield _event({**chunk(head, {}), "choices": [], "usage": usage(trajectory)})
     except RequestError as error:
         yield _event(error_content(error))
     except Exception:

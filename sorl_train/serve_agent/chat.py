@@ -7,7 +7,6 @@ change the answer but are not supported (a history, a system prompt, the client'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -57,19 +56,16 @@ class _Neutral(_Model):
     tools: _Empty | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    functions: _Empty | None = None
-    function_call: Literal["none", "auto"] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    modalities: list[Literal["text"]] | None = None
 
 
-class _Body(_Neutral):
-    """The fields of a request; `sorl` is not of OpenAI's protocol."""
+class ChatRequest(_Neutral):
+    """A client's question; ``sorl`` is not of OpenAI's protocol. None takes the server's value, or the task's limit."""
 
     model: str
     messages: Annotated[list[_Message], Field(min_length=1, max_length=1)]
@@ -79,8 +75,19 @@ class _Body(_Neutral):
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    sorl: _Options | None = None
+    stream_options: _StreamOptions = _StreamOptions()
+    sorl: _Options = _Options()
+
+    @property
+    def question(self) -> str:
+        content = self.messages[0].content
+        return (content if isinstance(content, str) else "\n".join(part.text for part in content)).strip()
+
+    @property
+    def token_limit(self) -> int | None:
+        """After the prompt, with the replies of tools."""
+        lengths = [self.max_completion_tokens, self.max_tokens]
+        return min((length for length in lengths if length is not None), default=None)
 
 
 class ChatError(RequestError):
@@ -108,28 +115,6 @@ def error_content(error: RequestError) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    """A client's question.
-
-    Attributes:
-        options: text by letter of a multiple-choice question; None for an open one.
-        temperature, top_p, seed: None takes the server's.
-        max_tokens: after the prompt, with the replies of tools; None takes the task's limit.
-        stream: send the turns as they are sampled.
-        include_usage: end the stream with a chunk that counts tokens.
-    """
-
-    question: str
-    options: Mapping[str, str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    stream: bool = False
-    include_usage: bool = False
-
-
 def parse_request(body: bytes, model: str) -> ChatRequest:
     """Read a request for the model that is served as ``model``.
 
@@ -147,33 +132,22 @@ def parse_request(body: bytes, model: str) -> ChatRequest:
         status = 404 if isinstance(fields.get("model"), str) else 400
         raise ChatError(status, said, param="model", code="model_not_found")
     try:
-        asked = _Body.model_validate({name: fields[name] for name in fields if name not in IGNORED})
+        given = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
+        asked = ChatRequest.model_validate(given)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False)[0]) from None
-    if asked.stream_options is not None and not asked.stream:
+    if "stream_options" in given and not asked.stream:
         raise ChatError(400, "stream_options needs stream", param="stream_options")
-    content = asked.messages[0].content
-    question = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    if not question.strip():
+    if not asked.question:
         raise ChatError(400, "the user message has no text", param="messages")
-    lengths = [asked.max_completion_tokens, asked.max_tokens]
-    return ChatRequest(
-        question=question.strip(),
-        options=asked.sorl.options if asked.sorl else None,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        seed=asked.seed,
-        max_tokens=min((length for length in lengths if length is not None), default=None),
-        stream=bool(asked.stream),
-        include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
-    )
+    return asked
 
 
 def _refusal(first: Mapping[str, Any]) -> ChatError:
     """What the client reads about the first field that is wrong."""
     name = str(first["loc"][0])
-    if name not in _Body.model_fields:
-        known = (*_Body.model_fields, *IGNORED)
+    if name not in ChatRequest.model_fields:
+        known = (*ChatRequest.model_fields, *IGNORED)
         said = f"unknown parameter. {did_you_mean(name, known)}"
         return ChatError(400, said, param=name, code="unknown_parameter")
     if name in _Neutral.model_fields:
@@ -190,42 +164,27 @@ def _refusal(first: Mapping[str, Any]) -> ChatError:
 
 
 # -- replies ---------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Head:
-    """The first fields of all parts of one reply; ``created`` is in seconds since 1970."""
+def whole_reply(
+    head: Mapping[str, Any], trajectory: Trajectory, unknown_words: Sequence[str]
+) -> dict[str, Any]:
+    """A complete reply: the final answer is the message, the dialogue is in ``sorl``.
 
-    id: str
-    created: int
-    model: str
+    Args:
+        head: ``id``, ``created`` (seconds since 1970) and ``model``, as in all parts of one reply.
+        unknown_words: words of the question that a policy with a closed vocabulary could not read.
+    """
+    message = {"role": "assistant", "content": final_answer(trajectory), "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(trajectory)}
+    told = {"usage": usage(trajectory), "sorl": dialogue_facts(trajectory, unknown_words)}
+    return {**head, "object": "chat.completion", "choices": [choice], **told}
 
-    def _fields(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def reply(self, trajectory: Trajectory, unknown_words: Sequence[str]) -> dict[str, Any]:
-        """A complete reply: the final answer is the message, the dialogue is in ``sorl``."""
-        message = {"role": "assistant", "content": final_answer(trajectory), "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(trajectory)}
-        return {
-            **self._fields("chat.completion"),
-            "choices": [choice],
-            "usage": usage(trajectory),
-            "sorl": dialogue(trajectory, unknown_words),
-        }
-
-    def chunk(self, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        """A part of a streamed reply that does not end it."""
-        choice = {"index": 0, "delta": dict(delta), "logprobs": None, "finish_reason": None}
-        return {**self._fields("chat.completion.chunk"), "choices": [choice], **more}
-
-    def last_chunk(self, trajectory: Trajectory, unknown_words: Sequence[str]) -> dict[str, Any]:
-        """The part that says how the dialogue ended, with the whole dialogue."""
-        chunk = self.chunk({}, sorl=dialogue(trajectory, unknown_words))
-        chunk["choices"][0]["finish_reason"] = _finish(trajectory)
-        return chunk
-
-    def usage_chunk(self, trajectory: Trajectory) -> dict[str, Any]:
-        """The part after the last one, with the counts of tokens."""
-        return {**self.chunk({}), "choices": [], "usage": usage(trajectory)}
+def chunk(
+    head: Mapping[str, Any], delta: Mapping[str, Any], finish: str | None = None, **more: Any
+) -> dict[str, Any]:
+    """A part of a streamed reply; ``finish`` says why it is the last one."""
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    return {**head, "object": "chat.completion.chunk", "choices": [choice], **more}
 
 
 def usage(trajectory: Trajectory) -> dict[str, int]:
@@ -234,16 +193,13 @@ def usage(trajectory: Trajectory) -> dict[str, int]:
     return {"prompt_tokens": total - drawn, "completion_tokens": drawn, "total_tokens": total}
 
 
-def dialogue(trajectory: Trajectory, unknown_words: Sequence[str]) -> dict[str, Any]:
-    """The dialogue as plain values: why it ended, and its turns (see `turn_facts`).
-
-    Args:
-        unknown_words: words of the question that a policy with a closed vocabulary could not read.
-    """
+def dialogue_facts(trajectory: Trajectory, unknown_words: Sequence[str]) -> dict[str, Any]:
+    """The dialogue as plain values: why it ended, and its turns (see `turn_facts`)."""
     facts = {"stop_reason": trajectory.stop_reason.value, "seed": trajectory.seed}
     turns = [turn_facts(turn) for turn in trajectory.turns]
     return {**facts, "unknown_words": list(unknown_words), "turns": turns}
 
 
-def _finish(trajectory: Trajectory) -> str:
+def finish_reason(trajectory: Trajectory) -> str:
+    """OpenAI's word for why it ended."""
     return "stop" if trajectory.stop_reason is StopReason.ANSWER else "length"
