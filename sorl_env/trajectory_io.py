@@ -1,4 +1,4 @@
-"""Write and read trajectory files: JSONL, without loss in either direction. A gzipped file is read as well.
+"""Write and read trajectory files: JSONL, without loss in either direction.
 
 A line holds the fields of ``Trajectory`` under their own names, and the files load with ``datasets``::
 
@@ -12,11 +12,9 @@ the schema from one file to the next. Hence mappings and tool calls are stored a
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import os
 import uuid
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,18 +59,11 @@ def iter_jsonl(path: str | Path) -> Iterator[Trajectory]:
         FileNotFoundError: there is no such file.
         UserError: a line is not a trajectory of this schema version; the message names file and line.
     """
-    path = Path(path)
-    opener = gzip.open if path.suffix == ".gz" else open
-    number = 0
-    with opener(path, "rb") as stream:
-        try:
-            for number, line in enumerate(stream, start=1):
+    with Path(path).open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
                 where = f"{path}:{number}"
-                if line.strip():
-                    yield _decode(_parse_line(line, where), where)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            where = f"{path}:{number + 1}"
-            raise UserError(f"{where}: the gzip stream is broken ({error}); was it cut off?") from error
+                yield _decode(_parse_line(line, where), where)
 
 
 def _encode(trajectory: Trajectory) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -39,52 +38,6 @@ FAMILIES: dict[str, tuple[str, str, str, str | None, str]] = {
     "mistral-v3": ("mistral_v3", _MISTRAL, "", "<s>", "</s>"),
     "mistral-v13": ("mistral_v13", _MISTRAL, "", "<s>", "</s>"),
 }
-# templates as they were published, of the folder that templates/README.md tells how to get
-PUBLISHED = os.environ.get("SORL_CHAT_TEMPLATES")
-if PUBLISHED:
-    _THINK = f"{_MISTRAL} [THINK] [/THINK]"
-    _GRANITE = "<|start_of_role|> <|end_of_role|> <|end_of_text|>"
-    FAMILIES |= {
-        "published smollm3": ("folder/HuggingFaceTB-SmolLM3-3B", _CHATML, _TAGS, None, "<|im_end|>"),
-        "published nemo": ("folder/mistralai-Mistral-Nemo-Instruct-2407", _MISTRAL, "", "<s>", "</s>"),
-        "published small 3.2": ("folder/Mistral-Small-3.2-24B-Instruct-2506", _MISTRAL, "", "<s>", "</s>"),
-        "published devstral": ("folder/unsloth-mistral-Devstral-Small-2507", _MISTRAL, "", "<s>", "</s>"),
-        "published ministral": ("folder/mistralai-Ministral-3-14B-Reasoning-2512", _THINK, "", "<s>", "</s>"),
-        "published hermes 3": (
-            "folder/NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
-            _CHATML,
-            _TAGS,
-            None,
-            "<|im_end|>",
-        ),
-        "published qwen 2.5": ("folder/Qwen-Qwen2.5-7B-Instruct", _CHATML, _TAGS, None, "<|im_end|>"),
-        "published qwen 3": ("folder/Qwen-Qwen3-0.6B", _CHATML, _TAGS, None, "<|im_end|>"),
-        "published qwen 3.5": ("folder/Qwen3.5-4B", _CHATML, _TAGS, None, "<|im_end|>"),
-        "published qwen 3 coder": ("folder/Qwen3-Coder", _CHATML, _TAGS, None, "<|im_end|>"),
-        "published llama 3.1": (
-            "folder/meta-llama-Llama-3.1-8B-Instruct",
-            _LLAMA,
-            "",
-            "<|begin_of_text|>",
-            "<|eot_id|>",
-        ),
-        "published llama 3.3": (
-            "folder/meta-llama-Llama-3.3-70B-Instruct",
-            _LLAMA,
-            "",
-            "<|begin_of_text|>",
-            "<|eot_id|>",
-        ),
-        "published gemma 4": ("folder/google-gemma-4-31B-it", _GEMMA, "", "<bos>", "<eos>"),
-        "published gemma 4, interleaved": (
-            "folder/google-gemma-4-31B-it-interleaved",
-            _GEMMA,
-            "",
-            "<bos>",
-            "<eos>",
-        ),
-        "published granite 4": ("folder/ibm-granite-granite-4.0", _GRANITE, _TAGS, None, "<|end_of_text|>"),
-    }
 
 
 def template_text(name: str) -> str:
@@ -92,9 +45,6 @@ def template_text(name: str) -> str:
     package, _, file = name.rpartition("/")
     if not package:
         return (OURS / f"{file}.jinja").read_text(encoding="utf-8")
-    if package == "folder":
-        assert PUBLISHED
-        return (Path(PUBLISHED) / f"{file}.jinja").read_text(encoding="utf-8")
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(

@@ -191,6 +191,8 @@ def _find_problem(turn: str, example: Example, tools: Sequence[str], result: Ste
         return f"a reward of {result.reward}, {expected} was earned"
     if result.terminated != (final_answer(turn, tools) is not None):
         return f"terminated is {result.terminated}"
+    if result.terminated and result.truncated:
+        return "terminated and truncated"
     if result.info["stop_reason"] in ("error", "aborted"):
         return f"the policy ended its trajectory with {result.info['error']}"
     for call in result.info["tool_calls"]:

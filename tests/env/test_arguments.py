@@ -61,6 +61,7 @@ def test_extreme_arguments_are_observations(call: Call, body: str, problem: str)
     outcome = call(Toolbox([lookup]), ToolRequest("lookup", body))
     assert isinstance(outcome, ToolCall) and not outcome.ok
     assert problem in outcome.reply and len(outcome.reply) < 400
+    assert (outcome.error, outcome.attempts) == (outcome.reply, 0)
 
 
 class Plain:
@@ -138,3 +139,6 @@ def test_a_long_name_is_not_compared_letter_by_letter() -> None:
     assert did_you_mean("serach" * 200_000, ["search"]) == "Known: search."
     outcome = Toolbox([lookup]).call(ToolRequest("l" * 1_000_000, "x"))
     assert isinstance(outcome, ToolCall) and len(outcome.reply) < 200
+    outcome = Toolbox([lookup]).call(ToolRequest("lokup", "x"))
+    assert isinstance(outcome, ToolCall) and outcome.error == outcome.reply
+    assert outcome.reply.startswith("There is no tool 'lokup'. Did you mean 'lookup'?")

@@ -139,14 +139,9 @@ def test_the_dialogue_is_the_templates_own_rendering_of_it_to_the_token(family: 
 
 
 # These write an empty block of reasoning into the prompt or the newest message, and another or none into a past one.
-# Hermes' writes a line break after a past reply, and none after the newest one.
 NOT_APPEND_ONLY = {
     "qwen3": r"<think>\n\n</think>\n\n",
     "nemotron3": r"<think>\n?</think>",
-    "published qwen 3": r"<think>\n\n</think>\n\n",
-    "published hermes 3": r"\n(?=<\|im_end\|>)",
-    "published gemma 4": r"<\|channel>thought\n<channel\|>",
-    "published gemma 4, interleaved": r"<\|channel>thought\n<channel\|>",
 }
 
 
@@ -252,32 +247,29 @@ def test_reasoning_of_a_demonstration_is_written_as_the_template_does(family: st
 
 # These have no room for thoughts beside a call, or close the reasoning in their prompt.
 DROPS_THOUGHTS = {
-    "tool": (
-        *("llama3.1", "llama3.2", "mistral-v3", "qwen3.5"),
-        *("published llama 3.1", "published llama 3.3", "published nemo", "published small 3.2"),
-        *("published gemma 4", "published gemma 4, interleaved", "published hermes 3"),
-    ),
-    "answer": ("qwen3.5", "published gemma 4", "published gemma 4, interleaved"),
+    "tool": ("llama3.1", "llama3.2", "mistral-v3", "qwen3.5"),
+    "answer": ("qwen3.5",),
 }
 
 
-def test_a_long_reply_is_cut_to_the_limit_and_keeps_the_templates_ending() -> None:
-    tokenizer = make_tokenizer("qwen2.5")
+@pytest.mark.parametrize(
+    ("family", "ending"),
+    [
+        ("qwen2.5", "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"),
+        ("llama3.1", "<|end_header_id|>\n\n"),
+    ],
+)
+def test_a_long_reply_is_cut_to_the_limit_and_keeps_the_templates_ending(family: str, ending: str) -> None:
+    """Llama's template writes it as JSON, in which a quotation mark is two characters."""
+    tokenizer = make_tokenizer(family)
     codec = make_codec(_env(), tokenizer, use_chat_template=True)
     call = codec.written_turn(_calling("x"), "")[1]
     for text in ("word " * 3000, "ü" * 3000, '"' * 3000):
         ids = codec.reply_ids(call, _calling("x"), text, 100)
         assert 90 < len(ids) <= 100
-        assert tokenizer.decode(ids).endswith("\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.decode(codec.reply_ids(call, _calling("x"), "y", 1)).count("<tool_response>") == 1
-
-
-def test_a_long_reply_as_json_keeps_as_much_as_fits() -> None:
-    tokenizer = make_tokenizer("llama3.1")
-    codec = make_codec(_env(), tokenizer, use_chat_template=True)
-    call = codec.written_turn(_calling("x"), "")[1]
-    ids = codec.reply_ids(call, _calling("x"), '"' * 3000, 200)
-    assert 150 < len(ids) <= 200 and tokenizer.decode(ids).endswith("<|end_header_id|>\n\n")
+        assert tokenizer.decode(ids).endswith(ending)
+    short, none = (codec.reply_ids(call, _calling("x"), text, 1) for text in ("y", ""))
+    assert short == none
 
 
 def test_mistrals_reply_names_the_id_that_the_policy_gave_its_call() -> None:

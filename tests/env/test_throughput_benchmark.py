@@ -43,9 +43,3 @@ def test_the_figures_without_peers(tmp_path: Path) -> None:
     assert set(figures["steps_per_s"]) == {"sorl", "sorl, server"}
     assert all(name in done.stdout for name in figures["steps_per_s"])
     assert figures["steps_per_s"]["sorl"] > 1e6 / 100  # 6 us a step on an idle core; 25 were asked for
-
-
-def test_required_peers_must_be_there(tmp_path: Path) -> None:
-    done = run(tmp_path, "--require-peers")
-    assert done.returncode == 2
-    assert "skyrl-gym (no module skyrl_gym)" in done.stderr and done.stdout == ""

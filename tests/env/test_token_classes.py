@@ -66,8 +66,10 @@ def trajectory(text: str, ids: list[int], prompt: int) -> Trajectory:
 
 def classes_of(tokenizer: Any, text: str) -> list[tuple[str, str]]:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    found = TokenClassifier(tokenizer)(trajectory(text, ids, prompt=2))
+    drawn, classifier = trajectory(text, ids, prompt=2), TokenClassifier(tokenizer)
+    found, texts = classifier(drawn), classifier.texts(drawn)
     assert found[:2].tolist() == [-1, -1]
+    assert len(texts) == len(ids) and "".join(texts) == text
     return [(tokenizer.decode([token]), CLASSES[kind]) for token, kind in zip(ids, found[2:], strict=True)]
 
 
@@ -96,25 +98,6 @@ def test_word_level_tokens(tiny_tokenizer: Any) -> None:
     found = classes_of(tiny_tokenizer, "<think> I need a search . </think> <search> of </search>")
     assert [kind for piece, kind in found if piece.strip().startswith("<")] == ["tag"] * 4
     assert {kind for _, kind in found} == {"tag", "reasoning", "query"}
-
-
-def test_texts_of_the_tokens_join_to_the_turn(tiny_tokenizer: Any) -> None:
-    assert texts_of(tiny_tokenizer)[1] == " I"
-
-
-@pytest.mark.slow
-def test_texts_of_byte_level_tokens_join_to_the_turn(smollm2: Path) -> None:
-    from transformers import AutoTokenizer
-
-    assert texts_of(AutoTokenizer.from_pretrained(smollm2))[0] == "<"
-
-
-def texts_of(tokenizer: Any) -> list[str]:
-    text = "<think> I need a search . </think> <search> of </search>"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    texts = TokenClassifier(tokenizer).texts(trajectory(text, ids, prompt=1))
-    assert "".join(texts) == text and len(texts) == len(ids)
-    return texts
 
 
 @pytest.fixture(scope="module")

@@ -96,11 +96,6 @@ def test_other_signatures_are_refused() -> None:
         as_tool(answer)
 
 
-def test_two_tools_need_two_names() -> None:
-    with pytest.raises(ValueError, match="share a name: search, search"):
-        Toolbox([search, search])
-
-
 WEATHER = schema_of(weather)
 
 

@@ -1,4 +1,4 @@
-"""Gymnasium's own vector environments, in one process and in several, for every id and for tasks that have none."""
+"""Gymnasium's own vector environments, in one process and in several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 import sorl_env
 from sorl_env import Task, ToolUseEnv
-from sorl_env.registry import _ENV_IDS
 
 ACTIONS = [
     "<think>a</think><search>river</search>",
@@ -51,29 +50,18 @@ def record(envs: Any) -> list[Any]:
     return seen
 
 
-def make_vec(env_id: str, mode: str, **settings: Any) -> Any:
-    kwargs = {"shared_memory": False} if mode == "async" else {}
-    return gymnasium.make_vec(env_id, 2, vectorization_mode=mode, vector_kwargs=kwargs, **settings)
-
-
-def check_modes(env_id: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
-    """Asynchronous processes return what environments in this process return, but for the latencies of calls."""
+def test_processes_return_what_environments_in_this_one_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the latencies of calls."""
     monkeypatch.setattr("sorl_env.tool.ToolCall.__repr__", lambda call: f"{call.argument} {call.reply}")
-    envs = make_vec(env_id, "sync", **settings), make_vec(env_id, "async", **settings)
+    own = {"shared_memory": False}
+    envs = (
+        gymnasium.make_vec("sorl/NQ-v0", 2, vectorization_mode="sync"),
+        gymnasium.make_vec("sorl/NQ-v0", 2, vectorization_mode="async", vector_kwargs=own),
+    )
     assert isinstance(envs[0], SyncVectorEnv) and isinstance(envs[1], AsyncVectorEnv)
-    for one, other in zip(record(envs[0]), record(envs[1]), strict=True):
+    for one, other in zip(*map(record, envs), strict=True):
         assert str(one[-1]) == str(other[-1])
         assert data_equivalence(one[:-1], other[:-1])
-
-
-def test_a_packaged_id_in_both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_modes("sorl/NQ-v0", monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("env_id", [one for one in _ENV_IDS if one != "sorl/NQ-v0"])
-def test_every_packaged_id_in_both_modes(env_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_modes(env_id, monkeypatch)
 
 
 def test_shared_memory_is_refused_with_the_remedy() -> None:
@@ -97,7 +85,7 @@ def test_environments_in_one_process_share_their_tools_when_they_are_spawned(tas
 def test_processes_that_share_nothing_with_this_one(tmp_path: Path) -> None:
     (tmp_path / "echoes.py").write_text(TASK_FILE)
     settings = {"task": str(tmp_path / "echoes.py")}
-    expected = record(make_vec("sorl/Task-v0", "sync", **settings))
+    expected = record(gymnasium.make_vec("sorl/Task-v0", 2, vectorization_mode="sync", **settings))
     spawned = {"context": "spawn", "shared_memory": False}
     envs = gymnasium.make_vec(
         "sorl/Task-v0", 2, vectorization_mode="async", vector_kwargs=spawned, **settings

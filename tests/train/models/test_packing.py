@@ -109,7 +109,7 @@ def test_a_model_keeps_its_attention_where_the_sampler_would_be_wrong(
     assert try_packing(model, 256, sampled=True) is None and packed_attention.packs(model)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "phi3, window", "llama4, chunks"])
 def test_a_critic_on_packed_rows_gives_the_same_values(name: str) -> None:
     model_type, settings = EXACT[name]
     critic = Critic(AutoModel.from_config(build(model_type, settings).config, dtype=torch.float32)).eval()

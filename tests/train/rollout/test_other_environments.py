@@ -1,4 +1,4 @@
-"""Two steps of training on environments that are not ``ToolUseEnv``."""
+"""Two steps of training on an environment that is not ``ToolUseEnv``."""
 
 from __future__ import annotations
 
@@ -29,15 +29,6 @@ def test_two_steps_on_a_gymnasium_environment(tiny_folder: str, tmp_path: Path) 
     trajectories = list(read_jsonl(run_dir.trajectories / "step_000002.jsonl"))
     assert {t.task for t in trajectories} == {"gym:FrozenLake-v1"}
     assert all(t.turns[0].observation for t in trajectories)
-
-
-@pytest.mark.slow
-def test_two_steps_on_reasoning_gym(tiny_folder: str, tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym", reason="needs pip install 'sorl[reasoning-gym]'")
-    knobs = {"task": "reasoning_gym:chain_sum", "task_args": {"examples": 16}}
-    limits = {"limits__max_new_tokens": 8, "limits__max_trajectory_tokens": 256}
-    _, summary = train_short(tmp_path / "run", model=tiny_folder, **knobs, **limits)
-    assert summary["steps"] == 2
 
 
 def test_there_are_no_tools_to_switch_off(tiny_folder: str) -> None:

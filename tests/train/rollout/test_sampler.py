@@ -177,40 +177,6 @@ def test_a_group_reads_its_prompt_once(tiny_folder: str, minihop_env: ToolUseEnv
         np.testing.assert_allclose(together.rollout_log_probs, alone.rollout_log_probs, atol=1e-5)
 
 
-def test_a_group_reads_the_reply_to_the_same_turn_once(tiny_folder: str) -> None:
-    """Three rows with the same first turn, one with another: two rows read replies, and four go on."""
-    model, tokenizer = load_policy(tiny_folder), load_tokenizer(tiny_folder)
-    prompt, reply = [5, 6, 7, 8], [9, 10, 11, 12, 13]
-    read: list[tuple[int, ...]] = []
-    model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    sampler = TransformersSampler(model, tokenizer, 4)
-
-    async def turns(seeds: Sequence[int], histories: Sequence[list[int]], tokens: int) -> list[list[int]]:
-        asked = [
-            sampler.generate(f"row {i}", history, SamplingParams(tokens, seed=seed))
-            for i, (seed, history) in enumerate(zip(seeds, histories, strict=True))
-        ]
-        return [
-            history + turn.token_ids
-            for history, turn in zip(histories, await asyncio.gather(*asked), strict=True)
-        ]
-
-    async def two_turns() -> list[list[int]]:
-        first = await turns([1, 1, 1, 2], [prompt] * 4, 3)
-        assert first[0] == first[1] == first[2] != first[3]
-        read.clear()
-        return await turns([3, 4, 5, 6], [history + reply for history in first], 2)
-
-    with sampler.session():
-        ended = asyncio.run(two_turns())
-    assert read == [(2, 1 + len(reply)), (4, 1)]  # the last token of the first turn was not read yet
-    for tokens in ended:
-        assert tokens[:4] == prompt and tokens[7:12] == reply
-    assert len({tuple(tokens) for tokens in ended}) > 2
-
-
 def test_what_prompts_begin_with_is_read_once(tiny_folder: str) -> None:
     """Three prompts with one instruction, then a fourth: each is sampled as if it were alone."""
     model, tokenizer = load_policy(tiny_folder), load_tokenizer(tiny_folder)

@@ -1,9 +1,8 @@
-"""Whole runs that search through a real ``sorl-serve``, which is killed in mid-run."""
+"""A whole run that searches through a real ``sorl-serve``, which is killed in mid-run."""
 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,15 +49,8 @@ class Watching(QuietDisplay):
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
         self._rollouts += name == "rollout"
-        is_due = name == "rollout" and self._rollouts == 2
-
-        def advance(done: int) -> None:
-            nonlocal is_due
-            if is_due:
-                is_due = False
-                self._on_finish()
-
-        yield advance
+        due = [self._on_finish] if name == "rollout" and self._rollouts == 2 else []
+        yield lambda done: due.pop()() if due else None
 
 
 class Search:
@@ -88,53 +80,6 @@ def search(tmp_path: Path) -> Iterator[Search]:
     started.server.__exit__()
 
 
-def train(path: Path, search: Search, display: Watching, **settings: Any) -> tuple[RunDir, dict[str, Any]]:
-    config = short_config(
-        task=str(search.task),
-        task_args={},
-        search__url=search.server.url,
-        update__steps=3,
-        rollout__save_every=1,
-        **settings,
-    )
-    run_dir = RunDir.create(path, config)
-    return run_dir, run(config, run_dir, display, False)
-
-
-def test_a_run_outlives_the_restart_of_its_server(search: Search, tmp_path: Path) -> None:
-    again: list[threading.Timer] = []
-
-    def kill_for_a_while() -> None:
-        search.kill()
-        again.append(threading.Timer(2.5, search.start_again))  # longer than three retries together
-        again[0].start()
-
-    cache = tmp_path / "replies.db"
-    display = Watching(kill_for_a_while, lambda step: None)
-    run_dir, summary = train(
-        tmp_path / "run",
-        search,
-        display,
-        search__timeout_s=120.0,
-        search__retries=8,
-        search__cache=str(cache),
-    )
-    again[0].join()
-    assert summary["steps"] == 3
-    lines = read_metrics(run_dir.metrics)[1:]
-    assert [line["rollout/excluded_rate"] for line in lines] == [0.0, 0.0, 0.0]
-    assert all(line["tool/error_rate"] == 0.0 and line["tool/calls"] > 0 for line in lines)
-    assert all(0.0 <= line["tool/duplicate_query_rate"] < 1.0 for line in lines)
-    assert all(line["tool/answer_in_top_k"] > 0.0 for line in lines)
-    trajectories = list(read_jsonl(run_dir.trajectories / "step_000002.jsonl"))
-    assert len(trajectories) == 16
-    waited = [
-        call for t in trajectories for turn in t.turns for call in turn.tool_calls if call.latency_s > 1.0
-    ]
-    assert waited and all(call.ok and call.hits for call in waited)
-    assert cache.stat().st_size > 0
-
-
 def test_an_outage_beyond_the_deadline_is_excluded_and_counted(search: Search, tmp_path: Path) -> None:
     def mend(step: int) -> None:
         if step == 2:
@@ -142,8 +87,16 @@ def test_an_outage_beyond_the_deadline_is_excluded_and_counted(search: Search, t
             time.sleep(5.0)  # the client leaves a server that was out alone for a few seconds
 
     display = Watching(search.kill, mend)
-    run_dir, summary = train(tmp_path / "run", search, display, search__timeout_s=1.5)
-    assert summary["steps"] == 3
+    config = short_config(
+        task=str(search.task),
+        task_args={},
+        search__url=search.server.url,
+        search__timeout_s=1.5,
+        update__steps=3,
+        rollout__save_every=1,
+    )
+    run_dir = RunDir.create(tmp_path / "run", config)
+    assert run(config, run_dir, display, False)["steps"] == 3
     before, during, after = read_metrics(run_dir.metrics)[1:]
     assert before["rollout/excluded_rate"] == after["rollout/excluded_rate"] == 0.0
     trajectories = list(read_jsonl(run_dir.trajectories / "step_000002.jsonl"))
