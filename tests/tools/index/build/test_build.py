@@ -98,7 +98,7 @@ def test_a_build_killed_before_it_wrote_its_request_is_begun_again(tmp_path: Pat
     assert build([corpus], tmp_path / "index").passages == 30
 
 
-def _interrupt(*arguments: object) -> None:
+def _interrupt(*arguments: object, **named: object) -> None:
     raise KeyboardInterrupt
 
 
