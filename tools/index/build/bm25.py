@@ -19,7 +19,7 @@ from sorl_env.errors import UserError
 from sorl_tools.index.words import PATTERN, stemmer, stop_words
 
 CHUNK = 4096  # passages counted at a time; their numbers within a chunk are stored in 16 bits
-PART = 2**25  # postings that are written at a time, and at most one word's more
+PART = 2**23  # postings that are written at a time, and at most one word's more
 MAX_SPELLINGS = 2_000_000
 MAX_COUNT = 2**16 - 1  # of one word in a passage
 STOP_WORD = -1
