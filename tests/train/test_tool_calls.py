@@ -173,7 +173,7 @@ def test_the_server_tells_the_turns_and_the_answer(env: ToolUseEnv, tokenizer: A
     with agent.running():
         trajectory = asyncio.run(ask())
     assert [turn.kind for turn in trajectory.turns] == ["tool", "answer"]
-    texts = [event["turn"]["text"] for event in told if "turn" in event]
+    texts = [turn["text"] for turn in told]
     assert texts == [turn.text for turn in trajectory.turns] and texts[1] == "employer"
 
 

@@ -15,7 +15,7 @@ def test_half_surrogate_pairs_in_a_request_are_replaced() -> None:
     body |= {"sorl": {"options": {"A": "\ude00\ud83d", "B": "\ud83d\ude00"}}}
     request = parse_request(json.dumps(body).encode(), "agent")
     assert request.question == "who \ufffd?"
-    assert request.options == {"A": "\ufffd\ufffd", "B": "\U0001f600"}
+    assert request.sorl.options == {"A": "\ufffd\ufffd", "B": "\U0001f600"}
 
 
 @pytest.mark.parametrize(
