@@ -278,8 +278,7 @@ def main() -> int:
     figures = {**commits, **where, **packages, "rounds": args.rounds}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for side in commits:
-            trees = {side: prepare(commit, folder / side) for side, commit in commits.items()}
+        trees = {side: prepare(commit, folder / side) for side, commit in commits.items()}
         figures["measures"] = measured(args.rounds, args.only, folder, trees)
     show(figures)
     if args.json:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sorl_env.command import Parser, number, seed, whole
@@ -18,7 +18,6 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.registry import load_task, task_names
 from sorl_env.rollout import RolloutSettings
 from sorl_env.text_env import TextEnv, need_tools, open_env
-from sorl_env.turn_format import FormatName
 from sorl_train.config.files import value_from_text, with_overrides
 from sorl_train.config.schema import fields
 from sorl_train.config.settings import TrainConfig
@@ -125,10 +124,8 @@ def policy_facts(args: argparse.Namespace, source: PolicySource | None) -> dict[
     """What identifies the policy in the settings of an evaluation."""
     if source is not None:
         return dict(fingerprint(source.folder))
-    tokenizer = (
-        dict(fingerprint(args.tokenizer)) if args.tokenizer else "none: counts of tokens are estimates"
-    )
-    return {"served": args.model_name, "tokenizer": tokenizer}
+    known = dict(fingerprint(args.tokenizer)) if args.tokenizer else "none: counts of tokens are estimates"
+    return {"served": args.model_name, "tokenizer": known}
 
 
 def rollout_settings(args: argparse.Namespace, source: PolicySource | None) -> RolloutSettings:
@@ -202,20 +199,30 @@ def make_envs(
     Raises:
         UserError: no task, the same task twice, or a setting that is wrong or names another task.
     """
-    if not references and config is not None:
-        references = [config.task]
+    references = references or ([config.task] if config is not None else [])
     if not references:
         raise UserError(f"give --task NAME, one or several. Known: {', '.join(task_names())}")
-    trained = with_overrides(
-        config or TrainConfig(), _given(args, "format")
-    )  # the policy's, whatever the task
-    by_task = {name: _by_task(getattr(args, name), references, name) for name in _OF_A_TASK}
+    # the policy writes its own format, whatever the task
+    written = with_overrides(config or TrainConfig(), _given(args, "format")).format
+    overrides = _given(args, "search.") | _given(args, "limits.") | _given(args, "tools")
+    data, corpora, urls = (_by_task(getattr(args, name), references, name) for name in _OF_A_TASK)
     knobs = _knobs(args, references)
     envs: dict[str, TextEnv] = {}
     for reference in references:
-        given = {name: values.get(reference) for name, values in by_task.items()}
-        base = config if config is not None and config.task == reference else None
-        env = _make_env(args, reference, base, given, knobs[reference], trained.format)
+        own = config if config is not None and config.task == reference else TrainConfig()
+        corpus, url = corpora.get(reference), urls.get(reference)
+        # one replaces the other
+        search = {"search.corpus": corpus, "search.url": url} if corpus or url else {}
+        settings = with_overrides(own, {**overrides, **search})
+        task = load_task(reference, **{**own.task_args, **knobs[reference]})
+        env = open_env(
+            task,
+            data=data.get(reference) or own.eval_data or own.data,
+            split=args.split or own.eval.split,
+            tool_settings=tool_settings(settings),
+            limits=limits(task, settings.limits),
+            format=written,
+        )
         if env.task.name in envs:
             raise UserError(f"--task names {env.task.name!r} twice")
         envs[env.task.name] = env
@@ -227,29 +234,6 @@ def make_env(args: argparse.Namespace, source: PolicySource | None) -> ToolUseEn
     references = [args.task] if args.task else []
     (env,) = make_envs(args, references, source.config if source else None).values()
     return need_tools(env, "a question of your own")
-
-
-def _make_env(
-    args: argparse.Namespace,
-    reference: str,
-    base: TrainConfig | None,
-    given: Mapping[str, str | None],
-    knobs: Mapping[str, Any],
-    format: FormatName,
-) -> TextEnv:
-    overrides = _given(args, "search.") | _given(args, "limits.") | _given(args, "tools")
-    if given["search.corpus"] or given["search.url"]:  # one replaces the other
-        overrides |= {name: given[name] for name in ("search.corpus", "search.url")}
-    config = with_overrides(base or TrainConfig(), overrides)
-    task = load_task(reference, **{**(base.task_args if base else {}), **knobs})
-    return open_env(
-        task,
-        data=given["data"] or config.eval_data or config.data,
-        split=args.split or config.eval.split,
-        tool_settings=tool_settings(config),
-        limits=limits(task, config.limits),
-        format=format,
-    )
 
 
 def _by_task(values: Sequence[str], references: Sequence[str], option: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from sorl_train.evaluate.results import EvalResult, Job
 from sorl_train.evaluate.results_file import EvalResultsFile
 from sorl_train.evaluate.runner import Policy, check_search, plan_jobs, run_evaluation
 from sorl_train.evaluate.summary import summarize
-from sorl_train.evaluate.tables import latex, make_tables, markdown, table_main
+from sorl_train.evaluate.tables import table_main, tables
 from sorl_train.rollout.environments import env_facts
 from sorl_train.run.files import atomic_write
 from sorl_train.run.lock import FolderLock
@@ -50,9 +50,9 @@ EXAMPLES = """\
   sorl-eval --endpoint URL --model_name NAME --tokenizer MODEL --task nq --search.url URL
 commands on its results, each with a --help of its own:
   sorl-eval compare A B                             paired interval and test, questions gained and lost
-  sorl-eval table FOLDER .. --latex                 several policies beside the paper's published rows
+  sorl-eval table FOLDER ..                         several policies beside the paper's published rows
 """
-COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"compare": compare_main, "table": table_main}
+COMMANDS = {"compare": compare_main, "table": table_main}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,63 +94,58 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Answer all questions that the folder does not hold yet, then write the summary and the tables."""
-    args.mode = modes = list(dict.fromkeys(args.mode))
-    _check(args, modes)
+    """Answer all questions that the folder does not hold yet, then write the summary and the table."""
+    args.mode = list(dict.fromkeys(args.mode))
+    check_modes(args.mode)
+    if args.samples > 1 and args.temperature is None:
+        args.temperature = 1.0  # n greedy samples would be the same one n times
+    if args.samples > 1 and args.temperature == 0:
+        raise UserError(
+            f"--samples {args.samples}: at --sampler.temperature 0 all samples are the same; raise the temperature"
+        )
     source = find_source(args, args.model)
     envs = make_envs(args, args.task, source.config if source else None)
-    check_search(envs, modes)
+    check_search(envs, args.mode)
     label = args.label or (source.label if source else args.model_name)
-    settings = _settings(args, source, envs, modes, label)
+    settings = _settings(args, source, envs, label)
     with FolderLock(args.out or _default_folder(source, label), "--out") as lock:
-        return _evaluate_in(lock.folder, args, source, envs, settings)
+        file = EvalResultsFile(lock.folder, settings)
+        jobs = plan_jobs(envs, args.mode, args.limit, args.samples, args.seed)
+        open_jobs = [job for job in jobs if job.key not in file.results]
+        if open_jobs:
+            policy = make_policy(args, source, envs.values())
+            _check_prompts(policy, envs, open_jobs)
+            progress = Progress(args.quiet)
+            progress.start("evaluate", len(jobs), len(jobs) - len(open_jobs))
 
+            def on_result(result: EvalResult) -> None:
+                file.add(result)
+                progress.advance(1)
 
-def _evaluate_in(
-    folder: Path,
-    args: argparse.Namespace,
-    source: PolicySource | None,
-    envs: Mapping[str, TextEnv],
-    settings: Mapping[str, Any],
-) -> int:
-    file = EvalResultsFile(folder, settings)
-    jobs = plan_jobs(envs, args.mode, args.limit, args.samples, args.seed)
-    open_jobs = [job for job in jobs if job.key not in file.results]
-    if open_jobs:
-        policy = make_policy(args, source, envs.values())
-        _check_prompts(policy, envs, open_jobs)
-        progress = Progress(args.quiet)
-        progress.start("evaluate", len(jobs), len(jobs) - len(open_jobs))
-
-        def on_result(result: EvalResult) -> None:
-            file.add(result)
-            progress.advance(1)
-
-        try:
-            run_evaluation(policy, envs, open_jobs, on_result)
-        finally:
-            progress.close()
-            for env in envs.values():
-                env.close()
-    return _write_summary(folder, file.finish(jobs), settings, args.json)
+            try:
+                run_evaluation(policy, envs, open_jobs, on_result)
+            finally:
+                progress.close()
+                for env in envs.values():
+                    env.close()
+        return _write_summary(lock.folder, file.finish(jobs), settings, args.json)
 
 
 def _write_summary(
     folder: Path, results: Sequence[EvalResult], settings: Mapping[str, Any], as_json: bool
 ) -> int:
-    """Write ``summary.json`` and the tables, print the summary or the Markdown table; returns the exit status."""
+    """Write ``summary.json`` and ``table.md``, print one of the two; returns the exit status."""
     entries = summarize(results)
     for entry in entries:
         entry["is_sample"] = settings["tasks"][entry["task"]]["is_sample"]
     summary = {"label": settings["label"], "settings": settings, "entries": entries}
     atomic_write(folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    tables = make_tables([summary])
-    atomic_write(folder / "table.md", markdown(tables))
-    atomic_write(folder / "table.tex", latex(tables))
+    table = tables([summary])
+    atomic_write(folder / "table.md", table + "\n")
     if as_json:
         print_json(summary)
     else:
-        print(f"{markdown(tables)}\n{folder}: results.jsonl, summary.json, table.md, table.tex")
+        print(f"{table}\n\n{folder}: results.jsonl, summary.json, table.md")
     excluded = [result for result in results if result.excluded]
     if excluded:
         say(
@@ -159,16 +154,6 @@ def _write_summary(
             f"{excluded[-1].error}. The same command tries them again",
         )
     return 1 if excluded else 0
-
-
-def _check(args: argparse.Namespace, modes: list[str]) -> None:
-    check_modes(modes)
-    if args.samples > 1 and args.temperature is None:
-        args.temperature = 1.0  # n greedy samples would be the same one n times
-    if args.samples > 1 and args.temperature == 0:
-        raise UserError(
-            f"--samples {args.samples}: at --sampler.temperature 0 all samples are the same; raise the temperature"
-        )
 
 
 def _check_prompts(policy: Policy, envs: Mapping[str, TextEnv], jobs: Sequence[Job]) -> None:
@@ -183,7 +168,6 @@ def _settings(
     args: argparse.Namespace,
     source: PolicySource | None,
     envs: Mapping[str, TextEnv],
-    modes: Sequence[str],
     label: str,
 ) -> dict[str, Any]:
     """What decides the results."""
@@ -193,7 +177,7 @@ def _settings(
         "label": label,
         "policy": policy_facts(args, source),
         "tasks": {name: env_facts(env) for name, env in envs.items()},
-        "modes": list(modes),
+        "modes": args.mode,
         "limit": args.limit,
         "samples": args.samples,
         "temperature": rollout.temperature,

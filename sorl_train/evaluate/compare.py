@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sorl_env.command import Parser, add_json_option, print_json, whole
+from sorl_env.command import Parser, add_json_option, print_json
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.figures import markdown_table
 from sorl_train.evaluate.intervals import SIGNIFICANT, Paired, paired
@@ -18,6 +18,7 @@ from sorl_train.evaluate.results import EvalResult
 from sorl_train.evaluate.results_file import read_folder
 
 ABOUT = "Compare two evaluations over the questions that both have, and list the questions gained and lost."
+SHOWN = 5  # of the questions gained, and of those lost
 Question = tuple[str, int]  # id, and a number that tells questions with the same id apart
 Answers = dict[Question, list[EvalResult]]
 Groups = dict[tuple[str, str], Answers]  # the answers to each question, by task and mode
@@ -43,19 +44,13 @@ def compare_main(argv: Sequence[str]) -> int:
     add("a", help="folder of an evaluation; FOLDER:MODE takes one of its modes")
     add("b", help="folder of the evaluation to compare it with")
     add("--metric", help="em, f1, subem, choice or reward (default: each task's main score)")
-    add(
-        "--show",
-        type=whole(0),
-        default=5,
-        help="how many of the questions gained and lost to print (default: 5)",
-    )
     add_json_option(parser)
     args = parser.parse_args(argv)
     comparisons = compare(args.a, args.b, args.metric)
     if args.json:
         print_json(comparisons)
     else:
-        print(report(comparisons, args.show))
+        print(report(comparisons))
     return 0
 
 
@@ -139,31 +134,25 @@ def _content(label: str, groups: Groups) -> str:
     return f"{label} has {', '.join(f'{task} ({mode})' for task, mode in groups) or 'nothing'}"
 
 
-HEAD = "task, mode, metric, questions, A, B, B - A, 95%, p, test, gained, lost".split(", ")
-
-
-def report(comparisons: Sequence[Comparison], show: int = 5) -> str:
-    """A Markdown table, then for each of its rows a verdict and some of the questions that changed."""
+def report(comparisons: Sequence[Comparison]) -> str:
+    """A Markdown table, then for each of its rows a verdict and the first questions that changed."""
     rows: list[list[Any]] = []
     details: list[str] = []
     for found in comparisons:
-        result, same = found.result, found.mode_a == found.mode_b
-        mode = found.mode_a if same else f"{found.mode_a} / {found.mode_b}"
-        difference = result.difference
-        percents = [
-            f"{100 * result.mean_a:.2f}",
-            f"{100 * result.mean_b:.2f}",
-            f"{100 * difference.mean:+.2f}",
-        ]
+        result, difference = found.result, found.result.difference
+        mode = found.mode_a if found.mode_a == found.mode_b else f"{found.mode_a} / {found.mode_b}"
+        percents = [f"{100 * mean:.2f}" for mean in (result.mean_a, result.mean_b)]
+        percents.append(f"{100 * difference.mean:+.2f}")
         interval = f"[{100 * difference.low:+.2f}, {100 * difference.high:+.2f}]"
         tests = [f"{result.p:.2g}", result.test, result.gained, result.lost]
         rows.append([found.task, mode, found.metric, result.questions, *percents, interval, *tests])
         details += ["", f"{found.task}, {mode}: {verdict(result)}"]
         for word, questions in (("gained", found.gained), ("lost", found.lost)):
-            details += [f"  {word}: {name}  {text}" for name, text in questions[:show]]
-            if len(questions) > show:
-                details.append(f"  .. and {len(questions) - show} more {word}")
-    return "\n".join([markdown_table(HEAD, rows, "lllrrrrlrlrr"), *details])
+            details += [f"  {word}: {name}  {text}" for name, text in questions[:SHOWN]]
+            if len(questions) > SHOWN:
+                details.append(f"  .. and {len(questions) - SHOWN} more {word}: --json has all")
+    heads = "task, mode, metric, questions, A, B, B - A, 95%, p, test, gained, lost".split(", ")
+    return "\n".join([markdown_table(heads, rows, "lllrrrrlrlrr"), *details])
 
 
 def verdict(result: Paired) -> str:

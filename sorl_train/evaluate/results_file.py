@@ -5,7 +5,7 @@
     settings.json    what decides the results: policy, tasks and their data, modes, sampling
     manifest.json    versions, commit, hardware, command
     results.jsonl    one result per question and sample; the same bytes for the same settings
-    summary.json     figures with intervals       table.md, table.tex    the paper's Table 1 with ours
+    summary.json     figures with intervals       table.md    the paper's Table 1 with ours
 
 An evaluation may grow: it may be started again with more questions, modes, samples or tasks, as long as these include
 all that the folder has.
