@@ -46,7 +46,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--options", nargs="+", default=[], metavar="A=TEXT", help="of a multiple-choice question"
     )
-    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto")
     add_one_task_options(parser)
     return parser
 
@@ -71,8 +70,7 @@ def _ask(args: argparse.Namespace) -> int:
     finally:
         env.close()
     shown = render(env, example, trajectory)
-    coloured = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
-    print(shown if coloured else _COLOUR.sub("", shown))
+    print(shown if sys.stdout.isatty() else _COLOUR.sub("", shown))
     print(_ending(trajectory, example))
     return 0 if trajectory.stop_reason.value == "answer" else 1
 

@@ -71,8 +71,12 @@ def compare(a: str, b: str, metric: str | None = None) -> list[Comparison]:
         if mode_a in (None, mode) and (task, other) in groups_b:
             found += _compare(before, groups_b[task, other], task, mode, other, metric)
     if not found:
+        have = [
+            ", ".join(f"{task} ({mode})" for task, mode in groups) or "nothing"
+            for groups in (groups_a, groups_b)
+        ]
         raise UserError(
-            f"{a} and {b} share no question: {_content(label_a, groups_a)} against {_content(label_b, groups_b)}"
+            f"{a} and {b} share no question: {label_a} has {have[0]} against {label_b} has {have[1]}"
         )
     return found
 
@@ -128,10 +132,6 @@ def _value(row: EvalResult, metric: str) -> float:
         known = [*row.scores, *(["reward"] if row.reward is not None else [])]
         raise UserError(f"rows of task {row.task} have no metric {metric!r}. {did_you_mean(metric, known)}")
     return row.scores[metric]
-
-
-def _content(label: str, groups: Groups) -> str:
-    return f"{label} has {', '.join(f'{task} ({mode})' for task, mode in groups) or 'nothing'}"
 
 
 def report(comparisons: Sequence[Comparison]) -> str:

@@ -80,25 +80,19 @@ def _best(run: Path) -> Path:
 
 
 def _of_checkpoint(checkpoint: Path, run: Path) -> PolicySource:
-    _check_whole(checkpoint)
-    if not (run / "config.yaml").is_file():  # a checkpoint that was copied elsewhere
-        return PolicySource(checkpoint.resolve().name, str(checkpoint / "policy"))
-    name = run.resolve().name
-    label = name if checkpoint.name == "best" else f"{name}-{checkpoint.name}"
-    return PolicySource(label, str(checkpoint / "policy"), run, saved_config(run, check=False))
-
-
-def _check_whole(checkpoint: Path) -> None:
-    """Raise ``UserError`` if a file of the policy is not as the run wrote it. Without hashes nothing is checked."""
-    if not (checkpoint / HASHES).is_file():
-        return
-    damage = find_damage(checkpoint, allow_more=True)
+    """Raises ``UserError`` if a file of the policy is not as the run wrote it. Without hashes nothing is checked."""
+    damage = find_damage(checkpoint, allow_more=True) if (checkpoint / HASHES).is_file() else []
     if damage:
         lines = "\n".join(f"  {line}" for line in damage)
         raise UserError(
             f"{checkpoint} is damaged:\n{lines}\nGive another checkpoint of the run, or restore these files from a "
             "copy."
         )
+    if not (run / "config.yaml").is_file():  # a checkpoint that was copied elsewhere
+        return PolicySource(checkpoint.resolve().name, str(checkpoint / "policy"))
+    name = run.resolve().name
+    label = name if checkpoint.name == "best" else f"{name}-{checkpoint.name}"
+    return PolicySource(label, str(checkpoint / "policy"), run, saved_config(run, check=False))
 
 
 def fingerprint(folder: str) -> Mapping[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import jinja2
 
-from sorl_env.errors import UserError
 from sorl_env.figures import duration
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
@@ -53,12 +52,6 @@ def _script(name: str) -> str:
 
 def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def check_place_for(page: Path) -> None:
-    """Raise ``UserError`` if the page's path is a folder."""
-    if page.is_dir():
-        raise UserError(f"--out {page} is a folder; name a file in it, as {page / 'page.html'}")
 
 
 def _pretty(value: Any) -> str:

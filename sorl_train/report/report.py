@@ -20,7 +20,7 @@ from sorl_train.report.curves import chart_data, stage_seconds
 from sorl_train.report.dialogues import COUNT, question_of, segments, step_files
 from sorl_train.report.figures import SECTIONS
 from sorl_train.report.groups import find_runs, group_runs, name_runs
-from sorl_train.report.page import check_place_for, render_page
+from sorl_train.report.page import render_page
 from sorl_train.report.run import ReportRun, read_run
 from sorl_train.report.table import COLUMNS, HEADLINE, STABILITY, group_rows, run_cell, run_rows
 from sorl_train.report.viewer import NAME as VIEWER
@@ -45,7 +45,6 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
         UserError: no such folder, or it contains nothing to show.
     """
     runs = _read_runs(paths)
-    check_place_for(out)
     title = f"{paths[0].resolve().name}: {len(runs)} runs" if len(paths) == 1 else f"{len(runs)} runs"
     page = render(runs, title, [_viewer_address(run.path, out) for run in runs])
     with new_folder(out.parent):

@@ -6,7 +6,6 @@ small. The report links to it. Like the report it works offline, and text of the
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +15,13 @@ from sorl_env.errors import UserError
 from sorl_env.folders import new_folder
 from sorl_train.report.dialogues import step_files
 from sorl_train.report.groups import find_runs
-from sorl_train.report.page import check_place_for, render_page
+from sorl_train.report.page import render_page
 from sorl_train.report.run import ReportRun, read_run
-from sorl_train.report.viewer_data import CHUNK, MOST_DIALOGUES, StepFile, ViewerPage, pack, read_page
+from sorl_train.report.viewer_data import CHUNK, MOST_DIALOGUES, ViewerPage, pack, read_page
 from sorl_train.run.files import atomic_write
 from sorl_train.run.folder import RunDir
 
 NAME = "viewer.html"
-_STEPS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _SCRIPTS = (
     "page.js",
     "viewer_data.js",
@@ -34,35 +32,30 @@ _SCRIPTS = (
 )
 
 
-def write_viewer(
-    run_dir: Path,
-    out: Path | None = None,
-    *,
-    steps: tuple[int, int] | None = None,
-    most: int = MOST_DIALOGUES,
-) -> Path:
+def write_viewer(run_dir: Path, out: Path | None = None, *, most: int = MOST_DIALOGUES) -> Path:
     """Write the page of a run, by default to ``RUN/viewer.html``, and return its path.
 
     If there are more dialogues than ``most``, the page has the lowest and the highest reward of each step and the same
     number of others from each; it says so.
 
-    Args:
-        steps: first and last step to show; None shows all.
-
     Raises:
-        UserError: no such folder, the folder of a study, or a run without dialogues of these steps.
+        UserError: no such folder, the folder of a study, or a run without dialogues.
     """
     first = find_runs([run_dir])[0].path
     if first != run_dir:
         raise UserError(f"{run_dir} is a study: give one of its runs, as {first}")
     run = read_run(run_dir, run_dir.resolve().name, dialogues=0)
-    files = _files(run_dir, steps)
+    folder = RunDir(run_dir).trajectories
+    files = step_files(folder)
+    if not files:
+        raise UserError(
+            f"there are no dialogues: no {folder}/step_*.jsonl; training saves some every rollout.save_every steps"
+        )
     notes: list[str] = []
     content = read_page(files, notes, most)
     if not content.rows:
         raise UserError(f"no dialogue in {run_dir} can be read: {'; '.join(notes) or 'its files are empty'}")
     out = out or run_dir / NAME
-    check_place_for(out)
     page = render(run, content, notes)
     with new_folder(out.parent):
         atomic_write(out, page)
@@ -102,39 +95,11 @@ def _view(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run folder")
     add("--out", type=Path, help=f"default: RUN/{NAME}")
-    add("--steps", metavar="FIRST-LAST", help="only the dialogues of these steps, or of one step")
     most = "dialogues in the page, but at least two of each step (default: %(default)s)"
     add("--most", type=whole(1), default=MOST_DIALOGUES, help=most)
     arguments = parser.parse_args(argv)
-    steps = _parse_steps(arguments.steps) if arguments.steps else None
-    print(write_viewer(arguments.run, arguments.out, steps=steps, most=arguments.most))
+    print(write_viewer(arguments.run, arguments.out, most=arguments.most))
     return 0
-
-
-def _files(run_dir: Path, steps: tuple[int, int] | None) -> list[StepFile]:
-    folder = RunDir(run_dir).trajectories
-    found = step_files(folder)
-    if not found:
-        raise UserError(
-            f"there are no dialogues: no {folder}/step_*.jsonl; training saves some every rollout.save_every steps"
-        )
-    if steps is None:
-        return found
-    chosen = [file for file in found if steps[0] <= file[1] <= steps[1]]
-    if not chosen:
-        saved = ", ".join(map(str, sorted({file[1] for file in found})))
-        raise UserError(f"no dialogues of steps {steps[0]}-{steps[1]} were saved; choose from {saved}")
-    return chosen
-
-
-def _parse_steps(text: str) -> tuple[int, int]:
-    match = _STEPS.fullmatch(text)
-    if not match:
-        raise UserError(f"--steps {text!r} is neither a step nor FIRST-LAST; write 10 or 10-50")
-    first, last = int(match[1]), int(match[2] or match[1])
-    if last < first:
-        raise UserError(f"--steps {text} ends before it begins: did you mean {last}-{first}?")
-    return first, last
 
 
 if __name__ == "__main__":

@@ -150,7 +150,8 @@ def row_of(kind: Kind, step: int, t: Trajectory, mark: str, record: TokenRecord 
 
 def encode(t: Trajectory, record: TokenRecord | None, why: str) -> dict[str, Any]:
     """One dialogue as plain values; its ``note`` is ``why`` if there is no token record."""
-    note = why if record is None else "" if _fits(t, record) else MISMATCH
+    of_each_token = [turn.index for turn in t.turns for _ in range(turn.start, turn.end)]
+    note = why if record is None else "" if list(record.turn) == of_each_token else MISMATCH
     by_turn = _split(record) if record is not None and not note else {}
     facts = [("trajectory", t.id), ("example", t.example_id), ("data", f"{t.task}, {t.split}, {t.source}")]
     facts += [("seed", str(t.seed)), ("tokens", f"{t.num_action_tokens} sampled of {len(t.token_ids)}")]
@@ -190,12 +191,6 @@ def _encode_turn(turn: Turn, tokens: Mapping[str, Any] | None, is_message: bool)
         "calls": calls,
         "observation": turn.observation.strip(),
     }
-
-
-def _fits(t: Trajectory, record: TokenRecord) -> bool:
-    """Whether the record has as many tokens in each turn as the trajectory."""
-    expected = [turn.index for turn in t.turns for _ in range(turn.start, turn.end)]
-    return list(record.turn) == expected
 
 
 def _split(record: TokenRecord) -> dict[int, dict[str, Any]]:

@@ -109,6 +109,9 @@ def test_no_option_of_a_real_question_gives_a_wrong_letter(shared_data: Path) ->
 def test_training_and_evaluation_score_an_answer_by_one_rule() -> None:
     for answer in ("A", "(a)", "A.", "A: iron", "A: zinc", "[A]", "A or B", "Iron", "", "A, of course"):
         assert scores(answer, ["A"], OPTIONS) == {"choice": multiple_choice(answer, "A", OPTIONS)}
+    assert scores("(a)", ["A"], OPTIONS) == {"choice": 1.0} and scores(None, ["A"], OPTIONS) == {
+        "choice": 0.0
+    }
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,6 @@ def test_training_and_evaluation_score_an_answer_by_one_rule() -> None:
         ("the answer is Rome. Hm.\nSo the final answer is: Paris\n", "cot", ("Paris", "phrase")),
         ("<think>the answer is Rome</think>", "cot", None),
         ("Paris", "cot", None),
-        ("Paris", "rag", None),
         ("", "direct", None),
         ("Paris\nIt is the capital.", "direct", ("Paris", "text")),
         ("\n\n Paris", "direct", ("Paris", "text")),
@@ -132,11 +134,6 @@ def test_training_and_evaluation_score_an_answer_by_one_rule() -> None:
 )
 def test_answers_as_models_write_them(output: str, mode: str, answer: tuple[str, str] | None) -> None:
     assert read_answer(output, mode) == answer
-
-
-def test_an_answer_in_the_prompts_example_cannot_be_read() -> None:
-    """The output alone is read: a policy that says it does not know is not scored on the prompt's own example."""
-    assert read_answer("I do not know.", "cot") is None
 
 
 # --- scores ---------------------------------------------------------------------------------------
@@ -170,12 +167,6 @@ def test_no_answer_scores_nothing_even_where_the_gold_is_an_article() -> None:
     assert scores(None, ["the"], None) == {"em": 0.0, "f1": 0.0, "subem": 0.0}
 
 
-def test_choice_scores_alone() -> None:
-    options = {"A": "Iron", "B": "Zinc"}
-    assert scores("(b)", ["B"], options) == {"choice": 1.0}
-    assert scores("A or B", ["B"], options) == scores(None, ["B"], options) == {"choice": 0.0}
-
-
 def test_an_answer_in_retrieved_text_stands_there_as_whole_words() -> None:
     assert answer_in_text("Doc 1 (X): in the Paris, of 1900", ["Paris of 1900"], None)
     assert not answer_in_text("comparisons", ["Paris"], None)
@@ -190,12 +181,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int, c: int) -> N
     for k in range(1, n + 1):
         subsets = list(itertools.combinations(samples, k))
         assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-
-
-def test_pass_at_k_refuses_what_makes_no_sense() -> None:
-    for wrong in ((4, 5, 1), (4, 1, 5), (4, 1, 0)):
-        with pytest.raises(ValueError, match="pass_at_k"):
-            pass_at_k(*wrong)
 
 
 def test_the_ks_reported() -> None:

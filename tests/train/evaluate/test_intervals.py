@@ -27,13 +27,6 @@ def test_an_interval_is_that_of_all_resamples_with_two_made_up_questions() -> No
     assert (found.low, found.high) == (pytest.approx(low, abs=0.01), pytest.approx(high, abs=0.01))
 
 
-def test_two_draws_by_hand() -> None:
-    indices = np.random.default_rng(7).integers(0, 4, size=(2, 4))
-    values = [1.0, 2.0, 4.0, 8.0]
-    by_hand = [sum(values[i] for i in row) / 4 for row in indices]
-    assert bootstrap(values, draws=2, seed=7).tolist() == by_hand
-
-
 @pytest.mark.parametrize(
     ("right", "of", "low", "high"),
     [
@@ -103,13 +96,6 @@ def test_mcnemar_of_thousands_is_still_exact() -> None:
     assert mcnemar_exact(1050, 950) == pytest.approx(0.0267, abs=0.0003)  # normal: z = 99 / sqrt(2000)
     # a sum of binomials, each made anew, took minutes; z = 82 / sqrt(20151)
     assert mcnemar_exact(10034, 10117) == pytest.approx(0.5635, abs=5e-5)
-
-
-def test_pairs_count_what_changed() -> None:
-    found = paired([0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0])
-    assert (found.gained, found.lost, found.questions) == (2, 1, 4)
-    assert (found.mean_a, found.mean_b, found.difference.mean) == (0.5, 0.75, 0.25)
-    assert (found.p, found.test) == (1.0, "McNemar")
 
 
 @pytest.mark.parametrize(

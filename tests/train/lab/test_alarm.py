@@ -94,18 +94,6 @@ def test_the_command_on_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "| 7 | | | 0.080 | |" in capsys.readouterr().out
 
 
-def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "notes.jsonl").write_text('{"study": "x"}\n')
-    (tmp_path / "page.html").write_text("<html></html>\n")
-    for path, said in (
-        ("nothing", "it has no metrics.jsonl"),
-        ("notes.jsonl", "notes.jsonl, line 1: this is not a recorded run"),
-        ("page.html", "page.html, line 1: this is not a recorded run"),
-    ):
-        assert main(["alarm", str(tmp_path / path)]) == 2
-        assert said in capsys.readouterr().err
-
-
 # Recorded runs.
 STABILITY = Path(__file__).resolve().parents[3] / "docs/stability"
 
@@ -120,36 +108,18 @@ def figures(name: str, *, quickstarts: bool = False, rising: bool | None = None)
     return count([judge(run, AlarmConfig()) for run in runs])
 
 
-def meets_the_bar(found: Figures) -> bool:
-    return found.ahead >= 0.8 * found.collapsed and found.alarmed <= 0.05 * found.healthy
-
-
-def test_runs_that_the_limits_were_set_on() -> None:
-    """Rising rates, and whole quickstarts: not what the alarm is judged on."""
-    assert figures("alarm_runs") == Figures(collapsed=20, ahead=19, healthy=18, alarmed=0)
-    assert figures("alarm_other_runs", quickstarts=True) == Figures(0, 0, 15, 0)
-
-
-def test_the_alarm_sees_strain_and_not_the_outcome() -> None:
-    """At constant rates, many far too high: what has five steps gets five, and so do runs that come through."""
-    assert figures("alarm_other_runs") == Figures(54, 16, 68, 53)
-
-
-# Runs looked at only after the rule and its limits had been committed.
-def test_held_out_runs_at_rising_rates() -> None:
-    found = figures("alarm_held_out", rising=True)
-    assert found == Figures(13, 13, 19, 0)
-    assert meets_the_bar(found)
-
-
-def test_held_out_runs_at_constant_rates() -> None:
-    """Collapses that have five steps are seen, and so is most of what comes through."""
-    assert figures("alarm_held_out", rising=False) == Figures(71, 31, 152, 126)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    reason="44 of 84 collapses are seen early (47 could be), 126 of 171 healthy runs alarm: docs/stability.md",
+@pytest.mark.parametrize(
+    ("name", "which", "found"),
+    [
+        # rising rates, and whole quickstarts: what the limits were set on
+        ("alarm_runs", {}, Figures(collapsed=20, ahead=19, healthy=18, alarmed=0)),
+        ("alarm_other_runs", {"quickstarts": True}, Figures(0, 0, 15, 0)),
+        # constant rates, many far too high: what has five steps gets five, and so do runs that come through
+        ("alarm_other_runs", {}, Figures(54, 16, 68, 53)),
+        # looked at only after the rule and its limits had been committed
+        ("alarm_held_out", {"rising": True}, Figures(13, 13, 19, 0)),
+        ("alarm_held_out", {"rising": False}, Figures(71, 31, 152, 126)),
+    ],
 )
-def test_held_out_runs_in_all_settings() -> None:
-    assert meets_the_bar(figures("alarm_held_out"))
+def test_the_alarm_on_recorded_runs(name: str, which: dict[str, bool], found: Figures) -> None:
+    assert figures(name, **which) == found

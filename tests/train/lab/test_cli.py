@@ -113,29 +113,6 @@ def runs_nothing(folder: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["--jobs", "0"], "--jobs must be at least 1, it is 0"),
-        (["--seeds", "-1"], "--seeds must be at least 1, it is -1"),
-        (["--table"], "the study has not run there"),
-        (["--only", "so_pp,"], "--only 'so_pp,' matches no cell; the cells are\n  ppo\n  so_ppo\n"),
-    ],
-)
-def test_mistakes_on_the_command_line(
-    options: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert main(["stability", "--config", "severe", "--out", str(out), *options]) == 2
-    assert complaint in capsys.readouterr().err and not out.exists()
-
-
-def test_a_file_in_place_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "out").write_text("")
-    assert main(["stability", "--config", "severe", "--out", str(tmp_path / "out")]) == 2
-    assert f"\nsorl-lab: {tmp_path / 'out'}" in capsys.readouterr().err
-
-
 def test_a_study_of_which_no_run_has_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that broke off is named: what diverges does not finish, and would be missing from the medians unseen."""
     (tmp_path / "runs" / load_study("severe").runs[1].id).mkdir(parents=True)

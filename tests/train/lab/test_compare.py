@@ -40,7 +40,6 @@ def test_rates_are_those_that_have_their_tenfold(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("axes", "complaint"),
     [
-        ({}, "compare needs optim.lr as the only axis; its axes: none"),
         ({"optim.lr": [1e-4, 1e-3], "update.epochs": [1, 2]}, "its axes: optim.lr, update.epochs"),
         ({"optim.lr": [1e-4, 2e-4]}, "none of its rates 0.0001, 0.0002 is 10 times another"),
     ],

@@ -71,15 +71,7 @@ def test_an_arm_may_set_what_only_some_points_of_an_axis_read(tmp_path: Path) ->
 
 def test_packaged_studies_are_valid() -> None:
     severe = load_study("severe")
-    papers = {
-        "ppo",
-        "turn_ppo",
-        "s_ppo",
-        "so_ppo",
-        "grpo",
-        "gspo",
-        "so_grpo",
-    }  # later rows are not in the study
+    papers = {"ppo", "turn_ppo", "s_ppo", "so_ppo", "grpo", "gspo", "so_grpo"}  # not the later algorithms
     assert {run.config.algo for run in severe.runs} == papers and papers < set(ALGORITHMS)
     grouped = [run.config.rollout.group_size for run in severe.runs if run.config.algorithm.needs_groups]
     assert set(grouped) == {8}
@@ -93,19 +85,14 @@ def test_packaged_studies_are_valid() -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"axis": {}}, r"a study has the keys .* not \['axis'\]"),
         ({"arms": {"ppo": {"algo": "pppo"}}}, "ppo at .*pppo"),
-        ({"axes": {"optim.learning_rate": [1]}}, "optim.learning_rate"),
         ({"arms": ["ppo"]}, r"arms: \['ppo'\]: expected names with their settings"),
         ({"arms": {"ppo": "ppo"}}, "arm ppo: ppo: expected settings"),
-        ({"arms": {"a/b": {"algo": "ppo"}}}, "arm 'a/b': expected a name without '/'"),
         ({"arms": {"fast": {"optim.lr": 1e-2}}}, "arm fast sets optim.lr: .* not in both"),
         ({"axes": {"optim.lr": 1e-3}}, "optim.lr: 0.001: expected a list"),
         ({"axes": {"optim.lr": []}}, "optim.lr: .*: expected a list"),
         ({"axes": {"seed": [1, 2]}}, "the seeds in the key seeds"),
-        ({"axes": {"optim.lr": [1e-3, 1e-3]}}, "ppo, optim.lr=0.001, seed 0 is there twice"),
         ({"settings": ["algo"]}, r"settings: \['algo'\]: expected"),
-        ({"seeds": 3}, "seeds: 3: expected a list"),
         ({"seeds": []}, "seeds: .*: expected a list"),
         ({"seeds": [0, 0]}, "seed 0 is there twice"),
     ],
@@ -120,21 +107,12 @@ def test_mistakes_are_named(changes: dict[str, Any], complaint: str, tmp_path: P
 def run_with(folder: Path, curve: list[float], grad_norm: float | None = 1.0, questions: int = 64) -> Path:
     """A run folder with a success curve, one evaluation a step."""
     folder.mkdir()
-    lines = [{"step": 0, "eval/success": curve[0], "eval/questions": questions}]
-    for step, success in enumerate(curve[1:], start=1):
-        figures = {
-            "grad_norm": 0.5,
-            "grad_norm_max": grad_norm,
-            "normalized_frac": 0.25,
-            "effective_lr": 2e-4,
-        }
-        line = {
-            "step": step,
-            "eval/success": success,
-            "eval/questions": questions,
-            **{f"loss/{name}": value for name, value in figures.items()},
-        }
-        lines.append(line | {"loss/clip_frac": 0.1})
+    figures = {"grad_norm": 0.5, "grad_norm_max": grad_norm, "normalized_frac": 0.25, "effective_lr": 2e-4}
+    trained = {f"loss/{name}": value for name, value in {**figures, "clip_frac": 0.1}.items()}
+    lines = [
+        {"step": step, "eval/success": success, "eval/questions": questions} | (trained if step else {})
+        for step, success in enumerate(curve)
+    ]
     RunDir(folder).metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
 
@@ -143,16 +121,13 @@ def test_measures_by_hand(tmp_path: Path) -> None:
     fell = measure(run_with(tmp_path / "fell", [0.6, 0.8, 0.5, 0.3, 0.1], grad_norm=None))
     assert (fell["peak"], fell["final"], fell["collapse_step"]) == (0.8, 0.1, 3.0)
     assert fell["kept"] == pytest.approx(0.125) and fell["worst_drop"] == pytest.approx(0.7)
-    assert math.isinf(fell["max_grad_norm"])
-    assert (fell["normalized"], fell["mean_rate"]) == (0.25, pytest.approx(2e-4))
+    assert (fell["normalized"], fell["mean_rate"], fell["max_grad_norm"]) == (0.25, 2e-4, math.inf)
     dipped = measure(run_with(tmp_path / "dipped", [0.6, 0.2, 0.9]))
-    assert (
-        dipped["kept"] == 1.0
-        and math.isnan(dipped["collapse_step"])
-        and dipped["worst_drop"] == pytest.approx(0.4)
-    )
-    never = measure(run_with(tmp_path / "never", [0.0, 0.02]))
-    assert never["kept"] == 0.0
+    assert (dipped["kept"], dipped["worst_drop"]) == (1.0, pytest.approx(0.4))
+    assert math.isnan(dipped["collapse_step"])
+    assert measure(run_with(tmp_path / "never", [0.0, 0.02]))["kept"] == 0.0
+    # of three evaluations there is one mean of three, which would hide the fall
+    assert measure(run_with(tmp_path / "short", [0.64, 0.6, 0.16]))["kept_mean"] == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +137,7 @@ def test_measures_by_hand(tmp_path: Path) -> None:
         ([0.65625, 0.75, 0.75], 64, 0.0),  # two standard errors are 44/68 + 2 * .0580 = .763
         ([0.65625, 0.765625, 0.1], 64, 1.0),
         ([0.65625, 0.765625], 16, 0.0),
-        (
-            [0.0, 4 / 128],
-            128,
-            0.0,
-        ),  # 2/132 + 2 * .0106 = .0364: a start at 0 may be a policy that solves one in 40
+        ([0.0, 4 / 128], 128, 0.0),  # 2/132 + 2 * .0106 = .0364: a start at 0 may solve one in 40
         ([0.0, 5 / 128], 128, 1.0),
         ([1.0, 1.0], 64, 0.0),
     ],
@@ -184,11 +155,6 @@ def test_without_a_cold_start_or_the_number_of_questions_it_is_not_known(tmp_pat
     assert math.isnan(measure(run)["learned"])
     RunDir(run).metrics.write_text(first.replace("eval/questions", "eval/other") + "".join(rest))
     assert math.isnan(measure(run)["learned"])
-
-
-def test_a_mean_over_all_evaluations_does_not_hide_a_fall(tmp_path: Path) -> None:
-    """Of three evaluations there is one mean of three, which is all of itself: it was 1."""
-    assert measure(run_with(tmp_path / "run", [0.64, 0.6, 0.16]))["kept_mean"] == pytest.approx(0.25)
 
 
 def test_what_was_not_finite_is_in_no_mean(tmp_path: Path) -> None:

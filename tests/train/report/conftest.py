@@ -109,54 +109,39 @@ def make_token_record(trajectory: Trajectory, rng: np.random.Generator) -> Token
 
 
 def make_metrics(step: int, share: float, rng: np.random.Generator, collapse: bool) -> dict[str, float]:
-    """Metrics of one step at ``share`` of the run; a collapsing run explodes after half of it."""
+    """All that figures draw, and some more, at ``share`` of the run; a collapsing run explodes after half of it."""
     blow = math.exp(max(0.0, share - 0.5) * 14) if collapse else 1.0
     success = (0.62 + 0.36 * (1 - math.exp(-4 * share))) / (1 + 0.02 * (blow - 1))
     noise = 0.03 * rng.standard_normal()
-    bias = 0.4 * blow * math.exp(0.5 * rng.standard_normal())
     norm = 0.8 * blow * math.exp(0.2 * rng.standard_normal())
+    bias = 0.4 * norm
     drawn = (name for section in SECTIONS for figure in section.figures for name in figure.metrics)
     metrics = {name: 0.1 * share for name in drawn if not name.startswith("eval/")}
+    others = (
+        "rollout/stop_answer",
+        "rollout/replay_age_mean",
+        "tool/calls",
+        "loss/policy",
+        "loss/trust_scale",
+    )
+    metrics |= dict.fromkeys((*others, "loss/clip_bias_other"), 1.0 + noise)
     metrics |= {
         "rollout/success": min(1.0, max(0.0, success - 0.05 + noise)),
-        "rollout/valid_turn_rate": min(1.0, 0.99 / (1 + 0.01 * (blow - 1))),
         "rollout/reward_mean": min(1.0, max(0.0, success - 0.05 + noise)),
-        "rollout/response_tokens": 42 + 30 * noise,
-        "rollout/stop_answer": min(1.0, success),
-        "rollout/replay_age_mean": 4 * share,
-        "tool/calls": float(240 + rng.integers(20)),
-        "loss/policy": 0.02 * noise,
         "loss/grad_norm": norm,
-        "loss/grad_norm_normalized": norm / max(1.0, bias),
         "loss/grad_norm_max": 1.6 * norm,
         "loss/clip_frac": min(0.6, 0.02 * blow**0.7),
         "loss/clip_bias_norm": bias,
-        "loss/clip_bias_scalar": 0.002 * bias,
-        "loss/clip_bias_token": bias,
         "loss/effective_lr": 3e-4 / max(1.0, bias),
-        "loss/normalizer": 1 / max(1.0, bias),
         "loss/normalized_frac": float(bias > 1),
-        "loss/log_ratio_p01": -0.05 * blow**0.6,
-        "loss/log_ratio_p99": 0.06 * blow**0.6,
-        "loss/ess_token": 1 / (1 + 0.02 * blow),
-        "loss/approx_kl": 0.002 * blow * (1 + abs(noise)),
-        "loss/trust_kl": 0.004 * min(1.0, blow),
-        "loss/trust_kl_max": 0.006 * blow,
-        "loss/trust_scale": 1 / max(1.0, blow),
-        "loss/entropy": 0.4 * (1 - 0.7 * share),
-        "time/rollout_s": 1.8 + 0.2 * rng.random(),
-        "time/update_s": 1.1 + 0.1 * rng.random(),
+        "time/rollout_s": 1.8,
+        "time/update_s": 1.1,
         "time/log_probs_s": 0.2,
-        "time/tokens_per_s": 4800 + 500 * noise,
         "time/step_s": 3.5,
     }
     if step % 10 == 0:
-        metrics |= {
-            "eval/success": success,
-            "eval/valid_turn_rate": 0.995,
-            "time/eval_s": 2.0,
-            "time/step_s": 5.5,
-        }
+        evaluated = {"eval/success": success, "eval/valid_turn_rate": 0.995}
+        metrics |= evaluated | {"time/eval_s": 2.0, "time/step_s": 5.5}
     return metrics
 
 
@@ -225,6 +210,23 @@ def make_run_fixture() -> Callable[..., Path]:
 @pytest.fixture(name="make_trajectory")
 def make_trajectory_fixture() -> Callable[..., Trajectory]:
     return make_trajectory
+
+
+@pytest.fixture
+def batches(tmp_path: Path) -> Callable[..., Path]:
+    """Writes trajectories with the given rewards, by file; a reward of None is an outage."""
+
+    def write(**files: list[float | None]) -> Path:
+        for name, rewards in files.items():
+            batch = []
+            for i, reward in enumerate(rewards):
+                stop = StopReason.ERROR if reward is None else StopReason.ANSWER
+                trajectory = make_trajectory(f"{name}-{i}/0", np.random.default_rng(i), stop=stop)
+                batch.append(dataclasses.replace(trajectory, reward=reward or 0.0))
+            write_jsonl(tmp_path / f"{name}.jsonl", batch)
+        return tmp_path
+
+    return write
 
 
 @pytest.fixture(scope="session")

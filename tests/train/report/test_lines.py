@@ -117,17 +117,3 @@ def test_many_lines_show_the_nearest(browser: Any, make_run: Callable[..., Path]
     assert browser.complaints() == []
     browser.open(page, width=390)
     assert browser.run("document.documentElement.scrollWidth") <= 390
-
-
-def test_long_names_of_cells_stay_in_a_narrow_page(
-    browser: Any, make_run: Callable[..., Path], tmp_path: Path
-) -> None:
-    cells = {}
-    for arm, lr in (("so_ppo", 1e-4), ("so_ppo", 2e-4)):
-        run = make_run(tmp_path / "runs" / f"{arm}-s0-{lr:g}", algo=arm, lr=lr, steps=2, batch=3)
-        cells[run.name] = f"{arm} gradient target, clipped last, update.mini_batch_size=32, optim.lr={lr:g}"
-    lines = [json.dumps({"id": name, "cell": cell}) + "\n" for name, cell in cells.items()]
-    (tmp_path / "results.jsonl").write_text("".join(lines))
-    browser.open(write_report([tmp_path], tmp_path / "report.html"), width=390)
-    assert browser.run("document.querySelectorAll('#shown label').length") == 2
-    assert browser.run("document.documentElement.scrollWidth") <= 390

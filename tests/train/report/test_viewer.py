@@ -46,22 +46,6 @@ def contents(page: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return unpack(data["rows"]), [dialogue for chunk in data["chunks"] for dialogue in unpack(chunk)]
 
 
-@pytest.fixture(name="batches")
-def batches_fixture(make_trajectory: MakeTrajectory, tmp_path: Path) -> Callable[..., Path]:
-    """Writes trajectories with the given rewards, by file."""
-
-    def write(**files: list[float]) -> Path:
-        for name, rewards in files.items():
-            batch = [make_trajectory(f"{name}-{i}/0", np.random.default_rng(i)) for i in range(len(rewards))]
-            write_jsonl(
-                tmp_path / f"{name}.jsonl",
-                [dataclasses.replace(t, reward=r) for t, r in zip(batch, rewards, strict=True)],
-            )
-        return tmp_path
-
-    return write
-
-
 # --- the page -------------------------------------------------------------------------------------
 def test_every_saved_dialogue(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=20, batch=40)
@@ -121,10 +105,6 @@ def test_command_line(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureF
     run = make_run(tmp_path / "run", steps=20)
     assert main([str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "viewer.html")
-    assert main([str(run), "--steps", "5-15", "--out", str(tmp_path / "some.html")]) == 0
-    assert {row["step"] for row in contents(tmp_path / "some.html")[0]} == {10}
-    assert main([str(run), "--steps", "11-19"]) == 2
-    assert "no dialogues of steps 11-19 were saved; choose from 1, 10, 20" in capsys.readouterr().err
 
 
 def test_a_file_that_was_cut_off(make_run: MakeRun, tmp_path: Path) -> None:
