@@ -40,7 +40,9 @@ def test_a_run_folder_brings_its_task_and_its_best_checkpoint(
     command = [str(run_folder), *"--mode direct agent --limit 5 --hardware.threads 1 --out".split(), str(out)]
     assert main(command) == 0
     printed = capsys.readouterr()
-    assert "| small (agent) |" in printed.out and "evaluate: 10 of 10 (100%)" in printed.err
+    assert (
+        "| small (agent) |" in printed.out and "evaluate: 100%" in printed.err and "10.0/10.0" in printed.err
+    )
     assert sorted(path.name for path in out.iterdir()) == FILES
     rows = rows_of(out)
     assert [(row["mode"], row["index"]) for row in rows] == sorted(
@@ -170,7 +172,7 @@ def test_an_evaluation_grows(run_folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert main([*options, str(grown), "--mode", "agent", "--limit", "2", "--quiet"]) == 0
     wider = ["--mode", "direct", "agent", "--limit", "3"]
     assert main([*options, str(grown), *wider]) == 0
-    assert "evaluate: 6 of 6 (100%)" in capsys.readouterr().err
+    assert "6.00/6.00" in capsys.readouterr().err  # and not six and two
     assert main([*options, str(whole), *wider, "--quiet"]) == 0
     for name in ("results.jsonl", "settings.json", "table.md"):
         assert (grown / name).read_bytes() == (whole / name).read_bytes()
