@@ -26,10 +26,10 @@ from sorl_train.learner.optimizer_step import NonFiniteError, mean_over, on_devi
 from sorl_train.learner.settings import loss_settings
 from sorl_train.learner.trust_region import TrustRegion, token_kl
 from sorl_train.losses.aggregate import aggregate
-from sorl_train.losses.clip_bias import ClipBias, Normalization, normalization
+from sorl_train.losses.clip_bias import LossStats, Normalization, normalization
 from sorl_train.losses.kl import kl_penalty
 from sorl_train.losses.log_probs import TokenStats
-from sorl_train.losses.policy import LossOutput, LossStats, policy_loss
+from sorl_train.losses.policy import LossOutput, policy_loss
 from sorl_train.losses.sums import sum_over_ranks
 from sorl_train.losses.value import value_loss
 from sorl_train.models.forward import action_stats, autocast, disable_dropout
@@ -42,7 +42,6 @@ class _Totals:
     def __init__(self, shape: torch.Size) -> None:
         self.log_probs, self.entropies = torch.zeros(shape), torch.zeros(shape)
         self.losses: dict[str, float] = defaultdict(float)
-        self.bias: ClipBias | None = None
         self.stats: LossStats | None = None
         self.not_finite: tuple[str, ...] = ()  # trajectories of micro-batches whose loss is not
 
@@ -54,7 +53,6 @@ class _Totals:
         self.entropies[rows, :width] = found.entropy.detach().float().cpu()
         for name, value in losses.items():
             self.losses[name] += float(value.detach())
-        self.bias = output.clip_bias if self.bias is None else self.bias + output.clip_bias
         self.stats = output.stats if self.stats is None else self.stats + output.stats
 
 
@@ -96,14 +94,14 @@ class PolicyUpdate:
         totals = self._accumulate(mini) if self.trust is None else self._accumulate_inside(mini, self.trust)
         if totals.not_finite:
             raise NonFiniteError("the policy loss", totals.not_finite)
-        assert totals.bias is not None and totals.stats is not None
+        assert totals.stats is not None
         limit = self.config.update.target_kl
         if limit is not None:  # as the KL is that of all ranks, all of them stop together
             self.past_target_kl = token_kl(totals.log_probs, mini) > limit
         scheduled, lr = lr, lr if self.trust is None else lr * self.trust.scale
         names, values = totals.losses.keys(), sum_over_ranks(*totals.losses.values())
-        bias, stats = totals.bias.all_reduce(), totals.stats.all_reduce()
-        scales = self._normalization(bias)
+        stats = totals.stats.all_reduce()
+        scales = self._normalization(stats)
         # nothing asks for such a step, and a trust region could not see what it does to other questions
         skips = self.config.update.skip_without_signal or self.trust is not None
         if not float(stats.tokens) or (skips and not float(stats.signal)):
@@ -118,7 +116,7 @@ class PolicyUpdate:
             clip_bias_norm=scales.norm,
             lr=scheduled,
             effective_lr=lr * scales.update_scale,
-            **{f"clip_bias_{name}": value for name, value in bias.norms().items()},
+            **{f"clip_bias_{name}": value for name, value in stats.norms().items()},
             **stats.metrics(),
             **self._diagnose(mini, totals.log_probs).metrics(),
         )
@@ -259,12 +257,12 @@ class PolicyUpdate:
         what = "the policy gradient"
         return take_step(self.parameters, self.optimizer, rate, limit, what, mini.ids, scales.grad_scale)
 
-    def _normalization(self, bias: ClipBias) -> Normalization:
+    def _normalization(self, stats: LossStats) -> Normalization:
         loss = self.config.loss
         norm = loss.clip_bias_norm
         if not self.normalize:
-            return Normalization(grad_scale=1.0, update_scale=1.0, norm=bias.norm(norm), factor=1.0)
-        return normalization(bias, norm=norm, target=loss.clip_bias_target, delta=loss.clip_bias_delta)
+            return Normalization(grad_scale=1.0, update_scale=1.0, norm=stats.norm(norm), factor=1.0)
+        return normalization(stats, norm=norm, target=loss.clip_bias_target, delta=loss.clip_bias_delta)
 
 
 class CriticUpdate:

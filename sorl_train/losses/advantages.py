@@ -19,9 +19,8 @@ def gae(
 
         delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},    R_t = A_t + V_t
 
-    Tokens of the environment are skipped: they are not discounted, and the critic's values there are not used. The
-    value after a trajectory's last action token is 0, also when the trajectory was truncated, because the episode ends
-    when the agent's budget is used up. With the paper's gamma = lam = 1, A_t is the sum of the rewards from t on,
+    The value after a trajectory's last action token is 0, also when the trajectory was truncated, because the episode
+    ends when the agent's budget is used up. With the paper's gamma = lam = 1, A_t is the sum of the rewards from t on,
     minus V_t.
 
     Args:
@@ -44,9 +43,8 @@ def gae(
     slots = torch.where(action_mask, rank - 1, count)
 
     def compact(x: Tensor) -> Tensor:  # (B, T) -> (B, count): action tokens to the left, then zeros
-        return x.new_zeros((len(x), count + 1), dtype=dtype).scatter_(1, slots, x.detach().to(dtype))[
-            :, :count
-        ]
+        wide = x.new_zeros((len(x), count + 1), dtype=dtype)
+        return wide.scatter_(1, slots, x.detach().to(dtype))[:, :count]
 
     value = compact(values)
     total = compact(rewards) - value

@@ -13,87 +13,132 @@ quantity it divides by, so the norm is a choice by name:
 ==========  ======================================================================================================
 
 ``token`` and ``logit`` grow with the square root of the number of tokens in a mini-batch, so a threshold for them
-depends on the mini-batch size and on the length of turns. ``rms`` depends on neither. docs/stability.md compares these
-norms with others, one of them the norm of the parameter gradient of C.
+depends on its size and on the length of turns. ``rms`` depends on neither. docs/stability.md compares them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sorl_train.algorithms import ClipBiasNorm, Target, check_choice
 from sorl_train.losses.segments import Segments
-from sorl_train.losses.sums import Sums
 
 
 @dataclass(frozen=True)
-class ClipBias(Sums):
-    """Sums over a micro-batch from which the norms of the clipping bias are computed.
+class LossStats:
+    """Detached sums over the loss tokens of a micro-batch, which add up over micro-batches and ranks.
 
     Attributes:
         trajectories: number of trajectories with at least one loss token.
-        tokens: number of loss tokens.
-        clipped: number of clipped tokens.
-        mean_sum: sum over trajectories of (1/n) sum_t c_t.
-        square_sum: sum over tokens of c_t^2.
-        logit_square_sum: sum over tokens of (c_t logit_scale_t)^2; NaN when no ``logit_scale`` was given.
+        tokens, clipped: number of loss tokens, and of the clipped ones among them.
+        signal: number of tokens with a nonzero advantage and a nonzero correction weight.
+        ratio_sum, ratio_square_sum: of the ratio in the loss.
+        log_ratio_square_sum: of the token's own log-ratio, at every ratio level.
+        bias_mean_sum: sum over trajectories of (1/n) sum_t c_t.
+        bias_square_sum: sum over tokens of c_t^2.
+        bias_logit_square_sum: sum over tokens of (c_t logit_scale_t)^2; NaN when no ``logit_scale`` was given.
     """
 
     trajectories: Tensor
     tokens: Tensor
     clipped: Tensor
-    mean_sum: Tensor
-    square_sum: Tensor
-    logit_square_sum: Tensor
+    signal: Tensor
+    ratio_sum: Tensor
+    ratio_square_sum: Tensor
+    log_ratio_square_sum: Tensor
+    bias_mean_sum: Tensor
+    bias_square_sum: Tensor
+    bias_logit_square_sum: Tensor
+
+    def __add__(self, other: LossStats) -> LossStats:
+        return LossStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def all_reduce(self) -> LossStats:
+        """The sums over all ranks, or these sums where torch.distributed is not initialised."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return self
+        packed = torch.stack([getattr(self, f.name) for f in fields(self)])
+        dist.all_reduce(packed)
+        return LossStats(*packed.unbind())
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name.
+
+        ``signal_frac``, ``clip_frac``: shares of the tokens. ``approx_kl``: mean(log_ratio^2) / 2, an estimate of
+        KL(old || current) that is never negative and needs no exponential. ``ratio_mean``, ``ratio_std``: of the ratio
+        in the loss.
+        """
+        tokens = max(float(self.tokens), 1.0)
+        mean = float(self.ratio_sum) / tokens
+        return {
+            "signal_frac": float(self.signal) / tokens,
+            "clip_frac": float(self.clipped) / tokens,
+            "approx_kl": 0.5 * float(self.log_ratio_square_sum) / tokens,
+            "ratio_mean": mean,
+            "ratio_std": max(float(self.ratio_square_sum) / tokens - mean**2, 0.0) ** 0.5,
+        }
+
+    def norms(self) -> dict[str, float]:
+        """Every norm of the clipping bias by name; ``logit`` only when ``logit_scale`` was given."""
+        square = float(self.bias_square_sum)
+        norms = {
+            "scalar": abs(float(self.bias_mean_sum)) / max(float(self.trajectories), 1.0),
+            "token": math.sqrt(square),
+            "rms": math.sqrt(square / max(float(self.tokens), 1.0)),
+        }
+        logit = float(self.bias_logit_square_sum)
+        return norms if math.isnan(logit) else {**norms, "logit": math.sqrt(logit)}
 
     def norm(self, name: ClipBiasNorm) -> float:
-        """The norm ``name`` of the whole mini-batch, once its micro-batches and ranks are summed.
+        """One of ``norms``.
 
         Raises:
             ValueError: for an unknown name, or ``logit`` without a ``logit_scale``.
         """
-        check_choice("clip_bias_norm", name, get_args(ClipBiasNorm))
         norms = self.norms()
-        if name not in norms:
+        if name == "logit" and name not in norms:
             raise ValueError("clip_bias_norm 'logit' needs policy_loss(..., logit_scale=...)")
+        check_choice("clip_bias_norm", name, tuple(norms))
         return norms[name]
 
-    def norms(self) -> dict[str, float]:
-        """Every norm by name; ``logit`` only when ``logit_scale`` was given."""
-        norms = {
-            "scalar": abs(float(self.mean_sum)) / max(float(self.trajectories), 1.0),
-            "token": math.sqrt(float(self.square_sum)),
-            "rms": math.sqrt(float(self.square_sum) / max(float(self.tokens), 1.0)),
-        }
-        logit = float(self.logit_square_sum)
-        return norms if math.isnan(logit) else {**norms, "logit": math.sqrt(logit)}
 
-
-def measure(segments: Segments, bias: Tensor, logit_scale: Tensor | None) -> ClipBias:
-    """The clipping bias of a micro-batch, for ``policy_loss``.
+def loss_stats(
+    segments: Segments,
+    log_ratio: Tensor,
+    ratio: Tensor,
+    advantage: Tensor,
+    bias: Tensor,
+    logit_scale: Tensor | None,
+) -> LossStats:
+    """The statistics of a micro-batch, for ``policy_loss``.
 
     Args:
-        bias: (N,) c_t of each loss token, 0 where it is not clipped.
+        log_ratio, ratio, advantage: (N,) of each loss token: its own log-ratio, the ratio of its segment, and its
+            advantage times the correction.
+        bias: (N,) c_t, 0 where it is not clipped.
         logit_scale: (B, T) or None.
     """
-    lengths = segments.row_lengths.clamp(min=1)
-    mean = segments.row_sums(bias) / lengths
-    square = segments.row_sums(bias.square())
-    logit_square = torch.full_like(square, torch.nan)
+    dtype, lengths = bias.dtype, segments.row_lengths
+    logit_square = bias.new_tensor(torch.nan)
     if logit_scale is not None:
-        logit_square = segments.row_sums((bias * segments.pick(logit_scale).to(bias.dtype)).square())
-    return ClipBias(
-        trajectories=(segments.row_lengths > 0).to(mean.dtype).sum(),
-        tokens=segments.row_lengths.sum().to(mean.dtype),
-        clipped=bias.count_nonzero().to(mean.dtype),
-        mean_sum=mean.sum(),
-        square_sum=square.sum(),
-        logit_square_sum=logit_square.sum(),
+        logit_square = segments.row_sums((bias * segments.pick(logit_scale).to(dtype)).square()).sum()
+    return LossStats(
+        trajectories=(lengths > 0).to(dtype).sum(),
+        tokens=lengths.sum().to(dtype),
+        clipped=bias.count_nonzero().to(dtype),
+        signal=advantage.count_nonzero().to(dtype),
+        ratio_sum=ratio.sum(),
+        ratio_square_sum=ratio.square().sum(),
+        log_ratio_square_sum=torch.dot(log_ratio, log_ratio),
+        bias_mean_sum=(segments.row_sums(bias) / lengths.clamp(min=1)).sum(),
+        bias_square_sum=segments.row_sums(bias.square()).sum(),
+        bias_logit_square_sum=logit_square,
     )
 
 
@@ -115,7 +160,7 @@ class Normalization:
 
 
 def normalization(
-    clip_bias: ClipBias, *, norm: ClipBiasNorm = "token", target: Target = "update", delta: float = 1.0
+    stats: LossStats, *, norm: ClipBiasNorm = "token", target: Target = "update", delta: float = 1.0
 ) -> Normalization:
     """The scales of one optimizer step, with f = delta / max(||C||, delta): 1 up to the threshold, smaller beyond it.
 
@@ -123,12 +168,11 @@ def normalization(
     rate, which "adaptively reduces the effective step size". Both are the same for plain SGD. Adam divides by the size
     of the gradient, so it undoes a constant scale.
 
-    Deviation: eq:ST_PPO_mc and eq:GRPO_MC have 1 / max(||C||, delta), which is the same for the paper's delta = 1. For
-    any other delta the equations multiply every step by 1 / delta, whether anything was clipped or not. That would
-    only be another learning rate.
+    Deviation: eq:ST_PPO_mc and eq:GRPO_MC have 1 / max(||C||, delta), which is the same for the paper's delta = 1, and
+    for any other delta another learning rate for every step, clipped or not.
 
     Args:
-        clip_bias: of the whole mini-batch: summed over its micro-batches and ranks.
+        stats: of the whole mini-batch: summed over its micro-batches and ranks.
 
     Raises:
         ValueError: for an unknown choice, or a delta that is not positive.
@@ -136,7 +180,7 @@ def normalization(
     check_choice("target", target, get_args(Target))
     if not delta > 0.0:
         raise ValueError(f"delta, the threshold of the clipping bias norm, must be positive, not {delta}")
-    size = clip_bias.norm(norm)
+    size = stats.norm(norm)
     factor = delta / max(size, delta)
     grad_scale, update_scale = (factor, 1.0) if target == "gradient" else (1.0, factor)
     return Normalization(grad_scale, update_scale, size, factor)

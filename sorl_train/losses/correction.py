@@ -37,11 +37,8 @@ class CorrectionSettings:
     Attributes:
         mode: ``truncate``, ``band``, or ``none`` for weights of 1.
         level: the tokens that share a weight.
-        low, high: limits of the weight; ``truncate`` has only the upper one.
+        low, high: limits of the weight, around 1; ``truncate`` has only the upper one.
         sequence_mask: bound on the absolute mean log-ratio of a trajectory; None: no trajectory is masked.
-
-    Raises:
-        ValueError: for an unknown choice, or limits that a weight of 1 does not fit in.
     """
 
     mode: CorrectionMode = "none"
@@ -55,8 +52,6 @@ class CorrectionSettings:
         check_choice("level of the correction", self.level, get_args(RatioLevel))
         if not 0.0 <= self.low <= 1.0 <= self.high:
             raise ValueError(f"the limits {self.low} and {self.high} leave no room for a weight of 1")
-        if self.sequence_mask is not None and not self.sequence_mask > 0.0:
-            raise ValueError(f"sequence_mask must be positive, not {self.sequence_mask}")
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,7 @@ class TokenStats:
         log_probs: log p(target). Gradient.
         entropy: -sum p log p, in nats. Gradient. None unless asked for.
         logit_scale: ||d log p(target) / d logits||_2 = sqrt(1 - 2 p(target) + sum p^2), for logits after the
-            temperature. A gradient with respect to a log-probability, times this, is the L2 norm of the gradient with
-            respect to that position's logits (the ``logit`` norm of the clipping bias). No gradient. None unless asked
-            for.
+            temperature: what the ``logit`` norm of the clipping bias weights a token by. None unless asked for.
     """
 
     log_probs: Tensor
@@ -77,8 +75,7 @@ class _TokenStats(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         """d log p(y) / d logits = onehot(y) - p;  d H / d logits = -p (log p + H);  both over the temperature."""
         if grad_log_probs is None:
-            if grad_entropy is None:
-                return None, None, None, None, None, None
+            assert grad_entropy is not None  # one of the two brought us here
             grad_log_probs = torch.zeros_like(grad_entropy)
         logits, targets, entropies = ctx.saved_tensors
         gradient = torch.empty_like(logits)
@@ -90,13 +87,8 @@ class _TokenStats(torch.autograd.Function):
                 g.exp_().mul_(on_target)
             else:
                 p = g.exp()
-                g = (
-                    _finite(g)
-                    .add_(entropies[part, None])
-                    .mul_(grad_entropy[part, None])
-                    .add_(on_target)
-                    .mul_(p)
-                )
+                g = _finite(g).add_(entropies[part, None]).mul_(grad_entropy[part, None])
+                g = g.add_(on_target).mul_(p)
             g.neg_().scatter_add_(1, targets[part, None], on_target)
             gradient[part] = g.div_(ctx.temperature)
         return gradient, None, None, None, None, None
@@ -113,8 +105,8 @@ def token_log_probs(
     """Statistics of each target under softmax(logits / temperature), without a float32 copy of the logits.
 
     Args:
-        logits: (B, T, V), or any leading shape. Half precision is converted chunk by chunk. A view that is not
-            contiguous, such as ``logits[:, :-1]``, is copied first; slice the hidden states instead.
+        logits: (B, T, V), or any leading shape. A view that is not contiguous, such as ``logits[:, :-1]``, is copied
+            first; slice the hidden states instead.
         targets: (B, T) int64, in [0, V).
         temperature: that of the sampler, so that ratios compare the distributions that tokens are drawn from.
 

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from sorl_train.algorithms import Aggregation, RatioLevel, check_choice
 from sorl_train.losses.aggregate import check_shapes, row_weights
-from sorl_train.losses.clip_bias import ClipBias, measure
+from sorl_train.losses.clip_bias import LossStats, loss_stats
 from sorl_train.losses.segments import Segments, importance_ratio
-from sorl_train.losses.sums import Sums
 from sorl_train.losses.surrogates import ClipRange, Surrogate, clipped
 
 
@@ -54,47 +53,15 @@ class LossSettings:
 
 
 @dataclass(frozen=True)
-class LossStats(Sums):
-    """Sums over the loss tokens, behind the metrics. ``log_ratio`` is the token's own at every ratio level."""
-
-    tokens: Tensor
-    signal: Tensor
-    clipped: Tensor
-    ratio_sum: Tensor
-    ratio_square_sum: Tensor
-    log_ratio_square_sum: Tensor
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics by name.
-
-        ``signal_frac``: share of tokens with a nonzero advantage and a nonzero correction weight.
-        ``clip_frac``: share of clipped tokens.
-        ``approx_kl``: mean(log_ratio^2) / 2, an estimate of KL(old || current) that is never negative and needs no
-        exponential. ``ratio_mean``, ``ratio_std``: of the ratio in the loss.
-        """
-        tokens = max(float(self.tokens), 1.0)
-        mean = float(self.ratio_sum) / tokens
-        return {
-            "signal_frac": float(self.signal) / tokens,
-            "clip_frac": float(self.clipped) / tokens,
-            "approx_kl": 0.5 * float(self.log_ratio_square_sum) / tokens,
-            "ratio_mean": mean,
-            "ratio_std": max(float(self.ratio_square_sum) / tokens - mean**2, 0.0) ** 0.5,
-        }
-
-
-@dataclass(frozen=True)
 class LossOutput:
     """What ``policy_loss`` returns.
 
     Attributes:
         loss: scalar to call ``backward`` on.
-        clip_bias: statistics of the clipping bias, detached, to be summed over micro-batches and ranks.
-        stats: sums behind the metrics, likewise.
+        stats: the sums behind its metrics and its clipping bias.
     """
 
     loss: Tensor
-    clip_bias: ClipBias
     stats: LossStats
 
 
@@ -144,17 +111,9 @@ def policy_loss(
     ratio = importance_ratio(segments.spread_mean(log_ratio))  # each token has that of its segment
     with torch.no_grad():
         bias = (ratio * weighted).masked_fill_(~settings.clip.clips(ratio, weighted), 0.0)  # c_t
-        clip_bias = measure(segments, bias, logit_scale)
+        stats = loss_stats(segments, log_ratio, ratio, weighted, bias, logit_scale)
         weights = row_weights(segments.row_lengths, settings.aggregation, denominator, dtype)
-        stats = LossStats(
-            tokens=clip_bias.tokens,
-            signal=weighted.count_nonzero().to(dtype),
-            clipped=clip_bias.clipped,
-            ratio_sum=ratio.sum(),
-            ratio_square_sum=ratio.square().sum(),
-            log_ratio_square_sum=torch.dot(log_ratio, log_ratio),
-        )
     surrogate = settings.surrogate(ratio, advantage, settings.clip)
     check_shapes(ratio, surrogate=surrogate)
     loss = -(segments.row_sums(surrogate if factor is None else factor * surrogate) * weights).sum()
-    return LossOutput(loss, clip_bias, stats)
+    return LossOutput(loss, stats)

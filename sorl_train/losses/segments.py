@@ -84,8 +84,7 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
 class _SpreadMean(torch.autograd.Function):
     """``spread(mean(values))``. As a matrix it is symmetric, so its gradient is the same mean, of the gradient.
 
-    Autograd would find the same. But it would keep an index of every token's segment for that, and on a GPU add up in
-    an order that differs from run to run.
+    Autograd would add up on a GPU in an order that differs from run to run.
     """
 
     @staticmethod

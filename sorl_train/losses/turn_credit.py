@@ -117,11 +117,10 @@ def turn_group_advantages(
 
         A_{i,k} = A^O_i + weight A^T_{i,k}   for every turn k but the last,      A_{i,last} = A^O_i
 
-    The outcome is the reward of the last turn, where a task's ``reward`` lies. A^O compares it in the group. A^T
-    compares the reward of turn k with those of the k-th turns of the group's other rollouts; last turns are left out,
-    and a rollout that ended before turn k does not take part. The paper has rollouts with two turns each; its code
-    weights A^T with 1. Where rollouts choose when to stop, this is not the gradient of the expected reward: what all
-    earned who went on counts for none of them, and those who stopped are compared by the outcome alone.
+    A^O compares the reward of the last turn, where a task's ``reward`` lies, in the group. A^T compares the reward of
+    turn k with those of the k-th turns of the group's other rollouts, last turns left out. The paper has rollouts with
+    two turns each; its code weights A^T with 1. Where rollouts choose when to stop, this is not the gradient of the
+    expected reward: what all earned who went on counts for none of them.
 
     See the module's docstring for the arguments. Returns (B, K), 0 where there is no turn.
     """
@@ -157,9 +156,8 @@ def state_group_advantages(
     ``state_ids`` (B, K) int is equal for turns of one group that started in the same state, and for no others. See the
     module's docstring for the other arguments. Returns (B, K), 0 where there is no turn.
     """
-    totals = turn_rewards.masked_fill(~turns, 0.0).sum(dim=1)
-    of_episode = group_advantages(totals, group_ids, included, std=std, baseline=baseline)
     rewards = turn_rewards.masked_fill(~turns, 0.0)
+    of_episode = group_advantages(rewards.sum(dim=1), group_ids, included, std=std, baseline=baseline)
     returns, _ = gae(rewards, torch.zeros_like(rewards), turns, gamma=gamma, lam=1.0)
     of_states = _over_table(returns, state_ids, turns & included[:, None], std, baseline)
     return (of_episode[:, None] + weight * of_states) * turns
@@ -174,10 +172,8 @@ def _over_table(
     values: Tensor, groups: Tensor, taking_part: Tensor, std: bool, baseline: GroupBaseline
 ) -> Tensor:
     """``group_advantages`` of the turns in a table (B, K)."""
-    flat = group_advantages(
-        values.flatten(), groups.flatten(), taking_part.flatten(), std=std, baseline=baseline
-    )
-    return flat.reshape(values.shape)
+    flat = (table.flatten() for table in (values, groups, taking_part))
+    return group_advantages(*flat, std=std, baseline=baseline).reshape(values.shape)
 
 
 def _slots(turn_ids: Tensor, count: int) -> Tensor:

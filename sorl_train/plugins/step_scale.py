@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sorl_train.algorithms import ClipBiasNorm, check_choice
-from sorl_train.losses.clip_bias import ClipBias
-from sorl_train.losses.policy import LossOutput, LossStats
+from sorl_train.losses.clip_bias import LossStats
+from sorl_train.losses.policy import LossOutput
 from sorl_train.losses.sums import sum_over_ranks
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,6 @@ class StepScale:
         self.skip_without_signal = skip_without_signal
         self.rate = 1.0
         self.metrics: dict[str, float] = {}
-        self._bias: ClipBias | None = None
         self._stats: LossStats | None = None
         self._square = 0.0  # sum over tokens of the squared advantages
         self._scale: float | None = None
@@ -84,7 +83,7 @@ class StepScale:
     @property
     def pending(self) -> bool:
         """Whether losses were added that no optimizer step has taken yet."""
-        return self._bias is not None and not self._taken
+        return self._stats is not None and not self._taken
 
     def add(self, output: LossOutput, advantage_square: float = 0.0) -> None:
         """Add a micro-batch; the first one after a step begins a new mini-batch.
@@ -93,38 +92,37 @@ class StepScale:
         """
         if self._taken:
             self.clear()
-        self._bias = output.clip_bias if self._bias is None else self._bias + output.clip_bias
         self._stats = output.stats if self._stats is None else self._stats + output.stats
         self._square += advantage_square
         self._scale = None
 
     def clear(self) -> None:
         """Forget what was added, such as a mini-batch that the trainer took no step on."""
-        self._bias = self._stats = self._scale = None
+        self._stats = self._scale = None
         self._square = 0.0
         self._taken = False
 
-    def totals(self) -> tuple[ClipBias, LossStats]:
+    def totals(self) -> LossStats:
         """The sums of what was added, over all ranks: every rank has to ask at the same time.
 
         Raises:
             RuntimeError: nothing was added.
         """
-        if self._bias is None or self._stats is None:
+        if self._stats is None:
             raise RuntimeError("no loss was added since the last optimizer step")
-        return self._bias.all_reduce(), self._stats.all_reduce()
+        return self._stats.all_reduce()
 
     def scale(self) -> float:
         """What the next step is multiplied by, over all ranks; 1 when no loss was added."""
-        if self._bias is None:
+        if self._stats is None:
             return 1.0
         if self._scale is None:
             self._scale = self._find_scale()
         return self._scale * self.rate
 
     def _find_scale(self) -> float:
-        bias, stats = self.totals()
-        norm = bias.norm(self.norm)
+        stats = self.totals()
+        norm = stats.norm(self.norm)
         if self.relative:
             (square,) = sum_over_ranks(self._square)
             norm = norm / math.sqrt(square / max(float(stats.tokens), 1.0)) if square else 0.0
@@ -164,7 +162,7 @@ class StepScale:
                 self._before(optimizer, args, kwargs)
 
         def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if self._bias is not None:
+            if self._stats is not None:
                 self._after(optimizer, args, kwargs)
 
         return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
@@ -182,7 +180,7 @@ class StepScale:
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()
-        self._taken = self._bias is not None
+        self._taken = self._stats is not None
 
     def _restore(self) -> None:
         for group, rate in self._kept:

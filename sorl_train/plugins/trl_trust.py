@@ -68,11 +68,11 @@ class TrustedSteps:
         steps = self._trainer.objective.steps
 
         def measure() -> float:
-            kl = steps.totals()[1].metrics()["approx_kl"]
+            kl = steps.totals().metrics()["approx_kl"]
             return kl if math.isfinite(kl) else math.inf
 
         self.region.pull_inside(self._weights(), measure, lambda: self._compute_again(model))
-        self._signal |= bool(steps.totals()[1].signal)
+        self._signal |= bool(steps.totals().signal)
         steps.rate = self.region.scale
 
     def after_step(self) -> None:

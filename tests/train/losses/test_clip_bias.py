@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sorl_train.losses.clip_bias import ClipBias, normalization
+from sorl_train.losses.clip_bias import LossStats, normalization
 
 from .keywords import policy_loss
 
@@ -26,7 +26,7 @@ NORMS = {
 }
 
 
-def bias(scale: Tensor | None = SCALE) -> ClipBias:
+def bias(scale: Tensor | None = SCALE) -> LossStats:
     return policy_loss(
         RATIOS.log(),
         torch.zeros(2, 3, dtype=F64),
@@ -35,7 +35,7 @@ def bias(scale: Tensor | None = SCALE) -> ClipBias:
         torch.zeros(2, 3, dtype=torch.long),
         ratio_level="token",
         logit_scale=scale,
-    ).clip_bias
+    ).stats
 
 
 def test_norms_by_hand() -> None:

@@ -86,7 +86,6 @@ def test_mistakes_are_refused() -> None:
         ({"mode": "trunctate"}, "Did you mean 'truncate'"),
         ({"level": "row"}, "token, turn, sequence"),
         ({"low": 1.5}, "1.5 and 5.0 leave no room for a weight of 1"),
-        ({"sequence_mask": 0.0}, "must be positive, not 0.0"),
     ):
         with pytest.raises(ValueError, match=message):
             CorrectionSettings(**settings)  # type: ignore[arg-type]
@@ -167,7 +166,7 @@ def test_a_weight_multiplies_surrogate_and_clipping_bias_by_hand() -> None:
     advantages, weights = torch.tensor([[1.0, 1.0, -1.0]]), torch.tensor([[3.0, 0.0, 0.5]])
     output = policy_loss(log_probs, torch.zeros(1, 3), advantages, mask, turns, correction=weights)
     assert output.loss.item() == pytest.approx(-(3 * 1.2 + 0 * 1.2 - 0.5 * 0.8) / 3)
-    assert float(output.clip_bias.square_sum) == pytest.approx((3 * 2) ** 2 + (0.5 * 0.5) ** 2)
+    assert float(output.stats.bias_square_sum) == pytest.approx((3 * 2) ** 2 + (0.5 * 0.5) ** 2)
     metrics = output.stats.metrics()
     # a token of weight 0 has no gradient: clipping takes none away, and it is no signal
     assert metrics["clip_frac"] == pytest.approx(2 / 3) and metrics["signal_frac"] == pytest.approx(2 / 3)

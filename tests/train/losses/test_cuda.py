@@ -52,7 +52,7 @@ def test_policy_loss(level: str) -> None:
             logit_scale=x["scale"],
         )
         gradient = torch.autograd.grad(output.loss, log_probs)[0]
-        results.append((gradient.cpu(), output.clip_bias.norms(), output.stats.metrics()))
+        results.append((gradient.cpu(), output.stats.norms(), output.stats.metrics()))
     torch.testing.assert_close(results[1][0], results[0][0], atol=1e-7, rtol=1e-4)
     assert results[1][1] == pytest.approx(results[0][1], rel=1e-4)
     assert results[1][2] == pytest.approx(results[0][2], rel=1e-4)

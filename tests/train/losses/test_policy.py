@@ -101,8 +101,8 @@ def test_each_algorithm_by_hand(name: str) -> None:
     output.loss.backward()
     assert output.loss.item() == pytest.approx(loss, abs=1e-12)
     torch.testing.assert_close(lp.grad, torch.tensor(gradient, dtype=F64), atol=1e-12, rtol=0)
-    assert output.clip_bias.norm("token") == pytest.approx(math.hypot(*outside), abs=1e-12)
-    scales = normalization(output.clip_bias, norm="token", target="gradient")
+    assert output.stats.norm("token") == pytest.approx(math.hypot(*outside), abs=1e-12)
+    scales = normalization(output.stats, norm="token", target="gradient")
     assert scales.grad_scale == pytest.approx(1 / max(math.hypot(*outside), 1.0), abs=1e-12)
     assert output.stats.metrics()["clip_frac"] == pytest.approx(
         len(outside) / 7 if name != "turn_ppo" else 2 / 7
@@ -140,7 +140,7 @@ def test_half_precision_is_computed_in_float32() -> None:
     lp = log_probs().detach().to(torch.bfloat16).requires_grad_()
     output = hand_loss("turn", lp)
     output.loss.backward()
-    assert output.loss.dtype == torch.float32 and output.clip_bias.square_sum.dtype == torch.float32
+    assert output.loss.dtype == torch.float32 and output.stats.bias_square_sum.dtype == torch.float32
     assert lp.grad is not None and lp.grad.dtype == torch.bfloat16
     exact = hand_loss("turn", lp.detach().float().requires_grad_())
     assert output.loss.item() == exact.loss.item()
@@ -167,7 +167,7 @@ def test_what_lies_off_the_loss_mask_is_never_read(level: str) -> None:
     output.loss.backward()
     assert output.loss.item() == expected.loss.item()
     assert spoilt.grad is not None and torch.equal(spoilt.grad, clean.grad)
-    assert output.clip_bias.norms() == expected.clip_bias.norms()
+    assert output.stats.norms() == expected.stats.norms()
 
 
 @pytest.mark.parametrize("level", ["token", "turn", "sequence"])
@@ -184,9 +184,9 @@ def test_no_tokens_at_all_is_zero_and_not_nan(level: str, shape: tuple[int, int]
     )
     output.loss.backward()
     assert output.loss.item() == 0.0 and lp.grad is not None and not lp.grad.any()
-    assert set(output.clip_bias.norms().values()) == {0.0}
+    assert set(output.stats.norms().values()) == {0.0}
     assert set(output.stats.metrics().values()) == {0.0}
-    assert normalization(output.clip_bias).update_scale == 1.0
+    assert normalization(output.stats).update_scale == 1.0
 
 
 def test_zero_advantage_is_not_clipped() -> None:
@@ -202,9 +202,9 @@ def test_extreme_log_ratios_stay_finite(level: str, gap: float) -> None:
         output = hand_loss(level, lp, ADVANTAGES.float())
         output.loss.backward()
         assert torch.isfinite(output.loss) and lp.grad is not None and torch.isfinite(lp.grad).all()
-        assert all(math.isfinite(x) for x in output.clip_bias.norms().values())
+        assert all(math.isfinite(x) for x in output.stats.norms().values())
         if sign > 0:  # beyond the clamp the loss does not move, while the bias still reports w = exp(20)
-            assert not lp.grad.any() and output.clip_bias.norm("token") > math.exp(20)
+            assert not lp.grad.any() and output.stats.norm("token") > math.exp(20)
 
 
 def test_a_nan_in_a_loss_token_is_not_hidden() -> None:
@@ -272,7 +272,7 @@ def test_a_surrogate_of_ones_own_replaces_the_clipped_one(level: str) -> None:
     expected.loss.backward()
     assert output.loss.item() == expected.loss.item()
     assert free.grad is not None and torch.equal(free.grad, lp.grad)
-    assert output.clip_bias.norms() == hand_loss(level).clip_bias.norms()
+    assert output.stats.norms() == hand_loss(level).stats.norms()
     with pytest.raises(ValueError, match=r"surrogate has shape \(\), the first input \(7,\)"):
         hand_loss(level, surrogate=lambda ratio, advantage, clip: (ratio * advantage).sum())
 
@@ -307,7 +307,7 @@ def test_dual_clip_by_hand() -> None:
     found.loss.backward()
     assert found.loss.item() == pytest.approx(-(-2.0 - 1.5 + 1.2) / 3)
     torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, 1.5 / 3, 0.0]], dtype=F64))
-    assert float(found.clip_bias.clipped) == 1
+    assert float(found.stats.clipped) == 1
 
 
 def test_dual_clip_of_a_turn_holds_its_negative_tokens() -> None:

@@ -80,16 +80,16 @@ def run(
     outputs = [micro(data, rows, theta, denominator, setting) for rows in cuts]
     for output in outputs:
         output.loss.backward()
-    bias, stats = outputs[0].clip_bias, outputs[0].stats
+    stats = outputs[0].stats
     for output in outputs[1:]:
-        bias, stats = bias + output.clip_bias, stats + output.stats
+        stats = stats + output.stats
     loss = sum(output.loss.detach() for output in outputs)
     assert isinstance(loss, Tensor) and theta.grad is not None
     if reduce:
-        bias, stats = bias.all_reduce(), stats.all_reduce()
+        stats = stats.all_reduce()
         dist.all_reduce(theta.grad)
         dist.all_reduce(loss)
-    return Result(theta.grad, bias.norms(), loss.item(), stats.metrics())
+    return Result(theta.grad, stats.norms(), loss.item(), stats.metrics())
 
 
 def same(result: Result, expected: Result) -> None:

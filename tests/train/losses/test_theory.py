@@ -117,8 +117,8 @@ def test_value_and_gradient_are_those_of_the_objective(level: str, seed: int) ->
     output, expected = c.loss(level), objective(c, level)
     torch.testing.assert_close(output.loss, -expected, atol=1e-10, rtol=0)
     torch.testing.assert_close(c.gradient(output.loss), -c.gradient(expected), atol=1e-10, rtol=0)
-    assert output.clip_bias.clipped.item() == sum((terms != 0).sum().item() for terms in bias_terms(c, level))
-    assert output.clip_bias.clipped.item() > 0, "the case is to exercise clipping"
+    assert output.stats.clipped.item() == sum((terms != 0).sum().item() for terms in bias_terms(c, level))
+    assert output.stats.clipped.item() > 0, "the case is to exercise clipping"
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -147,7 +147,7 @@ def test_gradient_decomposes_into_policy_gradient_and_clipping_bias(seed: int) -
 def test_norms_of_the_clipping_bias_are_their_definitions(level: str, seed: int) -> None:
     c = case(seed)
     scale = torch.rand(c.mask.shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
-    norms = c.loss(level, logit_scale=scale).clip_bias.norms()
+    norms = c.loss(level, logit_scale=scale).stats.norms()
     rows = bias_terms(c, level)
     means = torch.stack([terms.mean() for terms in rows])
     scales = [scale[b][c.mask[b]] for b in range(len(c.mask)) if c.mask[b].any()]
@@ -173,7 +173,7 @@ def test_logit_norm_is_the_gradient_norm_in_logit_space() -> None:
     (gradient,) = torch.autograd.grad((w * c.advantages)[outside].sum(), logits)
     norm = policy_loss(
         log_probs, c.old, c.advantages, c.mask, c.turns, ratio_level="token", logit_scale=scale
-    ).clip_bias.norm("logit")
+    ).stats.norm("logit")
     assert norm == pytest.approx(float(gradient.norm()), abs=1e-10)
 
 
@@ -193,7 +193,7 @@ def test_float32_is_enough_for_long_turns(level: str) -> None:
         return (
             output.loss.double(),
             torch.autograd.grad(output.loss, log_probs)[0],
-            output.clip_bias.norm("token"),
+            output.stats.norm("token"),
         )
 
     (loss, gradient, norm), (loss64, gradient64, norm64) = run(torch.float32), run(F64)

@@ -78,7 +78,7 @@ def test_prime_rl_adds_sequences_up(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = expected(t, "token_mean", 1.0)
     torch.testing.assert_close(total, whole.loss)
     steps = objective_of_process(algorithm="so_grpo", ratio="turn").steps
-    assert steps.scale() == pytest.approx(0.003 / whole.clip_bias.norm("rms"))
+    assert steps.scale() == pytest.approx(0.003 / whole.stats.norm("rms"))
     steps.clear()
 
 
@@ -151,6 +151,6 @@ def test_skyrl_scales_advantages_and_the_norm_does_not_mind(monkeypatch: pytest.
         for rows in (slice(0, 2), slice(2, 3)):
             given = (t["log_probs"][rows], t["old"][rows], unit * t["advantages"][rows])
             _, metrics = loss(*given, SimpleNamespace(), mask[rows], None)
-        assert steps.scale() == pytest.approx(0.003 / whole.clip_bias.norm("rms"), rel=1e-4)
+        assert steps.scale() == pytest.approx(0.003 / whole.stats.norm("rms"), rel=1e-4)
         steps.clear()
     assert 0.0 <= metrics["clip_ratio"] <= 1.0

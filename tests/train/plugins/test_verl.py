@@ -104,7 +104,7 @@ def test_the_loss_is_ours(mode: str, seed: int) -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(expected.loss, data["log_prob"])[0])
     if row.normalize:
         steps = objective_of_process(algorithm=name, clip=clip).steps
-        scale = normalization(expected.clip_bias, norm="rms", delta=0.003).update_scale
+        scale = normalization(expected.stats, norm="rms", delta=0.003).update_scale
         assert steps.scale() == pytest.approx(scale) and scale < 1.0
         steps.clear()
 
