@@ -25,8 +25,7 @@ from sorl_train.losses.turn_credit import (
     turn_table,
 )
 
-DEFAULT_HIGH = {"none": 1.0, "truncate": 2.0, "band": 5.0}  # of TIS and IcePop; none has no limit to set
-DEFAULT_LOW = 0.5
+PUBLISHED = {"none": (0.5, 1.0), "truncate": (0.5, 2.0), "band": (0.5, 5.0)}  # limits of TIS and IcePop
 
 
 def prepare(batch: Batch, config: TrainConfig) -> tuple[Batch, dict[str, float]]:
@@ -89,30 +88,23 @@ def _compared(batch: Batch, rewards: Tensor, kind: AdvantageKind, loss: LossConf
 def correction_settings(config: TrainConfig) -> CorrectionSettings:
     """The settings of a run, with the published limits where it gives none."""
     given = config.correction
+    low, high = PUBLISHED[given.mode]
     return CorrectionSettings(
         mode=given.mode,
         level=config.algorithm.ratio if given.level == "auto" else given.level,
-        low=DEFAULT_LOW if given.low is None else given.low,
-        high=DEFAULT_HIGH[given.mode] if given.high is None else given.high,
+        low=low if given.low is None else given.low,
+        high=high if given.high is None else given.high,
         sequence_mask=given.sequence_mask,
     )
 
 
 def correct(batch: Batch, config: TrainConfig) -> tuple[Batch, dict[str, float]]:
-    """Fill in ``correction`` as configured; also returns its ``loss/`` metrics. It is the same batch if that is off.
-
-    The whole rollout batch is corrected at once, so that mini-batches, micro-batches and ranks only carry the weights.
-    """
+    """Fill in ``correction`` as configured; also returns its ``loss/`` metrics. It is the same batch if that is off."""
     if not config.correction.is_on:
         return batch, {}
     assert batch.old_log_probs is not None  # the engine computes them before the update if ``is_on``
-    found = correction_weights(
-        batch.old_log_probs,
-        batch.rollout_log_probs,
-        batch.loss_mask,
-        batch.turn_ids,
-        correction_settings(config),
-    )
+    old, sampled, settings = batch.old_log_probs, batch.rollout_log_probs, correction_settings(config)
+    found = correction_weights(old, sampled, batch.loss_mask, batch.turn_ids, settings)
     return batch.with_fields(correction=found.weights), found.metrics()
 
 

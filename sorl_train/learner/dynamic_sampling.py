@@ -19,11 +19,7 @@ from sorl_train.losses.advantages import are_equal
 
 
 def rows_with_signal(batch: Batch) -> Tensor:
-    """Bool (B,): whether the total rewards of the row's group differ, and one of the group's tokens is in the loss.
-
-    These are the rewards that training sees, shaped by their length if that is on. A KL in the reward is no signal
-    here: it differs in every group.
-    """
+    """Bool (B,): whether the total rewards of the row's group differ, and one of the group's tokens is in the loss."""
     _, group = torch.unique(batch.group_ids, return_inverse=True)
     totals = batch.token_rewards.sum(dim=1)
 

@@ -5,11 +5,11 @@ weights, or drew from another distribution than it reports. Then every ratio and
 metrics may look healthy. Two figures are compared with the limit ``sampler.max_mismatch``:
 
 - the mean absolute difference over all tokens, which finds small errors that are everywhere;
-- the mean absolute difference in the worst turn, with a limit ``TURN_FACTOR`` times as high, which finds errors in a
-  few turns, such as a cache that rows share by mistake. The mean over the batch would hide those.
+- that in the worst turn, with a limit ``TURN_FACTOR`` times as high, which finds errors in a few turns, such as a cache
+  that rows share by mistake.
 
-No single token decides, because in bfloat16 a token of very low probability may differ by more than a nat. For the same
-reason a turn of fewer than ``SHORT_TURN`` tokens is averaged as if it were that long.
+A single token of very low probability may differ by more than a nat in bfloat16, so a turn of fewer than ``SHORT_TURN``
+tokens is averaged as if it were that long.
 """
 
 from __future__ import annotations

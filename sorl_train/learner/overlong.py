@@ -6,12 +6,11 @@ The punishment is its eq. 13, added to the reward, with L_max the limit and L_ca
     ((L_max - L_cache) - |y|) / L_cache  in between
     -1                                   at the limit
 
-|y| counts all tokens of the trajectory, those of its observations included, because ``limits.max_trajectory_tokens``
-does: a search that fills the context brings the end as near as a long thought. A trajectory that ended because the next
-observation would not fit (``max_tokens``) was at the limit. Records keep the task's reward; only the learner's changes.
+|y| counts the tokens of observations, too, as ``limits.max_trajectory_tokens`` does. A trajectory that ended because
+the next observation would not fit (``max_tokens``) was at the limit. Records keep the task's reward.
 
-A filtered trajectory has no token in the loss, but its reward stays in the baseline of its group, as in DAPO: that the
-others ended in time is worth something. An excluded one (an outage) is in neither.
+A filtered trajectory has no token in the loss, but its reward stays in the baseline of its group, as in DAPO. An
+excluded one (an outage) is in neither.
 """
 
 from __future__ import annotations
@@ -36,11 +35,6 @@ def punishment(trajectory: Trajectory, limit: int, config: OverlongConfig) -> fl
     return config.penalty * min(max(inside / config.buffer, 0.0), 1.0)
 
 
-def is_filtered(trajectory: Trajectory, config: OverlongConfig) -> bool:
-    """Whether its stop reason takes it out of the loss."""
-    return trajectory.stop_reason.value in config.excluded_stops
-
-
 def shape_and_filter(
     batch: Batch, trajectories: Sequence[Trajectory], limit: int, config: OverlongConfig
 ) -> Batch:
@@ -53,7 +47,7 @@ def shape_and_filter(
     rewards, token_rewards = batch.rewards.clone(), batch.token_rewards.clone()
     loss_mask = batch.loss_mask.clone()
     for row, trajectory in enumerate(trajectories):
-        if is_filtered(trajectory, config):
+        if trajectory.stop_reason.value in config.excluded_stops:
             loss_mask[row] = False
         lost, places = punishment(trajectory, limit, config), batch.action_mask[row].nonzero()
         if lost and len(places):
@@ -84,5 +78,6 @@ def overlong_metrics(
         metrics["reward/overlong"] = -fmean(lost)
         metrics["rollout/overlong_punished_frac"] = fmean(value > 0 for value in lost)
     if config.excluded_stops:
-        metrics["rollout/overlong_filtered_frac"] = fmean(is_filtered(t, config) for t in counted)
+        filtered = [t.stop_reason.value in config.excluded_stops for t in counted]
+        metrics["rollout/overlong_filtered_frac"] = fmean(filtered)
     return metrics

@@ -8,8 +8,7 @@ success, past successes take the place of some of them, so that the group has a 
 arXiv:2506.09340) keeps everything, and adds the newest past rollouts of the question to its group. Advantages are then
 those of the mixed group.
 
-A step first replays and then stores, so no trajectory is replayed in the step that collected it. Nothing is drawn at
-random: the newest trajectories are taken, whose policy is nearest.
+A step first replays and then stores. The newest trajectories are taken, whose policy is nearest.
 """
 
 from __future__ import annotations
@@ -75,25 +74,17 @@ class ReplayBuffer:
         self.stored: deque[Stored] = deque(maxlen=config.size)
 
     def step(self, collected: Collected, version: int, collate: Callable[[list[Trajectory]], Batch]) -> Mixed:
-        """Replay into the collected batch, then store what is new in it.
-
-        Args:
-            version: training steps behind the weights that are updated.
-            collate: makes a batch of trajectories.
-        """
+        """Replay into the collected batch, then store what is new; ``version`` is that of the weights to update."""
         if not self.config.size or collected.batch is None:
             return Mixed(collected.batch)
         while self.stored and version - self.stored[0].version > self.config.max_age:
             self.stored.popleft()
         new = [t for t in collected.trajectories if not t.excluded]
         members, taken = self._choose(new)
-        batch = collected.batch
-        if taken:
-            batch = _with_scores(collate(members), collected.batch, taken)
+        batch = _with_scores(collate(members), collected.batch, taken) if taken else collected.batch
         self._store(new, collected.batch)
-        return Mixed(
-            batch, [s.trajectory for s in taken.values()], [version - s.version for s in taken.values()]
-        )
+        past = taken.values()
+        return Mixed(batch, [s.trajectory for s in past], [version - s.version for s in past])
 
     def _choose(self, new: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, Stored]]:
         """The trajectories to train on, in groups, and those of them that come from the buffer, by id."""
@@ -138,10 +129,8 @@ class ReplayBuffer:
             return
         write_jsonl(folder / "replay.jsonl", (stored.trajectory for stored in self.stored))
         names = self.stored[0].scores if self.stored else ()
-        save_file(
-            {name: torch.cat([stored.scores[name] for stored in self.stored]) for name in names},
-            folder / "replay.safetensors",
-        )
+        scores = {name: torch.cat([stored.scores[name] for stored in self.stored]) for name in names}
+        save_file(scores, folder / "replay.safetensors")
 
     def load(self, folder: Path) -> None:
         """Inverse of ``save``."""
@@ -150,13 +139,11 @@ class ReplayBuffer:
             return
         trajectories = read_jsonl(folder / "replay.jsonl")
         tokens = [len(trajectory.token_ids) - 1 for trajectory in trajectories]
-        scores = {
-            name: values.split(tokens) for name, values in load_file(folder / "replay.safetensors").items()
-        }
+        found = load_file(folder / "replay.safetensors")
+        scores = {name: values.split(tokens) for name, values in found.items()}
         for row, trajectory in enumerate(trajectories):
-            self.stored.append(
-                Stored(trajectory, {name: parts[row].clone() for name, parts in scores.items()})
-            )
+            own = {name: parts[row].clone() for name, parts in scores.items()}
+            self.stored.append(Stored(trajectory, own))
 
 
 def _question(trajectory: Trajectory) -> tuple[str, str]:

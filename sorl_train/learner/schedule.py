@@ -15,10 +15,9 @@ from sorl_train.learner.batch import Batch
 def mini_batches(batch: Batch, config: TrainConfig, step: int) -> Iterator[Batch]:
     """Each epoch visits every trajectory once, in an order that the seed, the step and the epoch determine.
 
-    If some trajectories of the rollout batch were excluded, the others are spread evenly over as few mini-batches as
-    can hold them: 25 trajectories at a size of 8 become mini-batches of 7, 6, 6 and 6. Filling them up in turn could
-    leave a single trajectory for the last one, and its step would be as long as the others', because Adam divides by
-    the size of the gradient. Replayed trajectories that come on top make mini-batches larger, not more.
+    They are spread evenly over as few mini-batches as can hold them: 25 trajectories at a size of 8 become mini-batches
+    of 7, 6, 6 and 6. A last one of a single trajectory would have a step as long as the others', because Adam divides
+    by the size of the gradient. Replayed trajectories that come on top make mini-batches larger, not more.
     """
     count = -(-min(len(batch), config.rollout.batch_size) // config.update.mini_batch_size)
     for epoch in range(config.update.epochs):
@@ -42,9 +41,8 @@ def is_on_policy(config: TrainConfig, step: int) -> bool:
     if step < config.critic_warmup_steps:  # the actor takes no step
         return False
     one_step = update.epochs == 1 and update.mini_batch_size >= config.rollout.batch_size
-    asked_for = (
-        (loss.kl_coef > 0 and loss.kl_in == "reward") or config.correction.is_on or config.replay.size > 0
-    )
+    kl_in_reward = loss.kl_coef > 0 and loss.kl_in == "reward"
+    asked_for = kl_in_reward or config.correction.is_on or config.replay.size > 0
     return one_step and config.rollout.max_staleness == 0 and not asked_for
 
 
@@ -56,6 +54,6 @@ def learning_rate(optim: OptimConfig, base: float, warmup_ratio: float, done: in
     if optim.schedule == "constant":
         return base
     progress = (done - warmup) / max(1, total - warmup)
-    return base * (
-        1.0 - progress if optim.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
+    if optim.schedule == "linear":
+        return base * (1.0 - progress)
+    return base * (0.5 * (1.0 + math.cos(math.pi * progress)))

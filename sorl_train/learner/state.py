@@ -14,7 +14,6 @@ from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import read_jsonl, write_jsonl
 from sorl_train.learner.batch import Batch
 
-# the fields of a batch that ``scoring.score`` fills in
 _SCORES = ("old_log_probs", "ref_log_probs", "values")
 
 

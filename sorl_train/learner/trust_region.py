@@ -7,12 +7,9 @@ is computed anew. Near w0 the KL grows with the square of the distance, so t = s
 limit. After the batch's last step a part of the batch is looked at once more. The scale grows again after batches that
 stay far inside the region; slowly, because a batch of easy questions hardly moves at a rate that ruins the next one.
 
-Before the first step of a batch, and where weights went all the way back, D would be 0 if two passes over the same
-weights rounded alike; what it is instead is the noise of the measurement. A limit that is lost in this noise would
-shrink the scale batch after batch for steps that never went too far, so the run ends there.
-
-Everything here is elementwise in the weights: with sharded weights each rank moves its own shard, by a factor that all
-ranks know.
+Before the first step of a batch, and where weights went all the way back, D is the noise of two passes over the same
+weights. A limit that is lost in this noise would shrink the scale for steps that never went too far, so the run ends.
+Everything here is elementwise in the weights: each rank moves its own shard, by a factor that all ranks know.
 """
 
 from __future__ import annotations

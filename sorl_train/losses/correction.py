@@ -8,13 +8,10 @@ takes the sample for one of p_old has a biased gradient. The importance weight t
     truncate   min(w, high)                          TIS: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl
     band       w if low <= w <= high, otherwise 0    IcePop: arXiv:2510.18855
 
-A segment is a token, a turn or the whole sequence. Turns and sequences take the geometric mean: the product of a few
-hundred ratios, which other trainers take for a sequence, leaves any limits. The sequence mask gives weight 0 to a
-trajectory whose geometric mean lies outside [exp(-bound), exp(bound)]: the geometric sequence masking of "When Speed
-Kills Stability" (Liu, Li et al. 2025, https://richardli.xyz/rl-collapse), ``seq_mean_k1`` in verl.
-
-Both are constants to the gradient, and neither is divided by its mean: what a weight takes away is not handed to other
-tokens.
+A segment is a token, a turn or the whole sequence; the product of a few hundred ratios, which other trainers take for a
+sequence, leaves any limits. The sequence mask gives weight 0 to a trajectory whose geometric mean lies outside
+[exp(-bound), exp(bound)]: the geometric sequence masking of "When Speed Kills Stability" (Liu, Li et al. 2025,
+https://richardli.xyz/rl-collapse), ``seq_mean_k1`` in verl. Both are constants to the gradient.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@ A surrogate takes the importance ratios (N,) of the loss tokens, which carry the
 ``ClipRange``, and returns N values to maximize. ``SURROGATES`` names those of the table of algorithms; one of your own
 is a function of the same form (docs/algorithms.md).
 
-``ratio.log()`` is the mean of log p - log p_old over the token's segment, so its gradient with respect to log p is 1 at
-level token and 1 / |segment| for each token of a longer segment. Summed over the tokens of a segment that share their
-advantage, a constant weight times A log w therefore has the gradient weight * A * grad log p(segment), as published.
-Where advantages differ inside a segment, each of its tokens gets the mean of weight * A over the segment, which is the
-credit of the lemma eq:turn_level_credit_assignment. The value differs from A log p by a constant, A log p_old.
+``ratio.log()`` is the mean of log p - log p_old over the token's segment. So where advantages differ inside a segment,
+each of its tokens gets the mean of a constant weight * A over the segment, which is the credit of the lemma
+eq:turn_level_credit_assignment. The value differs from A log p by a constant, A log p_old.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ class ClipRange:
             from above as well. None turns it off.
         tau_pos, tau_neg: temperatures of the gate of ``sapo`` for positive and for other advantages.
 
-    Raises:
-        ValueError: ``dual`` is not above 1, or a temperature is not above 0.
+    Raises ValueError if ``dual`` is not above 1, or a temperature not above 0.
     """
 
     eps: float = 0.2

@@ -94,13 +94,9 @@ def _uneven(config: TrainConfig) -> list[str]:
         ranks = Placement.of(config).ranks
     except UserError as error:
         return [str(error)]
-    sizes = {
-        "update.mini_batch_size": config.update.mini_batch_size,
-        "rollout.batch_size": config.rollout.batch_size,
-    }
-    return [
-        f"{name} {size} does not divide over {ranks} GPUs" for name, size in sizes.items() if size % ranks
-    ]
+    mini, batch = config.update.mini_batch_size, config.rollout.batch_size
+    sizes = {"update.mini_batch_size": mini, "rollout.batch_size": batch}
+    return [f"{name} {n} does not divide over {ranks} GPUs" for name, n in sizes.items() if n % ranks]
 
 
 def check_model(config: TrainConfig, shape: ModelShape) -> None:
@@ -116,11 +112,10 @@ def check_model(config: TrainConfig, shape: ModelShape) -> None:
 
 def _uncut(shape: ModelShape, parts: int) -> list[str]:
     """What of a model cannot be cut into ``parts``, one for each GPU of a vLLM engine."""
-    shared = shape.key_value_heads
+    shared = shape.key_value_heads  # fewer heads than parts are copied
     cases = {
         f"it has {shape.heads} attention heads": shape.heads % parts,
         f"its MLP has {shape.intermediate} units": shape.intermediate % parts,
-        # fewer heads than parts are copied
         f"it has {shared} key-value heads": max(shared, parts) % min(shared, parts),
     }
     return [what for what, rest in cases.items() if rest]

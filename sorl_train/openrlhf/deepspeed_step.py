@@ -34,16 +34,14 @@ class DeepSpeedStep:
     def apply(self, lr: float, grad_scale: float = 1.0, limit: float | None = None) -> float:
         """Scale the gradient, clip it to ``limit`` (None: DeepSpeed's own), step with rate ``lr``.
 
-        Returns the gradient's norm before scaling and clipping. If the gradient is not finite on some rank: NaN on all
-        ranks, and no step. DeepSpeed's own step does not report that in bfloat16: ZeRO-3 takes the norm to be 1 and
-        steps, ZeRO-2 takes no step and keeps the last norm.
-
-        The gradient is scaled through the loss scale, by which DeepSpeed divides before it clips: that works with every
-        ZeRO stage and never gathers a gradient.
+        Returns the gradient's norm before scaling and clipping; NaN on all ranks, and no step, if the gradient is not
+        finite on one. DeepSpeed does not report that in bfloat16: ZeRO-3 takes the norm to be 1 and steps, ZeRO-2 takes
+        no step and keeps the last norm. Scaling goes through the loss scale, by which it divides before it clips.
         """
         optimizer = self.engine.optimizer
-        is_zero_3 = self.engine.zero_optimization_stage() == 3
-        if is_zero_3 and not _is_finite(optimizer.grad_partitions_flat_buffer):
+        if self.engine.zero_optimization_stage() == 3 and not _is_finite(
+            optimizer.grad_partitions_flat_buffer
+        ):
             return math.nan
         set_lr(optimizer, lr)
         usual_limit = optimizer.clip_grad
@@ -68,11 +66,9 @@ class DeepSpeedStep:
     def weights(self) -> list[Tensor]:
         """This rank's shard of the weights that the optimizer steps on, which are float32."""
         optimizer = self.engine.optimizer
-        is_zero_3 = self.engine.zero_optimization_stage() == 3
-        shards = (
-            optimizer.fp32_partitioned_groups_flat if is_zero_3 else optimizer.single_partition_of_fp32_groups
-        )
-        return list(shards)
+        if self.engine.zero_optimization_stage() == 3:
+            return list(optimizer.fp32_partitioned_groups_flat)
+        return list(optimizer.single_partition_of_fp32_groups)
 
     def copy_weights(self) -> None:
         """Copy the shards of all ranks to the weights of the forward pass, as DeepSpeed does after each step."""

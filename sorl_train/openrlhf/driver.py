@@ -1,15 +1,14 @@
 """OpenRLHF's command line with our classes in the place of its own: ``python -m sorl_train.openrlhf.driver FLAGS``.
 
-``launch`` starts it. On a Ray cluster that is already running, workers have the environment and the working folder of
-``ray start`` and not those of the user's terminal. So the driver passes on the environment variables of the lists below
-and no others, and its folder, from which the relative paths of a config start.
+On a Ray cluster that is already running, workers have the environment and the working folder of ``ray start``. So the
+driver passes on the environment variables of the lists below and no others, and its folder, from which the relative
+paths of a config start.
 
 Ray writes the variables of a ``runtime_env`` into its logs on every node. Tokens, and proxies (whose addresses can hold
-a password), therefore go through the memory of Ray's control store: each worker of the run fetches them when it starts
-(``prepare_worker``), and they are deleted at the end of the run. They are in no log, file or manifest, but other jobs
-of the same cluster can read them while the run lasts. Their key is the run's folder and ``SORL_START``, which is new
-for each start. It cannot be Ray's job: vLLM's engine core is a process that connects to Ray by itself if it is tensor
-parallel, so its workers belong to another job.
+a password), therefore go through the memory of Ray's control store: each worker fetches them when it starts, and they
+are deleted at the end of the run. Other jobs of the same cluster can read them while the run lasts. Their key is the
+run's folder and ``SORL_START``, which is new for each start; it cannot be Ray's job, because the workers of a tensor
+parallel vLLM engine belong to another one.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ def runtime_env(environment: Mapping[str, str]) -> dict[str, object]:
     plain = {name: environment[name] for name in FORWARDED if name in environment}
     if "PYTHONPATH" in plain:  # Python reads it before the worker changes its folder
         plain["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, plain["PYTHONPATH"].split(os.pathsep)))
-    return {
-        "env_vars": plain,
-        "worker_process_setup_hook": HOOK,
-    }
+    return {"env_vars": plain, "worker_process_setup_hook": HOOK}
 
 
 @contextmanager

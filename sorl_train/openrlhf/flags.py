@@ -1,7 +1,7 @@
 """The config as OpenRLHF's command line. All flags are set here, and ``--dry_run`` prints them.
 
-Some flags only pass OpenRLHF's own checks: the classes of ``workers`` and ``trainers`` decide what an advantage, a loss
-or a reward is, from the same config as the local engine.
+Some only pass OpenRLHF's own checks: the classes of ``workers`` and ``trainers`` decide what an advantage, a loss or a
+reward is, from the same config as the local engine.
 """
 
 from __future__ import annotations

@@ -15,10 +15,9 @@ Item = tuple[list[None], list[str], list[str], list[None]]
 
 
 class JobLoader:
-    """Replaces OpenRLHF's prompt loader: yields the run's prompts one after another, and can be resumed.
+    """Replaces OpenRLHF's prompt loader: yields (data sources, prompts, labels, images), one of each.
 
-    An item is (data sources, prompts, labels, images), one of each. The label says which example it is; the prompt is
-    empty, because the environment writes it.
+    The label says which example it is; the prompt is empty, because the environment writes it.
     """
 
     def __init__(self, labels: list[str]) -> None:

@@ -201,10 +201,9 @@ class TrainStep:
     def score(self, batch: Batch) -> Batch:
         """Fill in old and reference log-probabilities and values.
 
-        In a synchronous run the newest weights sampled the batch, and the old log-probabilities are the trainer's own
-        recomputation. An asynchronous batch is older than the trainer's weights, and the ratio has to measure that: its
-        old log-probabilities are those that the sampler reported; those of the newest weights are its
-        ``start_log_probs``, because a trust region is around these weights.
+        In a synchronous run the old log-probabilities are the trainer's own recomputation. An asynchronous batch is
+        older than the trainer's weights, and the ratio has to measure that: its old log-probabilities are the
+        sampler's, and those of the newest weights its ``start_log_probs``, which a trust region is around.
         """
         recomputed = self.score_with(self.actor_model_group, batch)
         behind = self.config.cluster.async_rollout
@@ -256,17 +255,15 @@ class TrainStep:
         """All optimizer steps of one rollout batch, critic and actor; each rank takes its share of a mini-batch."""
         config, ranks = self.config, self.place.ranks
         by_mini = [by_rank(mini, ranks) for mini in mini_batches(batch, config, step)]
-        shares = [list(share) for share in zip(*by_mini, strict=True)]
-        per_step = steps_of_batch(config)
-        counts: dict[str, list[Any]] = {"done": [(step - 1) * per_step] * ranks}
-        counts["total"] = [config.update.steps * per_step] * ranks
+        shares: dict[str, list[Any]] = {"minis": [list(share) for share in zip(*by_mini, strict=True)]}
+        shares["done"] = [(step - 1) * steps_of_batch(config)] * ranks
         metrics: dict[str, float] = {}
         if self.critic_model_group is not None:
-            metrics |= self.train_group(self.critic_model_group, minis=shares, **counts)[0]
+            metrics |= self.train_group(self.critic_model_group, **shares)[0]
         if step > config.critic_warmup_steps:
             sample = final_kl_sample(batch.loss_mask) if config.update.trust_kl is not None else []
-            counts |= {"sample": by_rank(batch.rows(sample), ranks), "trust": [self.trust] * ranks}
-            found, self.trust = self.train_group(self.actor_model_group, minis=shares, **counts)[0]
+            shares |= {"sample": by_rank(batch.rows(sample), ranks), "trust": [self.trust] * ranks}
+            found, self.trust = self.train_group(self.actor_model_group, **shares)[0]
             metrics |= found
         return metrics
 

@@ -31,9 +31,8 @@ class Announcing(ppo_trainer.BasePPOTrainer):
     """Sends new weights and their version together, for the asynchronous trainer.
 
     OpenRLHF's asynchronous trainer calls ``super().broadcast_to_vllm`` while it holds a lock (or has paused the vLLM
-    engines). This class comes right after that trainer in the order of base classes, so it is what gets called. If the
-    version came after the lock is free, turns that begin at once would be sampled with new weights under the old
-    version.
+    engines), and this class comes right after it in the order of base classes. A version that came after the lock is
+    free would come too late for turns that begin at once.
     """
 
     announce_version: Callable[[], None]

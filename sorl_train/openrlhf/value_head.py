@@ -1,10 +1,9 @@
 """The critic's output layer in float32, beside a DeepSpeed engine that holds the rest of the critic in bfloat16.
 
-DeepSpeed casts every parameter of its module to bfloat16, and ZeRO flattens all of them into buffers of one dtype, so
-it cannot hold a float32 layer. The 8 bits of precision of bfloat16 are too few for values: near 0.7 two neighbouring
-values differ by 0.004, as much as an advantage late in training. The layer is small (the model's width and one bias),
-so each rank keeps all of it, with its own AdamW. Its gradient is averaged over the ranks and clipped together with
-DeepSpeed's by the norm of all of them: the update is the same as in the local engine.
+ZeRO flattens all parameters of a module into buffers of one dtype, and the 8 bits of bfloat16 are too few for values:
+near 0.7 two neighbours differ by 0.004, as much as an advantage late in training. So each rank keeps all of this layer,
+with its own AdamW. Its gradient is averaged over the ranks and clipped together with DeepSpeed's by the norm of all of
+them: the update is the same as in the local engine.
 """
 
 from __future__ import annotations
@@ -70,10 +69,8 @@ class ValueHead:
 
     def save(self, folder: Path) -> None:
         """The weights and the optimizer's state."""
-        weights = {
-            name: value.detach().cpu().contiguous() for name, value in self.linear.state_dict().items()
-        }
-        save_file(weights, folder / VALUE_HEAD_FILE)
+        weights = self.linear.state_dict().items()
+        save_file({name: value.detach().cpu() for name, value in weights}, folder / VALUE_HEAD_FILE)
         save_optimizers(folder / OPTIMIZER_FILE, {"head": self.optimizer})
 
     def load(self, folder: Path) -> None:
@@ -82,9 +79,8 @@ class ValueHead:
         try:
             self.linear.load_state_dict(load_file(file))
         except RuntimeError as error:
-            raise UserError(
-                f"{file} does not fit a critic of width {self.linear.in_features}: {error}"
-            ) from error
+            width = self.linear.in_features
+            raise UserError(f"{file} does not fit a critic of width {width}: {error}") from error
         if (folder / OPTIMIZER_FILE).is_file():
             load_optimizers(folder / OPTIMIZER_FILE, {"head": self.optimizer})
 

@@ -39,11 +39,9 @@ def started_workers() -> list[Any]:
 def watched(workers: Sequence[Any], poll_s: float = POLL_S) -> Iterator[None]:
     """Within a block that calls Ray actors, the death of one of ``workers`` ends the block, whatever it waits for.
 
-    ``workers`` may grow meanwhile: a worker that dies while it starts ends the block as well.
-
     Ray reports a death only to callers of the dead actor. A training worker in a collective with it, or in a weight
-    broadcast to a dead vLLM engine, waits on (the timeouts of gloo and NCCL are half an hour), and so does the trainer,
-    which waits for that training worker.
+    broadcast to a dead vLLM engine, waits on (the timeouts of gloo and NCCL are half an hour), and so does the trainer.
+    ``workers`` may grow meanwhile: a worker that dies while it starts ends the block as well.
 
     Raises:
         ray.exceptions.ActorDiedError: of the worker that died first, instead of the error that its death caused.
@@ -56,9 +54,8 @@ def watched(workers: Sequence[Any], poll_s: float = POLL_S) -> Iterator[None]:
         calls: dict[ray.ObjectRef[Any], Any] = {}
         while not over.wait(poll_s):
             asked = set(calls.values())
-            calls |= {
-                worker.__ray_ready__.remote(): worker for worker in list(workers) if worker not in asked
-            }
+            new = [worker for worker in list(workers) if worker not in asked]
+            calls |= {worker.__ray_ready__.remote(): worker for worker in new}
             done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=poll_s) if calls else ([], [])
             for call in done:
                 del calls[call]

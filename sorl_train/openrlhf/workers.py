@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from openrlhf.trainer.ray import ppo_actor, ppo_critic, vllm_engine
 from torch import Tensor
 
 from sorl_train.config.files import read_resolved
-from sorl_train.config.settings import OptimConfig, TrainConfig
+from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.means import Means
 from sorl_train.learner.optimizer_step import NonFiniteError
-from sorl_train.learner.schedule import learning_rate
+from sorl_train.learner.schedule import learning_rate, steps_of_batch
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.losses.clip_bias import Normalization
 from sorl_train.losses.log_probs import TokenStats
@@ -122,24 +123,10 @@ def _finite(grad_norm: float, what: str, mini: Batch) -> float:
     return grad_norm
 
 
-def _train(
-    update: Any,
-    means: Means,
-    optim: OptimConfig,
-    base: float,
-    warmup: float,
-    minis: Iterable[Batch],
-    **steps: int,
-) -> None:
-    """One optimizer step on each of ``minis``: steps ``done``, ``done`` + 1, .. of ``total`` in the rate's schedule.
-
-    The actor stops early at ``update.target_kl``.
-    """
-    for number, mini in enumerate(minis):
-        lr = learning_rate(optim, base, warmup, steps["done"] + number, steps["total"])
-        update.step(mini, lr, means)
-        if isinstance(update, PolicyUpdate) and update.past_target_kl:
-            break
+def _rates(config: TrainConfig, base: float, warmup: float, done: int) -> Iterator[float]:
+    """The learning rates of the optimizer steps after the first ``done`` of the run."""
+    total = config.update.steps * steps_of_batch(config)
+    return (learning_rate(config.optim, base, warmup, number, total) for number in itertools.count(done))
 
 
 @torch.no_grad()
@@ -170,22 +157,27 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
         return _score(batch, size, lambda micro: self.update.stats(micro, micro.action_mask).log_probs)
 
     def train_on(
-        self, minis: list[Batch], done: int, total: int, sample: Batch, trust: dict[str, float] | None
+        self, minis: list[Batch], done: int, sample: Batch, trust: dict[str, float] | None
     ) -> tuple[dict[str, float], dict[str, float] | None]:
-        """Train on this rank's share of a training step's mini-batches; returns metrics over all ranks, and the trust
-        region's new state.
+        """Train on this rank's share of a training step's mini-batches, up to ``update.target_kl``.
 
         Args:
-            done, total: optimizer steps before this training step, and in the whole run.
+            done: optimizer steps before this training step.
             sample: this rank's share of the trajectories of ``final_kl_sample``.
-            trust: its state after the training step before; None in the first.
+            trust: the trust region's state after the training step before; None in the first.
+
+        Returns:
+            Metrics over all ranks, and the trust region's new state.
         """
         self.actor.train()
         update, optim, means = self.update, self.config.optim, Means()
         if update.trust is not None and trust is not None:
             update.trust.load(trust)
         update.begin_batch()
-        _train(update, means, optim, optim.lr, optim.warmup_ratio, minis, done=done, total=total)
+        for mini, lr in zip(minis, _rates(self.config, optim.lr, optim.warmup_ratio, done), strict=False):
+            update.step(mini, lr, means)
+            if update.past_target_kl:
+                break
         update.end_batch(sample, means)
         torch.cuda.empty_cache()  # several processes share the GPU, and torch would keep this one's peak
         return means.result(), None if update.trust is None else update.trust.state()
@@ -228,12 +220,13 @@ class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
         self.critic.eval()
         return _score(batch, self.config.update.log_prob_micro_batch_size, self.update.values)
 
-    def train_on(self, minis: list[Batch], done: int, total: int) -> dict[str, float]:
+    def train_on(self, minis: list[Batch], done: int) -> dict[str, float]:
         """See ``PolicyWorker.train_on``."""
         self.critic.train()
         optim, means = self.config.optim, Means()
-        rates = optim.critic_lr, optim.critic_warmup_ratio
-        _train(self.update, means, optim, *rates, minis, done=done, total=total)
+        rates = _rates(self.config, optim.critic_lr, optim.critic_warmup_ratio, done)
+        for mini, lr in zip(minis, rates, strict=False):
+            self.update.step(mini, lr, means)
         torch.cuda.empty_cache()  # as in ``PolicyWorker.train_on``
         return means.result()
 

@@ -68,8 +68,7 @@ class Objective:
         algorithm: a name of ``loss_algorithms``, or an ``Algorithm`` of your own.
         ratio: another level of the importance ratio; ``auto`` keeps the algorithm's own.
         clip: the clip range; None is ``clip_range(algorithm)``.
-        clip_bias_norm, clip_bias_delta: see ``StepScale``.
-        skip_without_signal, relative: likewise.
+        clip_bias_norm, clip_bias_delta, skip_without_signal: see ``StepScale``.
 
     Attributes:
         algorithm: the row, with the level of the ratio that is used.
@@ -88,18 +87,13 @@ class Objective:
         clip_bias_norm: str = "rms",
         clip_bias_delta: float = 0.003,
         skip_without_signal: bool = False,
-        relative: bool = False,
     ) -> None:
         row = _row(algorithm)
         check_choice("ratio level", ratio, ("auto", *get_args(RatioLevel)))
         self.algorithm = row if ratio == "auto" else dataclasses.replace(row, ratio=ratio)
         self.clip = clip or clip_range(row)
         self.steps = StepScale(
-            row.normalize,
-            clip_bias_norm,
-            clip_bias_delta,
-            skip_without_signal=skip_without_signal,
-            relative=relative,
+            row.normalize, clip_bias_norm, clip_bias_delta, skip_without_signal=skip_without_signal
         )
 
     def loss(
@@ -129,12 +123,8 @@ class Objective:
             ValueError: for shapes that differ, or turn ids that break their contract.
         """
         surrogate = self.algorithm.surrogate
-        settings = LossSettings(
-            ratio_level=self.algorithm.ratio,
-            surrogate=surrogate if callable(surrogate) else SURROGATES[surrogate or "clipped"],
-            clip=self.clip,
-            aggregation=aggregation,
-        )
+        function = surrogate if callable(surrogate) else SURROGATES[surrogate or "clipped"]
+        settings = LossSettings(self.algorithm.ratio, function, self.clip, aggregation)
         output = policy_loss(
             log_probs,
             old_log_probs,
@@ -146,8 +136,7 @@ class Objective:
             correction=correction,
         )
         if log_probs.requires_grad:
-            square = advantages[mask.bool()].square().sum() if self.steps.relative else 0.0
-            self.steps.add(output, float(square))
+            self.steps.add(output)
         return output
 
     def ratios(self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -165,7 +154,7 @@ def objective_of_process(**options: Any) -> Objective:
 
     For trainers that know a loss by name or by function: their worker processes make it at the first call.
     """
-    key = repr(sorted(options.items(), key=lambda item: item[0]))
+    key = repr(sorted(options.items()))
     if key not in _OBJECTIVES:
         _OBJECTIVES[key] = Objective(**options)
         if _OBJECTIVES[key].algorithm.normalize:

@@ -58,9 +58,7 @@ class SorlOptions:
                 f"from {names}. SorlOptions('so_grpo', ratio='turn') has the turn ratio of SO-PPO."
             )
         if self.trust_kl is not None and not self.trust_kl > 0.0:
-            raise ValueError(
-                f"trust_kl must be above 0, not {self.trust_kl}; None turns the trust region off"
-            )
+            raise ValueError(f"trust_kl must be above 0 or None, which turns it off, not {self.trust_kl}")
         if not self.trust_max_scale >= 1.0:
             raise ValueError(f"trust_max_scale must be at least 1, not {self.trust_max_scale}")
 
@@ -87,8 +85,7 @@ class SorlMixin:
         )
         self._trust = None
         if self.sorl.trust_kl is not None:
-            region = TrustRegion(self.sorl.trust_kl, self.sorl.trust_max_scale)
-            self._trust = TrustedSteps(trainer, region)
+            self._trust = TrustedSteps(trainer, TrustRegion(self.sorl.trust_kl, self.sorl.trust_max_scale))
         self._hooked: Any = None
         trainer.add_callback(_MiniBatch(trainer))
 
@@ -132,8 +129,7 @@ class SorlMixin:
         )
         if self._trust is not None and mode == "train":
             self._trust.saw(inputs, old)
-        loss = output.loss
-        metrics = trainer._metrics[mode]
+        loss, metrics = output.loss, trainer._metrics[mode]
         if trainer.beta != 0.0:
             penalty = kl_penalty(log_probs, inputs["ref_per_token_logps"], "k3")
             if trainer.args.use_bias_correction_kl:

@@ -166,7 +166,7 @@ def table_of_algorithms() -> list[str]:
         cells = (
             f"`--algo {name}`",
             a.about,
-            f"`{documented()[a.surrogate_name][0]}`",
+            f"`{documented()[a.surrogate_name]}`",
             a.ratio,
             a.advantage,
             "yes" if a.normalize else "no",

@@ -177,10 +177,7 @@ def test_the_rate_of_a_trust_region_joins_in() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"clip_bias_norm": "logit"},
-            "needs more than a policy loss is given; take one of scalar, token, rms",
-        ),
+        ({"clip_bias_norm": "logit"}, "unknown clip_bias_norm 'logit'.*scalar, token, rms"),
         ({"clip_bias_norm": "rmse"}, "Did you mean 'rms'"),
         ({"clip_bias_delta": 0.0}, "must be positive, not 0.0"),
         ({"ratio": "turns"}, "Did you mean 'turn'"),
