@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PAGES = 100  # of a listing of tools
-MAX_TOOLS = 1000
 CLOSE_S = 8.0  # a command gets about six seconds to end before it is killed
 _MAX_REASON_CHARS = 500
 _lock = threading.Lock()
@@ -78,14 +77,12 @@ class _Connection:
         finally:
             future.cancel()
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = False) -> None:
         """End the connection; one that does not end within ``CLOSE_S`` is given up."""
         self._portal.start_task_soon(self._done.set)
-
-    def wait(self) -> None:
-        """Wait until it has ended."""
-        with contextlib.suppress(Exception, concurrent.futures.CancelledError):
-            self._task.result(CLOSE_S + 1.0)
+        if wait:
+            with contextlib.suppress(Exception, concurrent.futures.CancelledError):
+                self._task.result(CLOSE_S + 1.0)
 
 
 class McpServer:
@@ -109,7 +106,6 @@ class McpServer:
         self._lock = threading.Lock()
         self._connection: _Connection | None = None
         self._lost: str | None = None
-        self._called = False
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> mcp_types.CallToolResult:
         """Call a tool and wait for its result.
@@ -131,9 +127,9 @@ class McpServer:
                 page = await client.list_tools(cursor=cursor)
                 tools += page.tools
                 cursor = page.next_cursor
-                if cursor is None or len(tools) > MAX_TOOLS:
+                if cursor is None:
                     break
-            if cursor is not None or len(tools) > MAX_TOOLS:
+            else:
                 raise ToolUnavailableError(f"{self.target.name}: its list of tools does not end")
             info = client.server_info
             return tools, "" if info is None else f"{info.name} {info.version}".strip()
@@ -146,8 +142,7 @@ class McpServer:
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None and self._pid == os.getpid():
-            connection.close()
-            connection.wait()
+            connection.close(wait=True)
 
     def _use(self, work: Callable[[Client], Awaitable[Any]]) -> Any:
         """The result of ``work``. Whatever goes wrong, except an answer with an error, ends the connection."""
@@ -155,9 +150,8 @@ class McpServer:
         from mcp_types import INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
 
         if self._lost is not None:
-            raise ToolUnavailableError(
-                f"{self.target.name}: {self._lost}; what it knew of the episode is lost"
-            )
+            said = f"{self.target.name}: {self._lost}; what it knew of the episode is lost"
+            raise ToolUnavailableError(said)
         ends_at = time.monotonic() + self.timeout_s
         connection: _Connection | None = None
         keep = False
@@ -186,7 +180,6 @@ class McpServer:
             if self._connection is None:
                 self._connection = _Connection(self.target, self.timeout_s)
             self._connection.in_use += 1
-            self._called = True
             return self._connection
 
     def _leave(self, connection: _Connection, *, keep: bool) -> None:
@@ -199,7 +192,7 @@ class McpServer:
             connection.close()
 
     def _outage(self, error: Exception) -> ToolUnavailableError:
-        if self.keeps_state and self._called:
+        if self.keeps_state and self._connection is not None:
             self._lost = f"a call failed ({_say(error)})"
         if isinstance(error, (TimeoutError, concurrent.futures.TimeoutError)):
             return ToolUnavailableError(f"{self.target.name}: no reply within {self.timeout_s:g} s")

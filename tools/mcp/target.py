@@ -12,12 +12,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from sorl_env.errors import UserError
-from sorl_tools.mcp.reply_limit import limited_http_client
 
 if TYPE_CHECKING:
+    import httpx2
     from mcp import Client
 
 TOKEN_VARIABLE = "SORL_MCP_TOKEN"
+MAX_REPLY_BYTES = 16 << 20  # a policy reads some kilobytes of it
+_TIMEOUT_S = 3600.0  # the deadline of each call is kept by the caller
 
 
 class Target:
@@ -62,11 +64,45 @@ class Target:
                 command = StdioServerParameters(command=self._command[0], args=self._command[1:])
                 server = stdio_client(command, errlog=log)
             elif isinstance(server, str):
-                http = await stack.enter_async_context(limited_http_client(os.environ.get(TOKEN_VARIABLE)))
+                http = await stack.enter_async_context(limited_client())
                 server = streamable_http_client(server, http_client=http)
             # no kept replies: what a call returns must not depend on earlier calls of other episodes
             client = Client(server, client_info=Implementation(name="sorl", version="1"), cache=None)
             yield await stack.enter_async_context(client)
+
+
+def limited_client() -> httpx2.AsyncClient:
+    """A client that sends the environment's token, and whose replies end with an error at ``MAX_REPLY_BYTES``."""
+    import httpx2
+
+    class LimitedStream(httpx2.AsyncByteStream):
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for part in self._stream:
+                size += len(part)
+                if size > MAX_REPLY_BYTES:
+                    raise httpx2.StreamError(f"the reply has more than {MAX_REPLY_BYTES} bytes")
+                yield part
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    async def limit(response: httpx2.Response) -> None:
+        # a small compressed body can unpack to any size
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise httpx2.RemoteProtocolError("the reply is compressed, although a plain one was asked for")
+        response.stream = LimitedStream(response.stream)
+
+    token = os.environ.get(TOKEN_VARIABLE)
+    return httpx2.AsyncClient(
+        headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {}),
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+        timeout=httpx2.Timeout(_TIMEOUT_S, connect=5.0),
+        event_hooks={"response": [limit]},
+    )
 
 
 def _checked_address(address: str) -> str:

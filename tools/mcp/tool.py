@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
-from sorl_env.text import quoted, valid_text
-from sorl_env.tool import ToolInputError, ToolReply, ToolUnavailableError
-from sorl_env.tool_schema import takes_raw_text
-from sorl_tools.mcp.schema import readable_schema, tag_of
+from sorl_env.text import MAX_DEPTH, quoted, valid_text
+from sorl_env.tool import RESERVED_NAMES, ToolInputError, ToolReply, ToolUnavailableError
+from sorl_env.tool_schema import PYTHON_TYPES, takes_raw_text
 from sorl_tools.mcp.server import McpServer
 
 if TYPE_CHECKING:
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
 
 SHARED = "mcp"
 PER_EPISODE = "mcp+episode"
+_NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9_-]")
+# Keywords that a toolbox knows beside anyOf, items and properties, and the types of their values.
+_KEPT: dict[str, tuple[type, ...]] = {
+    "type": (str,),
+    "description": (str,),
+    "enum": (list,),
+    "minimum": (int, float),
+    "maximum": (int, float),
+    "required": (list,),
+    "additionalProperties": (bool,),
+}
 
 
 class McpTool:
@@ -65,21 +77,21 @@ class EpisodeTool(McpTool):
         super().__init__(server, listed, fingerprint)
         self.group = group
 
-    def new_episode(self, seed: int) -> EpisodeTool:
+    def new_episode(self, seed: int) -> McpTool:
         """The tool for one episode, when it is the server's only one; a toolbox asks the group."""
         return self.group.new_episode(seed)[self.name]
 
 
 class EpisodeGroup:
-    """The tools of one server in one episode, which share its connection and its state."""
+    """The tools of one server in one episode, by name, which share its connection and its state."""
 
-    def __init__(self) -> None:
-        self.tools: dict[str, EpisodeTool] = {}
+    def __init__(self, tools: dict[str, McpTool]) -> None:
+        self.tools = tools
 
-    def new_episode(self, seed: int) -> dict[str, EpisodeTool]:
+    def new_episode(self, seed: int) -> dict[str, McpTool]:
         """The tools for another episode, by name. The server gets no seed: the protocol has none."""
         server = next(iter(self.tools.values())).server
-        fresh, group = McpServer(server.target, server.timeout_s, keeps_state=True), EpisodeGroup()
+        fresh, group = McpServer(server.target, server.timeout_s, keeps_state=True), EpisodeGroup({})
         for name, tool in self.tools.items():
             group.tools[name] = EpisodeTool(fresh, tool.listed, tool.fingerprint, group)
         return group.tools
@@ -98,32 +110,28 @@ def mcp_tools(server: Any, timeout_s: float = 30.0, *, per_episode: bool = False
         UserError: no server answers, it has no tools, two of its tools have the same tag, or a schema is unreadable.
     """
     connection = McpServer(server, timeout_s)
-    where, group = connection.target.name, EpisodeGroup()
+    where = connection.target.name
     tools: dict[str, McpTool] = {}
-    try:
-        listed, version = connection.list_tools()
+    group = EpisodeGroup(tools)
+    with ExitStack() as stack:
+        stack.callback(connection.close)
+        try:
+            listed, version = connection.list_tools()
+        except (ToolUnavailableError, ToolInputError) as error:
+            said = f"mcp:{where}: the server does not list its tools ({error}); is it running?"
+            raise UserError(said) from error
         fingerprint = f"{where} ({version})" if version else where
         for one in listed:
-            made: McpTool
+            made = McpTool(connection, one, fingerprint)
             if per_episode:
-                made = group.tools[tag_of(one.name)] = EpisodeTool(connection, one, fingerprint, group)
-            else:
-                made = McpTool(connection, one, fingerprint)
+                made = EpisodeTool(connection, one, fingerprint, group)
             if made.name in tools:
                 raise UserError(f"mcp:{where}: two of its tools would have the tag <{made.name}>")
             tools[made.name] = made
         if not tools:
             raise UserError(f"mcp:{where}: the server has no tools")
-    except (ToolUnavailableError, ToolInputError) as error:
-        connection.close()
-        raise UserError(
-            f"mcp:{where}: the server does not list its tools ({error}); is it running?"
-        ) from error
-    except UserError:
-        connection.close()
-        raise
-    if per_episode:
-        connection.close()
+        if not per_episode:
+            stack.pop_all()  # the connection stays open
     return list(tools.values())
 
 
@@ -137,6 +145,53 @@ def open_tools(reference: str, settings: ToolSettings) -> list[McpTool]:
     if kind not in (SHARED, PER_EPISODE):
         raise UserError(f"tools: {reference!r} begins with neither {SHARED}: nor {PER_EPISODE}:")
     return mcp_tools(server.strip(), settings.timeout_s, per_episode=kind == PER_EPISODE)
+
+
+def tag_of(name: str) -> str:
+    """The tag for a tool: its name with ``_`` for what cannot be in a tag, and behind a name that is reserved.
+
+    >>> tag_of("files/read.text"), tag_of("answer")
+    ('files_read_text', 'answer_')
+    """
+    tag = _NOT_IN_A_TAG.sub("_", name[:128])
+    tag = tag if tag[:1].isalpha() or tag[:1] == "_" else f"_{tag}"
+    return f"{tag}_" if tag in RESERVED_NAMES else tag
+
+
+def readable_schema(schema: Any, where: str) -> dict[str, Any]:
+    """The part of a tool's schema that a toolbox checks arguments against; the server checks the rest itself.
+
+    What a toolbox does not know (``$ref``, ``oneOf``, ``pattern``) is left out, so that anything is allowed there.
+
+    Raises:
+        UserError: it is not the schema of an object.
+    """
+    if not isinstance(schema, Mapping) or schema.get("type") != "object":
+        raise UserError(
+            f"{where}: its schema {quoted(repr(schema))} is not that of an object with parameters"
+        )
+    return {"properties": {}, **_readable(schema, 0)}
+
+
+def _readable(schema: Any, depth: int) -> dict[str, Any]:
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return {}
+    kinds = schema.get("type")
+    if isinstance(kinds, list):  # several types in one
+        options = [_readable({**schema, "type": kind}, depth + 1) for kind in kinds]
+        return {"anyOf": options} if options and all(options) else {}
+    read = {name: schema[name] for name, kept in _KEPT.items() if isinstance(schema.get(name), kept)}
+    if kinds not in (*PYTHON_TYPES,):
+        read.pop("type", None)
+    if "required" in read:
+        read["required"] = [name for name in read["required"] if isinstance(name, str)]
+    if isinstance(choices := schema.get("anyOf"), list) and choices:
+        read["anyOf"] = [_readable(choice, depth + 1) for choice in choices]
+    if isinstance(schema.get("items"), Mapping):
+        read["items"] = _readable(schema["items"], depth + 1)
+    if isinstance(properties := schema.get("properties"), Mapping):
+        read["properties"] = {str(name): _readable(part, depth + 1) for name, part in properties.items()}
+    return read
 
 
 def reply_of(result: mcp_types.CallToolResult) -> ToolReply:
