@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import sys
 from collections.abc import Callable, Sequence
 
@@ -19,37 +20,17 @@ from sorl_env.command import (
 )
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.interrupts import run_async
 from sorl_env.registry import load_task
 from sorl_env.session_env import ACTION, SessionEnv
 from sorl_env.step import StepResult
 from sorl_env.task import ToolSettings
-from sorl_env.text import quoted
-from sorl_env.text_env import TextEnv, need_tools, open_env
+from sorl_env.text_env import TextEnv, open_env
 from sorl_env.tool import ToolUnavailableError
 
 _RULE = "-" * 80
 
+# Maps the replies so far to the full text of the next turn, or to None to leave.
 Player = Callable[[Sequence[str]], str | None]
-
-
-def play(env: ToolUseEnv, player: Player) -> StepResult | None:
-    """Play the episode that ``env`` has just begun; returns its last step, or None if the player left.
-
-    Args:
-        player: maps the observations so far to the full text of the next turn, or to None to leave.
-    """
-    observations: list[str] = []
-    while (turn := player(observations)) is not None:
-        result = env.step(turn)
-        parsed = result.info["parsed"]
-        if parsed.error is not None:
-            print(f"[invalid turn: {parsed.error.value}: {parsed.detail}]")
-        if result.terminated or result.truncated:
-            return result
-        observations.append(result.observation)
-        print(result.observation.strip())
-    return None
 
 
 class Person:
@@ -104,24 +85,31 @@ def _read(prompt: str) -> str | None:
     return line
 
 
-def _expert(env: ToolUseEnv) -> Player:
+def _expert(env: TextEnv) -> Player:
     """The task's scripted expert as a player; it prints the turns that it writes."""
     expert = env.task.expert
     if expert is None:
-        raise _no_expert(env)
+        raise UserError(f"task {env.task.name} has no scripted expert: leave --auto out and play yourself")
 
     def next_turn(observations: Sequence[str]) -> str | None:
         turn = expert(env.example, observations)
-        print(
-            "The expert gives up: it has no demonstration of this example." if turn is None else f"> {turn}"
-        )
+        print("The expert gives up: it has no demonstration here." if turn is None else f"> {turn}")
         return turn
 
     return next_turn
 
 
-def _no_expert(env: TextEnv) -> UserError:
-    return UserError(f"task {env.task.name} has no scripted expert: leave --auto out and play yourself")
+def _person_elsewhere(env: SessionEnv) -> Player:
+    """A person in an environment from elsewhere, where a line that is typed is an action."""
+
+    def next_turn(observations: Sequence[str]) -> str | None:
+        line = _read("> ")
+        if line is None or line.strip() == "q":
+            return None
+        plain = env.format == "action" and not line.lstrip().startswith("<")
+        return f"<{ACTION}>{line.strip()}</{ACTION}>" if plain else line.strip()
+
+    return next_turn
 
 
 def _summary(env: TextEnv, result: StepResult | None, show_answer: bool) -> str:
@@ -141,7 +129,12 @@ def _summary(env: TextEnv, result: StepResult | None, show_answer: bool) -> str:
     return "\n".join(lines)
 
 
-def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return run_command("sorl-play", _play, argv, refused=FAILED)
+
+
+def _play(argv: Sequence[str]) -> int:
     about = "Play an episode of a task in the terminal."
     parser = Parser(prog="sorl-play", description=about, mappings=("task_args",))
     add_task_options(parser)
@@ -149,68 +142,59 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=seed, help="seed of the random draws")
     parser.add_argument("--show_answer", action="store_true", help="print the right answer at the end")
     parser.add_argument("--auto", choices=["expert"], help="let the task's scripted expert play")
-    args: argparse.Namespace = parser.parse_args(argv)
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    return run_command("sorl-play", _play, argv, refused=FAILED)
-
-
-def _play(argv: Sequence[str]) -> int:
-    args = _parse_args(argv)
+    args = parser.parse_args(argv)
     settings = ToolSettings(corpus=args.corpus, search_url=args.search_url, tools=tuple(args.tools))
     task = load_task(args.task, **read_task_args(args))
     env = open_env(task, data=args.data, split=args.split, tool_settings=settings)
+    # The loop waits for the environment alone, so that Ctrl-C at a question ends the command at once.
+    loop = asyncio.new_event_loop()
     try:
-        if isinstance(env, SessionEnv):
-            result = run_async(_play_elsewhere(env, args))
-        else:
-            result = _play_here(need_tools(env, "sorl-play"), args)
+        result = _play_episode(env, args, loop)
         print(_summary(env, result, args.show_answer))
         return 0
+    except ToolUnavailableError as error:
+        raise UserError(str(error)) from error
     except KeyboardInterrupt:
         print("\nStopped.")
         return INTERRUPTED
     finally:
+        env.end_episode()
         env.close()
+        loop.close()
 
 
-def _play_here(env: ToolUseEnv, args: argparse.Namespace) -> StepResult | None:
-    prompt, info = env.reset(seed=args.seed, options=None if args.index is None else {"index": args.index})
-    person = Person(info["tools"])
-    player: Player = _expert(env) if args.auto else person
-    print(f"{env.task.name}, example {info['index']} of {len(env.examples)} ({info['source']})")
-    print(f"{_RULE}\n{prompt}\n{_RULE}")
-    if not args.auto:
-        print(f"You have {env.limits.max_turns} turns.\n{person.help}\n{_RULE}")
-    return play(env, player)
-
-
-async def _play_elsewhere(env: SessionEnv, args: argparse.Namespace) -> StepResult | None:
-    """Play an environment from elsewhere, where a line that is typed is an action."""
+def _play_episode(
+    env: TextEnv, args: argparse.Namespace, loop: asyncio.AbstractEventLoop
+) -> StepResult | None:
+    """Play an episode; returns its last step, or None if the player left."""
+    count = len(env.examples)
+    index = random.Random(args.seed).randrange(count) if args.index is None else args.index
+    if index >= count:
+        raise UserError(f"index {index} is outside the {count} examples, 0 to {count - 1}")
+    hints = ["A line is an action, q quits."]
     if args.auto:
-        raise _no_expert(env)
-    seed_ = args.seed or 0
-    index = seed_ % len(env.examples) if args.index is None else args.index
-    if index >= len(env.examples):
-        raise UserError(f"--index {index}: there are {len(env.examples)} episodes")
-    turns = env.limits.max_turns
-    print(f"{env.task.name}, episode {index}; a line is an action, q quits. You have {turns} turns.")
-    try:
-        print(await env.areset(index, seed_))
-        while (line := await asyncio.to_thread(_read, "> ")) is not None and line.strip() != "q":
-            line = line.strip()
-            if env.format == "action" and not line.startswith("<"):
-                line = f"<{ACTION}>{line}</{ACTION}>"
-            result = await env.astep(line)
-            print(result.observation.strip() or f"[no reply to {quoted(line)}]")
-            if result.terminated or result.truncated:
-                return result
-        return None
-    except ToolUnavailableError as error:
-        raise UserError(str(error)) from error
+        player, hints = _expert(env), []
+    elif isinstance(env, ToolUseEnv):
+        player = person = Person(env.toolbox.names)
+        hints = [person.help]
+    else:
+        assert isinstance(env, SessionEnv)
+        player = _person_elsewhere(env)
+    prompt = loop.run_until_complete(env.areset(index, args.seed or 0))
+    print(f"{env.task.name}, example {index} of {count} ({env.examples.source})\n{_RULE}\n{prompt}\n{_RULE}")
+    if not args.auto:
+        print(f"You have {env.limits.max_turns} turns.", *hints, _RULE, sep="\n")
+    observations: list[str] = []
+    while (turn := player(observations)) is not None:
+        result = loop.run_until_complete(env.astep(turn))
+        parsed = result.info["parsed"]
+        if parsed.error is not None:
+            print(f"[invalid turn: {parsed.error.value}: {parsed.detail}]")
+        if result.terminated or result.truncated:
+            return result
+        observations.append(result.observation)
+        print(result.observation.strip() or "[no reply]")
+    return None
 
 
 if __name__ == "__main__":
