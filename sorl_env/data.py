@@ -67,9 +67,8 @@ def load_examples(task: Task, data: str | Path | None = None, split: str = "trai
     else:
         path = _find_file(Path(data).expanduser(), split)
         content = path.read_bytes()
-        examples, is_test = _parse_rows(task, _read_rows(path, content), str(path), split)
         digest = hashlib.sha256(content).hexdigest()
-        loaded = ExampleSet(examples, str(path), split, digest, is_test=is_test)
+        loaded = _parse_rows(task, _read_rows(path, content), str(path), split, digest)
     if not loaded.examples:
         raise UserError(f"{loaded.source}: split {split!r} of task {task.name} has no examples")
     return loaded
@@ -92,8 +91,9 @@ def _load_embedded(task: Task, split: str) -> ExampleSet:
         examples = tuple(task.embedded(split))
     except ExampleError as error:
         raise UserError(f"{where}: {error}") from error
-    if wrong := [one for one in examples if not isinstance(one, Example)]:
-        raise UserError(f"{where}: there is {wrong[0]!r} among them; return a list of Example(..)")
+    for one in examples:
+        if not isinstance(one, Example):
+            raise UserError(f"{where}: there is {one!r} among them; return a list of Example(..)")
     return ExampleSet(examples, "embedded", split, _hash_examples(examples), task.embedded_is_sample)
 
 
@@ -128,13 +128,14 @@ def _find_file(path: Path, split: str) -> Path:
             candidate = path / f"{split}{suffix}"
             if candidate.is_file():
                 return candidate
-        names = [_stem(file) for file in path.iterdir() if file.name.endswith(SUFFIXES)]
+        names = [
+            file.name.removesuffix(suffix)
+            for suffix in SUFFIXES
+            for file in path.iterdir()
+            if file.name.endswith(suffix)
+        ]
         raise UserError(f"{path}: no split {split!r} ({', '.join(SUFFIXES)}). {did_you_mean(split, names)}")
     raise UserError(no_such_file(path, what="file or folder"))
-
-
-def _stem(file: Path) -> str:
-    return next(file.name[: -len(suffix)] for suffix in SUFFIXES if file.name.endswith(suffix))
 
 
 def _read_rows(path: Path, content: bytes) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -191,14 +192,12 @@ def _load_hub(task: Task, reference: str, split: str) -> ExampleSet:
         rows = datasets.load_dataset(name, config or None, split=splits.get(split, split))
     except (OSError, ValueError) as error:  # unreachable, unknown name, unknown configuration or split
         raise UserError(f"{source}, split {split!r}: {error}") from error
-    examples, is_test = _parse_rows(task, enumerate(rows, start=1), source, split)
-    return ExampleSet(examples, source, split, _hash_examples(examples), is_test=is_test)
+    return _parse_rows(task, enumerate(rows, start=1), source, split)
 
 
 def _parse_rows(
-    task: Task, rows: Iterable[tuple[int, Mapping[str, Any]]], source: str, split: str
-) -> tuple[tuple[Example, ...], bool]:
-    """The examples, and whether a row belongs to a test split."""
+    task: Task, rows: Iterable[tuple[int, Mapping[str, Any]]], source: str, split: str, sha256: str = ""
+) -> ExampleSet:
     examples, is_test = [], False
     for number, row in rows:
         is_test = is_test or row.get("split") == TEST_SPLIT
@@ -219,4 +218,4 @@ def _parse_rows(
             what = f"task {task.name}: its parse_row{place_of(task.parse_row)} returned {example!r}"
             raise UserError(f"{what} for {source}:{number}; return an Example(..)")
         examples.append(example)
-    return tuple(examples), is_test
+    return ExampleSet(tuple(examples), source, split, sha256 or _hash_examples(examples), is_test=is_test)

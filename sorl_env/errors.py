@@ -52,7 +52,4 @@ def no_such_file(path: Path, suffixes: tuple[str, ...] = (), what: str = "file")
     if not path.parent.is_dir():
         return f"{path}: no such {what}. Its folder {path.parent} does not exist either"
     names = [entry.name for entry in path.parent.iterdir() if not suffixes or entry.name.endswith(suffixes)]
-    if names:
-        return f"{path}: no such {what}. {did_you_mean(path.name, names)}"
-    kinds = f" of {', '.join(suffixes)}" if suffixes else ""
-    return f"{path}: no such {what}; the folder {path.parent} has none{kinds}"
+    return f"{path}: no such {what}. {did_you_mean(path.name, names)}"

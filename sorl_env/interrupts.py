@@ -24,19 +24,16 @@ class _Running:
     interrupted = False
 
 
-_running = _Running()
-
-
 def interrupt(number: int = 0, frame: Any = None) -> None:
     """Raise ``KeyboardInterrupt`` in the main thread: at once, or from ``run_async`` if that is running.
 
     It has the arguments of a signal handler, and is only to be called by one. The next ones raise at once, in case
     something ignores that it is cancelled.
     """
-    task = _running.task
-    if task is None or _running.interrupted:
+    task = _Running.task
+    if task is None or _Running.interrupted:
         raise KeyboardInterrupt
-    _running.interrupted = True
+    _Running.interrupted = True
     task.get_loop().call_soon_threadsafe(task.cancel)
 
 
@@ -52,31 +49,24 @@ def run_async(main: Coroutine[Any, Any, _T]) -> _T:
     Raises:
         KeyboardInterrupt: after an ``interrupt``, once the coroutine has dealt with its cancellation.
     """
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # signals are handled in the main thread alone
+    if threading.current_thread() is not threading.main_thread():  # which alone handles signals
         return asyncio.run(main)
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if usual:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        result = asyncio.run(_watched(main))
-    except asyncio.CancelledError:
-        if _running.interrupted:
-            raise KeyboardInterrupt from None
-        raise
+        return asyncio.run(_watched(main))
     finally:
-        interrupted, _running.interrupted = _running.interrupted, False
+        interrupted, _Running.interrupted = _Running.interrupted, False
         if usual:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupted:
-        raise KeyboardInterrupt
-    return result
+        if interrupted:
+            raise KeyboardInterrupt
 
 
 async def _watched(main: Coroutine[Any, Any, _T]) -> _T:
-    _running.task = asyncio.current_task()
+    _Running.task = asyncio.current_task()
     try:
         return await main
     finally:
-        _running.task = None
+        _Running.task = None

@@ -39,30 +39,24 @@ class Example:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # a text would be taken for its letters
         golds: object = self.golden_answers
-        if isinstance(golds, str) or not isinstance(golds, Iterable):
+        if isinstance(golds, str) or not isinstance(golds, Iterable):  # a text would be taken for its letters
             raise ExampleError(
                 f"example {self.id!r}: golden_answers is {golds!r}; give a tuple of texts, as ('Paris',)"
             )
-        texts: dict[str, Any] = {
-            "id": self._text("id", self.id),
-            "question": self._text("question", self.question),
-            "golden_answers": tuple(self._text("golden_answers", one) for one in self.golden_answers),
-        }
+        answers = tuple(self._text("golden_answers", one) for one in self.golden_answers)
+        texts: dict[str, Any] = {name: self._text(name, getattr(self, name)) for name in ("id", "question")}
         if self.options is not None:
             given = dict(self.options)
             texts["options"] = {letter: self._text("options", text) for letter, text in given.items()}
-        for name, value in texts.items():
+        for name, value in {**texts, "golden_answers": answers}.items():
             object.__setattr__(self, name, value)
 
-    def _text(self, field_name: str, value: Any) -> str:
-        if not isinstance(value, str):
-            kind = type(value).__name__
-            raise ExampleError(
-                f"example {self.id!r}: {field_name} holds {value!r} ({kind}); give a text, as str(..)"
-            )
-        return valid_text(value)
+    def _text(self, name: str, value: Any) -> str:
+        if isinstance(value, str):
+            return valid_text(value)
+        kind = type(value).__name__
+        raise ExampleError(f"example {self.id!r}: {name} holds {value!r} ({kind}); give a text, as str(..)")
 
 
 @dataclass(frozen=True)
@@ -97,13 +91,12 @@ class Limits:
         return self.max_reply_chars or CHARS_A_TOKEN * self.max_observation_tokens
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_prompt_tokens", "max_new_tokens", "max_observation_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"limits.{name} must be at least 1, not {getattr(self, name)}")
-        if self.max_trajectory_tokens <= 1:
-            raise ValueError(
-                f"limits.max_trajectory_tokens must be above 1, not {self.max_trajectory_tokens}"
-            )
+        lowest = dict.fromkeys(
+            ("max_turns", "max_prompt_tokens", "max_new_tokens", "max_observation_tokens"), 1
+        )
+        for name, low in {**lowest, "max_trajectory_tokens": 2}.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"limits.{name} must be at least {low}, not {getattr(self, name)}")
         if self.max_reply_chars is not None and self.max_reply_chars < 1:
             raise ValueError(f"limits.max_reply_chars must be at least 1 or None, not {self.max_reply_chars}")
         if self.max_seconds is not None and self.max_seconds <= 0:
@@ -197,19 +190,15 @@ class Task:
     environment: Callable[[Task, Any, Limits], Any] | None = None
 
     def __post_init__(self) -> None:
-        wanted: dict[str, tuple[bool, str]] = {
-            "name": (isinstance(self.name, str) and bool(self.name), "give a text"),
-            "limits": (isinstance(self.limits, Limits), "give Limits(..)"),
-            "tools": (
-                isinstance(self.tools, (list, tuple)) or callable(self.tools),
-                "give a list, as [search]",
-            ),
-        }
-        for name in ("prompt", "reward", "parse_row"):
-            wanted[name] = (callable(getattr(self, name)), "give a function")
-        for name in ("turn_reward", "wrong_answer", "expert", "vocabulary", "embedded", "tool_call_prompt"):
-            value = getattr(self, name)
-            wanted[name] = (value is None or callable(value), "give a function, or None")
-        for name, (fits, advice) in wanted.items():
+        functions = ("turn_reward", "wrong_answer", "expert", "vocabulary", "embedded", "tool_call_prompt")
+        given = [name for name in functions if getattr(self, name) is not None]
+        kinds = [
+            ("name", isinstance(self.name, str) and bool(self.name), "a text"),
+            ("limits", isinstance(self.limits, Limits), "Limits(..)"),
+            ("tools", isinstance(self.tools, (list, tuple)) or callable(self.tools), "a list, as [search]"),
+        ]
+        named = ("prompt", "reward", "parse_row", *given)
+        kinds += [(name, callable(getattr(self, name)), "a function") for name in named]
+        for name, fits, what in kinds:
             if not fits:
-                raise UserError(f"task {self.name!r}: {name}={getattr(self, name)!r}; {advice}")
+                raise UserError(f"task {self.name!r}: {name}={getattr(self, name)!r}; give {what}")

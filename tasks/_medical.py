@@ -10,14 +10,6 @@ from sorl_tasks._qa import sample, search_tools
 from sorl_tasks.alphamed19k import parse_row as parse_choice_row
 from sorl_tasks.alphamed19k import prompt, reward, tool_call_prompt, wrong_answer
 
-# Table 1 of the paper: task -> title of its column. AlphaMed19K takes its questions from the in-domain benchmarks.
-IN_DOMAIN: Mapping[str, str] = {"medqa": "MedQA", "medmcqa": "MedMCQA"}
-OUT_OF_DOMAIN: Mapping[str, str] = {
-    "pubmedqa": "PubMedQA",
-    "mmlu_medical": "MMLU-M",
-    "medxpertqa": "MedXpert",
-}
-
 
 def choice_task(
     name: str,

@@ -40,14 +40,17 @@ _TOOL_CALL_INSTRUCTION = (
 
 def qa_prompt(example: Example) -> str:
     """The instruction and the question, which ends in a question mark as in Search-R1's prepared data."""
-    question = example.question.strip()
-    return f"{_INSTRUCTION}{question}\n" if question.endswith("?") else f"{_INSTRUCTION}{question}?\n"
+    return f"{_INSTRUCTION}{_asked(example)}\n"
 
 
 def qa_tool_call_prompt(example: Example) -> str:
     """As ``qa_prompt``, for tool calls: it names no tags."""
+    return f"{_TOOL_CALL_INSTRUCTION}{_asked(example)}"
+
+
+def _asked(example: Example) -> str:
     question = example.question.strip()
-    return f"{_TOOL_CALL_INSTRUCTION}{question}" + ("" if question.endswith("?") else "?")
+    return question if question.endswith("?") else f"{question}?"
 
 
 def qa_reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""A scripted expert for question answering with a search tool: demonstrations from questions and passages alone.
+"""Question answering with a search tool, and its scripted expert: demonstrations from questions and passages alone.
 
 It searches for the question itself, and for each gold title that the passages do not have yet, names the passage that
 holds an answer, and answers. Where the passages never hold one, there is nothing to imitate, and it gives up.
@@ -9,12 +9,20 @@ answer. docs/recipes/smollm2.md has the figures of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from sorl_env.errors import UserError
 from sorl_env.rewards import normalize_answer
-from sorl_env.task import Example
-from sorl_tasks._qa import in_share
+from sorl_env.task import Example, HubSource, Task
+from sorl_tasks._qa import (
+    in_share,
+    parse_qa_row,
+    qa_prompt,
+    qa_reward,
+    qa_tool_call_prompt,
+    sample,
+    search_tools,
+)
 
 CHOICES = ("yes", "no")  # answers that follow from passages without being in them
 
@@ -38,11 +46,13 @@ def qa_expert(example: Example, observations: Sequence[str]) -> str | None:
     return None
 
 
-def hasty_expert(hasty: float) -> Callable[[Example, Sequence[str]], str | None]:
-    """`qa_expert`, which answers this share of the questions at once, as if it knew the answer.
+def searched_task(name: str, env_id: str, description: str, hub: HubSource, hasty: float) -> Task:
+    """Question answering with a search tool, with Search-R1's prompt and reward.
 
-    A policy that imitates it learns both forms that the instruction allows, an answer with a search and without one.
-    Which of them pays is left to reinforcement learning.
+    Args:
+        hasty: on this share of the questions the expert answers at once, as if it knew the answer. A policy that
+            imitates it learns both forms that the instruction allows, an answer with a search and without one. Which of
+            them pays is left to reinforcement learning.
 
     Raises:
         UserError: ``hasty`` is not a share.
@@ -55,7 +65,20 @@ def hasty_expert(hasty: float) -> Callable[[Example, Sequence[str]], str | None]
             return f"<think> I know this. </think>\n<answer> {example.golden_answers[0]} </answer>"
         return qa_expert(example, observations)
 
-    return expert
+    return Task(
+        name=name,
+        description=description,
+        env_id=env_id,
+        prompt=qa_prompt,
+        tool_call_prompt=qa_tool_call_prompt,
+        reward=qa_reward,
+        parse_row=parse_qa_row,
+        tools=search_tools(name),
+        embedded=sample(name, parse_qa_row),
+        embedded_is_sample=True,
+        expert=expert,
+        hub=hub,
+    )
 
 
 def gold_titles(example: Example) -> list[str]:
@@ -82,14 +105,14 @@ def _passage_with(answer: str, question: str, observations: Sequence[str]) -> st
 
     The best sentence has the most words of the question; of equal ones it is the first.
     """
-    wanted, asked = normalize_answer(answer).split(), set(normalize_answer(question).split())
-    best: tuple[int, str | None] = (-1, None)
+    wanted, asked = normalize_answer(answer), set(normalize_answer(question).split())
+    best, most = None, -1
     for passage, sentence in (pair for text in observations for pair in _sentences(text)):
-        words = normalize_answer(sentence).split()
-        holds = any(words[at : at + len(wanted)] == wanted for at in range(len(words))) if wanted else False
-        if holds and len(asked.intersection(words)) > best[0]:
-            best = (len(asked.intersection(words)), passage)
-    return best[1]
+        said = normalize_answer(sentence)
+        shared = len(asked.intersection(said.split()))
+        if wanted and f" {wanted} " in f" {said} " and shared > most:
+            best, most = passage, shared
+    return best
 
 
 def _sentences(text: str) -> Iterator[tuple[str, str]]:

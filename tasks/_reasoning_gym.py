@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sorl_env.bounds import MOST, Bounds
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.parser import ParsedTurn
 from sorl_env.task import Example, Limits, Task
@@ -36,10 +37,9 @@ def reasoning_gym_task(
     Raises:
         UserError: reasoning-gym is not installed, or has no such data set or setting.
     """
-    if not 1 <= examples <= _LARGEST:
-        raise UserError(f"examples must be from 1 to {_LARGEST:,}, not {examples}")
-    if not 0 <= seed < 2**31:
-        raise UserError(f"seed must be from 0 to {2**31 - 1}, not {seed}")
+    for what, value, bounds in (("examples", examples, Bounds(1, _LARGEST)), ("seed", seed, Bounds(0, MOST))):
+        if problem := bounds.problem(value):
+            raise UserError(f"{what} {problem}")
     create = _factory(name, dict(settings or {}))
     create(size=1, seed=seed)  # a wrong setting is refused here
 
@@ -92,13 +92,8 @@ def _factory(name: str, settings: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _example(split: str, index: int, entry: Mapping[str, Any]) -> Example:
-    answer = entry["answer"]
-    return Example(
-        id=f"{split}-{index}",
-        question=entry["question"],
-        golden_answers=() if answer is None else (str(answer),),
-        metadata={"split": split, "index": index},
-    )
+    golds = () if entry["answer"] is None else (str(entry["answer"]),)
+    return Example(f"{split}-{index}", entry["question"], golds, metadata={"split": split, "index": index})
 
 
 def _no_rows(row: Mapping[str, Any]) -> Example:

@@ -46,14 +46,17 @@ _LETTER = re.compile(r"[A-J]")
 
 def prompt(example: Example) -> str:
     """The paper's instruction, the question and its options."""
-    options = "\n".join(f"{letter}: {text}" for letter, text in (example.options or {}).items())
-    return f"{_INSTRUCTION}\n\nQuestion: {example.question}\nOptions:\n{options}\n"
+    return f"{_INSTRUCTION}\n\n{_asked(example)}\n"
 
 
 def tool_call_prompt(example: Example) -> str:
     """As ``prompt``, for tool calls: it names no tags."""
+    return f"{_TOOL_CALL_INSTRUCTION}\n\n{_asked(example)}"
+
+
+def _asked(example: Example) -> str:
     options = "\n".join(f"{letter}: {text}" for letter, text in (example.options or {}).items())
-    return f"{_TOOL_CALL_INSTRUCTION}\n\nQuestion: {example.question}\nOptions:\n{options}"
+    return f"Question: {example.question}\nOptions:\n{options}"
 
 
 def reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]:
@@ -133,19 +136,15 @@ def wrong_answer(example: Example) -> str:
 def _read_options(options: Any) -> dict[str, str]:
     if not isinstance(options, Mapping):
         raise ValueError(f"column 'options' must map letters to texts, not be {options!r}")
-    texts: dict[str, str] = {}
-    missing = ""
-    for letter, text in sorted(options.items()):
-        if text is None:  # columnar formats give all rows the same letters, and None for those that they lack
-            missing = missing or letter
-        elif missing or not isinstance(text, (str, int, float)) or isinstance(text, bool):
-            wrong, value = (missing, None) if missing else (letter, text)
-            raise ValueError(f"column 'options': {wrong} must be a text, not {value!r}")
-        else:
-            texts[letter] = str(text).strip()
+    texts = dict(sorted(options.items()))
+    while texts and texts[last := list(texts)[-1]] is None:
+        del texts[last]  # columnar formats give all rows the same letters, and None for those that they lack
+    for letter, text in texts.items():
+        if not isinstance(text, (str, int, float)) or isinstance(text, bool):
+            raise ValueError(f"column 'options': {letter} must be a text, not {text!r}")
     if len(texts) < 2 or not all(_LETTER.fullmatch(letter) for letter in texts):
         raise ValueError(f"column 'options' must hold two or more of the letters A to J, not {list(texts)}")
-    return dict(sorted(texts.items()))
+    return {letter: str(text).strip() for letter, text in texts.items()}
 
 
 TASK = Task(

@@ -32,12 +32,7 @@ def tool_call_prompt(example: Example) -> str:
 
 
 def parse_row(row: Mapping[str, Any]) -> Example:
-    """An example from a row of a release, or from one with ``question`` and ``golden_answers``.
-
-    Raises:
-        KeyError: a column is missing.
-        ValueError: the question is neither a factoid nor a yes/no question, or has no answer.
-    """
+    """An example from a row of a release, or from one with ``question`` and ``golden_answers``."""
     if row.get("type", "factoid") not in TYPES:
         raise ValueError(f"column 'type' must be one of {', '.join(TYPES)}, not {row['type']!r}")
     if "golden_answers" in row:

@@ -16,13 +16,8 @@ from sorl_tasks._medical import choice_task, letter_at
 _COLUMNS = {"A": "opa", "B": "opb", "C": "opc", "D": "opd"}
 
 
-def parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``opa`` to ``opd`` as options, ``cop`` as the letter.
-
-    Raises:
-        KeyError: a column is missing.
-        ValueError: ``cop`` is not 0, 1, 2 or 3.
-    """
+def _parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``opa`` to ``opd`` as options, ``cop`` as the letter."""
     options = {letter: row[column] for letter, column in _COLUMNS.items()}
     letter = letter_at(row["cop"], len(options), "cop")
     return {**row, "options": options, "answer_idx": letter, "subject": row.get("subject_name")}
@@ -32,6 +27,6 @@ TASK = choice_task(
     "medmcqa",
     "sorl/MedMCQA-v0",
     "MedMCQA (validation split): medical multiple choice, in-domain.",
-    parse_published=parse_published,
+    parse_published=_parse_published,
     hub=HubSource("openlifescienceai/medmcqa", None, {"test": "validation"}),
 )

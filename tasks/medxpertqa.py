@@ -17,13 +17,8 @@ from sorl_tasks._qa import text_column
 _CHOICES = re.compile(r"\s*\n\s*Answer Choices:\s*\(A\).*\Z", re.DOTALL)
 
 
-def parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The question without its options, which are a mapping (hub) or pairs of ``letter`` and ``content`` (repository).
-
-    Raises:
-        KeyError: a column is missing.
-        ValueError: there is not exactly one label.
-    """
+def _parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The question without its options: a mapping (hub), or pairs of ``letter`` and ``content`` (repository)."""
     question = _CHOICES.sub("", text_column(row, "question"))
     options = row["options"]
     if isinstance(options, (list, tuple)):
@@ -40,6 +35,6 @@ TASK = choice_task(
     "medxpertqa",
     "sorl/MedXpertQA-v0",
     "MedXpertQA Text: multiple choice with ten options, out-of-domain.",
-    parse_published=parse_published,
+    parse_published=_parse_published,
     hub=HubSource("TsinghuaC3I/MedXpertQA", "Text"),
 )

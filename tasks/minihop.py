@@ -12,7 +12,7 @@ hop, and to tell the passage it asked for from those with similar titles. It is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -226,11 +226,6 @@ def _read_fact(observation: str, name: str, relation: str) -> str | None:
     return None
 
 
-def _example(id: str, chain: Chain) -> Example:
-    row = {"id": id, "question": chain.question, "names": chain.names, "relations": chain.relations}
-    return parse_row(row)
-
-
 def _limits(hops: int, top_k: int, reasoning: int) -> Limits:
     """A turn for each hop, one to answer and one to spare. Token limits allow three tokens per word."""
     review = 8 * top_k + 10 * hops + 4
@@ -259,7 +254,8 @@ def _draw_examples(
     if split not in counts:
         raise UserError(f"task minihop has no split {split!r}. {did_you_mean(split, counts)}")
     chains = draw_chains(_world(spec), split, hops, counts[split])
-    return [_example(f"{split}-{index}", chain) for index, chain in enumerate(chains)]
+    rows = ({"question": one.question, "names": one.names, "relations": one.relations} for one in chains)
+    return [parse_row({"id": f"{split}-{index}", **row}) for index, row in enumerate(rows)]
 
 
 def _search_tool(spec: WorldSpec, settings: ToolSettings, top_k: int | None, search_off: bool) -> BM25Search:
@@ -274,12 +270,10 @@ def _search_tool(spec: WorldSpec, settings: ToolSettings, top_k: int | None, sea
     return _search(spec, 0 if search_off else shown)
 
 
-def _vocabulary(spec: WorldSpec) -> Iterator[str]:
+def _vocabulary(spec: WorldSpec) -> tuple[str, ...]:
     """Texts with every word of the world; the words of questions and of the expert come from its dialogues."""
-    yield from world_words()
-    yield GIVE_UP
-    yield format_passages([]).text
-    yield format_passages(_world(spec).passages[:10]).text  # the format of passages, and their ranks
+    passages = format_passages(_world(spec).passages[:10]).text  # their format, and their ranks
+    return (*world_words(), GIVE_UP, format_passages([]).text, passages)
 
 
 @lru_cache(maxsize=4)

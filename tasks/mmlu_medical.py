@@ -23,13 +23,8 @@ SUBJECTS = (
 )
 
 
-def parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``choices`` as options, ``answer`` as the letter.
-
-    Raises:
-        KeyError: a column is missing.
-        ValueError: ``choices`` is not a list of texts, or ``answer`` is not the number of one of them.
-    """
+def _parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``choices`` as options, ``answer`` as the letter."""
     choices = row["choices"]
     if not isinstance(choices, (list, tuple)) or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(f"column 'choices' must be a list of texts, not {choices!r}")
@@ -41,5 +36,5 @@ TASK = choice_task(
     "mmlu_medical",
     "sorl/MMLUMedical-v0",
     "MMLU, six medical subjects: multiple choice, out-of-domain.",
-    parse_published=parse_published,
+    parse_published=_parse_published,
 )

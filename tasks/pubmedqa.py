@@ -14,27 +14,22 @@ from typing import Any
 from sorl_tasks._medical import choice_task
 from sorl_tasks._qa import text_column
 
-OPTIONS: Mapping[str, str] = {"A": "yes", "B": "no", "C": "maybe"}
+_OPTIONS: Mapping[str, str] = {"A": "yes", "B": "no", "C": "maybe"}
 
 
-def parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``final_decision`` as one of three options.
-
-    Raises:
-        KeyError: a column is missing.
-        ValueError: the decision is not yes, no or maybe.
-    """
+def _parse_published(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``final_decision`` as one of three options."""
     decision = text_column(row, "final_decision").lower()
-    letters = [letter for letter, text in OPTIONS.items() if text == decision]
-    if not letters:
+    letters = {text: letter for letter, text in _OPTIONS.items()}
+    if decision not in letters:
         raise ValueError(f"column 'final_decision' must be yes, no or maybe, not {decision!r}")
-    return {"id": row.get("pubid"), **row, "options": OPTIONS, "answer_idx": letters[0]}
+    return {"id": row.get("pubid"), **row, "options": _OPTIONS, "answer_idx": letters[decision]}
 
 
 TASK = choice_task(
     "pubmedqa",
     "sorl/PubMedQA-v0",
     "PubMedQA: yes, no or maybe after a search among abstracts, out-of-domain.",
-    parse_published=parse_published,
+    parse_published=_parse_published,
     corpus="literature",
 )

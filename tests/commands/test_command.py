@@ -167,7 +167,7 @@ def test_what_is_at_a_path(tmp_path: Path) -> None:
     assert "it is not an ordinary file" in no_such_file(tmp_path / "pipe.jsonl")
     assert "Did you mean 'good.jsonl'" in no_such_file(tmp_path / "good.json")
     assert "does not exist either" in no_such_file(tmp_path / "no" / "god.jsonl")
-    assert "of .py" in no_such_file(tmp_path / "x.py", (".py",))
+    assert "There are none" in no_such_file(tmp_path / "x.py", (".py",))
     assert did_you_mean("x", map(str, range(30))).endswith("and 10 more.")
 
 

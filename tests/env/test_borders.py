@@ -114,12 +114,6 @@ def halves(**changes: Any) -> Task:
     })  # fmt: skip
 
 
-def test_an_example_is_valid_text_whoever_makes_it() -> None:
-    example = Example(LONE, LONE, (LONE, "x"), options={"A": LONE})
-    assert (example.id, example.question, example.golden_answers) == (VALID, VALID, (VALID, "x"))
-    assert example.options == {"A": VALID}
-
-
 @pytest.mark.parametrize("ascii_only", [True, False])
 def test_rows_of_files_are_valid_text(tmp_path: Path, ascii_only: bool) -> None:
     row = {"id": LONE, "question": LONE, "golden_answers": [LONE], "options": {"A": LONE}}

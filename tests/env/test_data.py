@@ -15,7 +15,6 @@ import pytest
 
 from sorl_env import Example, HubSource, Task, UserError, load_examples
 from sorl_env import data as data_module
-from sorl_env.data import read_rows
 
 ROWS = [
     {"id": f"r{i}", "question": f"Quéstion {i}\u2028?", "golden_answers": [f"a{i}", "b"]} for i in range(3)
@@ -124,14 +123,6 @@ def test_broken_containers_are_named(task: Task, tmp_path: Path) -> None:
             load_examples(task, tmp_path / name)
 
 
-def test_a_missing_column_of_a_parquet_row(task: Task, tmp_path: Path) -> None:
-    file = write(tmp_path / "x.parquet", [{"id": "1", "query": "q"}])
-    with pytest.raises(
-        UserError, match=r"x\.parquet:1: no column 'question' for task toy; the row has id, query"
-    ):
-        load_examples(task, file)
-
-
 @pytest.mark.parametrize("name", ["empty.jsonl", "empty.jsonl.gz"])
 def test_an_empty_data_set_is_an_error(task: Task, tmp_path: Path, name: str) -> None:
     file = write(tmp_path / name, [])
@@ -231,21 +222,3 @@ def test_missing_packages_are_named_with_their_extra(
         load_examples(task, file)
     with pytest.raises(UserError, match=r"hf:a/b: the hub needs datasets: pip install 'sorl\[train\]'"):
         load_examples(task, "hf:a/b")
-
-
-def test_rows_with_their_places(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl")
-    assert list(read_rows(file)) == [(f"{file}:{i + 1}", row) for i, row in enumerate(ROWS)]
-
-
-def test_real_questions(shared_data: Path, make_task: Callable[..., Task]) -> None:
-    task = make_task(embedded=None)
-    loaded = load_examples(task, shared_data / "nq", "train")
-    assert len(loaded) == 2257
-    assert loaded.examples[0].golden_answers == ("Linda Davis",)
-    with pytest.raises(UserError, match=r"no split 'trian' .*Did you mean 'train'"):
-        load_examples(task, shared_data / "nq", "trian")
-    with pytest.raises(
-        UserError, match=r"train_shaped\.jsonl\.gz:1: no column 'golden_answers' .*subset_name"
-    ):
-        load_examples(task, shared_data / "alphamed" / "train_shaped.jsonl.gz")

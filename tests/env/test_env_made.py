@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from gymnasium.error import ResetNeeded
 
-from sorl_env import Limits, Task, ToolSettings, ToolUseEnv, UserError
+from sorl_env import Limits, Task, ToolSettings, ToolUseEnv
 
 from .conftest import ANSWER, INVALID, SEARCH
 
@@ -49,13 +49,6 @@ def test_limits_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=f"limits.{field} must be .*, not {re.escape(str(value))}"):
             Limits(**{field: value})  # type: ignore[arg-type]
-
-
-def test_a_task_by_reference_with_knobs() -> None:
-    env = ToolUseEnv("minihop", split="test")
-    assert env.task.name == "minihop" and env.examples.split == "test"
-    with pytest.raises(UserError, match="has no knob 'hopss'"):
-        ToolUseEnv("minihop", knobs={"hopss": 3})
 
 
 def test_spawned_environments_share_what_is_constant_and_nothing_else(env: ToolUseEnv) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sorl_env.interrupts import interrupt, interrupt_on, run_async
+from sorl_env.interrupts import interrupt_on, run_async
 
 
 @pytest.fixture(autouse=True)
@@ -130,11 +130,6 @@ def test_an_interrupt_that_is_swallowed_is_raised_at_the_end() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_async(main())
     assert run_async(asyncio.sleep(0, "the next one runs")) == "the next one runs"
-
-
-def test_outside_a_loop_it_raises_at_once() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        interrupt()
 
 
 def test_a_cancellation_that_is_no_interrupt_stays_one() -> None:

@@ -140,20 +140,3 @@ def test_errors_in_a_neighbour_are_the_users(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(UserError, match=r'helper\.py", line 1') as raised:
         load_task(str(file))
     assert "task_file.py" not in str(raised.value) and "importlib" not in str(raised.value)
-
-
-@pytest.mark.openrlhf
-def test_in_a_worker_of_ray(tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray")
-    file = str(folder_of(tmp_path, "a"))
-    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR")
-
-    def name_of(file: str) -> str:
-        from sorl_env import load_task
-
-        return load_task(file).name
-
-    try:
-        assert ray.get(ray.remote(name_of).remote(file)) == "at_a"
-    finally:
-        ray.shutdown()

@@ -122,12 +122,6 @@ def test_a_server_that_fails_is_an_outage_and_no_reward(reply: str, message: str
     assert message in result.info["error"] and len(result.info["error"]) <= 1000
 
 
-def test_fifty_megabytes_are_not_read() -> None:
-    with server(on_step(observation("x" * (50 << 20)))) as url:
-        _, (result,) = play(url, "go", timeout_s=60.0)
-    assert "ConnectionClosed" in result.info["error"]
-
-
 @pytest.mark.parametrize("reply", ["", "close", '{"type": "error", "data": {"code": "CAPACITY_REACHED"}}'])
 def test_a_server_without_a_place_is_waited_for_and_then_an_outage(reply: str) -> None:
     with (

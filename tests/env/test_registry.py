@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +9,6 @@ from pathlib import Path
 import gymnasium
 import pytest
 
-import sorl_env
 from sorl_env import Task, ToolUseEnv, UserError, load_task, register_task, task_names
 from sorl_env.registry import _ENV_IDS
 
@@ -161,19 +158,3 @@ def test_a_packaged_id_stays_with_its_task(make_task: Callable[..., Task]) -> No
     register_task(make_task(env_id="sorl/NQ-v0"))
     assert load_task("sorl/NQ-v0").name == "nq"
     register_task(make_task())  # without an id there is nothing to do
-
-
-def test_import_is_light_and_quick() -> None:
-    code = (
-        "import sys, time, gymnasium, gymnasium.vector, numpy\n"
-        "start = time.process_time()\n"
-        "import sorl_env\n"
-        "heavy = {*'torch ray transformers bm25s datasets pyarrow httpx sorl_tasks sorl_tools'.split()}\n"
-        "print(time.process_time() - start, *sorted(heavy & set(sys.modules)))\n"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert out[1:] == []
-    assert float(out[0]) < 0.5  # 0.06 s on an idle core
-    assert sorl_env.__all__ == sorted(sorl_env.__all__, key=lambda name: (name[0].islower(), name))

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from gymnasium.vector import SyncVectorEnv
 
 from sorl_env import ToolUseEnv
 from sorl_env.check_task import main as check
@@ -53,36 +52,6 @@ def test_rewards_of_turns(path: str) -> None:
     turns = ("<shelf> elm A 1 </shelf>", "<shelf> elm A 1 </shelf>", "<answer> 37 </answer>")
     assert [env.step(f"<think> x </think> {turn}").reward for turn in turns] == [0.3, 0.0, 1.0]
     assert check([path]) == 0
-
-
-def test_an_episode(path: str) -> None:
-    env = ToolUseEnv(path)
-    prompt, info = env.reset(options={"index": 0})
-    assert prompt.endswith("How many bolts lie on shelf elm A 1 ?")
-    assert info["tools"] == ("shelf",)
-    wrong = env.step("<think> x </think> <shelf> elm Z 1 </shelf>")
-    assert "There is no shelf 'elm Z 1'" in wrong.observation
-    assert wrong.info["tool_calls"][0].ok is False
-    right = env.step("<think> x </think> <shelf> elm A 1 </shelf>")
-    assert "bolts 37 , " in right.observation
-    last = env.step("<think> x </think> <answer> 37 </answer>")
-    assert (last.reward, last.terminated) == (1.0, True)
-
-
-def test_vector_episodes(path: str) -> None:
-    """Gymnasium's vector environment, as the page makes it for one process."""
-    root = ToolUseEnv(path)
-    assert root.task.expert is not None
-    expert, envs = root.task.expert, SyncVectorEnv([root.spawn] * 4)
-    envs.reset(seed=0)
-    examples = [single.example for single in envs.envs]  # type: ignore[attr-defined]
-    seen, *_ = envs.step([expert(example, []) for example in examples])
-    _, rewards, terminated, *_ = envs.step(
-        [expert(example, [text]) for example, text in zip(examples, seen, strict=True)]
-    )
-    assert rewards.tolist() == [1.0] * 4
-    assert terminated.all()
-    envs.close()
 
 
 @pytest.mark.slow

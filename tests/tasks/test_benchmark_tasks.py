@@ -84,11 +84,6 @@ def test_sample_splits(task: Task) -> None:
         task.embedded("trian")
 
 
-def test_sample_is_marked_as_one(task: Task) -> None:
-    assert load_examples(task).is_sample
-    assert task.hub is not None
-
-
 def test_corpus_answers_the_questions(task: Task) -> None:
     passages = corpus(task)
     assert len({passage.id for passage in passages}) == len({p.title for p in passages}) == len(passages)
@@ -103,46 +98,6 @@ def test_corpus_answers_the_questions(task: Task) -> None:
         assert any(f" {normalize_answer(gold)} " in text for gold in golds for text in texts), (
             example.question
         )
-
-
-def test_hotpotqa_sample_takes_two_passages() -> None:
-    task = load_task("hotpotqa")
-    titles = {passage.title: passage for passage in corpus(task)}
-    tool = ToolUseEnv(task).toolbox.tools[0]
-    found_at_once = 0
-    for example, row in zip(map(task.parse_row, rows(task)), rows(task), strict=True):
-        assert (example.metadata["type"], example.metadata["level"]) == (row["type"], row["level"])
-        facts = row["supporting_facts"]
-        assert len({title for title, _ in facts}) == 2
-        for title, sentence in facts:
-            assert 0 <= sentence < titles[title].text.count(".")
-        if row["type"] == "bridge":
-            reply = tool(example.question).text
-            found_at_once += all(f"({title}): " in reply for title, _ in facts)
-    assert found_at_once <= 5  # of 20: one search with the question itself is seldom enough
-
-
-def test_search_finds_what_the_first_hop_names() -> None:
-    env = gymnasium.make("sorl/HotpotQA-v0").unwrapped
-    _, info = env.reset(options={"index": 1})
-    assert info["question"] == "Which river flows through the city where Wolfgang Amadeus Mozart was born?"
-    first = env.step("<think>Where was he born?</think><search>Wolfgang Amadeus Mozart born</search>")
-    assert "(Wolfgang Amadeus Mozart): Wolfgang Amadeus Mozart was born in Salzburg" in first[0]
-    second = env.step("<think>Which river?</think><search>Salzburg river</search>")
-    assert "Salzburg is an Austrian city on the Salzach" in second[0]
-    assert second[4]["tool_calls"][0].hits == 3
-    last = env.step("<think>Found.</think><answer> the Salzach </answer>")
-    assert (last[1], last[2], last[3]) == (1.0, True, False)
-    assert last[4]["reward_items"] == {"exact_match": 1.0}
-
-
-def test_tool_settings_reach_the_search(tmp_path: Path) -> None:
-    path = tmp_path / "corpus.jsonl"
-    path.write_text('{"id": "0", "contents": "\\"Mozart\\"\\nOnly this."}\n')
-    env = gymnasium.make("sorl/NQ-v0", tool_settings=ToolSettings(corpus=str(path))).unwrapped
-    env.reset(seed=0)
-    observation, *_ = env.step("<think>x</think><search>Mozart</search>")
-    assert observation == "\n\n<information>\nDoc 1 (Mozart): Only this.\n</information>\n\n"
 
 
 def test_real_questions_over_sample_passages_are_warned_of(
@@ -281,13 +236,6 @@ def test_alphamed_inline_options(question: str, stem: str, options: dict[str, st
 def test_alphamed_bad_rows(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         alphamed19k.parse_row({**PUBLISHED, **change})
-
-
-def test_alphamed_bad_row_is_named_by_file_and_line(tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
-    path.write_text(json.dumps(PUBLISHED) + "\n" + json.dumps({**PUBLISHED, "answer": "Z"}) + "\n")
-    with pytest.raises(UserError, match=r"train.jsonl:2: .*'answer' is 'Z'"):
-        load_examples(alphamed19k.TASK, str(path))
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import pytest
-from gymnasium.utils.env_checker import check_env
 
-import sorl_train
 from sorl_env import Example, Task, ToolUseEnv, UserError, load_examples, load_task, parse_turn
 from sorl_env.check_task import check_task
-from sorl_env.registry import task_names
 from sorl_env.rewards import normalize_answer
 from sorl_tasks import _medical, alphamed19k, bioasq, medmcqa, medxpertqa, mmlu_medical, pubmedqa
 from sorl_tools.corpus import read_corpus
@@ -55,18 +50,6 @@ def examples(task: Task) -> list[Example]:
 
 
 # --- the tasks as a whole -------------------------------------------------------------------------------------
-def test_contract(task: Task) -> None:
-    for split in ("train", "test"):
-        assert [check for check in check_task(ToolUseEnv(task, split=split)) if not check.passed] == []
-
-
-def test_environment_passes_the_checker_without_warnings(task: Task) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        env = gymnasium.make(IDS[task.name])
-        assert env.unwrapped.task is task
-        check_env(env.unwrapped)
-        env.close()
 
 
 def test_real_questions_keep_the_contract(task: Task, shared_data: Path) -> None:
@@ -92,20 +75,6 @@ def test_the_sample_is_one_and_its_passages_answer_it(task: Task) -> None:
             golds[0]
         ).split()  # an option may put it in other words: the main one has to be there
         assert max(words, key=len) in text, example.question
-
-
-def test_which_are_in_domain_is_the_papers_table_1() -> None:
-    assert list(_medical.IN_DOMAIN.values()) == ["MedQA", "MedMCQA"]
-    assert list(_medical.OUT_OF_DOMAIN.values()) == ["PubMedQA", "MMLU-M", "MedXpert"]
-    assert {*_medical.IN_DOMAIN, *_medical.OUT_OF_DOMAIN} == set(CHOICE) <= set(task_names())
-
-
-def test_the_evaluation_knows_the_same_columns() -> None:
-    table = json.loads((Path(sorl_train.__file__).parent / "evaluate" / "published.json").read_text())
-    for domain, titles in (("in", _medical.IN_DOMAIN), ("out", _medical.OUT_OF_DOMAIN)):
-        columns = [column for column in table["columns"] if column["domain"] == domain]
-        assert [column["name"] for column in columns] == list(titles.values())
-        assert all(task in column["tasks"] for task, column in zip(titles, columns, strict=True))
 
 
 @pytest.mark.parametrize("name", CHOICE)
@@ -242,14 +211,3 @@ def test_bioasq_released_rows(kind: str, answer: Any, golds: tuple[str, ...]) ->
 def test_bioasq_bad_rows(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bioasq.parse_row(row)
-
-
-def test_bioasq_searches_the_literature() -> None:
-    env = ToolUseEnv("bioasq", split="test")
-    env.reset(options={"index": 0})
-    assert env.example.question == "Is Helicobacter pylori a risk factor for gastric cancer?"
-    found = env.step("<think>x</think><search>Helicobacter pylori gastric cancer</search>")
-    assert (
-        "Chronic infection with Helicobacter pylori raises the risk of gastric cancer." in found.observation
-    )
-    assert env.step("<think>x</think><answer>Yes</answer>").reward == 1.0

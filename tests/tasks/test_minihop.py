@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import time
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import gymnasium
 import pytest
-from gymnasium.utils.env_checker import check_env
 
-from sorl_env import Example, Task, ToolSettings, ToolUseEnv, UserError, load_examples, load_task, parse_turn
+from sorl_env import Example, Task, ToolSettings, ToolUseEnv, UserError, load_examples, parse_turn
 from sorl_env.check_task import check_task
 from sorl_tasks.minihop import TASK, expert_turn, minihop
 from sorl_tasks.minihop_world import (
@@ -22,7 +18,6 @@ from sorl_tasks.minihop_world import (
     Chain,
     World,
     WorldSpec,
-    draw_chains,
     generate_world,
     relation_paths,
     world_words,
@@ -82,12 +77,6 @@ def test_the_world_is_a_function_of_its_spec(world: World) -> None:
     assert hash_world(generate_world(WorldSpec(1, 6000, 25.0, 0.5, 0.1))) != hash_world(world)
 
 
-def test_the_world_is_made_quickly() -> None:
-    started = time.thread_time()  # this thread's own work, whatever else the machine does
-    generate_world(SPEC)
-    assert time.thread_time() - started < 2.0
-
-
 def test_splits_are_closed_and_share_no_name(world: World) -> None:
     names = {
         split: {e.name for e in world.entities.values() if e.split == split} for split in ("train", "test")
@@ -98,35 +87,11 @@ def test_splits_are_closed_and_share_no_name(world: World) -> None:
         assert set(entity.facts.values()) <= names[entity.split] - {entity.name}
 
 
-def test_every_entity_has_one_passage_that_states_its_facts(world: World) -> None:
-    titles = Counter(passage.title for passage in world.passages)
-    assert max(titles.values()) == 1
-    assert len(world.passages) == 6000 + 1200
-    texts = {passage.title: passage.text for passage in world.passages}
-    for entity in world.entities.values():
-        for relation, value in entity.facts.items():
-            assert f"{relation} {value}" in texts[entity.name]
-
-
-def test_passages_are_short(world: World) -> None:
-    assert max(len(passage.text.split()) for passage in world.passages) <= 12
-
-
 def test_words_are_told_apart_by_the_search() -> None:
     words = world_words()
     assert len(set(words)) == len(words)
     stems = [stem for word in words for stem in tokenize(word)]
     assert len(set(stems)) == len(stems) == len(words)
-
-
-def test_objects_are_spread_evenly(world: World) -> None:
-    for split in ("train", "test"):
-        for kind, relations in (("person", ("mother", "birthplace", "employer")), ("company", ("founder",))):
-            for relation in relations:
-                counts = Counter(
-                    e.facts[relation] for e in world.entities.values() if (e.kind, e.split) == (kind, split)
-                )
-                assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_lookalikes_share_words_as_often_as_asked() -> None:
@@ -170,14 +135,6 @@ def test_every_question_has_one_answer_and_does_not_name_it(world: World, split:
         assert not any(answer in example.question for answer in rest)
 
 
-def test_questions_of_the_splits_are_about_different_entities() -> None:
-    names = {
-        split: {name for example in examples(TASK, split) for name in example.metadata["names"]}
-        for split in ("train", "test")
-    }
-    assert not names["train"] & names["test"]
-
-
 def test_numbers_of_hops_are_equally_often() -> None:
     task = minihop(hops=(1, 4), **SMALL)
     assert Counter(example.metadata["hops"] for example in examples(task, "train")) == {1: 150, 4: 150}
@@ -191,14 +148,6 @@ def test_the_most_common_answers_are_rare() -> None:
     assert max(answers.values()) / 512 < 0.05
     seen = Counter(example.golden_answers[0] for example in examples(TASK, "train"))
     assert not any(answer in seen for answer in answers)  # so what training answers teach scores nothing
-
-
-def test_the_question_gives_nothing_away(world: World) -> None:
-    """Even who knows, for each form of question, the most common answer over all test questions of that form."""
-    for hops in (1, 2, 3):
-        for kind, path in relation_paths(hops):
-            answers = Counter(chain.answer for chain in world.chains("test", kind, path))
-            assert max(answers.values()) / sum(answers.values()) < 0.05, path
 
 
 def test_without_search_the_expert_fails() -> None:
@@ -224,15 +173,6 @@ def test_the_right_passage_is_among_near_misses(world: World) -> None:
         ranks[titles.index(entity.name)] += 1
         assert len(titles) == 3
     assert 0.5 < ranks[0] / sum(ranks.values()) < 0.9  # taking the first passage does not do
-
-
-def test_search_is_fast_and_deterministic() -> None:
-    search: Any = ToolUseEnv(TASK, split="test").toolbox.tools[0]
-    names = [example.metadata["names"][0] for example in examples(TASK, "test")]
-    replies = [search(name) for name in names]
-    started = time.thread_time()
-    assert [search(name) for name in names] == replies
-    assert (time.thread_time() - started) / len(names) < 3e-3  # 0.05 ms on a quiet core
 
 
 # -- the expert ---
@@ -301,13 +241,6 @@ def test_contract(split: str) -> None:
     assert [check for check in check_task(ToolUseEnv(TASK, split=split)) if not check.passed] == []
 
 
-def test_environment_passes_the_checker_without_warnings() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        env = gymnasium.make("sorl/MiniHop-v0")
-        check_env(env.unwrapped)
-
-
 def test_the_whole_corpus_is_the_same_for_equal_knobs() -> None:
     a, b = (load_examples(minihop(seed=3, **SMALL), None, "test") for _ in range(2))
     assert (a.sha256, a.is_sample) == (b.sha256, False)
@@ -366,30 +299,12 @@ def test_namesakes_must_not_crowd_out_the_passage() -> None:
     assert [play(env, index)[1] for index in range(60)] == [1.0] * 60
 
 
-def test_another_corpus_is_refused() -> None:
-    with pytest.raises(UserError, match="leave corpus and search_url out"):
-        ToolUseEnv(TASK, tool_settings=ToolSettings(corpus="passages.jsonl"))
-
-
-def test_knobs_through_the_registry() -> None:
-    assert load_task("minihop", hops=(2,)).limits.max_turns == 4
-    assert load_task("minihop").limits.max_turns == 5
-    with pytest.raises(UserError, match="hopps"):
-        load_task("minihop", hopps=(2,))
-
-
 def test_rows_that_make_no_chain() -> None:
     row = {"id": 1, "question": "?", "names": ["A B"], "relations": ["mother"]}
     with pytest.raises(ValueError, match="'names' and 'relations' do not make a chain"):
         TASK.parse_row(row)
     with pytest.raises(KeyError, match="names"):
         TASK.parse_row({"id": 1, "question": "?"})
-
-
-def test_too_many_questions_are_an_error_and_not_fewer(world: World) -> None:
-    assert len(draw_chains(world, "test", (1,), 50)) == 50
-    with pytest.raises(UserError, match="give more entities"):
-        draw_chains(world, "test", (1,), 50_000)
 
 
 def test_a_hasty_expert_stops_a_hop_early_on_some_of_the_longest_questions() -> None:

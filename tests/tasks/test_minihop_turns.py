@@ -50,16 +50,6 @@ def path(env: ToolUseEnv, index: int = 0) -> tuple[str, str, str, str]:
     return first, second, third, last
 
 
-def test_a_correct_episode_earns_everything(env: ToolUseEnv) -> None:
-    first, second, third, last = path(env)
-    rewards, total = play(env, [search(first), search(second), search(third), answer(last)])
-    assert rewards == pytest.approx([0.3, 0.3, 0.3, 1.0]) and total == pytest.approx(1.9)
-    env.begin_episode(0)
-    assert env.step(search(first)).info["reward_items"] == pytest.approx(
-        {"search_hit": 0.2, "search_valid": 0.1}
-    )
-
-
 def test_a_successful_search_that_is_repeated_does_not_collect_again(env: ToolUseEnv) -> None:
     first, second, *_ = path(env)
     again = search(f"  {first.upper()} . ")  # the same to the index, in other letters

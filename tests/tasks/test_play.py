@@ -63,10 +63,6 @@ def test_turns_run_out(play: Play) -> None:
     assert "Reward 0 (exact_match 0); ended by max_turns after 4 turns." in out and "Right answer" not in out
 
 
-def test_seed_draws_the_example(play: Play) -> None:
-    assert play("q\n", "nq", "--seed", "5") == play("q\n", "nq", "--seed", "5")
-
-
 def test_the_expert_plays(play: Play) -> None:
     status, out = play("", "minihop", "--auto", "expert", "--seed", "3")
     assert status == 0

@@ -40,8 +40,8 @@ def test_seeds_and_splits_have_questions_of_their_own() -> None:
         ("chain_sm", {}, "Did you mean 'chain_sum'"),
         ("chain_sum", {"settings": {"terms": 2}}, "unexpected keyword argument 'terms'"),
         ("chain_sum", {"settings": {"min_terms": 9, "max_terms": 2}}, "settings"),
-        ("chain_sum", {"examples": 0}, "examples must be from 1"),
-        ("chain_sum", {"seed": -1}, "seed must be from 0"),
+        ("chain_sum", {"examples": 0}, "examples must lie between 1"),
+        ("chain_sum", {"seed": -1}, "seed cannot be negative"),
     ],
 )
 def test_what_does_not_exist_is_refused(name: str, knobs: dict[str, object], message: str) -> None:
