@@ -25,7 +25,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from sorl_env import Toolbox, load_examples, load_task
+from sorl_env import Toolbox, ToolSettings, load_examples, load_task
 
 ENV_ID = "sorl/HotpotQA-v0"
 INSTALL = "pip install gem-llm==0.1.0 skyrl-gym==0.4.0 datasets"
@@ -172,7 +172,8 @@ def build() -> tuple[dict[str, Run], list[str]]:
             runs[name] = make()
         except ModuleNotFoundError as error:
             missing.append(f"{name} (no module {error.name})")
-    return runs | {"sorl, server": sorl(stub_network, search_url="http://127.0.0.1:1")}, missing
+    settings = ToolSettings(search_url="http://127.0.0.1:1")
+    return runs | {"sorl, server": sorl(stub_network, tool_settings=settings)}, missing
 
 
 PEERS: dict[str, Callable[[], Run]] = {"gem-llm": gem, "skyrl-gym": skyrl}

@@ -69,7 +69,8 @@ def classes_of(tokenizer: Any, text: str) -> list[tuple[str, str]]:
     drawn, classifier = trajectory(text, ids, prompt=2), TokenClassifier(tokenizer)
     found, texts = classifier(drawn), classifier.texts(drawn)
     assert found[:2].tolist() == [-1, -1]
-    assert len(texts) == len(ids) and "".join(texts) == text
+    assert len(texts) == len(ids)
+    assert "".join(texts) == text or not text.isascii()  # a token may be a part of a character
     return [(tokenizer.decode([token]), CLASSES[kind]) for token, kind in zip(ids, found[2:], strict=True)]
 
 
