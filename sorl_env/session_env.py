@@ -10,6 +10,7 @@ There are two formats:
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,7 +110,6 @@ class SessionEnv:
         self.limits = limits
         self.example: Example = examples.examples[0]
         self.stop = (f"</{ACTION}>", *stop) if format == "action" else stop
-        self._settings: dict[str, Any] = {"format": format, "stop": stop, "instruction": instruction}
         self.format: Format = format
         self._instruction = instruction
         self._open_session = open_session
@@ -122,7 +122,9 @@ class SessionEnv:
 
     def spawn(self) -> SessionEnv:
         """Another environment with the same task, examples and sessions, and no episode."""
-        return SessionEnv(self.task, self.examples, self.limits, self._open_session, **self._settings)
+        env = copy.copy(self)
+        env._session, env._on_close = None, lambda: None
+        return env
 
     async def areset(self, index: int, seed: int) -> str:
         """Start an episode on example ``index``; returns the prompt.

@@ -58,16 +58,8 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def action_stats(
-    model: Any,
-    token_ids: Tensor,
-    mask: Tensor,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    logit_scale: bool = False,
-) -> TokenStats:
-    """Log-probabilities (and entropies, logit scales) of the masked tokens: (B, T), zero elsewhere.
+def action_stats(model: Any, token_ids: Tensor, mask: Tensor, **wanted: Any) -> TokenStats:
+    """Log-probabilities (and what else is ``wanted``) of the masked tokens: (B, T), zero elsewhere.
 
     Only the masked positions pass the output layer, so observations and padding cost no logits. Rows are packed where
     that saves a tenth of the tokens or more (``packing``). Padded rows need no attention mask: padding is on the right,
@@ -76,6 +68,7 @@ def action_stats(
     Args:
         token_ids: (B, L).
         mask: bool (B, T), T = L - 1.
+        wanted: ``temperature``, ``entropy``, ``logit_scale`` of ``token_log_probs``.
     """
     packed = packing.pack(token_ids, mask) if packs(model) else None
     if packed is None:
@@ -84,9 +77,7 @@ def action_stats(
     else:
         places = packed.where[mask]
         logits = logits_at(model, lambda hidden: hidden[0][places], packing.inputs(packed))
-    return logit_stats(
-        logits, token_ids, mask, temperature=temperature, entropy=entropy, logit_scale=logit_scale
-    )
+    return logit_stats(logits, token_ids, mask, **wanted)
 
 
 def logits_at(model: Any, pick: Callable[[Tensor], Tensor], inputs: dict[str, Any]) -> Tensor:
@@ -111,30 +102,17 @@ def logits_at(model: Any, pick: Callable[[Tensor], Tensor], inputs: dict[str, An
     return logits
 
 
-def logit_stats(
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    logit_scale: bool = False,
-) -> TokenStats:
+def logit_stats(logits: Tensor, token_ids: Tensor, mask: Tensor, **wanted: Any) -> TokenStats:
     """The same as ``action_stats``, from the logits (N, V) of the N masked positions."""
     targets = token_ids[:, 1:][mask]  # (N,)
-    stats = token_log_probs(
-        logits[None], targets[None], temperature=temperature, entropy=entropy, logit_scale=logit_scale
-    )
+    stats = token_log_probs(logits[None], targets[None], **wanted)
 
-    def spread(values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
-        return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(
-            mask, values[0]
-        )
+    def spread(values: Tensor) -> Tensor:
+        zeros = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
+        return zeros.masked_scatter(mask, values[0])
 
-    log_probs = spread(stats.log_probs)
-    assert log_probs is not None
     return TokenStats(
-        log_probs=log_probs, entropy=spread(stats.entropy), logit_scale=spread(stats.logit_scale)
+        log_probs=spread(stats.log_probs),
+        entropy=None if stats.entropy is None else spread(stats.entropy),
+        logit_scale=None if stats.logit_scale is None else spread(stats.logit_scale),
     )

