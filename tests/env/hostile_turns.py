@@ -24,19 +24,8 @@ _NUMBERS = (
     '{"a":' * 200 + "1" + "}" * 200, "[" + "1," * 3000 + "1]", '"' + "x" * 9000 + '"', "1 2", "'x'", "01", "+1", "1.",
 )  # fmt: skip
 _UNITS = (
-    '"cm"',
-    '"m"',
-    '"foot"',
-    '"inch"',
-    '"mile"',
-    "1",
-    "true",
-    "null",
-    '["cm"]',
-    "{}",
-    '"\\ud800"',
-    '"<answer>"',
-)
+    '"cm"', '"m"', '"foot"', '"inch"', '"mile"', "1", "true", "null", '["cm"]', "{}", '"\\ud800"', '"<answer>"',
+)  # fmt: skip
 _VALID = {
     "convert": '{"value": 3, "unit": "foot", "to": "cm"}',
     # in escapes, a tag gets past the parser of turns and into the tool's reply

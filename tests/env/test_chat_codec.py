@@ -4,7 +4,6 @@ template renders, equal to the template's own rendering of the dialogue, and no 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -282,15 +281,6 @@ def test_mistrals_reply_names_the_id_that_the_policy_gave_its_call() -> None:
     assert '"call_id": "Ab3456789"' in tokenizer.decode(codec.reply_ids(call, _calling("x"), "y", 100))
 
 
-def test_llamas_reply_is_json() -> None:
-    tokenizer = make_tokenizer("llama3.1")
-    codec = make_codec(_env(), tokenizer, use_chat_template=True)
-    call = codec.written_turn(_calling("x"), "")[1]
-    assert json.dumps('say "so"\n', ensure_ascii=False)[:-3] in tokenizer.decode(
-        codec.reply_ids(call, _calling("x"), 'say "so"\n', 100)
-    )
-
-
 def test_templates_that_cannot_write_calls_and_forms_that_are_not_known_are_refused_with_the_next_move() -> (
     None
 ):
@@ -322,10 +312,3 @@ def test_templates_that_cannot_write_calls_and_forms_that_are_not_known_are_refu
         tokenizer.chat_template = template
     with pytest.raises(UserError, match="chat_template is false"):
         chat_codec(tokenizer, tools, use_chat_template=False)
-
-
-def test_a_codec_is_made_once_for_a_tokenizer_and_its_tools() -> None:
-    tokenizer, env = make_tokenizer("smollm3"), _env()
-    assert make_codec(env, tokenizer, use_chat_template=True) is make_codec(
-        env.spawn(), tokenizer, use_chat_template=True
-    )

@@ -114,14 +114,6 @@ def test_how_episodes_end(env: ToolUseEnv, canned: Any, turns: list[str], reason
     )  # a tool block in the last turn is not executed
 
 
-def test_an_invalid_turn_gets_a_fixed_correction(env: ToolUseEnv) -> None:
-    env.reset(seed=0)
-    first, second = env.step(INVALID), env.step(SEARCH + SEARCH)
-    assert first.observation == second.observation
-    assert first.observation.startswith("\n\n<information>\nInvalid turn: ")
-    assert (first.info["format_error"], second.info["format_error"]) == ("missing_action", "repeated")
-
-
 def test_steps_out_of_order_raise(env: ToolUseEnv) -> None:
     with pytest.raises(ResetNeeded, match=r"call reset\(\) first"):
         env.step(SEARCH)

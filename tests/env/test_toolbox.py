@@ -203,18 +203,3 @@ def test_a_dead_call_stalls_no_other(hanging: Callable[[str], str]) -> None:
     assert [getattr(outcome, "reply", None) for outcome in alive] == [str(i) for i in range(20)]
     assert all(isinstance(outcome, ToolUnavailableError) for outcome in dead)
     assert not stalled
-
-
-def test_closing_closes_the_tools_that_can_be() -> None:
-    class Closing(Scripted):
-        closed = 0
-
-        def close(self) -> None:
-            self.closed += 1
-
-    def echo(text: str) -> str:
-        return text
-
-    tool = Closing()
-    Toolbox([tool, echo]).close()
-    assert tool.closed == 1

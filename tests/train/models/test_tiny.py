@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sorl_env import Task, ToolUseEnv, UserError, parse_turn
 from sorl_tasks.minihop import TASK, minihop
-from sorl_train.models.tiny import EOS, PAD, UNK, build_tiny_policy, task_texts, word_tokenizer
+from sorl_train.models.tiny import build_tiny_policy, task_texts
 
 
 @pytest.fixture(scope="module")
@@ -90,43 +89,7 @@ def test_decoded_turns_parse_and_encode_to_the_same_ids(tokenizer: Any) -> None:
             assert parse_turn(decoded).content == parse_turn(turn).content != ""
 
 
-def test_tags_words_and_marks_are_tokens() -> None:
-    tokenizer = word_tokenizer(["<think> a, b </think>\n\n<search>c d</search>"], max_tokens=16)
-    assert list(tokenizer.get_vocab()) != []
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("<search>a b</search>,e")) == [
-        "<search>",
-        "a",
-        "b",
-        "</search>",
-        ",",
-        UNK,
-    ]
-    assert sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])[:5] == [
-        (PAD, 0),
-        (EOS, 1),
-        (UNK, 2),
-        ("<think>", 3),
-        ("a", 4),
-    ]
-
-
 # -- the folder ---
-
-
-def test_the_folder_loads_and_is_small(folder: Path, model: Any, tokenizer: Any) -> None:
-    assert 0.3e6 < model.num_parameters() < 0.6e6
-    assert len(tokenizer) == model.config.vocab_size < 600
-    assert (model.config.eos_token_id, model.config.pad_token_id) == (
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-    )
-    assert (
-        tokenizer.model_max_length
-        == model.config.max_position_embeddings
-        == TASK.limits.max_trajectory_tokens
-    )
-    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
 
 
 def test_weights_depend_on_the_seed_and_leave_torchs_random_state(folder: Path, tmp_path: Path) -> None:
