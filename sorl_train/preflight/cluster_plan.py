@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 
 from sorl_env.task import Limits
@@ -11,40 +10,31 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.models.shape import ModelShape
 from sorl_train.openrlhf.checks import critic_start
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
-from sorl_train.preflight.cluster_memory import H100, ClusterMemory, estimate_cluster_memory
-from sorl_train.preflight.memory import gigabytes
+from sorl_train.preflight.memory import H100, Memory, estimate_cluster_memory, gigabytes, row
 from sorl_train.run.folder import RunDir
 
 Part = tuple[str, list[str]]
 
-HOST = "the host's memory"
-
 # The settings to change when a phase does not fit, the cheapest first.
 KNOBS = {
     "sampling": "cluster.vllm_memory, cluster.zero_stage=3, cluster.offload_optimizer",
-    "scoring, policy": "update.log_prob_micro_batch_size",
-    "scoring, critic": "update.log_prob_micro_batch_size",
-    "scoring, reference": "update.log_prob_micro_batch_size",
-    "critic update": "update.micro_batch_size, hardware.gradient_checkpointing, cluster.offload_optimizer",
-    "policy update": "update.micro_batch_size, hardware.gradient_checkpointing, cluster.offload_optimizer",
+    "scoring": "update.log_prob_micro_batch_size",
+    "update": "update.micro_batch_size, hardware.gradient_checkpointing, cluster.offload_optimizer",
 }
 
 
-def openrlhf_parts(
-    config: TrainConfig, shape: ModelShape, limits: Limits, model: str, *, gpu: int = H100
-) -> list[Part]:
-    """Titles and lines for a run that loads ``model``, on GPUs with ``gpu`` bytes of memory."""
-    memory = estimate_cluster_memory(config, shape, limits, gpu=gpu)
+def openrlhf_parts(config: TrainConfig, shape: ModelShape, limits: Limits, model: str) -> list[Part]:
+    """Titles and lines for a run that loads ``model``, on H100s."""
+    memory = estimate_cluster_memory(config, shape, limits)
     where = "of each process, all in host memory" if config.hardware.device == "cpu" else "per GPU"
     return [
         ("Placement", _placement(config, model)),
         ("OpenRLHF flags", _command(config, limits, model)),
-        (f"Memory {where}, upper bound", _memory(config, memory, limits, gpu)),
-        ("Memory of the host, per node", [_row("together", sum(memory.host.values()), memory.host)]),
+        (f"Memory {where}, upper bound", _memory(config, memory, limits)),
+        ("Memory of the host, per node", [row("together", memory.host)]),
     ]
 
 
-# --- placement ------------------------------------------------------------------------------------------------
 def _placement(config: TrainConfig, model: str) -> list[str]:
     cluster, update, place = config.cluster, config.update, Placement.of(config)
     batch, mini = config.rollout.batch_size, update.mini_batch_size
@@ -59,7 +49,6 @@ def _placement(config: TrainConfig, model: str) -> list[str]:
         f"{_count(cluster.nodes * cluster.gpus_per_node, 'GPU')}",
         f"training: {_count(place.train_nodes, 'node')} x {_count(place.train_gpus_per_node, 'GPU')} = "
         f"{_count(place.ranks, 'data-parallel rank')}, ZeRO-{cluster.zero_stage}",
-        f"offloading: {_offloading(config)}",
         f"sampling: {sampling}, {whose}",
         f"rollout: {batch} trajectories, {batch // max(1, cluster.vllm_engines)} for each engine to sample, "
         f"{batch // place.ranks} for each rank to score",
@@ -78,19 +67,6 @@ def _placement(config: TrainConfig, model: str) -> list[str]:
     return lines
 
 
-def _offloading(config: TrainConfig) -> str:
-    cluster = config.cluster
-    if config.hardware.device == "cpu":
-        return "none"
-    text = f"optimizer and gradients in {HOST if cluster.offload_optimizer else 'the GPUs'}"
-    if config.loss.kl_coef <= 0:
-        return text
-    if cluster.offload_reference and cluster.zero_stage != 3:
-        return f"{text}, reference whole on every GPU (ZeRO-2 does not offload it)"
-    return f"{text}, reference in {HOST if cluster.offload_reference else 'the GPUs'}"
-
-
-# --- command --------------------------------------------------------------------------------------------------
 def _command(config: TrainConfig, limits: Limits, model: str) -> list[str]:
     """The command that ``openrlhf.launch`` runs, with one flag on each line."""
     run_dir = RunDir(Path(config.run_dir or "RUN_DIR"))
@@ -104,21 +80,15 @@ def _command(config: TrainConfig, limits: Limits, model: str) -> list[str]:
     return [*(f"{line} \\" for line in lines[:-1]), lines[-1], *notes]
 
 
-# --- memory ---------------------------------------------------------------------------------------------------
-def _memory(config: TrainConfig, memory: ClusterMemory, limits: Limits, gpu: int) -> list[str]:
-    on_cpu = config.hardware.device == "cpu"
-    lines = [_row("held all the time", sum(memory.lasting.values()), memory.lasting)]
-    lines += [_row(phase, memory.total(phase)) for phase in memory.phases]
-    peak = f"peak {gigabytes(memory.total(memory.peak))}"
-    ranks = f"; {_count(Placement.of(config).ranks, 'rank')} on this machine"
-    lines.append(
-        f"{peak}{'' if on_cpu else f' of {gigabytes(gpu)}'}, in {memory.peak!r}{ranks if on_cpu else ''}"
-    )
-    lines += [
-        f"CAUTION: {phase!r} does not fit, {gigabytes(over)} too much: change {KNOBS[phase]}"
-        for phase in memory.phases
-        if not on_cpu and (over := memory.total(phase) - gpu) > 0
-    ]
+def _memory(config: TrainConfig, memory: Memory, limits: Limits) -> list[str]:
+    if config.hardware.device == "cpu":
+        lines = [*memory.lines(), f"{_count(Placement.of(config).ranks, 'rank')} on this machine"]
+    else:
+        lines = memory.lines(f" of {gigabytes(H100)}")
+        for phase in memory.phases:
+            if (over := memory.total(phase) - H100) > 0:
+                change = next(knobs for word, knobs in KNOBS.items() if word in phase)
+                lines.append(f"CAUTION: {phase!r} does not fit, {gigabytes(over)} too much: change {change}")
     full = memory.cache_tokens // limits.max_trajectory_tokens
     each = -(-config.rollout.batch_size // config.cluster.vllm_engines)
     lines.append(
@@ -131,11 +101,6 @@ def _memory(config: TrainConfig, memory: ClusterMemory, limits: Limits, gpu: int
             "cluster.vllm_tensor_parallel"
         )
     return lines
-
-
-def _row(name: str, total: int, parts: Mapping[str, int] | None = None) -> str:
-    shown = ", ".join(f"{part} {gigabytes(size)}" for part, size in (parts or {}).items() if size)
-    return f"{name:<19}{gigabytes(total):>10}  {shown}".rstrip()
 
 
 def _count(number: int, noun: str) -> str:

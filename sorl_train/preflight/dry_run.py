@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from pathlib import Path
 from typing import Any
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
+from sorl_env.prompt_tokens import check_prompts
 from sorl_env.text_env import TextEnv
 from sorl_env.turn_codec import make_codec
 from sorl_train.config.files import remarks
@@ -22,10 +22,10 @@ from sorl_train.preflight.checks import examine
 from sorl_train.preflight.cluster_plan import openrlhf_parts
 from sorl_train.preflight.finding import Run
 from sorl_train.preflight.inputs import planned
-from sorl_train.preflight.memory import estimate_memory, gigabytes
+from sorl_train.preflight.memory import estimate_memory, row
 from sorl_train.sft.cold_start import start_folder
 
-CHECKS = ("settings", "task", "data", "model", "prompts", "corpus")  # those that any machine can make
+CHECKS = ("settings", "task", "data", "model", "corpus")  # those that any machine can make
 
 
 def plan_text(config: TrainConfig) -> str:
@@ -38,7 +38,9 @@ def plan_text(config: TrainConfig) -> str:
         shape, env = model_shape(folder, config.lora.rank), envs[0]
         if config.engine == "openrlhf":
             check_model(config, shape)
-        prompt = _first_prompt(config, env, load_tokenizer(folder))
+        tokenizer = load_tokenizer(folder)
+        longest = check_prompts(envs, tokenizer, use_chat_template=config.chat_template)
+        prompt = _prompt(config, env, tokenizer, longest)
         tools = _tools(env)
     parts: list[tuple[str, list[str]]] = [
         ("Dry run: nothing is trained, no run folder is made.", []),
@@ -71,14 +73,14 @@ def _source(name: str, env: TextEnv) -> str:
     return f"{name}: {examples.source}, split {examples.split}, {count}, sha256 {examples.sha256[:16]}"
 
 
-def _first_prompt(config: TrainConfig, env: TextEnv, tokenizer: Any) -> list[str]:
+def _prompt(config: TrainConfig, env: TextEnv, tokenizer: Any, longest: int) -> list[str]:
     first = env.examples.examples[0]
     text = env.format.prompt(env.task, first) if isinstance(env, ToolUseEnv) else env.task.prompt(first)
     codec = make_codec(env, tokenizer, use_chat_template=config.chat_template)
-    ids = codec.prompt_ids(text, env.task.system_prompt)
+    size = len(codec.prompt_ids(text, env.task.system_prompt))
     shown = textwrap.shorten(text, 600, placeholder=" ...")
     return [
-        f"first prompt, {len(ids)} tokens of at most {env.limits.max_prompt_tokens}:",
+        f"first prompt, {size} tokens of at most {env.limits.max_prompt_tokens}; the longest has {max(longest, size)}:",
         *textwrap.wrap(shown, 100, initial_indent="  ", subsequent_indent="  "),
     ]
 
@@ -107,24 +109,12 @@ def _memory(config: TrainConfig, shape: ModelShape, env: TextEnv) -> list[str]:
     device = pick_device(config.hardware.device)
     dtype = compute_dtype(config.hardware.dtype, device)
     need = estimate_memory(config, shape, env.limits, dtype.itemsize)
-    notes = {
-        "weights": "policy and critic, float32",
-        "optimizer": "Adam's two moments",
-        "sampling": "key-value cache of the trajectories in flight (sampler.max_concurrency)",
-        "scoring": "update.log_prob_micro_batch_size",
-        "updating": "activations and logits of a micro-batch",
-        "trust_region": "in host memory, not in the peak (update.trust_kl)",
-        "peak": "the first four, the largest of the next three, and a small cache that is kept",
-    }
-    sizes = dataclasses.asdict(need) | {"peak": need.peak}
-    if not need.trust_region:
-        del sizes["trust_region"]
-    lines = [
-        f"{name:<13}{gigabytes(size):>9}  {notes.get(name, '')}".rstrip() for name, size in sizes.items()
-    ]
+    lines = [f"on {device.type}, computing in {str(dtype).removeprefix('torch.')}", *need.lines()]
+    if need.host["trust region"]:
+        lines.append(row("in host memory", need.host))
     if config.sampler.backend == "vllm":
         lines.append(f"in addition {config.sampler.gpu_memory:.0%} of the GPU for vLLM (sampler.gpu_memory)")
-    return [f"on {device.type}, computing in {str(dtype).removeprefix('torch.')}", *lines]
+    return lines
 
 
 def _steps(config: TrainConfig) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sorl_env.task import Limits, Task
+from sorl_env.task import Task
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.shape import ModelShape
 
@@ -35,18 +35,17 @@ class Finding:
 
 @dataclass
 class Run:
-    """What is known of the run. Checks fill in the other attributes, on which later ones build.
+    """What is known of the run. Checks fill in the last three attributes, on which later ones build.
 
     Attributes:
         index: the folder that the server at ``search.url`` should serve.
         new: whether the run begins a folder of its own, in which no other run may be.
-        sound: ``data`` and ``model``, when they can be used.
+        failed: whether a check has failed.
     """
 
     config: TrainConfig
     index: Path | None = None
     new: bool = True
     task: Task | None = None
-    limits: Limits | None = None
     shape: ModelShape | None = None
-    sound: set[str] = field(default_factory=set)
+    failed: bool = False

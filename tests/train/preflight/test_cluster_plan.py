@@ -15,20 +15,12 @@ pytest.importorskip("transformers")
 
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
-from sorl_train.config.files import find_config, load_config
-from sorl_train.models.shape import model_shape
+from sorl_train.config.files import load_config
 from sorl_train.models.tiny import build_tiny_policy
 from sorl_train.openrlhf.flags import as_arguments, openrlhf_flags
-from sorl_train.preflight.cluster_plan import openrlhf_parts
 from sorl_train.preflight.dry_run import plan_text
 from sorl_train.rollout.environments import limits
 from sorl_train.run.folder import RunDir
-
-# SO-PPO on NQ and HotpotQA, in its placements; tests/train/config/test_paper_configs.py has all runs of the paper
-PAPER = [
-    f"paper/{name}"
-    for name in ("hotpotqa_so_ppo_8gpu", "nq_so_ppo_2nodes", "nq_so_ppo_8gpu", "nq_so_ppo_8gpu_async")
-]
 
 # Qwen2.5-7B's published sizes.
 QWEN_7B = {
@@ -97,7 +89,6 @@ PLACEMENT = {
     "paper/nq_so_ppo_8gpu": (
         "cluster: 1 node x 8 GPUs = 8 GPUs",
         "training: 1 node x 8 GPUs = 8 data-parallel ranks, ZeRO-3",
-        "offloading: optimizer and gradients in the host's memory, reference in the host's memory",
         "sampling: 2 vLLM engines x tensor parallel 4 = 8 GPUs, the same as training, in turns",
         "rollout: 512 trajectories, 256 for each engine to sample, 64 for each rank to score",
         "micro-batch of a GPU: 8 (updates), 8 (scoring)",
@@ -119,20 +110,17 @@ PLACEMENT = {
 }
 
 
-@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize("name", PLACEMENT)
 def test_the_plan_of_a_paper_config(name: str, tiny: Path) -> None:
-    text = plan(name, tiny)
-    for line in PLACEMENT.get(name, ()):
-        assert f"  {line}\n" in part(text, "Placement") + "\n"
-    assert "Memory per GPU" in text and "Memory of the host, per node" in text
-    assert "Memory, upper bound" not in text  # the local engine's
+    placement = part(plan(name, tiny), "Placement").splitlines()
+    assert {f"  {line}" for line in PLACEMENT[name]} <= set(placement)
 
 
 # --- the command ----------------------------------------------------------------------------------------------
 def test_the_plan_shows_the_command_that_is_run(tiny: Path) -> None:
-    config = load_config(
-        "paper/nq_so_ppo_8gpu", {"model": str(tiny), "data": None, "run_dir": "runs/with space"}
-    )
+    given = {"model": str(tiny), "data": None, "run_dir": "runs/with space"}
+    given["cluster.flags"] = {"ds.overlap_comm": True}
+    config = load_config("paper/nq_so_ppo_8gpu", given)
     shown = part(plan_text(config), "OpenRLHF flags").splitlines()[1:]
     command = [line for line in shown if not line.strip().startswith("off: ")]
     assert all(line.endswith(" \\") for line in command[:-1]) and not command[-1].endswith("\\")
@@ -145,13 +133,9 @@ def test_the_plan_shows_the_command_that_is_run(tiny: Path) -> None:
     flags = openrlhf_flags(config, RunDir(Path("runs/with space")), str(tiny), task_limits, resume=None)
     assert words.splitlines() == as_arguments(flags)
     assert f"SORL_RUN_DIR='{Path('runs/with space').absolute()}'" in command[0]
+    assert "--ds.overlap_comm" in words
     off = {name for name, value in flags.items() if value is False}
     assert shown[-1].strip() == f"off: {', '.join(name for name in flags if name in off)}"
-
-
-def test_the_users_own_flags_are_shown(tiny: Path) -> None:
-    text = plan("paper/nq_so_ppo_8gpu", tiny, cluster__flags={"ds.overlap_comm": True})
-    assert "--ds.overlap_comm" in text
 
 
 def test_a_hub_model_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,28 +208,3 @@ def test_what_does_not_fit_says_what_to_turn(qwen: Path) -> None:
     )
     squeezed = plan("paper/nq_so_ppo_8gpu", qwen, cluster__vllm_memory=0.05)
     assert "leave nothing for the cache: raise cluster.vllm_memory" in squeezed
-    zero_2 = plan("paper/nq_so_ppo_8gpu", qwen, cluster__zero_stage=2)
-    assert "reference whole on every GPU" in zero_2
-
-
-def test_another_size_of_gpu(qwen: Path) -> None:
-    config = load_config("paper/nq_so_ppo_8gpu", {"data": None})
-    parts = dict(
-        openrlhf_parts(
-            config, model_shape(str(qwen)), limits(load_task("nq"), config.limits), "m", gpu=141_000_000_000
-        )
-    )
-    assert "of 141.00 GB, in 'sampling'" in "\n".join(parts["Memory per GPU, upper bound"])
-
-
-# --- names ----------------------------------------------------------------------------------------------------
-def test_a_packaged_config_in_a_folder_is_found_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = find_config("paper/nq_so_ppo_8gpu")
-    assert path.name == "nq_so_ppo_8gpu.yaml" and path == find_config("paper/nq_so_ppo_8gpu.yaml")
-    with pytest.raises(UserError, match=r"unknown config 'paper/nq_so_pppo'\. Did you mean 'paper/nq_so_ppo"):
-        find_config("paper/nq_so_pppo")
-    (tmp_path / "mine.yaml").write_text("base: paper/nq_so_ppo_2nodes\nseed: 3\n")
-    assert load_config("mine.yaml").cluster.nodes == 2

@@ -200,7 +200,7 @@ def test_a_model_folder_without_a_tokenizer(world: World, examine: Examine) -> N
         file.unlink()
     status, found = examine(world())
     assert status == 1 and "no tokenizer could be loaded from the folder" in found["model"]
-    assert "-> copy the model's tokenizer.json" in found["model"] and "one of" not in found["model"]
+    assert "tokenizer.json, tokenizer_config.json and weights" in found["model"]
 
 
 def test_a_task_that_takes_no_corpus(examine: Examine, world: World) -> None:
@@ -214,16 +214,6 @@ def test_real_questions_and_nothing_real_to_search(world: World, examine: Examin
     options = {name: value for name, value in world.options.items() if name != "search.corpus"}
     status, found = examine(World(world.folder, options)())
     assert status == 0 and "embedded sample -> give --search.corpus PASSAGES" in found["search"]
-
-
-def test_a_file_of_replies(world: World, examine: Examine, serve: Serve) -> None:
-    served, path = with_server(world, serve("sha256:beef")), world.folder / "new" / "replies.db"
-    status, found = examine(served(search__cache=str(path)))
-    assert status == 0 and not path.parent.exists()
-    status, found = examine(served(search__cache=world.options["data"]))
-    assert status == 1 and "replies cannot be kept there" in found["replies"]
-    status, found = examine(served(search__cache=str(world.folder)))
-    assert status == 1 and "-> name another --search.cache" in found["replies"]
 
 
 def test_an_embedded_sample_is_only_a_warning(world: World, examine: Examine) -> None:
@@ -291,7 +281,7 @@ def test_nobody_listens(world: World, examine: Examine) -> None:
     [
         ({"body": b"<html>It works!</html>"}, "if another program has port"),
         ({"status": 404, "body": b"no"}, "answered 404"),
-        ({"status": 401, "body": b"no"}, "-> set SORL_SEARCH_TOKEN"),
+        ({"status": 401, "body": b"no"}, "set SORL_SEARCH_TOKEN if the server wants"),
         ({"status": 500, "body": b"no"}, "answered 500"),
     ],
 )

@@ -43,39 +43,38 @@ CONFIG = TrainConfig(
 
 def test_the_estimate_by_hand() -> None:
     need = estimate_memory(CONFIG, SHAPE, LIMITS, compute_bytes=4)
-    critic = 900 + 10 + 1
-    assert need.weights == 4 * (1000 + critic)
-    assert need.gradients == 4 * (1000 + critic)
-    assert need.optimizer == 8 * (1000 + critic)
-    assert need.reference == 4 * 1000
-    assert need.sampling == 3 * 7 * 100 * (2 * 2 * 5 * 4)
-    assert need.scoring == 4 * 8 * (100 * (4 * 10 + 3 * 20) + 60 * 50)
-    assert need.updating == 4 * 2 * (100 * 2 * (12 * 10 + 4 * 20) + 2 * 60 * 50)
-    assert need.lasting == need.weights + need.gradients + need.optimizer + need.reference
-    # scoring is the largest of the three here, and so small a cache is kept beside it
-    assert need.peak == need.lasting + need.sampling + need.scoring
+    both = 1000 + 900 + 10 + 1
+    assert need.lasting == {
+        "weights": 4 * both,
+        "gradients": 4 * both,
+        "optimizer": 8 * both,
+        "reference": 4 * 1000,
+    }
+    sampling = 3 * 7 * 100 * (2 * 2 * 5 * 4)
+    assert need.phases == {
+        "sampling": sampling,  # so small a cache is kept beside what follows
+        "scoring": sampling + 4 * 8 * (100 * (4 * 10 + 3 * 20) + 60 * 50),
+        "updating": sampling + 4 * 2 * (100 * 2 * (12 * 10 + 4 * 20) + 2 * 60 * 50),
+    }
+    assert need.peak == "scoring" and need.total("scoring") == 16 * both + 4000 + need.phases["scoring"]
+    assert need.host == {"trust region": 0}
 
 
 def test_what_makes_it_smaller() -> None:
     full = estimate_memory(CONFIG, SHAPE, LIMITS, 4)
-    group = estimate_memory(dataclasses.replace(CONFIG, algo="so_grpo"), SHAPE, LIMITS, 4)
-    assert group.weights == 4 * 1000 and group.optimizer == 8 * 1000
+    group = estimate_memory(dataclasses.replace(CONFIG, algo="so_grpo"), SHAPE, LIMITS, 4).lasting
+    assert group["weights"] == 4 * 1000 and group["optimizer"] == 8 * 1000
     checkpointed = dataclasses.replace(CONFIG, hardware=HardwareConfig(gradient_checkpointing=True))
-    assert estimate_memory(checkpointed, SHAPE, LIMITS, 4).updating < full.updating
+    assert estimate_memory(checkpointed, SHAPE, LIMITS, 4).phases["updating"] < full.phases["updating"]
     # in bfloat16 the sampler decodes with a copy of the weights
-    assert estimate_memory(CONFIG, SHAPE, LIMITS, 2).sampling == full.sampling // 2 + 2 * 1000
+    in_bfloat16 = estimate_memory(CONFIG, SHAPE, LIMITS, 2).phases["sampling"]
+    assert in_bfloat16 == full.phases["sampling"] // 2 + 2 * 1000
     no_kl = dataclasses.replace(CONFIG, loss=dataclasses.replace(CONFIG.loss, kl_coef=0.0))
-    assert estimate_memory(no_kl, SHAPE, LIMITS, 4).reference == 0
+    assert estimate_memory(no_kl, SHAPE, LIMITS, 4).lasting["reference"] == 0
     lora = dataclasses.replace(SHAPE, trained=10)
-    assert estimate_memory(CONFIG, lora, LIMITS, 4).optimizer == 8 * (10 + 911)
-
-
-def test_a_trust_region_copies_what_is_trained() -> None:
     region = dataclasses.replace(CONFIG, update=dataclasses.replace(CONFIG.update, trust_kl=0.01))
-    full, need = (estimate_memory(config, SHAPE, LIMITS, 4) for config in (CONFIG, region))
-    assert (full.trust_region, need.trust_region) == (0, 4 * 1000)
-    assert need.peak == full.peak  # it is in host memory, whatever the device
-    assert estimate_memory(region, dataclasses.replace(SHAPE, trained=10), LIMITS, 4).trust_region == 4 * 10
+    need = estimate_memory(region, lora, LIMITS, 4)
+    assert need.lasting["optimizer"] == 8 * (10 + 911) and need.host["trust region"] == 4 * 10
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -149,7 +148,8 @@ def test_activations_are_bounded_by_the_estimate_and_not_far_from_it(checkpointi
     settings = dataclasses.replace(
         CONFIG, algo="grpo", hardware=HardwareConfig(gradient_checkpointing=checkpointing)
     )
-    estimate = estimate_memory(settings, shape, LIMITS, compute_bytes=4).updating
+    phases = estimate_memory(settings, shape, LIMITS, compute_bytes=4).phases
+    estimate = phases["updating"] - phases["sampling"]  # the cache that is kept
     again = (
         4 * 2 * 100 * (12 * 64 + 4 * 256) if checkpointing else 0
     )  # one block computed again, in the backward pass
