@@ -67,22 +67,14 @@ def _batch_problems(config: TrainConfig) -> Iterator[str]:
             f"algo {config.algo} compares rollouts of one prompt: rollout.group_size must be at least 2, it is "
             f"{rollout.group_size}"
         )
-    looks = f"rollout.dynamic_sampling {rollout.dynamic_sampling} looks for groups whose total rewards differ, but"
-    if rollout.dynamic_sampling and algorithm.advantage != "group":
+    if rollout.dynamic_sampling and (algorithm.advantage != "group" or config.loss.group_level == "turn"):
         yield (
-            f"{looks} algo {config.algo} has {algorithm.advantage} advantages: use an algorithm with group advantages, "
-            "such as so_grpo, or 0"
+            f"rollout.dynamic_sampling {rollout.dynamic_sampling} looks for groups whose total rewards differ, but "
+            f"algo {config.algo} has {algorithm.advantage} advantages, with loss.group_level={config.loss.group_level}"
+            ": use an algorithm with group advantages, such as so_grpo, and loss.group_level=trajectory, or 0"
         )
-    elif rollout.dynamic_sampling and config.loss.group_level == "turn":
-        yield (
-            f"{looks} loss.group_level=turn also learns from groups whose turns alone differ: use "
-            "loss.group_level=trajectory, or rollout.dynamic_sampling=0"
-        )
-    sizes = {
-        "rollout.group_size": rollout.group_size,
-        "update.mini_batch_size": update.mini_batch_size,
-    }
-    for name, size in sizes.items():
+    for name in ("rollout.group_size", "update.mini_batch_size"):
+        size = flatten(config)[name]
         if rollout.batch_size % size:
             yield f"{name} {size} does not divide rollout.batch_size {rollout.batch_size}"
     if config.critic_warmup_steps >= update.steps:
@@ -98,14 +90,13 @@ def _correction_problems(config: TrainConfig) -> Iterator[str]:
     if config.correction.is_on and top_p < 1:
         yield (
             f"correction.mode={mode}, correction.sequence_mask={config.correction.sequence_mask}: with sampler.top_p "
-            f"{top_p:g} the sampler's log-probabilities are those of the truncated distribution and the trainer's are "
-            "not, so each weight would be off by the mass that was kept. Use sampler.top_p=1, or correction.mode=none "
-            "without a sequence_mask"
+            f"{top_p:g} each weight would be off by the mass that was cut. Use sampler.top_p=1, or "
+            "correction.mode=none without a sequence_mask"
         )
     if level != "auto" and mode != "none" and levels.index(level) < levels.index(ratio):
         yield (
             f"correction.level={level} is finer than the importance ratio of algo {config.algo}, which is one a "
-            f"{ratio}: a token of weight 0 would still get the gradient of its {ratio}. Use correction.level=auto"
+            f"{ratio}. Use correction.level=auto"
         )
 
 
@@ -115,9 +106,8 @@ def _replay_problems(config: TrainConfig) -> Iterator[str]:
         return
     if config.algorithm.needs_critic:
         yield (
-            f"replay.size {size} lets past rollouts of a question join its new ones, but algo {config.algo} does not "
-            "compare rollouts, and its critic has no values of theirs: use an algorithm with group advantages, such as "
-            "so_grpo, or replay.size=0"
+            f"replay.size {size} lets past rollouts join new ones, but algo {config.algo} does not compare rollouts: "
+            "use an algorithm with group advantages, such as so_grpo, or replay.size=0"
         )
     if rollout.dynamic_sampling:
         yield (

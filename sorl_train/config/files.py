@@ -143,15 +143,10 @@ def find_config(name_or_path: str | Path, beside: Path | None = None) -> Path:
             "(sorl-train --list_configs describes them; a path to a .yaml works too)"
         )
     siblings = [sibling.name for sibling in path.parent.glob("*.y*ml")]
-    hint = (
-        did_you_mean(path.name, siblings)
-        if siblings
-        else "sorl-train --list_configs shows the packaged ones."
-    )
+    hint = did_you_mean(path.name, siblings) if siblings else "See sorl-train --list_configs."
     raise UserError(f"no config file {str(path)!r}. {hint}")
 
 
-# --- layers ---------------------------------------------------------------------------------------------------
 def _read_layers(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of a file over those of its bases, and its ``algos`` sections over theirs. Checks each layer."""
     if path.resolve() in above:
@@ -226,7 +221,6 @@ def _names(nested: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _names(value, f"{prefix}{key}.")
 
 
-# --- YAML -----------------------------------------------------------------------------------------------------
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 with ``1e-4`` as a number, and an error for a key given twice and for aliases that could explode."""
 

@@ -9,22 +9,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sorl_env.command import Parser
 from sorl_env.errors import UserError
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import value_from_text
 from sorl_train.config.find_algorithm import installed_algorithms
-from sorl_train.config.schema import (
-    ConfigField,
-    as_text,
-    fields,
-    flatten,
-    sections,
-    suggest_key,
-)
+from sorl_train.config.schema import ConfigField, as_text, fields, flatten, sections, suggest_key
 from sorl_train.config.settings import TrainConfig
 
 DESCRIPTION = """\
@@ -44,19 +36,18 @@ Values are written as in YAML (1e-4, true, null, "[1, 2]"). The command line win
 the algorithm brings (docs/algorithms.md), and that over the defaults. Exit status: 0 done, 1 the run failed, 2 wrong
 usage or settings, 130 interrupted (state saved).
 """
-_FLAGS = ("config", "list_configs", "dry_run", "resume", "overwrite", "help")
+_FLAGS = {
+    "list_configs": "describe the packaged configs and leave",
+    "dry_run": "show settings, data and memory need; write nothing",
+    "resume": "go on with the run in --run_dir, with its settings",
+    "overwrite": "move an earlier run in --run_dir aside",
+    "help": "this text; with --config, that config's values",
+}
 _MAPPINGS = tuple(field.name for field in fields() if field.is_mapping)
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """A parsed command line.
-
-    Attributes:
-        config: packaged name or path, None when not given.
-        overrides: dotted config names and their values.
-        resume, overwrite, dry_run, list_configs, help: flags.
-    """
+class Arguments(NamedTuple):
+    """A parsed command line: a packaged name or path, dotted names with their values, and flags."""
 
     config: str | None
     overrides: dict[str, Any]
@@ -73,7 +64,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     if unknown:
         raise UserError(_about_unknown(unknown))
     values = vars(known)
-    flags = {name: values.pop(name) for name in _FLAGS}
+    flags = {name: values.pop(name) for name in ("config", *_FLAGS)}
     texts = {name: text for name, text in values.items() if text is not None}
     return Arguments(overrides={name: value_from_text(name, text) for name, text in texts.items()}, **flags)
 
@@ -94,20 +85,11 @@ def _parser(config: TrainConfig | None = None, config_name: str = "") -> argpars
         add_help=False,
     )
     run = parser.add_argument_group("command")
-    run.add_argument(
-        "--config", metavar="NAME_OR_PATH", help="a packaged config or a YAML file (default: quickstart)"
-    )
-    run.add_argument("--list_configs", action="store_true", help="describe the packaged configs and leave")
-    run.add_argument(
-        "--dry_run", action="store_true", help="show settings, data and memory need; write nothing"
-    )
-    run.add_argument(
-        "--resume", action="store_true", help="go on with the run in --run_dir, with its settings"
-    )
-    run.add_argument("--overwrite", action="store_true", help="move an earlier run in --run_dir aside")
-    run.add_argument(
-        "-h", "--help", action="store_true", help="this text; with --config, that config's values"
-    )
+    about = "a packaged config or a YAML file (default: quickstart)"
+    run.add_argument("--config", metavar="NAME_OR_PATH", help=about)
+    for name, about in _FLAGS.items():
+        names = ("-h", "--help") if name == "help" else (f"--{name}",)
+        run.add_argument(*names, action="store_true", help=about)
     shown = flatten(config) if config else {}
     top = parser.add_argument_group(f"settings, in brackets as in config {config_name!r}")
     groups = {"": top} | {name: parser.add_argument_group(name, about) for name, about in sections().items()}
@@ -126,16 +108,12 @@ def _parser(config: TrainConfig | None = None, config_name: str = "") -> argpars
 def _field_help(field: ConfigField, shown: dict[str, Any]) -> str:
     choices = f" ({', '.join(field.choices)})" if field.choices else ""
     if field.name == "algo":
-        choices = f" {_about_algorithms()}"
+        critic = ", ".join(name for name, row in ALGORITHMS.items() if row.needs_critic)
+        group = ", ".join(name for name, row in ALGORITHMS.items() if row.needs_groups)
+        choices = f" {critic} train a critic; {group} need rollout.group_size >= 2."
+        if installed := installed_algorithms():
+            choices += f" Installed: {', '.join(installed)}."
     return f"{field.help}{choices} [{as_text(shown.get(field.name))}]"
-
-
-def _about_algorithms() -> str:
-    critic = ", ".join(name for name, row in ALGORITHMS.items() if row.needs_critic)
-    group = ", ".join(name for name, row in ALGORITHMS.items() if row.needs_groups)
-    installed = ", ".join(installed_algorithms())
-    about = f"{critic} train a critic; {group} need rollout.group_size >= 2."
-    return f"{about} Installed: {installed}." if installed else about
 
 
 def _about_unknown(arguments: list[str]) -> str:
@@ -143,4 +121,4 @@ def _about_unknown(arguments: list[str]) -> str:
     if not options:
         return f"unexpected argument {arguments[0]!r}: options are written --name value, as in --algo so_ppo"
     name = options[0].partition("=")[0]
-    return f"unknown option {name}. {suggest_key(name.lstrip('-'), extra=_FLAGS, prefix='--')}"
+    return f"unknown option {name}. {suggest_key(name.lstrip('-'), extra=('config', *_FLAGS), prefix='--')}"

@@ -140,10 +140,9 @@ def _problem(error: ErrorDetails) -> str:
 
 
 def suggest_key(name: str, *, extra: Iterable[str] = (), prefix: str = "") -> str:
-    """A sentence that helps after an unknown name: the nearest dotted names.
+    """A sentence that helps after an unknown name: dotted names with the same last part, or of similar spelling.
 
-    These have the same last part in any section, or a similar spelling. ``extra`` are names to consider besides those
-    of fields; ``prefix`` goes before each suggestion.
+    ``extra`` are names to consider besides those of fields; ``prefix`` goes before each suggestion.
     """
     if name in sections():
         inside = [f"{prefix}{field.name}" for field in fields() if field.name.startswith(f"{name}.")]
@@ -155,11 +154,11 @@ def suggest_key(name: str, *, extra: Iterable[str] = (), prefix: str = "") -> st
     by_leaf: dict[str, list[str]] = {}
     for dotted in known:
         by_leaf.setdefault(dotted.rpartition(".")[2], []).append(dotted)
+    near_leaf = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)
     found = (
-        difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        or by_leaf.get(leaf)
+        by_leaf.get(leaf)
         or difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-        or by_leaf.get(next(iter(difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)), ""))
+        or [dotted for near in near_leaf for dotted in by_leaf[near]]
     )
     if found:
         return f"Did you mean {' or '.join(repr(prefix + dotted) for dotted in found[:3])}?"

@@ -55,15 +55,20 @@ from sorl_train.config.field import (
     needs,
 )
 from sorl_train.config.find_algorithm import find_algorithm
-from sorl_train.config.model_settings import LoraConfig, SftConfig, TinyConfig
-from sorl_train.config.rollout_settings import CorrectionConfig, OverlongConfig, ReplayConfig, RolloutConfig
 from sorl_train.config.run_settings import (
     AlarmConfig,
     CheckpointConfig,
     ClusterConfig,
+    CorrectionConfig,
     EvalConfig,
     HardwareConfig,
     LogConfig,
+    LoraConfig,
+    OverlongConfig,
+    ReplayConfig,
+    RolloutConfig,
+    SftConfig,
+    TinyConfig,
 )
 
 TINY = "tiny"  # the value of ``model`` that asks for a small policy built for the task

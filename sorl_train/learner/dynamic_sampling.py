@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sorl_env.trajectory import Trajectory
-from sorl_train.config.rollout_settings import RolloutConfig
+from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.losses.advantages import are_equal
 

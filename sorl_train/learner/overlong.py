@@ -21,7 +21,7 @@ from statistics import fmean
 import torch
 
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_train.config.rollout_settings import OverlongConfig
+from sorl_train.config.run_settings import OverlongConfig
 from sorl_train.learner.batch import Batch
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sorl_env.errors import UserError
-from sorl_train.config.model_settings import LoraConfig
+from sorl_train.config.run_settings import LoraConfig
 from sorl_train.models.attention import text_config
 from sorl_train.models.forward import pick_device
 

@@ -12,7 +12,7 @@ from torch import nn
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.text_env import TextEnv, need_tools
-from sorl_train.config.model_settings import SftConfig
+from sorl_train.config.run_settings import SftConfig
 from sorl_train.config.seeds import generator
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.forward import action_stats, autocast

@@ -13,7 +13,7 @@ from sorl_env.tool import ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_env.trajectory_io import read_jsonl
-from sorl_train.config.rollout_settings import OverlongConfig
+from sorl_train.config.run_settings import OverlongConfig
 from sorl_train.engine import LocalEngine
 from sorl_train.learner.batch import collate
 from sorl_train.learner.dynamic_sampling import num_groups, rows_with_signal, with_signal

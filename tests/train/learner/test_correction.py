@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sorl_train.config.files import load_config
-from sorl_train.config.rollout_settings import CorrectionConfig
+from sorl_train.config.run_settings import CorrectionConfig
 from sorl_train.learner.advantages import correction_settings
 from sorl_train.report.report import main as report
 from sorl_train.run.files import read_jsonl

@@ -11,7 +11,7 @@ import torch
 from sorl_env.errors import UserError
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_env.trajectory_io import read_jsonl
-from sorl_train.config.rollout_settings import OverlongConfig
+from sorl_train.config.run_settings import OverlongConfig
 from sorl_train.config.settings import LossConfig
 from sorl_train.learner.advantages import estimate_advantages, prepare
 from sorl_train.learner.batch import collate

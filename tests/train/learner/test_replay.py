@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_train.config.rollout_settings import OverlongConfig, ReplayConfig
+from sorl_train.config.run_settings import OverlongConfig, ReplayConfig
 from sorl_train.config.settings import LossConfig
 from sorl_train.learner.advantages import estimate_advantages
 from sorl_train.learner.batch import collate
