@@ -263,16 +263,13 @@ def parse_yaml(text: str, source: str) -> Any:
     """The value of a YAML text. Raises ``UserError`` with ``source`` and the line of a syntax error."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{source}{line}: not valid YAML: {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{source}: not valid YAML: {error}") from error
-    except RecursionError:
-        raise UserError(f"{source}: not valid YAML: it is nested too deeply") from None
-    except (ValueError, KeyError, IndexError, AttributeError) as error:  # a value that does not fit its tag
-        reason = shortened(str(error))
-        raise UserError(f"{source}: not valid YAML: a value cannot be read ({reason})") from error
+    except (yaml.YAMLError, RecursionError, ValueError, KeyError, IndexError, AttributeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or f"a value cannot be read ({shortened(str(error))})"
+        if isinstance(error, RecursionError):
+            reason = "it is nested too deeply"
+        raise UserError(f"{source}{line}: not valid YAML: {reason}") from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

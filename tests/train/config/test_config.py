@@ -64,12 +64,6 @@ def test_every_packaged_config_runs_every_algorithm(name: str, algo: str) -> Non
     assert (config.rollout.group_size >= 2) is ALGORITHMS[algo].needs_groups
 
 
-def test_packaged_configs_describe_themselves() -> None:
-    about = packaged_configs()
-    assert {"quickstart", "smollm2_hotpotqa"} <= set(about)
-    assert all(len(text) > 20 for text in about.values())
-
-
 # -- layers ----------------------------------------------------------------------------------------------------
 def test_each_layer_wins_over_the_one_below(tmp_path: Path) -> None:
     write(
@@ -84,13 +78,9 @@ def test_each_layer_wins_over_the_one_below(tmp_path: Path) -> None:
     config = load_config(top, {"optim.weight_decay": 0.2})
     assert config.optim == OptimConfig(lr=5e-4, critic_lr=9e-3, weight_decay=0.2)
     assert (config.rollout.group_size, config.update.steps) == (4, 8)
+    assert load_config(top, {"rollout.group_size": 2}).rollout.group_size == 2
     other = load_config(top, {"algo": "ppo"})
     assert (other.optim.critic_lr, other.rollout.group_size, other.update.steps) == (2e-3, 1, 7)
-
-
-def test_the_command_line_wins_over_the_algorithms_section(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.yaml", "algos: {grpo: {rollout: {group_size: 4}}}")
-    assert load_config(path, {"algo": "grpo", "rollout.group_size": 2}).rollout.group_size == 2
 
 
 def test_a_base_may_be_a_packaged_config(tmp_path: Path) -> None:
@@ -266,22 +256,10 @@ def test_suggestions(name: str, suggestion: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"algo": "so_grpo"}, "algo so_grpo .* rollout.group_size must be at least 2, it is 1"),
-        ({"rollout__group_size": 3}, "group_size 3 does not divide rollout.batch_size 512"),
         ({"update__mini_batch_size": 100}, "mini_batch_size 100 does not divide rollout.batch_size 512"),
-        ({"update__critic_warmup_steps": 150}, "critic_warmup_steps 150 leaves the policy none"),
-        (
-            {"rollout__max_staleness": -1},
-            "rollout.max_staleness should be greater than or equal to 0, it is -1",
-        ),
-        ({"rollout__batch_size": 0}, "rollout.batch_size should be greater than or equal to 1, it is 0"),
         ({"optim__lr": 0.0}, "optim.lr should be greater than 0, it is 0"),
         ({"optim__beta2": 1.0}, "optim.beta2 should be less than 1"),
         ({"loss__gamma": 1.5}, "loss.gamma should be less than or equal to 1, it is 1.5"),
-        ({"loss__clip_eps": 1.0}, "loss.clip_eps should be less than 1"),
-        ({"loss__sapo_tau_neg": 0.0}, "loss.sapo_tau_neg should be greater than 0, it is 0"),
-        ({"sampler__top_p": 0.0}, "sampler.top_p should be greater than 0"),
-        ({"sampler__temperature": 0.0}, "sampler.temperature should be greater than 0"),
         ({"limits__max_turns": 0}, "limits.max_turns should be greater than or equal to 1"),
     ],
 )
@@ -296,16 +274,6 @@ def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
         (
             {"search.corpus": "a", "search.url": "b"},
             r"search.corpus \(a\) and search.url \(b\) exclude each other",
-        ),
-        ({"limits.max_prompt_tokens": 9, "limits.max_trajectory_tokens": 9}, "leaves no room"),
-        ({"replay.size": 64}, "replay.size 64 lets past .* algo so_ppo .* such as so_grpo, or replay.size=0"),
-        (
-            {"algo": "so_grpo", "replay.size": 64, "rollout.dynamic_sampling": 2},
-            "replay.size 64 and rollout.dynamic_sampling 2 both replace .* set one of them to 0",
-        ),
-        (
-            {"algo": "so_grpo", "replay.size": 64, "replay.per_group": 8},
-            r"replay.per_group 8 leaves none of the 8 new rollouts of a group .* make it smaller",
         ),
         (
             {"algo": "so_grpo", "replay.size": 4, "replay.mode": "recent", "replay.per_group": 5},
@@ -379,9 +347,3 @@ def test_the_hash_sees_every_setting_but_the_run_folder() -> None:
     assert config_hash(dataclasses.replace(config, run_dir="elsewhere")) == config_hash(config)
     assert config_hash(checked(optim__lr=2e-6)) != config_hash(config)
     assert config_hash(dataclasses.replace(config, task_args={"a": 1})) != config_hash(config)
-
-
-def test_flatten_names_every_field() -> None:
-    flat = flatten(TrainConfig())
-    assert list(flat) == [field.name for field in fields()]
-    assert flat["optim.lr"] == 1e-6

@@ -130,9 +130,14 @@ def serve() -> Iterator[Callable[..., str]]:
         server.server_close()
 
 
+def without(world: World, ending: str, **more: str) -> World:
+    """Options without those whose names end so, and with more."""
+    options = {name: value for name, value in world.options.items() if not name.endswith(ending)}
+    return World(world.folder, options | {name.replace("__", "."): value for name, value in more.items()})
+
+
 def with_server(world: World, url: str) -> World:
-    options = {name: value for name, value in world.options.items() if name != "search.corpus"}
-    return World(world.folder, {**options, "search.url": url})
+    return without(world, "search.corpus", search__url=url)
 
 
 Examine = Callable[[list[str]], tuple[int, dict[str, str]]]
@@ -151,10 +156,57 @@ def test_the_quickstart(examine: Examine, tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []  # it changes nothing
 
 
-def test_no_model_folder(world: World, examine: Examine) -> None:
-    status, found = examine(world(model=str(world.folder / "modle")))
-    assert status == 1 and set(found) == {"model"}
-    assert "-> give --model a transformers folder" in found["model"]
+def append(name: str, text: str) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        with (folder / name).open("a") as file:
+            file.write(text)
+
+    return plant
+
+
+def remove(pattern: str) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        for file in folder.glob(pattern):
+            file.unlink()
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("plant", "changes", "check", "says"),
+    [
+        (remove("model/*"), {}, "model", "-> give --model a transformers folder or a hub name"),
+        (remove("model/*.safetensors"), {}, "weights", "holds no weights -> copy its *.safetensors"),
+        (remove("model/tokenizer*"), {}, "model", "no tokenizer could be loaded from the folder"),
+        (remove("x"), {"model": "tiny"}, "model", "which nq does not have -> give --model"),
+        (append("corpus.jsonl", '{"id": "9", "cont'), {}, "corpus", "corpus.jsonl:10: not valid JSON"),
+        (append("test.jsonl", "{'question': 1}"), {}, "eval data", "test.jsonl:2: not valid JSON"),
+    ],
+)
+def test_a_planted_fault(
+    world: World,
+    examine: Examine,
+    plant: Callable[[Path], None],
+    changes: dict[str, str],
+    check: str,
+    says: str,
+) -> None:
+    plant(world.folder)
+    status, found = examine(world(**changes))
+    assert status == 1 and says in found[check]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "check", "says"),
+    [
+        ("eval_data", "eval data", "the training questions, too -> give --eval_data"),
+        ("search.corpus", "search", "embedded sample -> give --search.corpus PASSAGES"),
+        ("data", "data", "embedded sample, not the benchmark -> give --data a file or a folder"),
+    ],
+)
+def test_a_warning(world: World, examine: Examine, lacking: str, check: str, says: str) -> None:
+    status, found = examine(without(world, lacking)())
+    assert status == 0 and says in found[check]
 
 
 def test_packages_of_another_version(world: World, examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,44 +215,12 @@ def test_packages_of_another_version(world: World, examine: Examine, monkeypatch
     assert status == 1 and "ray 2.55.0 is needed, 0.1 is installed" in found["versions"]
 
 
-def test_a_model_folder_without_weights(world: World, examine: Examine) -> None:
-    for file in (world.folder / "model").glob("*.safetensors"):
-        file.unlink()
-    status, found = examine(world())
-    assert status == 1 and "holds no weights" in found["weights"]
-
-
-def test_a_tiny_policy_for_a_task_that_cannot_have_one(world: World, examine: Examine) -> None:
-    status, found = examine(world(model="tiny"))
-    assert status == 1 and "which nq does not have -> give --model" in found["model"]
-
-
 def test_a_broken_data_row(world: World, examine: Examine) -> None:
     with (world.folder / "data.jsonl").open("a") as file:
         file.write('{"id": "4", "question": "who?"}\n')
     status, found = examine(world())
     assert status == 1 and "data.jsonl:5: no column 'golden_answers'" in found["data"]
     assert "eval data" not in found  # a file of its own, looked at all the same
-    (world.folder / "test.jsonl").write_text("{'question': 1}\n")
-    _, found = examine(world())
-    assert (
-        "test.jsonl:1: not valid JSON" in found["eval data"]
-        and "-> correct --eval_data" in found["eval data"]
-    )
-
-
-def test_evaluation_on_the_training_questions(world: World, examine: Examine) -> None:
-    options = {name: value for name, value in world.options.items() if name != "eval_data"}
-    status, found = examine(World(world.folder, options)())
-    assert status == 0 and "the training questions, too -> give --eval_data" in found["eval data"]
-
-
-def test_a_model_folder_without_a_tokenizer(world: World, examine: Examine) -> None:
-    for file in (world.folder / "model").glob("tokenizer*"):
-        file.unlink()
-    status, found = examine(world())
-    assert status == 1 and "no tokenizer could be loaded from the folder" in found["model"]
-    assert "tokenizer.json, tokenizer_config.json and weights" in found["model"]
 
 
 def test_a_task_that_takes_no_corpus(examine: Examine, world: World) -> None:
@@ -208,22 +228,6 @@ def test_a_task_that_takes_no_corpus(examine: Examine, world: World) -> None:
     status, found = examine(options)
     assert status == 1 and "minihop searches the world it generates" in found["search"]
     assert "-> leave out --search.corpus and --search.url" in found["search"]
-
-
-def test_real_questions_and_nothing_real_to_search(world: World, examine: Examine) -> None:
-    options = {name: value for name, value in world.options.items() if name != "search.corpus"}
-    status, found = examine(World(world.folder, options)())
-    assert status == 0 and "embedded sample -> give --search.corpus PASSAGES" in found["search"]
-
-
-def test_an_embedded_sample_is_only_a_warning(world: World, examine: Examine) -> None:
-    options = {name: value for name, value in world.options.items() if not name.endswith("data")}
-    status, found = examine(World(world.folder, options)())
-    assert (
-        status == 0
-        and "embedded sample" in found["data"]
-        and "-> give --data a file or a folder" in found["data"]
-    )
 
 
 def test_too_little_memory(world: World, examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,13 +249,6 @@ def test_a_cache_folder_that_is_a_file(
     monkeypatch.setenv("SORL_CACHE", "/proc/nothing/here")
     status, found = examine(world())
     assert status == 1 and "-> set SORL_CACHE" in found["cache"]
-
-
-def test_a_corpus_that_breaks_off(world: World, examine: Examine) -> None:
-    with (world.folder / "corpus.jsonl").open("a") as file:
-        file.write('{"id": "9", "cont')
-    status, found = examine(world())
-    assert status == 1 and "corpus.jsonl:10: not valid JSON" in found["corpus"]
 
 
 def test_an_index_as_it_was_built(world: World, index: Path, examine: Examine) -> None:

@@ -12,13 +12,10 @@ pytest.importorskip("transformers")
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sorl_env.errors import UserError
 from sorl_env.task import Limits
-from sorl_train.config.files import load_config
 from sorl_train.config.run_settings import HardwareConfig
 from sorl_train.config.settings import RolloutConfig, SamplerConfig, TrainConfig, UpdateConfig
 from sorl_train.models.shape import ModelShape, model_shape
-from sorl_train.preflight.dry_run import plan_text
 from sorl_train.preflight.memory import estimate_memory
 
 SHAPE = ModelShape(
@@ -106,15 +103,6 @@ def test_lora_counts_the_adapters(tmp_path: Path) -> None:
     expected = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules="all-linear"))
     adapters = sum(p.numel() for name, p in expected.named_parameters() if "lora_" in name)
     assert model_shape(str(tmp_path), lora_rank=3).trained == adapters
-
-
-def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no model configuration could be loaded from"):
-        model_shape(str(tmp_path))
-    with pytest.raises(
-        UserError, match=r"(?s)from the folder .* \(it holds nothing\).*\nGive --model a transf"
-    ):
-        plan_text(load_config("quickstart", {"model": str(tmp_path)}))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
