@@ -16,6 +16,7 @@ from sorl_train.evaluate.intervals import SIGNIFICANT, Paired, paired
 from sorl_train.evaluate.prompts import MODES
 from sorl_train.evaluate.results import EvalResult
 from sorl_train.evaluate.results_file import read_folder
+from sorl_train.evaluate.summary import by_task_and_mode
 
 ABOUT = "Compare two evaluations over the questions that both have, and list the questions gained and lost."
 SHOWN = 5  # of the questions gained, and of those lost
@@ -87,10 +88,8 @@ def _read_side(text: str) -> tuple[str, Groups, str | None]:
     if not colon or mode not in MODES:
         folder, mode = text, ""
     settings, results = read_folder(Path(folder).expanduser())
-    groups: dict[tuple[str, str], list[EvalResult]] = {}
-    for result in results:
-        groups.setdefault((result.task, result.mode), []).append(result)
-    return str(settings["label"]), {name: _answers(group) for name, group in groups.items()}, mode or None
+    groups = {name: _answers(group) for name, group in by_task_and_mode(results).items()}
+    return str(settings["label"]), groups, mode or None
 
 
 def _answers(results: Sequence[EvalResult]) -> Answers:

@@ -153,7 +153,8 @@ class EndpointSampler:
                 problem = f"HTTP {reply.status_code}: {reply.text[:300].strip()}"
                 if reply.status_code != 429 and reply.status_code < 500:
                     raise UserError(f"{self.url} refused a request of model {self.model_name!r}: {problem}")
-                after = _retry_after(reply)
+                seconds = reply.headers.get("retry-after", "")
+                after = float(seconds) if seconds.isdigit() else None
             except httpx.TransportError as error:
                 problem = str(error) or type(error).__name__
             pause = min(after or wait, _LONGEST_WAIT_S)
@@ -172,13 +173,8 @@ def with_stop_string(text: str, choice: Mapping[str, Any], stop: Sequence[str]) 
     If the server says what ended the text and it is none of ``stop``, that was an end-of-text token. Then nothing is
     added, even if a block is open.
 
-    Args:
-        choice: the server's reply, with ``stop_reason`` or ``matched_stop`` if it says what ended the text.
-
     >>> with_stop_string("<think>so</think><search>who", {}, ("</search>", "</answer>"))
     '<think>so</think><search>who</search>'
-    >>> with_stop_string("<think>so</think><search>who", {"stop_reason": None}, ("</search>", "</answer>"))
-    '<think>so</think><search>who'
     """
     if any(word in text for word in stop):
         return text
@@ -200,8 +196,3 @@ def _choice(reply: httpx.Response, url: str) -> Mapping[str, Any]:
             f"{url}: this is not a reply of /v1/completions: {said!r}; correct --endpoint"
         ) from error
     return dict(choice)
-
-
-def _retry_after(reply: httpx.Response) -> float | None:
-    seconds = reply.headers.get("retry-after", "")
-    return float(seconds) if seconds.isdigit() else None

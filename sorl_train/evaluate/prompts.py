@@ -61,7 +61,7 @@ _CHOICE = {
     ),
 }
 # A turn ends with its answer, or where a base model begins to make up the next question.
-STOP = ("</answer>", "\nQuestion:")
+STOP: tuple[str, ...] = ("</answer>", "\nQuestion:")
 
 
 def check_modes(modes: list[str]) -> None:

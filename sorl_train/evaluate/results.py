@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sorl_env.env import ToolUseEnv
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import UserError
 from sorl_env.rollout import SampledTurn
 from sorl_env.task import Example
 from sorl_env.tool import ToolCall
@@ -100,14 +100,11 @@ class EvalResult:
     @classmethod
     def from_json(cls, record: Mapping[str, Any], where: str) -> EvalResult:
         """Inverse of ``to_json``. Raises ``UserError``, naming ``where``, for a record that is not a result."""
-        if not isinstance(record, dict):
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(record, dict) or record.keys() != names:
+            wrong = sorted(names ^ record.keys()) if isinstance(record, dict) else ["it is no JSON object"]
             raise UserError(
-                f"{where}: not a result of sorl-eval: it must be a JSON object; name another folder"
-            )
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in (*(n for n in names if n not in record), *(n for n in record if n not in names)):
-            raise UserError(
-                f"{where}: not a result of sorl-eval: field {name!r}. {did_you_mean(name, names)}"
+                f"{where}: not a result of sorl-eval ({', '.join(wrong)} missing or unknown); name another folder"
             )
         lists = {name: tuple(record[name]) for name in ("golden_answers", "turns")}
         return cls(**(dict(record) | lists))

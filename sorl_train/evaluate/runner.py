@@ -116,8 +116,13 @@ async def _run_all(
 
     async def run(job: Job) -> None:
         async with slots:
-            answer = answer_over_turns if job.mode == "agent" else answer_in_one_turn
-            on_result(await answer(policy, envs[job.task], job))
+            env = envs[job.task]
+            if job.mode == "agent":
+                trajectory = await agent_trajectory(policy, env, job)
+                example = env.examples.examples[job.index]
+                on_result(result_of_trajectory(job, trajectory, example, policy.knows_ids))
+            else:
+                on_result(await answer_in_one_turn(policy, env, job))
 
     tasks = [asyncio.ensure_future(run(job)) for job in jobs]
     try:
@@ -128,14 +133,8 @@ async def _run_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def answer_over_turns(policy: Policy, env: TextEnv, job: Job) -> EvalResult:
-    """Answer in mode ``agent``: with the environment's whole dialogue, as in training."""
-    trajectory = await agent_trajectory(policy, env, job)
-    return result_of_trajectory(job, trajectory, env.examples.examples[job.index], policy.knows_ids)
-
-
 async def agent_trajectory(policy: Policy, env: TextEnv, job: Job) -> Trajectory:
-    """Run the dialogue of a job."""
+    """Run the environment's whole dialogue, as in training."""
     rollout = RolloutJob(id=job.id, group_id=job.id, example_index=job.index, seed=job.seed)
     return await run_trajectory(env.spawn(), policy.tokenizer, policy.sampler, rollout, policy.settings)
 
@@ -155,20 +154,26 @@ async def answer_in_one_turn(policy: Policy, given: TextEnv, job: Job) -> EvalRe
         context = _cut(outcome.reply, policy.tokenizer, env) if outcome.ok else ""
     prompt = one_turn_prompt(job.mode, env.task, example, context)
     template = policy.settings.use_chat_template
-    own = env.task.vocabulary is not None  # such a policy can only read and write the turns of its own task
-    codec = make_codec(env, policy.tokenizer, use_chat_template=template) if own else None
-    if codec is None:
+    stop_ids: tuple[int, ...] = ()
+    if env.task.vocabulary is None:
+        codec, stop = None, STOP
         ids = encode_prompt(policy.tokenizer, prompt, use_chat_template=template)
-    else:
-        ids = codec.prompt_ids(prompt, None)
-    stop = STOP if codec is None else codec.stop
+    else:  # such a policy can only read and write the turns of its own task
+        codec = make_codec(env, policy.tokenizer, use_chat_template=template)
+        ids, stop, stop_ids = codec.prompt_ids(prompt, None), codec.stop, codec.stop_ids
+    left = env.limits.max_trajectory_tokens - len(ids)
+    if left < 1:
+        raise UserError(
+            f"the prompt of question {job.index} of task {job.task} has {len(ids)} tokens in mode {job.mode}, "
+            f"the limit is {env.limits.max_trajectory_tokens}: raise it with --limits.max_trajectory_tokens N"
+        )
     params = SamplingParams(
-        max_new_tokens=_room(len(ids), env, job),
+        max_new_tokens=min(env.limits.max_new_tokens, left),
         temperature=policy.settings.temperature,
         top_p=policy.settings.top_p,
         stop=stop,
         seed=job.seed,
-        stop_ids=() if codec is None else codec.stop_ids,
+        stop_ids=stop_ids,
     )
     try:
         sampled = await policy.sampler.generate(job.id, ids, params)
@@ -185,14 +190,3 @@ def _cut(reply: str, tokenizer: Tokenizer, env: TextEnv) -> str:
     ids = encode_text(tokenizer, text)
     limit = env.limits.max_observation_tokens
     return text if len(ids) <= limit else tokenizer.decode(ids[:limit], skip_special_tokens=True)
-
-
-def _room(prompt_tokens: int, env: TextEnv, job: Job) -> int:
-    """The number of tokens that the turn may have."""
-    left = env.limits.max_trajectory_tokens - prompt_tokens
-    if left < 1:
-        raise UserError(
-            f"the prompt of question {job.index} of task {job.task} has {prompt_tokens} tokens in mode {job.mode}, "
-            f"the limit is {env.limits.max_trajectory_tokens}: raise it with --limits.max_trajectory_tokens N"
-        )
-    return min(env.limits.max_new_tokens, left)

@@ -16,10 +16,15 @@ from sorl_train.evaluate.results import EvalResult
 
 def summarize(results: Sequence[EvalResult]) -> list[dict[str, Any]]:
     """One entry per task and mode, in the order of the results."""
+    return [_entry(task, mode, group) for (task, mode), group in by_task_and_mode(results).items()]
+
+
+def by_task_and_mode(results: Sequence[EvalResult]) -> dict[tuple[str, str], list[EvalResult]]:
+    """The results of each task and mode."""
     groups: dict[tuple[str, str], list[EvalResult]] = {}
     for result in results:
         groups.setdefault((result.task, result.mode), []).append(result)
-    return [_entry(task, mode, group) for (task, mode), group in groups.items()]
+    return groups
 
 
 def _entry(task: str, mode: str, rows: Sequence[EvalResult]) -> dict[str, Any]:

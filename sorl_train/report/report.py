@@ -112,18 +112,13 @@ def _report(argv: Sequence[str]) -> int:
     runs: list[Path] = arguments.runs
     out = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     folders = find_runs(runs)
-    if len(folders) == 1 and step_files(RunDir(folders[0].path).trajectories):
-        _write_viewer(folders[0].path)
+    if len(folders) == 1 and step_files(RunDir(run := folders[0].path).trajectories):
+        try:
+            write_viewer(run)
+        except UserError as error:  # the report is still written, and says what is damaged
+            say("sorl-report", f"there is no viewer of {run}: {error}")
     print(write_report(runs, out))
     return 0
-
-
-def _write_viewer(run: Path) -> None:
-    """Write a run's viewer. If that fails, the report is still written, and says what is damaged."""
-    try:
-        write_viewer(run)
-    except UserError as error:
-        say("sorl-report", f"there is no viewer of {run}: {error}")
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:

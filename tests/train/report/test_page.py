@@ -44,8 +44,10 @@ COUNT_PAINTED = """
 """
 
 
-@pytest.mark.parametrize("name", ["one", "two", "study", "broken"])
-@pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 390)])
+@pytest.mark.parametrize(
+    ("name", "scheme", "width"),
+    [("one", "light", 1280), ("two", "dark", 390), ("study", "light", 390), ("broken", "dark", 1280)],
+)
 def test_the_page_draws_itself_alone(
     browser: Any, pages: dict[str, Path], name: str, scheme: str, width: int
 ) -> None:

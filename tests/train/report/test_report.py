@@ -146,14 +146,6 @@ def test_a_repeated_step_counts_once(make_run: MakeRun, tmp_path: Path) -> None:
     assert read.metrics[-1]["rollout/success"] == 0.125
 
 
-def test_command_line(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run", steps=2)
-    assert main([str(run)]) == 0
-    assert capsys.readouterr().out.strip() == str(run / "report.html")
-    assert main([str(run), "--out", str(tmp_path / "other.html")]) == 0
-    assert (tmp_path / "other.html").is_file()
-
-
 # --- figures -------------------------------------------------------------------------------------
 def test_every_metric_is_in_one_figure(make_run: MakeRun, tmp_path: Path) -> None:
     runs = [read_run(make_run(tmp_path / "run"), "run")]
