@@ -97,7 +97,8 @@ def test_all_other_bad_command_lines(row: Row, root: Path, places: dict[str, str
     check(row, in_process(row, root, places), root, before)
 
 
-FIRST_OF_EACH = [next(row for row in ROWS if row.plain and row.words({})[1] == name) for name in COMMANDS]
+ALONE = ("sorl-train", "sorl-eval", "sorl-serve", "sorl-check-task")  # the others end in the same function
+FIRST_OF_EACH = [next(row for row in ROWS if row.plain and row.words({})[1] == name) for name in ALONE]
 
 
 @pytest.mark.slow

@@ -64,18 +64,6 @@ def test_a_module_and_attribute() -> None:
         load_task("sorl_env.registry:ENTRY_POINT_GROUP")
 
 
-def test_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(SOURCE + "\nTASK = build()\n", encoding="utf-8")
-    task = load_task(str(file))
-    assert task.name == "filed"
-    env = gymnasium.make("test/Filed-v0")
-    env.reset()
-    assert env.step("<think>a</think><answer>yes</answer>")[1] == 1.0
-    with pytest.raises(UserError, match=r"mien\.py: no such file\. Did you mean 'mine\.py'\?"):
-        load_task(str(tmp_path / "mien.py"))
-
-
 def test_two_files_of_one_name_do_not_mix(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
@@ -96,17 +84,6 @@ def test_a_file_with_other_names_for_its_tasks(tmp_path: Path) -> None:
     file.write_text("x = 1\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"has no TASK\. Declare one there: TASK = Task"):
         load_task(str(file))
-
-
-def test_errors_in_a_task_file_are_its_own(tmp_path: Path) -> None:
-    file = tmp_path / "broken.py"
-    file.write_text("import no_such_package_at_all\n", encoding="utf-8")
-    with pytest.raises(
-        UserError, match=r'broken\.py", line 1, in <module>\n +import no_such_package'
-    ) as raised:
-        load_task(str(file))
-    assert isinstance(raised.value.__cause__, ModuleNotFoundError)
-    assert "registry.py" not in str(raised.value) and "importlib" not in str(raised.value)
 
 
 def test_knobs_reach_a_builder(tmp_path: Path) -> None:
