@@ -57,13 +57,11 @@ def calculator(expression: str) -> str:
     Raises:
         ToolInputError: the expression is malformed, too large, or has no real value.
     """
-    if len(expression) > MAX_CHARACTERS:
-        raise ToolInputError(
-            f"The expression has {len(expression)} characters, at most {MAX_CHARACTERS} are allowed."
-        )
+    if (length := len(expression)) > MAX_CHARACTERS:
+        raise ToolInputError(f"The expression has {length} characters, at most {MAX_CHARACTERS} are allowed.")
+    expression = expression.strip()
+    _silence_parser()
     try:
-        expression = expression.strip()
-        _silence_parser()
         value = _evaluate(ast.parse(expression, _FILENAME, mode="eval").body, expression)
     except ToolInputError:
         raise
@@ -90,11 +88,7 @@ def _silence_parser() -> None:
 
 
 def _evaluate(node: ast.expr, source: str) -> Number:
-    if (
-        isinstance(node, ast.Constant)
-        and isinstance(node.value, (int, float))
-        and not isinstance(node.value, bool)
-    ):
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _bounded(node.value)
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
         return _CONSTANTS[node.id]

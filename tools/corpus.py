@@ -82,19 +82,10 @@ def read_corpus(path: Path) -> Iterator[Passage]:
         UserError: there is no such file, it is of another kind, or a line is not a passage (named by file and line).
     """
     check_corpus(path)
-    return read_jsonl(path)
-
-
-def read_jsonl(path: Path) -> Iterator[Passage]:
-    """The passages of such a file."""
     with name_damage(path), open_bytes(path) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield parse_passage(_from_json, line, f"{path}:{number}")
-
-
-def _from_json(line: bytes) -> Passage:
-    return Passage.from_row(read_json(line))
+                yield parse_passage(lambda row: Passage.from_row(read_json(row)), line, f"{path}:{number}")
 
 
 def check_corpus(path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from sorl_env.errors import UserError
 
 # benchmark -> the module that measures it
-BENCHMARKS = {"rate": "rate", "soak": "served", "recall": "recall", "scale": "scale"}
+BENCHMARKS = {"rate": "serving", "soak": "serving", "recall": "recall", "scale": "scale"}
 
 
 def main() -> int:

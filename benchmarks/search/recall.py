@@ -25,7 +25,7 @@ from typing import Any
 
 from sorl_env.folders import cache_folder
 from sorl_env.rewards import normalize_answer
-from sorl_tools.index import Hit, Index, open_index
+from sorl_tools.index import Hit, open_index
 from sorl_tools.index.build.build import build
 from sorl_tools.index.build.dense import DenseOptions
 from sorl_tools.index.manifest import NAME
@@ -69,105 +69,65 @@ QUESTIONS: dict[str, dict[str, tuple[str, Found]]] = {
 }
 
 
-def read_rows(path: Path) -> list[Row]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
-
-
-def ready(data: Path, corpus: str, out: Path, backend: str, dense: DenseOptions) -> Index:
-    """The index in ``out``, built or finished first where need be."""
-    if not (out / NAME).is_file():
-        progress = Progress()
-        build([data / "corpus" / f"{corpus}.jsonl.gz"], out, backend, dense=dense, progress=progress)
-        progress.close()
-    return open_index(out)
-
-
-class Table:
-    """Recall by index and questions, printed as it comes."""
-
-    def __init__(self, data: Path) -> None:
-        self.data = data
-        self.rows: list[dict[str, Any]] = []
-
-    def measure(self, label: str, index: Index, corpus: str) -> None:
-        for name, (file, counts) in QUESTIONS[corpus].items():
-            rows = read_rows(self.data / f"{file}.jsonl.gz")
-            found = 0
-            for start in range(0, len(rows), BATCH):
-                batch = rows[start : start + BATCH]
-                hits = index.search([row["question"] for row in batch], TOP_K)
-                found += sum(map(counts, batch, hits))
-            recall = found / len(rows)
-            self.rows.append(
-                {"index": label, "questions": name, "count": len(rows), "recall": round(recall, 4)}
-            )
-            note = f"  (bm25s: {BM25_BARS[name]:.3f})" if label == "bm25" else ""
-            print(
-                f"{label:<16}{name:<10}{len(rows):>6} questions   recall@{TOP_K} {recall:.4f}{note}",
-                flush=True,
-            )
-
-    def recall(self, label: str, name: str) -> float:
-        return next(row["recall"] for row in self.rows if (row["index"], row["questions"]) == (label, name))
-
-
-def dense_part(table: Table, arguments: argparse.Namespace) -> list[str]:
-    """Vectors, hybrid and compressed kinds on wiki; returns the bars that were missed."""
-    missed: list[str] = []
-
-    def measure(label: str, backend: str, dense: DenseOptions) -> Path:
-        out = arguments.work / f"wiki-{''.join(c if c.isalnum() else '-' for c in label)}"
-        table.measure(label, ready(arguments.data, "wiki", out, backend, dense), "wiki")
-        return Path(out / "dense")
-
-    model = arguments.model
-    vectors = measure("dense", "dense", DenseOptions(model, vectors=arguments.vectors)) / "vectors.npy"
-    measure("hybrid", "hybrid", DenseOptions(model, vectors=vectors))
-    for name in QUESTIONS["wiki"]:
-        gain = table.recall("hybrid", name) - max(table.recall("bm25", name), table.recall("dense", name))
-        print(f"{'hybrid':<16}{name:<10}{gain:+.4f} over the better of its parts")
-        table.rows.append({"index": "hybrid", "questions": name, "gain": gain})
-    for kind in arguments.faiss:
-        index = measure(kind, "dense", DenseOptions(model, vectors=vectors, faiss=kind)) / "index.faiss"
-        memory = index.stat().st_size / vectors.stat().st_size
-        for name in QUESTIONS["wiki"]:
-            kept = table.recall(kind, name) / table.recall("dense", name)
-            table.rows.append({"index": kind, "questions": name, "memory": memory, "kept": kept})
-            print(f"{kind:<16}{name:<10}{kept:.3f} of flat's recall, {memory:.3f} of its memory")
-            if memory <= 0.15 and kept < COMPRESSED_BAR:
-                missed.append(f"{kind} on {name}: {kept:.3f} of flat's recall, wanted {COMPRESSED_BAR}")
-    return missed
-
-
 def add_recall(
     parser: argparse.ArgumentParser,
 ) -> Callable[[argparse.Namespace], tuple[dict[str, Any], bool]]:
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder with corpus/, nq/, hotpotqa/ and medical/"
-    )
-    parser.add_argument(
-        "--work", type=Path, default=cache_folder() / "search_recall", help="keeps the indexes"
-    )
-    parser.add_argument("--model", help="embedding model; without one only BM25 is measured")
-    parser.add_argument("--vectors", type=Path, help=".npy of the vectors of corpus/wiki by this model")
-    kinds = ["fp16", "sq8", "sq4", "pq"]
-    parser.add_argument("--faiss", nargs="*", default=kinds, help="kinds of index to compare with flat")
+    add, kept = parser.add_argument, cache_folder() / "search_recall"
+    add("--data", type=Path, required=True, help="folder with corpus/, nq/, hotpotqa/ and medical/")
+    add("--work", type=Path, default=kept, help="keeps the indexes")
+    add("--model", help="embedding model; without one only BM25 is measured")
+    add("--vectors", type=Path, help=".npy of the vectors of corpus/wiki by this model")
+    add("--faiss", nargs="*", default=["fp16", "sq8", "sq4", "pq"], help="kinds to compare with flat")
     return measure
 
 
-def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    table = Table(arguments.data)
-    for corpus in QUESTIONS:
-        index = ready(arguments.data, corpus, arguments.work / f"{corpus}-bm25", "bm25", DenseOptions())
-        table.measure("bm25", index, corpus)
+def measure(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Recall by index and questions, printed as it comes, and the bars that were missed."""
+    found = {("bm25", name): share for corpus in QUESTIONS for name, share in recall(args, "bm25", corpus)}
     missed = [
-        f"bm25 on {name}: {table.recall('bm25', name):.4f}, wanted {bar}"
+        f"bm25 on {name}: {found['bm25', name]:.4f}, wanted {bar}"
         for name, bar in BM25_BARS.items()
-        if table.recall("bm25", name) < bar - TOLERANCE
+        if found["bm25", name] < bar - TOLERANCE
     ]
-    if arguments.model:
-        missed += dense_part(table, arguments)
+    if args.model:
+        vectors = args.work / "wiki-dense" / "dense" / "vectors.npy"
+        for label in ("dense", "hybrid", *args.faiss):
+            faiss = label if label in args.faiss else "flat"
+            made = args.vectors if label == "dense" else vectors
+            dense = DenseOptions(args.model, vectors=made, faiss=faiss)
+            found |= {(label, name): share for name, share in recall(args, label, "wiki", dense)}
+            for name in QUESTIONS["wiki"] if label in args.faiss else ():
+                file = args.work / f"wiki-{label}" / "dense" / "index.faiss"
+                memory = file.stat().st_size / vectors.stat().st_size
+                kept = found[label, name] / found["dense", name]
+                print(f"{label:<16}{name:<10}{kept:.3f} of flat's recall, {memory:.3f} of its memory")
+                if memory <= 0.15 and kept < COMPRESSED_BAR:
+                    missed.append(f"{label} on {name}: {kept:.3f} of flat's recall, wanted {COMPRESSED_BAR}")
     for miss in missed:
         print(f"missed: {miss}")
-    return {"rows": table.rows, "missed": missed}, bool(missed)
+    rows = [{"index": label, "questions": name, "recall": share} for (label, name), share in found.items()]
+    return {"rows": rows, "missed": missed}, bool(missed)
+
+
+def recall(
+    args: argparse.Namespace, label: str, corpus: str, dense: DenseOptions = DenseOptions()
+) -> list[tuple[str, float]]:
+    """Of each file of questions the share that an index finds, which is built or finished first where need be."""
+    out = args.work / f"{corpus}-{label}"
+    if not (out / NAME).is_file():
+        backend = label if label in ("bm25", "hybrid") else "dense"
+        build([args.data / "corpus" / f"{corpus}.jsonl.gz"], out, backend, dense=dense, progress=Progress())
+    index, shares = open_index(out), []
+    for name, (file, counts) in QUESTIONS[corpus].items():
+        with gzip.open(args.data / f"{file}.jsonl.gz", "rt", encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in lines]
+        hits = [
+            one
+            for start in range(0, len(rows), BATCH)
+            for one in index.search([row["question"] for row in rows[start : start + BATCH]], TOP_K)
+        ]
+        shares.append((name, round(sum(map(counts, rows, hits)) / len(rows), 4)))
+        print(
+            f"{label:<16}{name:<10}{len(rows):>6} questions   recall@{TOP_K} {shares[-1][1]:.4f}", flush=True
+        )
+    return shares

@@ -5,7 +5,7 @@ are those of text while no passage is the same.
 
     python benchmarks/search scale --corpus ../shared/data/corpus/wiki.jsonl.gz --sizes 50000 200000 1000000
 
-With ``--work`` the corpora and indexes are kept. Linux only: it reads /proc.
+Linux only: it reads /proc.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_tools.corpus import Passage, read_corpus
-from sorl_tools.index.manifest import NAME, read_manifest
+from sorl_tools.index.manifest import read_manifest
 
 SYLLABLES = "ba ce di fo gu ha je ki lo mu na pe ri so tu va we xi yo zu bran clar dren flor grim".split()
 QUERIES = 300
@@ -61,22 +61,28 @@ def made_up_corpus(source: Path, size: int) -> Iterator[Passage]:
         yield Passage(str(number), f"{name} ({number})", " ".join(words[cut:] + words[:cut]))
 
 
-def write_corpus(path: Path, source: Path, size: int) -> None:
-    """Write the corpus and, beside it, queries: what some of its passages begin with."""
-    queries = []
-    with path.open("w", encoding="utf-8") as file:
-        for number, passage in enumerate(made_up_corpus(source, size)):
+def measure_size(size: int, folder: Path, source: Path) -> dict[str, Any]:
+    """All of one size; the build and the search run in processes of their own."""
+    corpus, index, queries = folder / "corpus.jsonl", folder / "index", folder / "queries.json"
+    texts = []
+    with corpus.open("w", encoding="utf-8") as file:
+        for passage in made_up_corpus(source, size):
             contents = f'"{passage.title}"\n{passage.text}'
             file.write(json.dumps({"id": passage.id, "contents": contents}, ensure_ascii=False) + "\n")
-            if number % max(1, size // QUERIES) == 0:
-                queries.append(" ".join(passage.text.split()[:8]))
-    path.with_name("queries.json").write_text(json.dumps(queries[:QUERIES]))
-
-
-def build(corpus: Path, out: Path) -> dict[str, float]:
-    """Build in a process of its own: seconds, and the largest memory that is no mapped file."""
+            if int(passage.id) % max(1, size // QUERIES) == 0:
+                texts.append(" ".join(passage.text.split()[:8]))
+    queries.write_text(json.dumps(texts))
     began, peak = time.perf_counter(), 0
-    command = ["-m", "sorl_tools.index.cli", "build", str(corpus), "--out", str(out), "--restart", "--quiet"]
+    command = [
+        "-m",
+        "sorl_tools.index.cli",
+        "build",
+        str(corpus),
+        "--out",
+        str(index),
+        "--quiet",
+        "--restart",
+    ]
     child = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
     while child.poll() is None:
         found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{child.pid}/status").read_text())
@@ -84,43 +90,26 @@ def build(corpus: Path, out: Path) -> dict[str, float]:
         time.sleep(0.02)
     if child.returncode:
         raise SystemExit(f"the build failed; try: sorl-index {' '.join(command[2:])}")
-    return {"build_seconds": time.perf_counter() - began, "build_memory": peak}
-
-
-def measure_size(size: int, folder: Path, corpus: Path) -> dict[str, float]:
-    """All of one size; prints a line."""
-    folder.mkdir(parents=True, exist_ok=True)
-    figures = folder / "figures.json"
-    if not (folder / "queries.json").is_file():
-        write_corpus(folder / "corpus.jsonl", corpus, size)
-    if not figures.is_file() or not (folder / "index" / NAME).is_file():
-        built = build(folder / "corpus.jsonl", folder / "index")
-        figures.write_text(json.dumps(built))
-    search = [sys.executable, "-c", SEARCH, str(folder / "index"), str(folder / "queries.json")]
+    row = {"size": size, "build_seconds": time.perf_counter() - began, "build_memory": peak}
+    search = [sys.executable, "-c", SEARCH, str(index), str(queries)]
     done = subprocess.run(search, capture_output=True, text=True, check=True)
-    row = {"size": size, "disk": read_manifest(folder / "index").bytes}
-    row |= json.loads(figures.read_text()) | json.loads(done.stdout)
-    print(
-        f"{size:>10,} {row['disk'] / 1e6:>8,.0f} MB on disk, built in {row['build_seconds']:.0f} s with "
-        f"{row['build_memory'] / 1e6:,.0f} MB, opened in {row['open_seconds']:.1f} s; {row['queries_per_s']:,.0f} "
-        f"queries/s with {row['private'] / 1e6:,.0f} MB of its own",
-        flush=True,
-    )
+    row |= {"disk": read_manifest(index).bytes, **json.loads(done.stdout)}
+    print(json.dumps(row), flush=True)
     return row
 
 
 def add_scale(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], tuple[dict[str, Any], bool]]:
     parser.add_argument("--corpus", type=Path, required=True, help="real passages to make the corpus of")
     parser.add_argument("--sizes", type=int, nargs="+", default=[50_000, 200_000, 1_000_000])
-    parser.add_argument("--work", type=Path, help="keep what is made and measured here")
     return measure
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """All sizes, and a line through the smallest and the largest of them."""
-    with tempfile.TemporaryDirectory(prefix="search-scale-") as made:
-        work = args.work or Path(made)
-        rows = [measure_size(size, work / str(size), args.corpus) for size in sorted(args.sizes)]
+    rows = []
+    for size in sorted(args.sizes):
+        with tempfile.TemporaryDirectory(prefix="search-scale-") as made:
+            rows.append(measure_size(size, Path(made), args.corpus))
     line = {}
     if len(rows) > 1:
         ahead = (WIKIPEDIA - rows[-1]["size"]) / (rows[-1]["size"] - rows[0]["size"])

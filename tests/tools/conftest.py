@@ -20,16 +20,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     source, target = tmp_path_factory.mktemp("bert"), tmp_path_factory.mktemp("models") / "tiny"
     characters = [chr(code) for code in (*range(97, 123), *range(48, 58))]
-    vocabulary = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        *characters,
-        *(f"##{c}" for c in characters),
-        ":",
-    ]
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ":", *characters]
+    vocabulary += [f"##{character}" for character in characters]
     (source / "vocab.txt").write_text("\n".join(vocabulary))
     BertTokenizerFast(str(source / "vocab.txt")).save_pretrained(source)
     config = BertConfig(

@@ -144,17 +144,10 @@ def _load(model: str, device: str | None) -> Any:
     path = Path(model).expanduser()
     if not path.is_dir() and (path.is_absolute() or model.startswith((".", "~"))):
         raise UserError(f"--model {model}: no such folder")
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # loading the weights takes only a moment
     try:
         return SentenceTransformer(str(path) if path.is_dir() else model, device=device)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"--model {model}: cannot be loaded ({str(error).splitlines()[0]})") from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 class RemoteEncoder(Encoder):

@@ -57,14 +57,17 @@ class Index:
         top_k = min(top_k, self.manifest.passages)
         if not queries:
             return []
-        if self.words is None or self._vectors is None:
-            part = self.words or self._vectors
-            found = part.top(queries, top_k) if part else []
+        parts = [part for part in (self.words, self._vectors) if part is not None]
+        if len(parts) == 1:
+            found = parts[0].top(queries, top_k)
         else:
-            rrf_k = int(self.manifest.parameters["hybrid"]["rrf_k"])
-            depth = min(max(int(self.manifest.parameters["hybrid"]["depth"]), top_k), self.manifest.passages)
-            rankings = zip(self.words.top(queries, depth), self._vectors.top(queries, depth), strict=True)
-            found = [fuse([[place for place, _ in one] for one in both], rrf_k)[:top_k] for both in rankings]
+            hybrid = self.manifest.parameters["hybrid"]
+            depth = min(max(hybrid["depth"], top_k), self.manifest.passages)
+            rankings = zip(*(part.top(queries, depth) for part in parts), strict=True)
+            fused = (
+                fuse([[place for place, _ in one] for one in both], hybrid["rrf_k"]) for both in rankings
+            )
+            found = [ranking[:top_k] for ranking in fused]
         return [[Hit(self._passage(place), score) for place, score in hits] for hits in found]
 
     def close(self) -> None:

@@ -73,17 +73,16 @@ def open_words(folder: Path, passages: int) -> Any:
     index.scores |= arrays
     data, indices, indptr = arrays.values()
     words = len(indptr) - 1
-    kinds = [(array.dtype.str, array.ndim) for array in arrays.values()]
-    if kinds not in ([("<f4", 1), ("<i4", 1), (f"<i{size}", 1)] for size in (4, 8)):
-        raise ValueError(f"postings of the kinds {kinds}")
-    whole = words > 0 and indptr[0] == 0 and indptr[-1] == len(data) == len(indices) > 0
     # compiled code and numpy do not look where they read and write, so this has to hold
-    if not whole or (np.diff(indptr) < 0).any() or not 0 <= indices.min() <= indices.max() < passages:
-        raise ValueError("postings that point outside of the index")
-    if index.scores["num_docs"] != passages or not all(
-        isinstance(number, int) and 0 <= number < words for number in index.vocab_dict.values()
+    if (
+        [array.dtype.str for array in arrays.values()] not in (["<f4", "<i4", "<i4"], ["<f4", "<i4", "<i8"])
+        or [array.ndim for array in arrays.values()] != [1, 1, 1]
+        or not (words > 0 and indptr[0] == 0 and indptr[-1] == len(data) == len(indices) > 0)
+        or (np.diff(indptr) < 0).any()
+        or not 0 <= indices.min() <= indices.max() < passages == index.scores["num_docs"]
+        or not all(isinstance(one, int) and 0 <= one < words for one in index.vocab_dict.values())
     ):
-        raise ValueError("a vocabulary or a number of passages of another index")
+        raise ValueError("postings or a vocabulary that point outside of the index")
     return index
 
 
@@ -109,9 +108,10 @@ class Bm25:
         """(passage number, score) of the best passages of a query, by numpy: no second of compilation before."""
         scores = self._index.get_scores_from_ids(self._index.get_tokens_ids(tokenize(query)))
         found: list[tuple[int, float]] = []
-        while (
-            len(found) < min(top_k, len(scores)) and scores[place := int(scores.argmax())] > 0
-        ):  # the first of equals
+        for _ in range(min(top_k, len(scores))):
+            place = int(scores.argmax())  # the first of equals
+            if not scores[place] > 0:
+                break
             found.append((place, float(scores[place])))
             scores[place] = 0
         return found
@@ -129,7 +129,7 @@ class Bm25:
         best = np.empty((len(ids), top_k), dtype=np.int32)  # (queries, top_k)
         best_scores = np.empty((len(ids), top_k), dtype=np.float32)
         counts = np.zeros(len(ids), dtype=np.int64)
-        kernel(flat, starts, *self._postings, self._local.sums, best, best_scores, counts)
+        kernel((flat, starts), self._postings, self._local.sums, best, best_scores, counts)
         rows = zip(best.tolist(), best_scores.tolist(), counts.tolist(), strict=True)
         return [list(zip(docs[:count], scores[:count], strict=True)) for docs, scores, count in rows]
 
@@ -146,22 +146,14 @@ def _compiled() -> Any:
     return numba.njit(nogil=True, cache=True)(_top_k)
 
 
-def _top_k(
-    flat: Any,
-    starts: Any,
-    data: Any,
-    indices: Any,
-    indptr: Any,
-    sums: Any,
-    best: Any,
-    best_scores: Any,
-    counts: Any,
-) -> None:
+def _top_k(query_words: Any, postings: Any, sums: Any, best: Any, best_scores: Any, counts: Any) -> None:
     """Write the result into the last three arguments. ``sums`` is all zeros before and after.
 
     It passes over the postings twice, once to add scores and once to pick the best, because then neither pass has a
     branch that is hard to predict. Indices are unsigned, because numba would check signed ones for negative values.
     """
+    flat, starts = query_words
+    data, indices, indptr = postings
     top_k = best.shape[1]
     for query in range(len(starts) - 1):
         for at in range(starts[query], starts[query + 1]):

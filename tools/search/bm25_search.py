@@ -21,7 +21,7 @@ from sorl_tools.search.http_cache import ReplyCache
 
 
 def search_tool(settings: ToolSettings, sample: Path) -> BM25Search | HttpSearch:
-    """The search tool that the settings ask for. Without a corpus or server it searches the task's embedded ``sample``.
+    """The search tool that the settings ask for, over the task's embedded ``sample`` if they name nothing to search.
 
     Raises:
         UserError: both a corpus and a server are named, the one that is named cannot be used, or there is a cache file

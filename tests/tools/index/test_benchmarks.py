@@ -36,7 +36,13 @@ def test_recall_of_bm25(shared_data: Path, tmp_path: Path) -> None:
 def test_scale(shared_data: Path, tmp_path: Path) -> None:
     corpus = shared_data / "corpus" / "wiki.jsonl.gz"
     report = run(
-        "scale", tmp_path, "--corpus", str(corpus), "--sizes", "2000", "4000", "--work", str(tmp_path)
+        "scale",
+        tmp_path,
+        "--corpus",
+        str(corpus),
+        "--sizes",
+        "2000",
+        "4000",
     )
     small, large = report["rows"]
     assert small["queries_per_s"] > 0 and small["build_memory"] > 10e6 and small["open_seconds"] > 0

@@ -20,7 +20,6 @@ from sorl_tools.index import open_index, words
 from sorl_tools.index.build import bm25 as bm25_build
 from sorl_tools.index.build.build import build
 from sorl_tools.index.words import Bm25, index_words, open_words, tokenize
-from sorl_tools.search.bm25_search import BM25Search
 
 from ..corpora import made_up, write_jsonl
 
@@ -134,13 +133,6 @@ def test_parameters_change_scores(tmp_path: Path) -> None:
     assert {int(hit.passage.id): hit.score for hit in ours} == {
         place: pytest.approx(score) for place, score in enumerate(scores.tolist()) if score
     }
-
-
-def test_the_search_in_process_opens_a_folder(tmp_path: Path) -> None:
-    manifest = build([write_jsonl(tmp_path / "c.jsonl", PASSAGES)], tmp_path / "index")
-    search = BM25Search.from_file(tmp_path / "index", top_k=2)
-    assert search.fingerprint == manifest.hash
-    assert search.retrieve("the deltas") == BM25Search(PASSAGES, top_k=2).retrieve("the deltas")
 
 
 @pytest.mark.slow

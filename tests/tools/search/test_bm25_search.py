@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_env.folders import cache_folder
-from sorl_env.rewards import normalize_answer
 from sorl_env.task import ToolSettings
 from sorl_env.tool import ToolReply
 from sorl_tools.corpus import Passage, format_passages, read_corpus
 from sorl_tools.search.bm25_search import BM25Search, HttpSearch, search_tool
 
-from ..corpora import write_passages
+from ..corpora import write_jsonl, write_passages
 
 PASSAGES = [
     Passage("0", "Bizet", "The composer Georges Bizet was born in Paris."),
@@ -35,18 +33,12 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
 
 
-def write_corpus(path: Path, passages: Iterable[Passage] = PASSAGES) -> Path:
-    lines = [json.dumps({"id": p.id, "contents": f'"{p.title}"\n{p.text}'}) for p in passages]
-    content = "".join(line + "\n" for line in lines).encode()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    return path
-
-
 def test_passage_from_search_r1_row() -> None:
     assert Passage.from_row({"id": 7, "contents": '"A "B" C"\nfirst\nsecond'}) == Passage(
         "7", 'A "B" C', "first second"
     )
     assert Passage.from_row({"contents": "no title"}) == Passage("", "", "no title")
+    assert Passage.from_row({"id": None, "text": "a", "title": None}) == Passage("", "", "a")
 
 
 def test_format() -> None:
@@ -72,30 +64,9 @@ def test_no_match_is_an_answer(query: str) -> None:
     assert BM25Search(PASSAGES)(query) == ToolReply("No passages found.", hits=0)
 
 
-def test_a_corpus_of_one_and_empty_passages() -> None:
-    assert BM25Search([PASSAGES[2]])("river").hits == 1
-    assert BM25Search([Passage("0", "", ""), PASSAGES[2]])("river").text.startswith("Doc 1 (Salzburg)")
-
-
-def test_scores_are_those_of_bm25s() -> None:
-    import bm25s
-    import Stemmer
-
-    texts = [f"{p.title}\n{p.text}" for p in PASSAGES]
-    stemmer = Stemmer.Stemmer("english")
-    index = bm25s.BM25()
-    index.index(
-        bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, show_progress=False), show_progress=False
-    )
-    query = bm25s.tokenize("composer from Salzburg", stopwords="en", stemmer=stemmer, show_progress=False)
-    ids, scores = index.retrieve(query, k=4, show_progress=False)
-    ours = {p.id: score for p, score in BM25Search(PASSAGES).retrieve("composer from Salzburg", top_k=4)}
-    assert ours == {str(i): pytest.approx(float(score)) for i, score in zip(ids[0], scores[0], strict=True)}
-
-
 @pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.jsonl.gz"])
 def test_from_file_is_the_same_search(tmp_path: Path, name: str) -> None:
-    path = write_corpus(tmp_path / name)
+    path = write_jsonl(tmp_path / name, PASSAGES)
     first, again = BM25Search.from_file(path, top_k=2), BM25Search.from_file(str(path), top_k=1)
     memory = BM25Search(PASSAGES, top_k=2)
     for query in ("Mozart", "green river", "composers born in Paris", "nothing"):
@@ -105,21 +76,21 @@ def test_from_file_is_the_same_search(tmp_path: Path, name: str) -> None:
 
 
 def test_index_is_built_once_per_content(tmp_path: Path) -> None:
-    path = write_corpus(tmp_path / "corpus.jsonl")
+    path = write_jsonl(tmp_path / "corpus.jsonl", PASSAGES)
     BM25Search.from_file(path)
     indexes = list((cache_folder() / "bm25").iterdir())
     assert len(indexes) == 1
-    BM25Search.from_file(write_corpus(tmp_path / "copy.jsonl"))
+    BM25Search.from_file(write_jsonl(tmp_path / "copy.jsonl", PASSAGES))
     assert list((cache_folder() / "bm25").iterdir()) == indexes
     changed = BM25Search.from_file(
-        write_corpus(path, [*PASSAGES, Passage("4", "Chopin", "Born near Warsaw.")])
+        write_jsonl(path, [*PASSAGES, Passage("4", "Chopin", "Born near Warsaw.")])
     )
     assert len(list((cache_folder() / "bm25").iterdir())) == 2
     assert changed("Warsaw").hits == 1
 
 
 def test_builders_that_race_share_the_result(tmp_path: Path) -> None:
-    path = write_corpus(tmp_path / "corpus.jsonl")
+    path = write_jsonl(tmp_path / "corpus.jsonl", PASSAGES)
     with ThreadPoolExecutor(4) as pool:
         searches = list(pool.map(lambda _: BM25Search.from_file(path), range(4)))
     assert [search("river").hits for search in searches] == [1] * 4
@@ -130,10 +101,7 @@ def test_builders_that_race_share_the_result(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b'{"id": "0", "contents": "x"}\n{"id": "1"}\n', r"corpus.jsonl:2: not a passage"),
-        (b'{"id": "0", "contents": "x"}\n\n[1]\n', r"corpus.jsonl:3: not a passage"),
-        (b'{"id": "0", "contents": "x"}\n{"id"\n', r"corpus.jsonl:2: not valid JSON"),
         (b"\xff\xfe\n", r"corpus.jsonl:1: not valid JSON"),
-        (b"\n", r"corpus.jsonl: the corpus has no passages"),
         (b"", r"corpus.jsonl: the corpus has no passages"),
     ],
 )
@@ -157,7 +125,7 @@ def test_unreadable_gzip(tmp_path: Path) -> None:
 
 
 def test_missing_corpus_and_wrong_kind(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "wiki.jsonl")
+    write_jsonl(tmp_path / "wiki.jsonl", PASSAGES)
     with pytest.raises(UserError, match=r"wik.jsonl: no such corpus. Did you mean 'wiki.jsonl'\?"):
         BM25Search.from_file(tmp_path / "wik.jsonl")
     with pytest.raises(UserError, match=r"use .jsonl or .jsonl.gz"):
@@ -168,7 +136,7 @@ def test_missing_corpus_and_wrong_kind(tmp_path: Path) -> None:
 
 
 def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_corpus(tmp_path / "corpus.jsonl")
+    file = write_jsonl(tmp_path / "corpus.jsonl", PASSAGES)
     monkeypatch.setenv("SORL_CACHE", str(file))
     with pytest.raises(UserError, match="set SORL_CACHE"):
         BM25Search.from_file(file)
@@ -195,8 +163,8 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_search_tool_of_settings(tmp_path: Path) -> None:
-    sample = write_corpus(tmp_path / "sample.jsonl", PASSAGES[:1])
-    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    sample = write_jsonl(tmp_path / "sample.jsonl", PASSAGES[:1])
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", PASSAGES)
     over_sample = search_tool(ToolSettings(), sample)
     assert isinstance(over_sample, BM25Search)
     assert over_sample("composer").hits == 1
@@ -226,45 +194,15 @@ def test_replies_of_servers_are_kept_where_the_settings_say(tmp_path: Path) -> N
         search_tool(ToolSettings(corpus=str(path), cache=str(path)), tmp_path)
 
 
-def rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
-
-
-@pytest.mark.slow
-def test_recall_on_wikipedia(shared_data: Path) -> None:
-    """Recall measured once with bm25s alone; a change of tokenizer, scorer or top-k would move it."""
-    corpus = shared_data / "corpus" / "wiki.jsonl.gz"
-    search = BM25Search.from_file(corpus)
-    assert sum(1 for _ in read_corpus(corpus)) == 43_918
-    answered = [
-        any(
-            normalize_answer(gold) in normalize_answer(f"{passage.title} {passage.text}")
-            for gold in row["golden_answers"]
-            for passage, _ in search.retrieve(row["question"])
-        )
-        for row in rows(shared_data / "nq" / "test.jsonl.gz")
-    ]
-    assert sum(answered) / len(answered) == pytest.approx(0.784, abs=0.01)
-    complete = [
-        set(row["gold_titles"]) <= {passage.title for passage, _ in search.retrieve(row["question"])}
-        for row in rows(shared_data / "hotpotqa" / "test.jsonl.gz")
-    ]
-    assert sum(complete) / len(complete) == pytest.approx(0.407, abs=0.01)
-
-
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ({"id": "0", "contents": None}, "'contents' is null, not a text"),
-        ({"id": "0", "contents": 5}, "'contents' is 5, not a text"),
         ({"id": "0", "contents": ["a"]}, "'contents' is ['a'], not a text"),
         ({"id": "0", "text": None}, "'text' is null, not a text"),
         ({"id": "0", "text": "a", "title": 5}, "'title' is 5, not a text"),
-        ({"id": "0", "text": "a", "title": {}}, "'title' is {}, not a text"),
         ({"id": ["0"], "contents": "a"}, "'id' is ['0'], which is neither a text nor a whole number"),
         ({"id": True, "contents": "a"}, "'id' is True"),
-        ({"id": 0.5, "contents": "a"}, "'id' is 0.5"),
     ],
 )
 def test_what_is_no_text_is_refused_with_its_row(row: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -272,7 +210,3 @@ def test_what_is_no_text_is_refused_with_its_row(row: dict[str, Any], said: str,
     path.write_text(json.dumps({"id": "first", "contents": "x"}) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(UserError, match=f"corpus.jsonl:2: not a passage: .*{re.escape(said)}"):
         list(read_corpus(path))
-
-
-def test_null_stands_for_no_title_and_no_id() -> None:
-    assert Passage.from_row({"id": None, "text": "a", "title": None}) == Passage("", "", "a")

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -157,11 +156,6 @@ def test_manifest_says_what_was_built(tmp_path: Path) -> None:
     assert read.hash == manifest.hash
     stored = tmp_path / "index" / "passages.jsonl"
     assert read.corpus == {"source": [str(corpus)], "hash": f"sha256:{hash_file(stored)}"}
-    assert (
-        read.bytes
-        == sum(path.stat().st_size for path in (tmp_path / "index").rglob("*.*"))
-        - (tmp_path / "index" / "manifest.json").stat().st_size
-    )
     assert read.parameters["bm25"]["stemmer"] == "english"
     # another format of the same passages is the same index
     write_jsonl(tmp_path / "c.jsonl.gz", made_up(30))
@@ -198,23 +192,12 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_interrupt_from_the_keyboard(tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "c.jsonl", made_up(20_000))
-    command = [
-        sys.executable,
-        "-m",
-        "sorl_tools.index.cli",
-        "build",
-        str(corpus),
-        "--out",
-        str(tmp_path / "i"),
-    ]
+    command = [sys.executable, *"-m sorl_tools.index.cli build".split(), corpus, "--out", tmp_path / "i"]
     # a shell's background jobs, and what they start, ignore Ctrl-C
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     begun = tmp_path / "i" / "passages.jsonl"
-    deadline = time.monotonic() + 60
-    while not begun.is_file():
-        assert child.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(begun.is_file)
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 130
