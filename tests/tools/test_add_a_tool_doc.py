@@ -6,9 +6,7 @@ import dataclasses
 import json
 import re
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +18,8 @@ from sorl_env.check_task import check_task
 from sorl_env.check_task import main as check
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
+
+from .loopback import LoopbackServer
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "add_a_tool.md"
 PRICES = {"lamp": "12.50"}
@@ -36,21 +36,13 @@ def shop() -> ModuleType:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["items"]
-            self.send_response(503 if "fire" in items else 200)
-            self.end_headers()
-            self.wfile.write(json.dumps({"prices": [PRICES.get(item) for item in items]}).encode())
+    def respond(request: dict[str, Any]) -> tuple[int, bytes]:
+        prices = [PRICES.get(item) for item in request["items"]]
+        return 503 if "fire" in request["items"] else 200, json.dumps({"prices": prices}).encode()
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/prices"
-    server.shutdown()
-    server.server_close()
+    server = LoopbackServer(respond)
+    yield f"{server.address}/prices"
+    server.close()
 
 
 def test_a_task_of_two_files_beside_it(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from sorl_env.toolbox import Toolbox
 from sorl_tools.search.http import FINGERPRINT_HEADER, HttpSearch
 from sorl_tools.search.http_cache import ReplyCache
 
-Respond = Callable[[dict[str, Any]], tuple[int, bytes]]
+from ..loopback import LoopbackServer
 
 
 def passages(request: dict[str, Any]) -> tuple[int, bytes]:
@@ -32,83 +31,37 @@ def passages(request: dict[str, Any]) -> tuple[int, bytes]:
     return 200, json.dumps({"result": result}).encode()
 
 
-class _Listener(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128  # connections that come at a time; with 5, the sixth waits a second
-
-
-class Server:
-    """Answers with ``respond``; keeps the requests it got."""
-
-    def __init__(self) -> None:
-        self.respond: Respond = passages
-        self.headers: Callable[[dict[str, Any]], dict[str, str]] = lambda request: {}
-        self.requests: list[dict[str, Any]] = []
-        self.connections: set[Any] = set()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                outer.connections.add(self.client_address)
-                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.requests.append({"path": self.path, **request})
-                status, body = outer.respond(request)
-                try:
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(len(body)))
-                    for name, value in outer.headers(request).items():
-                        self.send_header(name, value)
-                    self.end_headers()
-                    self.wfile.write(body)
-                except OSError:
-                    self.close_connection = True  # the client has given up
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = _Listener(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/retrieve"
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        ).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
 @pytest.fixture
-def server() -> Iterator[Server]:
-    running = Server()
+def server() -> Iterator[LoopbackServer]:
+    running = LoopbackServer(passages)
     yield running
     running.close()
 
 
 @pytest.fixture
-def search(server: Server) -> Iterator[HttpSearch]:
-    tool = HttpSearch(server.url, top_k=2, timeout_s=30.0)
+def search(server: LoopbackServer) -> Iterator[HttpSearch]:
+    tool = HttpSearch(server.address, top_k=2, timeout_s=30.0)
     yield tool
     tool.close()
 
 
-def test_protocol(server: Server, search: HttpSearch) -> None:
+def test_protocol(server: LoopbackServer, search: HttpSearch) -> None:
     reply = search("who?")
-    assert server.requests == [{"path": "/retrieve", "queries": ["who?"], "topk": 2, "return_scores": True}]
+    sent = {"queries": ["who?"], "topk": 2, "return_scores": True}
+    assert server.requests == [{**sent, "path": "/retrieve", "token": None}]
     assert reply.text == "Doc 1 (who?): passage 0\nDoc 2 (who?): passage 1"
     assert reply.hits == 2
     server.respond = lambda request: (200, b'{"result": [[]]}')
     assert search("x").text == "No passages found."
 
 
-def test_connections_are_pooled(server: Server, search: HttpSearch) -> None:
+def test_connections_are_pooled(server: LoopbackServer, search: HttpSearch) -> None:
     for query in "abcde":
         search(query)
     assert len(server.connections) == 1
 
 
-def test_many_at_a_time_on_an_event_loop(server: Server, search: HttpSearch) -> None:
+def test_many_at_a_time_on_an_event_loop(server: LoopbackServer, search: HttpSearch) -> None:
     all_here = threading.Barrier(20, timeout=60)
 
     def slowly(request: dict[str, Any]) -> tuple[int, bytes]:
@@ -128,16 +81,16 @@ def test_many_at_a_time_on_an_event_loop(server: Server, search: HttpSearch) -> 
         ]
 
 
-def test_replies_are_kept_under_the_index_that_gave_them(server: Server) -> None:
+def test_replies_are_kept_under_the_index_that_gave_them(server: LoopbackServer) -> None:
     """The server changes its index between two searches, and back."""
     index = "old"
     server.respond = lambda request: (
         200,
         json.dumps({"result": [[{"document": {"id": "1", "contents": f"{index} text"}}]]}).encode(),
     )
-    server.headers = lambda request: {FINGERPRINT_HEADER: index}
+    server.headers = lambda: {FINGERPRINT_HEADER: index}
     cache = ReplyCache()
-    search = HttpSearch(server.url, top_k=1, cache=cache)
+    search = HttpSearch(server.address, top_k=1, cache=cache)
     assert search("a").text == "Doc 1: old text"
     index = "new"
     assert search("a").cached  # nobody has told of another index
@@ -159,7 +112,7 @@ def test_replies_are_kept_under_the_index_that_gave_them(server: Server) -> None
         *b'{"result": []} | {"result": [[], []]}'.split(b" | "),
     ],
 )
-def test_garbage_is_an_outage_that_quotes_it(server: Server, search: HttpSearch, body: bytes) -> None:
+def test_garbage_is_an_outage_that_quotes_it(server: LoopbackServer, search: HttpSearch, body: bytes) -> None:
     server.respond = lambda request: (200, body)
     with pytest.raises(ToolUnavailableError, match="breaks the protocol"):
         search("x")
@@ -167,7 +120,7 @@ def test_garbage_is_an_outage_that_quotes_it(server: Server, search: HttpSearch,
 
 @pytest.mark.parametrize("status", [301, 400, 404, 422])
 def test_a_wrong_address_or_request_is_not_tried_again(
-    server: Server, search: HttpSearch, status: int
+    server: LoopbackServer, search: HttpSearch, status: int
 ) -> None:
     server.respond = lambda request: (status, b'{"detail": "no"}')
     with pytest.raises(ValueError, match=f"answered {status}: .* is search_url its /retrieve"):

@@ -1,0 +1,54 @@
+"""A real HTTP server on the loopback interface that misbehaves on demand."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Reply = tuple[int, bytes]
+Respond = Callable[[dict[str, Any]], Reply]
+
+
+class LoopbackServer(ThreadingHTTPServer):
+    """Answers with ``respond``; keeps the requests it got, each with its path and its token."""
+
+    daemon_threads = True
+    request_queue_size = 128  # connections that come at a time; with 5, the sixth waits a second
+
+    def __init__(self, respond: Respond) -> None:
+        self.respond = respond
+        self.headers: Callable[[], dict[str, str]] = dict
+        self.requests: list[dict[str, Any]] = []
+        self.connections: set[Any] = set()
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.address = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: LoopbackServer
+
+    def do_POST(self) -> None:
+        self.server.connections.add(self.client_address)
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append({**request, "path": self.path, "token": self.headers["Authorization"]})
+        status, body = self.server.respond(request)
+        try:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **self.server.headers()}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+        except OSError:
+            self.close_connection = True  # the client has given up
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
