@@ -39,10 +39,8 @@ def _run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="sorl-index",
-        description="Build a search index over a corpus; look at one, or check it.",
-    )
+    what = "Build a search index over a corpus; look at one, or check it."
+    parser = Parser(prog="sorl-index", description=what)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_build(commands.add_parser("build", help="build an index, or finish an interrupted build"))
     info = commands.add_parser("info", help="print the facts about an index")

@@ -53,7 +53,7 @@ class BM25Search:
         is_sample: the passages are a task's embedded sample; the environment warns if the questions are real.
 
     Raises:
-        UserError: there are no passages.
+        UserError: no passage has a word in it.
     """
 
     name = "search"
@@ -70,13 +70,14 @@ class BM25Search:
         fingerprint: str | None = None,
         is_sample: bool = False,
     ) -> None:
-        if not passages:
-            raise UserError("there is nothing to search: the corpus has no passages")
         self.top_k = top_k
         self.is_sample = is_sample
         self._passages = passages
         self._words = words or Bm25(index_words(passages))
-        self.fingerprint = fingerprint or _hash(passages)
+        if fingerprint is None:
+            texts = "".join(f"{one.id}\0{one.title}\0{one.text}\0" for one in passages)
+            fingerprint = f"sha256:{hashlib.sha256(texts.encode()).hexdigest()}"
+        self.fingerprint = fingerprint
 
     @classmethod
     def from_file(cls, path: str | Path, top_k: int = 3) -> BM25Search:
@@ -99,11 +100,3 @@ class BM25Search:
     def __call__(self, query: str) -> ToolReply:
         """Search once. Raises ``ToolInputError`` for a query that is longer than servers accept."""
         return format_passages([passage for passage, _ in self.retrieve(check_query(query))])
-
-
-def _hash(passages: Sequence[Passage]) -> str:
-    """``sha256:..`` over ids, titles and texts."""
-    digest = hashlib.sha256()
-    for passage in passages:
-        digest.update(f"{passage.id}\0{passage.title}\0{passage.text}\0".encode())
-    return f"sha256:{digest.hexdigest()}"
