@@ -52,9 +52,8 @@ def test_a_run_that_ends_in_its_first_steps_resumes_as_if_it_had_not(
     assert outcome(resumed) == outcome(whole)
 
 
-@pytest.mark.parametrize("step", [1, 3])
 def test_a_signal_between_two_checkpoints_leaves_no_trace(
-    step: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The checkpoint that it asks for takes no place among those of ``checkpoint.keep``."""
     settings = UNDERSCORED | {"checkpoint__every": 2, "checkpoint__keep": 2}
@@ -62,7 +61,7 @@ def test_a_signal_between_two_checkpoints_leaves_no_trace(
     update = LocalEngine.update
 
     def interrupted(self: LocalEngine, batch: Any, number: int) -> Any:
-        if number == step:
+        if number == 3:
             os.kill(os.getpid(), SIGINT)
         return update(self, batch, number)
 
@@ -71,7 +70,7 @@ def test_a_signal_between_two_checkpoints_leaves_no_trace(
         train_short(tmp_path / "stopped", **settings)
     stopped = RunDir(tmp_path / "stopped")
     names = [path.name for path in list_checkpoints(stopped.checkpoints)]
-    assert names == [f"step_{step - 1:06d}", f"step_{step:06d}"]
+    assert names == ["step_000002", "step_000003"]
     resumed, _ = train_short(stopped.path, resume=True, **settings)
     assert outcome(resumed) == outcome(whole)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import random
 import signal
 import subprocess
@@ -50,24 +49,22 @@ def command(run_dir: Path, *more: str, **settings: Any) -> list[str]:
 def test_every_algorithm_leaves_a_complete_run_folder(algo: str, tmp_path: Path) -> None:
     group_size = 4 if ALGORITHMS[algo].needs_groups else 1
     more = {"task_args__hit_reward": 0.5} if ALGORITHMS[algo].advantage == "turn_group" else {}
-    run_dir, summary = train_short(
-        tmp_path / "run", algo=algo, rollout__group_size=group_size, update__steps=5, **more
-    )
+    run_dir, summary = train_short(tmp_path / "run", algo=algo, rollout__group_size=group_size, **more)
     lines = read_metrics(run_dir.metrics)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[2]["loss/grad_norm"] > 0
     assert ("loss/value" in lines[2]) == ALGORITHMS[algo].needs_critic
     for norm in ("scalar", "token", "rms", "logit"):
         assert f"loss/clip_bias_{norm}" in lines[2]
-    assert {p.name for p in run_dir.checkpoints.iterdir()} >= {"step_000005", "best"}
-    assert {p.name for p in run_dir.trajectories.iterdir()} >= {"step_000001.jsonl", "step_000005.jsonl"}
+    assert {p.name for p in run_dir.checkpoints.iterdir()} >= {"step_000002", "best"}
+    assert {p.name for p in run_dir.trajectories.iterdir()} >= {"step_000001.jsonl", "step_000002.jsonl"}
     versions = {
         turn.policy_version
-        for t in read_jsonl(run_dir.trajectories / "eval_000005.jsonl")
+        for t in read_jsonl(run_dir.trajectories / "eval_000002.jsonl")
         for turn in t.turns
     }
-    assert versions == {5}  # evaluated after step 5, though the newest batch was sampled after step 4
-    assert summary["steps"] == 5 and summary["peak_rss_mb"] > 0
+    assert versions == {2}  # evaluated after step 2, though the newest batch was sampled after step 1
+    assert summary["steps"] == 2 and summary["peak_rss_mb"] > 0
     assert json.loads(run_dir.summary.read_text()) == json.loads(json.dumps(summary))
     manifest = run_dir.read_manifest()
     assert manifest["data"]["train"]["examples"] == 48 and manifest["versions"]["torch"]
@@ -121,11 +118,10 @@ def test_a_saved_step_tells_what_the_loss_made_of_each_token(algo: str, tmp_path
     assert all(entropy > 0 for record in records for entropy in record.entropy)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_target_kl_ends_the_actors_steps_on_a_batch(staleness: int, tmp_path: Path) -> None:
+def test_target_kl_ends_the_actors_steps_on_a_batch(tmp_path: Path) -> None:
     """A limit that any change is above: the first mini-batch passes, however old it is, and the second one ends it."""
     settings = {"update__epochs": 2, "update__mini_batch_size": 4, "optim__lr": 1e-2, "loss__kl_coef": 0.0}
-    settings |= {"rollout__max_staleness": staleness, "optim__schedule": "constant"}
+    settings |= {"rollout__max_staleness": 1, "optim__schedule": "constant"}
     kept, _ = train_short(tmp_path / "kept", **settings)
     cut, _ = train_short(tmp_path / "cut", **settings, update__target_kl=1e-10)
     free, limited = read_metrics(kept.metrics), read_metrics(cut.metrics)
@@ -166,7 +162,7 @@ def test_resume_after_kill_9_repeats_the_uninterrupted_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As long as the first process lives, no other gets at its folder. With stale batches: test_kills.py."""
-    settings = {"update__steps": 8, "checkpoint__every": 2, "eval__every": 3}
+    settings = {"update__steps": 6, "checkpoint__every": 2, "eval__every": 3}
     words = command(tmp_path, **SHORT, **settings)[5:]
     whole, _ = train_short(tmp_path / "whole", **settings)
     killed = tmp_path / "killed"
@@ -184,7 +180,7 @@ def test_resume_after_kill_9_repeats_the_uninterrupted_run(
         process.wait()
     resumed, summary = train_short(killed, resume=True, **settings)
     assert resumed.metrics.read_bytes() == whole.metrics.read_bytes()
-    assert summary["steps"] == 8
+    assert summary["steps"] == 6
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -199,27 +195,6 @@ def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[bytes], lo
         return metrics.exists() and len(metrics.read_text().splitlines()) > step
 
     wait_until(has_come, log.read_text)
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_and_says_how_to_resume(tmp_path: Path) -> None:
-    settings = SHORT | {"update.steps": 400, "checkpoint.every": 0}
-    run_dir = tmp_path / "run"
-    process = subprocess.Popen(
-        command(run_dir, **settings), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(os.environ)
-    )
-    (tmp_path / "log").write_text("no step in time")
-    wait_for_step(run_dir / "metrics.jsonl", 2, process, tmp_path / "log")
-    process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=60)[0].decode()
-    assert process.returncode == 130, output
-    assert f"sorl-train --resume --run_dir {run_dir}" in output
-    done = len((run_dir / "metrics.jsonl").read_text().splitlines()) - 1
-    assert (run_dir / "checkpoints" / f"step_{done:06d}" / "state.json").is_file()
-    more = ["--resume", "--update.steps", str(done + 2)]
-    resumed = subprocess.run(command(run_dir, *more), capture_output=True, text=True, timeout=120)
-    assert resumed.returncode == 0, resumed.stderr
-    assert [line["step"] for line in read_metrics(run_dir / "metrics.jsonl")] == list(range(done + 3))
 
 
 class Flaky:
@@ -278,7 +253,7 @@ def test_a_run_closes_its_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     """Those of training and those of evaluation, whether it ends well or not."""
     closed: list[Toolbox] = []
     monkeypatch.setattr(Toolbox, "close", lambda self, only=None: closed.append(self))
-    train_short(tmp_path / "run")
+    train_short(tmp_path / "run", update__steps=1)
     assert len(set(map(id, closed))) == len(closed) == 2
     monkeypatch.setattr(LocalEngine, "update", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -318,12 +293,9 @@ def test_reference_kl_in_loss_and_in_reward(tmp_path: Path) -> None:
         assert (0.0 if kind == "k2" else -1.0) <= lines[2]["loss/ref_kl"] < 1.0  # k1 may be negative
 
 
-@pytest.mark.parametrize("algo", ["so_ppo", "so_grpo"])
-def test_one_on_policy_step_needs_no_scoring_pass(
-    algo: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_on_policy_step_needs_no_scoring_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its own log-probabilities are the old ones: the same metrics as with a pass before it."""
-    settings = {"algo": algo, "update__mini_batch_size": 16, "rollout__group_size": 4}
+    settings = {"algo": "so_ppo", "update__mini_batch_size": 16, "rollout__group_size": 4}
     calls: list[int] = []
     stats = scoring.action_stats
     monkeypatch.setattr(scoring, "action_stats", lambda *args, **kw: calls.append(1) or stats(*args, **kw))
@@ -370,12 +342,6 @@ def test_supervised_stage(tmp_path: Path) -> None:
     assert (
         AutoModelForCausalLM.from_pretrained(run_dir.checkpoints / "best" / "policy").config.hidden_size == 48
     )
-
-
-def test_a_prompt_longer_than_the_limit_is_named(tmp_path: Path) -> None:
-    said = r"48 of 48 prompts are longer than the 5 tokens .*(\n.*)*row 1 of embedded, split train"
-    with pytest.raises(UserError, match=said):
-        train_short(tmp_path / "run", limits__max_prompt_tokens=5)
 
 
 def test_a_folder_without_a_tokenizer_is_named(tiny_folder: str, tmp_path: Path) -> None:

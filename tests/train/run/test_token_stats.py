@@ -47,12 +47,6 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
-    for name in ("a.gz", "b.gz"):
-        write_token_records(tmp_path / name, [RECORD])
-    assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
-
-
 def test_the_file_of_a_step(tmp_path: Path) -> None:
     step = tmp_path / "step_000010.jsonl"
     assert sidecar_of(step) is None
@@ -60,11 +54,6 @@ def test_the_file_of_a_step(tmp_path: Path) -> None:
     write_token_records(beside, [RECORD])
     assert sidecar_of(step) == sidecar_of(tmp_path / "step_000010.jsonl.gz") == beside
     assert list(tmp_path.glob("step_*.jsonl")) == []
-
-
-def test_lengths_must_agree() -> None:
-    with pytest.raises(ValueError, match=r"s1: sequences of different lengths: .*'turn': 1"):
-        TokenRecord("s1", ["a", "b"], [0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0, 0])
 
 
 @pytest.mark.parametrize(
