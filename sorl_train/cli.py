@@ -78,38 +78,41 @@ def _default_run_dir(config: TrainConfig, arguments: Arguments) -> str:
 
 
 def _train(config: TrainConfig, arguments: Arguments) -> int:
-    """Keep other processes out of the run folder before anything in it changes, train, and return the exit status."""
+    """Make or reopen the run folder, train, and return the exit status. Other processes are kept out of the folder
+    before anything in it changes."""
     from sorl_train.run.folder import RunDir
     from sorl_train.run.lock import FolderLock
 
     assert config.run_dir is not None
     folder = Path(config.run_dir)
     if arguments.resume:
+        if config.stage == "sft":
+            raise UserError(
+                "a supervised run is short and cannot be resumed: start it again with another --run_dir"
+            )
         RunDir(folder).check_config()
     with FolderLock(folder, "--run_dir") as lock:
         return _train_alone(config, arguments, lock)
 
 
 def _train_alone(config: TrainConfig, arguments: Arguments, lock: FolderLock) -> int:
-    """Make or reopen the run folder, train, and return the exit status."""
     from sorl_train.config.files import remarks
     from sorl_train.run.display import make_display
     from sorl_train.run.folder import RunDir
 
-    assert config.run_dir is not None
     display = make_display()
+    folder = lock.folder
     if arguments.resume:
-        _check_finished_run(config)
-        run_dir, changes = RunDir.resume(config.run_dir, config, lock=lock)
+        run_dir, changes = RunDir.resume(folder, config, lock=lock)
         display.message("\n".join([f"resuming {run_dir.path}", *(f"  {change}" for change in changes)]))
     else:
-        run_dir = RunDir.create(config.run_dir, config, overwrite=arguments.overwrite, lock=lock)
+        run_dir = RunDir.create(folder, config, overwrite=arguments.overwrite, lock=lock)
         moved = f" (the earlier run was moved to {run_dir.moved})" if run_dir.moved else ""
         display.message("\n".join([f"run folder {run_dir.path}{moved}", *remarks(config)]))
-    keep = arguments.resume
+    is_kept = arguments.resume
     try:
         summary = _run_stage(config, run_dir, display, arguments.resume)
-        keep = True
+        is_kept = True
         if summary.pop("is_sample", False):
             display.message("These figures are of the task's embedded sample, not of the benchmark.")
         display.close(summary | {"report": run_dir.report, "checkpoints": run_dir.checkpoints})
@@ -129,7 +132,7 @@ def _train_alone(config: TrainConfig, arguments: Arguments, lock: FolderLock) ->
         raise
     finally:
         display.close()
-        if not keep:
+        if not is_kept:
             run_dir.discard_if_unused()
 
 
@@ -146,22 +149,6 @@ def _go_on(run_dir: RunDir) -> str:
         return ""
     again = f"sorl-train --resume --run_dir {shlex.quote(str(run_dir.path))}"
     return f"\nThe run is saved up to step {step_of(saved[-1])}. Go on from there with:\n  {again}"
-
-
-def _check_finished_run(config: TrainConfig) -> None:
-    """Raise ``UserError`` if a finished run cannot be resumed."""
-    from sorl_train.run.folder import RunDir
-
-    assert config.run_dir is not None
-    if config.stage == "sft":
-        raise UserError(
-            "a supervised run is short and cannot be resumed: start it again with another --run_dir"
-        )
-    run_dir = RunDir(Path(config.run_dir))
-    if config.stage == "rl" and run_dir.summary.is_file() and run_dir.has_checkpoint:
-        from sorl_train.run.checkpoint import resume_point
-
-        resume_point(run_dir)
 
 
 def _run_stage(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) -> dict[str, Any]:

@@ -84,7 +84,15 @@ class LocalEngine:
         )
         if folder and config.lora.rank:
             load_adapters(self.policy, folder / "policy")
-        self.sampler: LocalSampler = self._make_sampler()
+        sampler = config.sampler
+        if sampler.backend == "vllm":
+            from sorl_train.rollout.vllm_sampler import VllmSampler
+
+            self.sampler: LocalSampler = VllmSampler(self.policy, self.model_folder, self.longest, config)
+        else:
+            self.sampler = TransformersSampler(
+                self.policy, self.tokenizer, sampler.max_concurrency, hardware.dtype
+            )
         optimizer = adamw(self.policy, config.optim, config.optim.lr)
         self.policy_update = PolicyUpdate(self.policy, optimizer, config)
         self.optimizers = {"actor": optimizer}
@@ -106,16 +114,6 @@ class LocalEngine:
             self.step = state["step"]
             if self.policy_update.trust is not None and "trust" in state:  # older versions have none
                 self.policy_update.trust.load(state["trust"])
-
-    def _make_sampler(self) -> LocalSampler:
-        config = self.config
-        if config.sampler.backend == "vllm":
-            from sorl_train.rollout.vllm_sampler import VllmSampler
-
-            return VllmSampler(self.policy, self.model_folder, self.longest, config)
-        return TransformersSampler(
-            self.policy, self.tokenizer, config.sampler.max_concurrency, config.hardware.dtype
-        )
 
     @property
     def longest(self) -> int:

@@ -166,24 +166,20 @@ def _facts(run_dir: RunDir, config: TrainConfig, task: Task, more: Mapping[str, 
 
 def _training(run_dir: RunDir, config: TrainConfig, step: int) -> dict[str, str]:
     """The settings that matter most, and those that a resume has changed."""
-    sft, algorithm, resumes = config.sft, config.algorithm, run_dir.read_manifest().get("resumes", [])
+    sft, resumes = config.sft, run_dir.read_manifest().get("resumes", [])
     changes = [c for resume in resumes for c in resume["changes"] if c.startswith(("eval.", "update."))]
     source = f"`{_public_name(sft.demos)}`" if sft.demos else "the task's scripted expert"
-    if config.stage == "sft":
-        how = {"steps": f"{sft.steps}, of {sft.batch_size} demonstrations of {source}", "rate": f"{sft.lr:g}"}
-    else:
-        normalized = (
-            f"normalized by the {config.loss.clip_bias_norm} norm of the clipping bias above "
-            f"{config.loss.clip_bias_delta:g}"
-        )
-        how = {
-            "algorithm": f"`{short_name(config.algo)}`: ratio of a {algorithm.ratio}, {algorithm.advantage} "
-            f"advantages, {normalized if algorithm.normalize else 'no normalization'}",
-            "steps": f"{step} of {config.update.steps}, of {config.rollout.batch_size} trajectories",
-            "rate": f"{config.optim.lr:g}",
-        }
-    settings = f"`config.yaml` of the run, whose settings have the SHA-256 `{config_hash(config)}`"
-    return {**how, "all settings": settings, "changed on the way": ", ".join(changes)}
+    steps, rate = f"{sft.steps}, of {sft.batch_size} demonstrations of {source}", sft.lr
+    if config.stage == "rl":
+        steps = f"{step} of {config.update.steps}, of {config.rollout.batch_size} trajectories"
+        rate = config.optim.lr
+    return {
+        "method": _method(config),
+        "steps": steps,
+        "rate": f"{rate:g}",
+        "all settings": f"`config.yaml` of the run, whose settings have the SHA-256 `{config_hash(config)}`",
+        "changed on the way": ", ".join(changes),
+    }
 
 
 def _evaluated(run_dir: RunDir, evaluations: Sequence[Mapping[str, Any]], step: int) -> str:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,21 +49,18 @@ class Whole:
 
     Attributes:
         path: its folder.
+        step: the training steps that were done when it was written.
         damaged: the checkpoints that would have been taken before it, each with what is wrong with its files.
     """
 
     path: Path
-    damaged: dict[Path, list[str]]
-
-    @property
-    def step(self) -> int:
-        """The training steps that were done when it was written."""
-        return step_of(self.path)
+    step: int
+    damaged: dict[Path, str]
 
     @property
     def passed_over(self) -> list[str]:
         """One sentence for each damaged checkpoint, for the terminal and ``events.jsonl``."""
-        return [f"passed over {path.name}: {'; '.join(why)}" for path, why in self.damaged.items()]
+        return [f"passed over {path.name}: {why}" for path, why in self.damaged.items()]
 
 
 def checkpoint_name(step: int) -> str:
@@ -88,18 +85,18 @@ def resume_point(run_dir: RunDir) -> Whole:
         UserError: there is no checkpoint, or all of them are damaged, or the log files are. The message names every
             damaged file and says what can be done.
     """
-    run_id, damaged = run_dir.run_id, dict[Path, list[str]]()
+    run_id, damaged = run_dir.run_id, dict[Path, str]()
     restore_replaced(run_dir.checkpoints)
     for path in reversed(list_checkpoints(run_dir.checkpoints)):
         damage = find_damage(path, run_id)
         if not damage:
             _check_logs(run_dir, path)
-            return Whole(path, damaged)
-        damaged[path] = damage
+            return Whole(path, step_of(path), damaged)
+        damaged[path] = "; ".join(damage)
     anew = "start anew with another --run_dir or --overwrite (which moves this run aside)"
     if not damaged:
         raise UserError(f"nothing to resume: no checkpoint in {run_dir.checkpoints}; {anew}")
-    lines = "\n".join(f"  {path.name}: {line}" for path, why in damaged.items() for line in why)
+    lines = "\n".join(f"  {path.name}: {why}" for path, why in damaged.items())
     raise UserError(
         f"no checkpoint in {run_dir.checkpoints} is whole:\n{lines}\nRestore these files from a copy, or {anew}."
     )
@@ -110,9 +107,10 @@ def rewind(run_dir: RunDir, checkpoint: Path) -> None:
     a killed run left half written."""
     run_dir.remove_leftovers()
     remove_leftovers(run_dir.checkpoints)
-    for path, written in _logs_at(run_dir, checkpoint).items():
-        if written["bytes"]:
-            os.truncate(path, written["bytes"])
+    lengths = read_own_json(checkpoint / STATE)["logs"]
+    for path in run_dir.logs:
+        if length := lengths[path.name]["bytes"]:
+            os.truncate(path, length)
             sync(path)
         else:
             path.unlink(missing_ok=True)  # a run that was not interrupted has no empty files either
@@ -177,19 +175,15 @@ def log_lengths(run_dir: RunDir) -> dict[str, dict[str, Any]]:
     return lengths
 
 
-def _logs_at(run_dir: RunDir, checkpoint: Path) -> dict[Path, Mapping[str, Any]]:
-    """The log files with what ``log_lengths`` said of them when the checkpoint was written."""
-    lengths = read_own_json(checkpoint / STATE)["logs"]
-    return {path: lengths[path.name] for path in run_dir.logs}
-
-
 def _check_logs(run_dir: RunDir, checkpoint: Path) -> None:
     """Raise ``UserError`` unless each log file begins with its content when the checkpoint was written."""
-    for path, written in _logs_at(run_dir, checkpoint).items():
-        content = read_own_file(path)[: written["bytes"]] if written["bytes"] else b""
-        if hashlib.sha256(content).hexdigest() != written["sha256"]:
+    lengths = read_own_json(checkpoint / STATE)["logs"]
+    for path in run_dir.logs:
+        length = lengths[path.name]["bytes"]
+        content = read_own_file(path)[:length] if length else b""
+        if hashlib.sha256(content).hexdigest() != lengths[path.name]["sha256"]:
             raise UserError(
-                f"{path} is damaged: it does not begin with the {written['bytes']:,} bytes that it had when "
-                f"{checkpoint.name} was written. Restore it from a copy, or start anew with another --run_dir or "
-                "--overwrite (which moves this run aside)."
+                f"{path} is damaged: it does not begin with the {length:,} bytes that it had when {checkpoint.name} "
+                "was written. Restore it from a copy, or start anew with another --run_dir or --overwrite (which "
+                "moves this run aside)."
             )

@@ -64,30 +64,31 @@ class FolderLock:
             UserError: another process holds it, or a file stands where the folder has to be.
         """
         check_place(self.folder, self._option)
-        while True:
-            self._made = self._made or missing_folders(self.folder)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = (self.folder / LOCK).open("a+b", buffering=0)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                with file:
-                    raise UserError(self._in_use(file)) from None
-            except OSError as error:
-                if self._file is None:  # said once
-                    why = (
-                        f"its file system has no locks ({error.strerror}): use it from one process at a time"
-                    )
-                    say("sorl", f"{self.folder}: {why}")
-            if self._is_in_place(file):
-                break
-            file.close()  # its holder has ended, or has moved the folder aside
+        file = self._open_and_lock()
+        while not self._is_in_place(file):  # its holder has ended, or has moved the folder aside
+            file.close()
+            file = self._open_and_lock()
         if self._file is not None:
             self._file.close()
         self._file = file
         with naming(self.folder / LOCK):
             file.truncate(0)
             _sign(file.fileno())
+
+    def _open_and_lock(self) -> BinaryIO:
+        self._made = self._made or missing_folders(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = (self.folder / LOCK).open("a+b", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                raise UserError(self._in_use(file)) from None
+        except OSError as error:
+            if self._file is None:  # said once
+                why = f"its file system has no locks ({error.strerror}): use it from one process at a time"
+                say("sorl", f"{self.folder}: {why}")
+        return file
 
     def _is_in_place(self, file: BinaryIO) -> bool:
         """Whether the lock of the folder of this name is still this file."""
@@ -99,12 +100,10 @@ class FolderLock:
     def _in_use(self, file: BinaryIO) -> str:
         file.seek(0)
         holders = re.findall(r"^(\d+) (\S+)$", file.read().decode(errors="replace"), re.MULTILINE)
-        here = [int(number) for number, host in holders if host == socket.gethostname()]
-        alive = next((number for number in here if _is_alive(number)), None)
-        who = " on ".join(["another process", *(host for _, host in holders[:1])])
-        end = "end it"
-        if alive is not None:
-            who, end = f"process {alive}", f"end it (kill -INT {alive})"
+        who, end = " on ".join(["another process", *(host for _, host in holders[:1])]), "end it"
+        for number, host in reversed(holders):
+            if host == socket.gethostname() and _is_alive(int(number)):
+                who, end = f"process {number}", f"end it (kill -INT {number})"
         return f"{self.folder} is in use by {who}: wait until it has ended, {end}, or give another {self._option}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -18,22 +19,27 @@ _PACKAGES = (
 
 def environment_facts() -> dict[str, Any]:
     """Command, versions, git state and hardware, as JSON values. It imports torch to list the GPUs."""
+    import torch
+
+    installed = {name: version for name in _PACKAGES if (version := _version(name))}
     return {
         "command": sys.argv,
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **installed},
         "git": git_facts(Path(__file__).resolve().parents[2]),
-        "hardware": hardware_facts(),
+        "hardware": {
+            "platform": platform.platform(),
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
     }
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue  # optional packages are missing in most environments
-    return found
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None  # optional packages are missing in most environments
 
 
 def git_facts(checkout: Path) -> dict[str, Any] | None:
@@ -51,27 +57,7 @@ def git_facts(checkout: Path) -> dict[str, Any] | None:
         return None  # no git program, or a checkout without a commit
 
 
-def hardware_facts() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory, and names of GPUs."""
-    import torch
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cores": cores,
-        "memory_bytes": memory,
-        "gpus": gpus,
-    }
-
-
 def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
+    listed = Path("/proc/cpuinfo")  # only Linux has it
+    found = re.search(r"^model name\s*: (.+)$", listed.read_text() if listed.exists() else "", re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()

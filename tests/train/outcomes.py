@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from sorl_train.engine import LocalEngine
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
 
-from .conftest import SHORT
+from .conftest import SHORT, train_short
 
 # Everything that a checkpoint can hold: a critic, trajectories that wait, a best policy, a trust region that has taken
 # steps back. Else as little as possible.
@@ -32,6 +36,21 @@ UNDERSCORED = {name.replace(".", "__"): value for name, value in SMALL.items()}
 
 class Killed(BaseException):
     """In place of a SIGKILL, where the test goes on in the same process."""
+
+
+def train_until(folder: Path, step: int, **settings: Any) -> RunDir:
+    """A run that ends when it is about to save the trajectories of a step."""
+    save = LocalEngine.save_trajectories
+
+    def killed(self: LocalEngine, number: int, trajectories: Any) -> None:
+        if number == step:
+            raise Killed
+        save(self, number, trajectories)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(LocalEngine, "save_trajectories", killed)
+        train_short(folder, **settings)
+    return RunDir(folder)
 
 
 # Files in which times, the run's own name or its id are.

@@ -25,7 +25,7 @@ from sorl_train.run.folder import RunDir
 
 from .conftest import short_config, train_short
 from .learner.test_batch import trajectory
-from .outcomes import UNDERSCORED, Killed, outcome
+from .outcomes import UNDERSCORED, outcome, train_until
 
 GROUPS = {
     "algo": "so_grpo",
@@ -152,16 +152,7 @@ def test_a_resumed_run_draws_the_same(tmp_path: Path) -> None:
     whole, _ = train_short(tmp_path / "whole", **settings)
     lines = read_lines(whole.metrics)[1:]
     assert sum(line["rollout/dynamic_drawn"] - 8 for line in lines) > 0
-    save = LocalEngine.save_trajectories
-
-    def killed(self: LocalEngine, number: int, trajectories: Any) -> None:
-        if number == 3:
-            raise Killed
-        save(self, number, trajectories)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(LocalEngine, "save_trajectories", killed)
-        train_short(tmp_path / "cut", **settings)
+    train_until(tmp_path / "cut", 3, **settings)
     resumed, _ = train_short(tmp_path / "cut", resume=True, **settings)
     assert outcome(resumed) == outcome(whole)
 

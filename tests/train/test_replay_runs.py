@@ -20,7 +20,7 @@ from sorl_train.run.folder import RunDir
 from sorl_train.run.token_stats import iter_token_records
 
 from .conftest import WORLD, train_short
-from .outcomes import Killed, outcome
+from .outcomes import outcome, train_until
 
 # Eight questions, of which a step asks four: each comes back after one to three steps.
 FEW: dict[str, Any] = {
@@ -150,20 +150,6 @@ def test_recent_rollouts_join_every_question_that_comes_back(
     assert len(seen.replayed()) == 24 and all(len(batch) == 16 for batch in list(seen.batches.values())[2:])
 
 
-def cut(path: Path, step: int, settings: dict[str, Any]) -> None:
-    """A run that ends when it is about to save the trajectories of a step."""
-    save = LocalEngine.save_trajectories
-
-    def killed(self: LocalEngine, number: int, trajectories: Any) -> None:
-        if number == step:
-            raise Killed
-        save(self, number, trajectories)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(LocalEngine, "save_trajectories", killed)
-        train_short(path, **settings)
-
-
 @pytest.mark.parametrize(
     ("settings", "at"),
     [
@@ -176,7 +162,7 @@ def test_a_resumed_run_replays_the_same(settings: dict[str, Any], at: int, tmp_p
     settings = settings | {"checkpoint__every": 1}
     whole, _ = train_short(tmp_path / "whole", **settings)
     assert sum(line["rollout/replay_share"] for line in read_lines(whole.metrics)[1:]) > 0
-    cut(tmp_path / "cut", at, settings)
+    train_until(tmp_path / "cut", at, **settings)
     resumed, _ = train_short(tmp_path / "cut", resume=True, **settings)
     assert outcome(resumed) == outcome(whole)
 

@@ -20,7 +20,7 @@ from sorl_train.sft.cold_start import resolve_model
 
 from .conftest import QuietDisplay, short_config, train_short
 from .damage import append, delete, empty, flip_a_bit, truncate
-from .outcomes import UNDERSCORED, Killed, outcome
+from .outcomes import UNDERSCORED, Killed, outcome, train_until
 
 
 @pytest.fixture(scope="module")
@@ -32,31 +32,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return outcome(run_dir)
 
 
-def stop_in_step(folder: Path, step: int, **settings: Any) -> RunDir:
-    """A run that ends when it is about to save the trajectories of a step."""
-    save = LocalEngine.save_trajectories
-
-    def killed(self: LocalEngine, number: int, trajectories: Any) -> None:
-        if number == step:
-            raise Killed
-        save(self, number, trajectories)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(LocalEngine, "save_trajectories", killed)
-        train_short(folder, **(UNDERSCORED | settings))
-    return RunDir(folder)
-
-
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 1 to 3, which ended in step 4."""
-    return stop_in_step(tmp_path_factory.mktemp("stopped") / "run", 4).path
+    return train_until(tmp_path_factory.mktemp("stopped") / "run", 4, **UNDERSCORED).path
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of another seed."""
-    return stop_in_step(tmp_path_factory.mktemp("other") / "run", 4, seed=1).path
+    return train_until(tmp_path_factory.mktemp("other") / "run", 4, **(UNDERSCORED | {"seed": 1})).path
 
 
 NEWEST, OLDER, OLDEST = (f"checkpoints/step_{step:06d}" for step in (3, 2, 1))

@@ -94,8 +94,7 @@ def test_medical_tasks_and_samples_are_marked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"algo": "so_ppo", "loss__clip_bias_delta": 0.5}, "the rms norm of the clipping bias above 0.5"),
-        ({"algo": "turn_ppo"}, "ratio of a turn, gae advantages, no normalization"),
+        ({"algo": "turn_ppo"}, "| method | turn_ppo |\n| steps | 20 of 20, of 128 trajectories |"),
         ({"stage": "sft", "sft__steps": 20}, "| steps | 20, of 24 demonstrations of the task's scripted expert |"),
     ],
 )  # fmt: skip

@@ -180,9 +180,3 @@ def test_a_file_system_without_locks_is_said(
     with FolderLock(tmp_path, "--run_dir"):
         pass
     assert capsys.readouterr().err.count("its file system has no locks") == 1
-
-
-def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "notes").touch()
-    with pytest.raises(UserError, match="notes is a file; choose another --run_dir"):
-        FolderLock(tmp_path / "notes" / "run", "--run_dir").take()

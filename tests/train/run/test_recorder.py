@@ -13,7 +13,6 @@ import pytest
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_env.trajectory_io import read_jsonl as read_trajectories
 from sorl_train.config.files import load_config
 from sorl_train.config.run_settings import CheckpointConfig
 from sorl_train.run.atomic_folder import HASHES, find_damage
@@ -132,16 +131,6 @@ def test_lost_steps_in_a_row_end_the_run_after_a_checkpoint(tmp_path: Path) -> N
         record.stop_if_lost()
 
 
-def test_what_is_not_finite_is_dumped_with_the_named_trajectories_first(tmp_path: Path) -> None:
-    record = recorder(tmp_path / "run")
-    error = record.non_finite(
-        3, ValueError("a loss is not finite"), ["b"], [trajectory("a"), trajectory("b")]
-    )
-    path = record.run_dir.path / "non_finite_000003.jsonl"
-    assert [t.id for t in read_trajectories(path)] == ["b", "a"]
-    assert str(path) in str(error) and "there is no checkpoint yet" in str(error)
-
-
 def save(record: Recorder, step: int) -> Path:
     """A checkpoint with the parts of the OpenRLHF engine."""
 
@@ -241,15 +230,3 @@ def test_a_resumed_run_goes_on_with_the_strain_so_far(tmp_path: Path) -> None:
             again.watch(step, lines[step - 1], [trajectory("a")])
         events = read_jsonl(record.run_dir.events) if record.run_dir.events.exists() else []
         assert [event["step"] for event in events] == raised
-
-
-def test_steps_that_were_taken_back_are_an_event(tmp_path: Path) -> None:
-    record = recorder(tmp_path / "run")
-    figures = {"trust_kl": 0.0049, "trust_kl_max": 0.731, "trust_scale": 0.25}
-    for step, moves in ((1, 0.0), (2, 3.0)):
-        line = {f"loss/{name}": value for name, value in (figures | {"trust_moves_back": moves}).items()}
-        record.watch(step, CALM | line, [trajectory("a")])
-    (event,) = read_jsonl(record.run_dir.events)
-    assert (event["step"], event["kind"]) == (2, "moved_back")
-    for number in ("0.73", "3 times", "0.0049", "times 0.25"):
-        assert number in event["reason"]

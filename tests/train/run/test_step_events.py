@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sorl_train.run.files import read_jsonl
-from sorl_train.run.step_events import in_vain
+from sorl_train.run.step_events import in_vain, step_events
 
 from ..conftest import train_short
 
@@ -30,8 +30,24 @@ def test_what_came_of_the_batch(metrics: dict[str, float], said: str) -> None:
     assert said in in_vain(VAIN | metrics) and bool(said) == bool(in_vain(VAIN | metrics))
 
 
-def test_a_batch_without_an_update_is_said_elsewhere() -> None:
-    assert not in_vain({"rollout/success": 0.0})
+@pytest.mark.parametrize(
+    ("metrics", "kind", "said"),
+    [
+        (
+            {"trust_moves_back": 3.0, "trust_kl": 0.0049, "trust_kl_max": 0.731, "trust_scale": 0.25},
+            "moved_back",
+            "reached 0.73: weights were moved back 3 times, and the step ends at 0.0049; learning rates are times 0.25",
+        ),
+        ({"trust_moves_back": 0.0}, None, ""),
+        ({"overlong_filtered_frac": 1.0}, "no_step", "every trajectory was filtered by overlong.exclude"),
+        ({"success": 0.0}, None, ""),  # a batch without an update
+    ],
+)
+def test_what_is_an_event(metrics: dict[str, float], kind: str | None, said: str) -> None:
+    names = {name: f"{'loss' if 'trust' in name else 'rollout'}/{name}" for name in metrics}
+    events = list(step_events({names[name]: value for name, value in metrics.items()}, 0))
+    assert [event[0] for event in events] == ([kind] if kind else [])
+    assert all(said in event[1] for event in events)
 
 
 def test_a_policy_that_never_succeeds_is_told_so_at_doubling_intervals(
