@@ -109,14 +109,13 @@ class RunDir:
         another = f"another folder (--run_dir {free_name(self.path)})"
         if not self.summary.is_file() and not self.config.is_file():
             raise UserError(f"{self.path} is not empty and is not a run folder; give {another}")
-        state, move = "finished", f"Give {another}"
-        if not self.summary.is_file():
-            state = "unfinished"
-            if self.has_checkpoint:
-                move = f"Continue it (sorl-train --resume --run_dir {self.path}), give {another}"
+        state, move = "an unfinished", f"Give {another}"
+        if self.summary.is_file():
+            state = "a finished"
+        elif self.has_checkpoint:
+            move = f"Continue it (sorl-train --resume --run_dir {self.path}), give {another}"
         raise UserError(
-            f"{self.path} holds a{'n' * (state == 'unfinished')} {state} run. {move}, or --overwrite to move that run "
-            "aside and start again"
+            f"{self.path} holds {state} run. {move}, or --overwrite to move that run aside and start again"
         )
 
     def _is_taken(self) -> bool:
@@ -151,12 +150,11 @@ class RunDir:
         """
         run = cls(Path(path), lock)
         old, new, manifest = flatten(saved_config(path)), flatten(config), run.read_manifest()
-        if manifest.pop(_HASH, None) != _hash(manifest):
+        if manifest.pop(_HASH, None) not in (None, _hash(manifest)):  # earlier versions did not write it
             raise UserError(f"{run.manifest} is damaged, or was edited: restore it from a copy")
         # the limits that the run has: those that are set, or else the task's own, which the manifest has
         own = manifest.get("data", {}).get("train", {}).get("limits", {})
-        limits = {f"limits.{name}": own.get(name) for name in own if old.get(f"limits.{name}") is None}
-        before = old | limits
+        before = old | {f"limits.{name}": own[name] for name in own if old.get(f"limits.{name}") is None}
         changed = [name for name in new if old[name] != new[name]]
         may_change = {field.name for field in fields() if field.resumable}
         refused = [
