@@ -123,7 +123,7 @@ class Recorder:
         return seconds | {
             "time/step_s": step_s,
             "time/tokens_per_s": tokens / max(step_s, 1e-9),
-            "time/rollout_tokens_per_s": tokens / max(seconds["time/rollout_s"], 1e-9),
+            "time/rollout_tokens_per_s": tokens / max(seconds.get("time/rollout_s", 0.0), 1e-9),
         }
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
@@ -100,13 +101,10 @@ def _batches(size: int, batch_size: int, seed: int) -> Iterator[list[int]]:
 
 def _pad(demos: Sequence[Demo], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids (B, L), and the mask (B, L - 1) of the positions to score."""
-    length = max(len(d.token_ids) for d in demos)
-    token_ids = torch.full((len(demos), length), pad_id, dtype=torch.long)
-    mask = torch.zeros((len(demos), length), dtype=torch.bool)
-    for i, demo in enumerate(demos):
-        token_ids[i, : len(demo.token_ids)] = torch.from_numpy(demo.token_ids)
-        mask[i, : len(demo.token_ids)] = torch.from_numpy(demo.action_mask)
-    return token_ids, mask[:, 1:]
+    token_ids = [torch.from_numpy(demo.token_ids).long() for demo in demos]
+    masks = [torch.from_numpy(demo.action_mask) for demo in demos]
+    padded = pad_sequence(token_ids, batch_first=True, padding_value=pad_id)
+    return padded, pad_sequence(masks, batch_first=True)[:, 1:]
 
 
 def _lr(sft: SftConfig, step: int) -> float:
