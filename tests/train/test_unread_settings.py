@@ -200,10 +200,6 @@ def test_what_an_algorithm_brings_it_reads(algo: str, row: Algorithm) -> None:
             {"algo": "so_grpo", "loss.gae_lambda": 1.0},
             "gae_lambda 1.0 has no effect on algo so_grpo: it needs a critic. Leave it out, or use --algo ppo",
         ),
-        ({"algo": "rloo", "loss.turn_weight": 0.5}, "use --algo mt_grpo or gigpo"),
-        ({"algo": "mt_grpo", "loss.anchor_state": "history"}, "use --algo gigpo"),
-        ({"algo": "topr", "loss.dual_clip": 3.0}, "PPO's clip"),
-        ({"loss.sapo_tau_pos": 1.0}, "sapo's gate. Leave it out, or use --algo sapo"),
         ({"loss": {"turn_weight": 0.5}}, "loss.turn_weight 0.5 has no effect"),
     ],
 )
