@@ -73,7 +73,9 @@ def _serve(argv: Sequence[str]) -> int:
     from sorl_tools.http_server.server import Server
 
     settings = server_settings(args)
-    envs = _open(args)
+    task = load_task(args.task, **read_task_args(args))
+    tools = ToolSettings(corpus=args.corpus, search_url=args.search_url, tools=tuple(args.tools))
+    envs = {split: open_env(task, data=args.data, split=split, tool_settings=tools) for split in args.split}
     try:
         with bind(settings.host, settings.port) as bound:
             bound.listen()
@@ -85,15 +87,6 @@ def _serve(argv: Sequence[str]) -> int:
         for env in envs.values():
             env.close()
     return 0
-
-
-def _open(args: argparse.Namespace) -> dict[str, TextEnv]:
-    """An environment for each split."""
-    task = load_task(args.task, **read_task_args(args))
-    settings = ToolSettings(corpus=args.corpus, search_url=args.search_url, tools=tuple(args.tools))
-    return {
-        split: open_env(task, data=args.data, split=split, tool_settings=settings) for split in args.split
-    }
 
 
 def _application(args: argparse.Namespace, envs: Mapping[str, TextEnv], settings: ServerSettings) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,6 @@ from openenv.core.env_server.types import Action, EnvironmentMetadata, Observati
 from pydantic import ConfigDict, Field
 
 from sorl_env.openenv_client import KEY, facts_of, result_to_json
-from sorl_env.step import StepResult
 from sorl_env.text_env import TextEnv
 from sorl_env.trajectory import StopReason
 
@@ -58,8 +56,6 @@ class TaskEnvironment(Environment[TextAction, TextObservation, TaskState]):
         self._episode_id: str | None = None
         self._steps = 0
 
-    # -- the tasks that the server lists ----------------------------------------------------------------------------
-
     def list_splits(self) -> list[str]:
         """The splits that are served."""
         return list(self._envs)
@@ -74,8 +70,6 @@ class TaskEnvironment(Environment[TextAction, TextObservation, TaskState]):
             raise IndexError(f"split {split!r} has tasks 0 to {self.num_tasks(split) - 1}")
         example = self._envs[split].examples.examples[index]
         return {"id": example.id, "index": index, "question": example.question}
-
-    # -- the episodes -----------------------------------------------------------------------------------------------
 
     async def reset_async(
         self,
@@ -93,14 +87,12 @@ class TaskEnvironment(Environment[TextAction, TextObservation, TaskState]):
         split = self._first if split is None else split
         size = self.num_tasks(split)
         seed = 0 if seed is None else seed
-        if index is None and size:
-            index = seed % size
         if not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError("seed must be a whole number from 0 on")
+        index = seed % max(1, size) if index is None else index
         if not isinstance(index, int) or not 0 <= index < size:
-            raise ValueError(
-                f"there is no task {index!r} in split {split!r}; /list_environments names the Task API"
-            )
+            said = f"there is no task {index!r} in split {split!r}; /list_environments names the Task API"
+            raise ValueError(said)
         self.close()
         env = self._envs[split].spawn()
         prompt = await env.areset(index, seed)
@@ -129,16 +121,11 @@ class TaskEnvironment(Environment[TextAction, TextObservation, TaskState]):
             self.close()
             raise
         self._steps += 1
-        if result.terminated or result.truncated:
+        done = result.terminated or result.truncated
+        if done:
             self.close()
-        return self._observe(result)
-
-    def _observe(self, result: StepResult) -> TextObservation:
         return TextObservation(
-            text=result.observation,
-            reward=result.reward,
-            done=result.terminated or result.truncated,
-            metadata={KEY: result_to_json(result)},
+            text=result.observation, reward=result.reward, done=done, metadata={KEY: result_to_json(result)}
         )
 
     def step(self, action: TextAction, timeout_s: float | None = None, **others: Any) -> TextObservation:
@@ -154,12 +141,7 @@ class TaskEnvironment(Environment[TextAction, TextObservation, TaskState]):
     def get_metadata(self) -> EnvironmentMetadata:
         """What the task is, for people."""
         task = self._envs[self._first].task
-        readme = json.dumps(
-            facts_of(self._envs[self._first], tuple(self._envs)), indent=2, ensure_ascii=False
-        )
-        return EnvironmentMetadata(
-            name=task.name, description=task.description or task.name, readme_content=readme
-        )
+        return EnvironmentMetadata(name=task.name, description=task.description or task.name)
 
     def close(self) -> None:
         """Give up the running episode."""

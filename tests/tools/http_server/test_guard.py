@@ -180,6 +180,16 @@ def test_a_token_is_wanted_everywhere_and_then_any_host_may_ask() -> None:
         assert guarded.ask("/health")[0] == 200
         for path in ("/late?s=0", "/nothing", "/bug"):
             assert guarded.ask(path)[0] == 401
+        for wrong in (
+            "Bearer other",
+            "bearer ",
+            "secret",
+            "Basic",
+            "Basic !!",
+            "Basic d29yZA==",
+            "Digest secret",
+        ):
+            assert guarded.ask("/late?s=0", Authorization=wrong)[0] == 401
         assert guarded.ask("/nothing", **right)[0] == 404
         assert guarded.ask("/late?s=0", **right, Host="other.example", Origin="http://evil.example")[0] == 200
         address = f"ws://127.0.0.1:{guarded.port}"

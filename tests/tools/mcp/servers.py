@@ -98,8 +98,6 @@ def call(what: str, identity: Any) -> None:
         answer(identity, text("back"))
     elif what == "no JSON":
         print("Traceback (most recent call last): ...", flush=True)
-    elif what == "50 MB":
-        answer(identity, text("x" * 50_000_000))
     elif what == "endless line":
         while True:
             sys.stdout.write("x" * 1_000_000)

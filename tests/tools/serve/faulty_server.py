@@ -25,14 +25,9 @@ def answer(status: str = "200 OK", body: bytes = GOOD, *headers: str) -> bytes:
 
 
 class FaultyServer:
-    """A TCP server that does to each request what ``behaviours`` says next, and answers well when nothing is left.
+    """A TCP server that does to each request what ``behaviours`` says next, and answers well when nothing is left."""
 
-    Args:
-        port: of a real server, which then answers; else it is ``GOOD``.
-    """
-
-    def __init__(self, port: int | None = None) -> None:
-        self._port = port
+    def __init__(self) -> None:
         self.behaviours: list[Behaviour] = []
         self.requests: list[float] = []
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -51,12 +46,12 @@ class FaultyServer:
     def _serve(self, client: socket.socket) -> None:
         try:
             with client:
-                while request := read_request(client):
+                while read_request(client):
                     with self._lock:
                         self.requests.append(time.monotonic())
                         behave = self.behaviours.pop(0) if self.behaviours else None
                     if behave is None:
-                        client.sendall(answer() if self._port is None else forward(self._port, request))
+                        client.sendall(answer())
                     else:
                         behave(client)
                         return
@@ -82,12 +77,6 @@ def read_request(client: socket.socket) -> bytes:
     while len(body) < length:
         body += client.recv(65536)
     return head + b"\r\n\r\n" + body
-
-
-def forward(port: int, request: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as server:
-        server.sendall(request)
-        return read_request(server)
 
 
 def reset(client: socket.socket) -> None:

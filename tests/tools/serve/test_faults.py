@@ -187,36 +187,6 @@ def test_a_killed_server_that_comes_back_loses_no_call(start: Any) -> None:
     search.close()
 
 
-@pytest.mark.slow
-def test_the_same_on_an_event_loop(start: Any) -> None:
-    running = start()
-    search = HttpSearch(running.url, top_k=1, timeout_s=30.0)
-    box = Toolbox([search], timeout_s=30.0, retries=8)
-
-    async def run() -> list[Any]:
-        async def rollout(number: int) -> list[Any]:
-            found = []
-            for _ in range(10):
-                found.append(await box.acall(ToolRequest("search", f"Mozart {number}")))
-                await asyncio.sleep(0.1)
-            return found
-
-        async def restart() -> None:
-            await asyncio.sleep(0.4)
-            running.process.kill()
-            running.process.wait()
-            await asyncio.sleep(2.5)
-            await asyncio.get_running_loop().run_in_executor(None, lambda: start(port=running.port))
-
-        *found, _ = await asyncio.gather(*(rollout(number) for number in range(16)), restart())
-        return [outcome for one in found if one is not None for outcome in one]
-
-    outcomes = asyncio.run(run())
-    assert len(outcomes) == 160
-    assert all(isinstance(outcome, ToolCall) and outcome.hits == 1 for outcome in outcomes)
-    search.close()
-
-
 def test_a_server_that_stays_away_is_counted_and_waited_for_no_longer_than_said(start: Any) -> None:
     running = start()
     search = HttpSearch(running.url, timeout_s=1.5)

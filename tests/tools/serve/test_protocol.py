@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,18 +98,6 @@ def test_replies() -> None:
     assert bare == {"result": [[hit["document"] for hit in hits] for hits in scored["result"]]}
     for hit, sent in zip(hits, scored["result"][0], strict=True):
         assert Passage.from_row(sent["document"]) == hit.passage
-
-
-def test_recorded_exchanges_are_requests_to_us() -> None:
-    for exchange in EXCHANGES["exchanges"]:
-        request = parse_request(json.dumps(exchange["request"]).encode(), RequestLimits())
-        assert len(request.queries) == len(exchange["reply"]["result"])
-
-
-@pytest.mark.parametrize("mutate", [lambda b: b[:-1], lambda b: b[1:], lambda b: b + b"}"])
-def test_any_cut_of_a_request_is_refused(mutate: Callable[[bytes], bytes]) -> None:
-    with pytest.raises(RequestError):
-        parse_request(mutate(b'{"queries": ["a"], "topk": 3}'), LIMITS)
 
 
 def test_one_query_in_place_of_a_list() -> None:

@@ -49,9 +49,3 @@ def test_rate(tmp_path: Path) -> None:
     for name, one in figures["medians"].items():
         assert one["queries_per_s"] > 0 and 0 < one["p50_ms"] <= one["p99_ms"] and one["memory_mb"] > 10, name
         assert one["errors"] == 0
-
-
-def test_soak(tmp_path: Path) -> None:
-    figures = run("soak", tmp_path, "--seconds", "3")
-    assert figures["errors"] == 0 and figures["statuses"] == {"200": figures["requests"]}
-    assert min(figures["memory_mb"]) > 10 and figures["p99_drift"] > 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -325,19 +323,3 @@ def resilient(search: HttpSearch) -> bool:
         except RuntimeError:
             time.sleep(0.1)
     return False
-
-
-def test_numbers_of_threads(server: Any) -> None:
-    """One thread searches, one serves; requests add none."""
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    before = int(re.search(r"Threads:\s+(\d+)", status)[1])  # type: ignore[index]
-    waiting = threading.Barrier(16)
-
-    def ask(_: int) -> int:
-        waiting.wait()
-        return int(server.retrieve(queries=["Mozart"]).status)
-
-    with ThreadPoolExecutor(16) as threads:
-        assert set(threads.map(ask, range(16))) == {200}
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    assert int(re.search(r"Threads:\s+(\d+)", status)[1]) == before  # type: ignore[index]

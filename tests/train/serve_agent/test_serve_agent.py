@@ -162,18 +162,6 @@ def test_a_stream_tells_the_turns_then_the_answer(run: Path, server: Server) -> 
     assert {chunk["id"] for chunk in (first, *turns, last, usage)} == {first["id"]}
 
 
-def test_draws_repeat_with_their_seed(server: Server) -> None:
-    def turns(seed: int) -> list[dict[str, Any]]:
-        body = asking("Who is it?", temperature=1.0, seed=seed)
-        content = server.client.post(CHAT, json=body).json()
-        assert content["sorl"]["seed"] == seed
-        found: list[dict[str, Any]] = content["sorl"]["turns"]
-        return found
-
-    assert turns(3) == turns(3)
-    assert len({json.dumps(turns(seed)) for seed in range(4)}) > 1
-
-
 def test_max_tokens_bounds_what_follows_the_prompt(server: Server) -> None:
     whole = server.client.post(CHAT, json=asking("Who is it?")).json()
     cut = server.client.post(CHAT, json=asking("Who is it?", max_tokens=3)).json()
