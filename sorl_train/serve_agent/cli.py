@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 
 from sorl_env.command import run_command, whole
-from sorl_env.errors import UserError
 from sorl_tools.http_server.options import (
     add_server_options,
     announce,
     bind,
+    check_installed,
     server_settings,
     set_up_logging,
 )
@@ -54,9 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"not installed: {', '.join(missing)}; pip install 'sorl[train,search]'")
+    check_installed(_NEEDED, "train,search")
     from sorl_tools.http_server.server import Server
     from sorl_train.serve_agent.agent import Agent
     from sorl_train.serve_agent.app import agent_app

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import ipaddress
 import logging
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -65,6 +67,15 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         max_connections=args.max_connections,
         drain_s=args.drain_s,
     )
+
+
+def check_installed(packages: Sequence[str], extras: str) -> None:
+    """Raise UserError, with the command that installs ``extras``, if one of the packages is missing."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"these packages are not installed: {', '.join(missing)}; pip install 'sorl[{extras}]'"
+        )
 
 
 def read_token(path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from sorl_tools.http_server.options import (
     add_server_options,
     announce,
     bind,
+    check_installed,
     server_settings,
     set_up_logging,
 )
@@ -64,11 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(argv: Sequence[str]) -> int:
     args = _parse_args(argv)
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"these packages are not installed: {', '.join(missing)}; pip install 'sorl[search]'")
-    if args.mcp and importlib.util.find_spec("mcp") is None:
-        raise UserError("--mcp: the package mcp is not installed; pip install 'sorl[mcp]'")
+    check_installed(_NEEDED, "search")
+    if args.mcp:
+        check_installed(["mcp"], "mcp")
     from sorl_tools.serve.server import check_source, serve
     from sorl_tools.serve.workers import serve_with_workers
 

@@ -53,19 +53,14 @@ class McpRoute:
 
     async def _list_tools(self, *_: Any) -> mcp_types.ListToolsResult:
         limits = self._limits
-        properties = {
-            "query": {
-                "type": "string",
-                "maxLength": limits.max_query_chars,
-                "description": "keywords or a question",
-            },
-            "topk": {
-                "type": "integer",
-                "minimum": 1,
-                "maximum": limits.max_top_k,
-                "description": f"number of passages (default: {limits.default_top_k})",
-            },
+        query = {
+            "type": "string",
+            "maxLength": limits.max_query_chars,
+            "description": "keywords or a question",
         }
+        about_topk = f"number of passages (default: {limits.default_top_k})"
+        top_k = {"type": "integer", "minimum": 1, "maximum": limits.max_top_k, "description": about_topk}
+        properties = {"query": query, "topk": top_k}
         schema = {"type": "object", "properties": properties, "required": ["query"]}
         about = "Search the served corpus; returns the passages that fit the query best."
         return mcp_types.ListToolsResult(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from sorl_env.command import (
     run_command,
     whole,
 )
-from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_env.task import ToolSettings
 from sorl_env.text_env import TextEnv, open_env
@@ -26,6 +24,7 @@ from sorl_tools.http_server.options import (
     add_server_options,
     announce,
     bind,
+    check_installed,
     server_settings,
     set_up_logging,
 )
@@ -64,12 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(argv: Sequence[str]) -> int:
     args = _parse_args(argv)
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"these packages are not installed: {', '.join(missing)}; pip install 'sorl[openenv]', in an environment "
-            "of its own"
-        )
+    check_installed(_NEEDED, "openenv")
     from sorl_tools.http_server.server import Server
 
     settings = server_settings(args)
