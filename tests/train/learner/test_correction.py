@@ -15,8 +15,6 @@ from sorl_train.run.token_stats import iter_token_records
 
 from ..conftest import train_short
 
-NAMES = {f"loss/correction_{name}" for name in ("mean", "cut_frac", "mask_frac", "zero_frac")}
-
 
 def test_limits_that_are_not_given_are_the_published_ones() -> None:
     found = correction_settings(load_config("quickstart", {"algo": "so_grpo", "correction.mode": "truncate"}))
@@ -56,13 +54,6 @@ def test_a_run_in_bfloat16_on_policy_is_corrected(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     assert report([str(run_dir.path), "--out", str(page)]) in (0, None)
     assert "Correction for the sampler" in page.read_text()
-
-
-def test_a_run_without_a_correction_has_none_of_its_figures(tmp_path: Path) -> None:
-    run_dir, _ = train_short(tmp_path / "run", update__steps=1)
-    assert not NAMES & set(read_jsonl(run_dir.metrics)[1])
-    (record, *_) = iter_token_records(run_dir.trajectories / "step_000001.tokens.jsonl.gz")
-    assert record.weight == ()
 
 
 def test_stale_batches_are_corrected_to_the_weights_that_sampled_them(tmp_path: Path) -> None:

@@ -236,13 +236,6 @@ def test_an_outage_and_a_filtered_stop_are_never_stored() -> None:
     assert stored(buffer) == ["s1-a/0", "s1-a/1", "s3-a/0"]
 
 
-def test_a_buffer_that_is_off_changes_nothing() -> None:
-    buffer = empty()
-    collected = scored(rollouts(1, "a", [1, 0]))
-    mixed = buffer.step(collected, 0, collate)
-    assert mixed.batch is collected.batch and not buffer.stored and replay_metrics(mixed, buffer) == {}
-
-
 @pytest.mark.parametrize("reference", [False, True])
 def test_a_saved_buffer_comes_back_to_the_bit(reference: bool, tmp_path: Path) -> None:
     buffer, again = (empty(size=8, mode="recent", per_group=3) for _ in range(2))

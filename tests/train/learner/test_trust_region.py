@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sorl_env.env import ToolUseEnv
@@ -33,7 +31,6 @@ from sorl_train.models.policy import load_policy, load_tokenizer
 from ..conftest import short_config
 from ..rollout.test_sampler import roll
 
-ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 0.01
 
 
@@ -281,50 +278,3 @@ def test_without_advantages_nothing_moves_and_the_scale_stays(tiny_folder: str, 
     before = flat(model)
     assert grown > 1.0 and train_on(update, [silent], silent, 1e-3)["loss/trust_scale"] == grown
     assert torch.equal(flat(model), before)
-
-
-def one_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    case = torch.load(f"{folder}/case.pt", weights_only=False)
-    model = load_policy(case["model"])
-    update = _SummedOverRanks(
-        model, torch.optim.AdamW(model.parameters(), weight_decay=0.0), case["settings"]
-    )
-    found = train_on(update, case["minis"][rank], case["look"][rank], case["lr"])
-    torch.save((flat(model), found), f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
-
-
-class _SummedOverRanks(PolicyUpdate):
-    """What an engine with several ranks does with gradients: each holds all weights, and adds up the gradients."""
-
-    def _backward(self, loss: Tensor, last: bool) -> None:
-        super()._backward(loss, last)
-        if last:
-            for p in self.parameters:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                dist.all_reduce(p.grad)
-
-
-def test_two_ranks_take_the_same_steps_back(
-    tiny_folder: str, batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Uneven shares: a rank's own tokens would decide differently."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    minis = [batch.rows(range(k, 9, 3)) for k in range(3)] * 2
-    look = batch.rows(final_kl_sample(batch.loss_mask))
-    model = load_policy(tiny_folder)
-    expected = train_on(update_of(model, config()), minis, look, 3e-3)
-    assert expected["loss/trust_moves_back"] >= 2
-    shares = [[mini.rows([0]) for mini in minis], [mini.rows([1, 2]) for mini in minis]]
-    case = {"model": tiny_folder, "settings": config(), "lr": 3e-3}
-    looks = [look.rows([0, 1]), look.rows([2])]
-    torch.save(case | {"minis": shares, "look": looks}, tmp_path / "case.pt")
-    torch.multiprocessing.spawn(one_rank, args=(str(tmp_path),), nprocs=2)
-    for rank in range(2):
-        weights, found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
-        torch.testing.assert_close(weights, flat(model), atol=2e-5, rtol=1e-4)
-        for name in ("trust_moves_back", "trust_scale", "trust_kl", "trust_kl_max"):
-            assert found[f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], rel=1e-3), name

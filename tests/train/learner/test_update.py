@@ -123,38 +123,6 @@ def test_the_backward_pass_of_micro_batches_without_advantages_is_left_out(
     assert found[0][1] == found[1][1]
 
 
-def with_correction(batch: Batch) -> Batch:
-    """Weights 0 to 2 for the tokens."""
-    noise = torch.rand(batch.rollout_log_probs.shape, generator=torch.Generator().manual_seed(2))
-    return batch.with_fields(correction=(4 * noise).floor() / 1.5)
-
-
-def test_micro_batches_do_not_matter_with_a_correction(
-    tiny_folder: str, trajectories: list[Trajectory]
-) -> None:
-    """Also: only the policy loss has the weights. KL and entropy are those of the batch without."""
-    plain = off_policy(collate(trajectories))
-    plain = plain.with_fields(ref_log_probs=plain.rollout_log_probs * 0.9)
-    batch = with_correction(plain)
-    options = {"loss.clip_bias_norm": "rms", "loss.clip_bias_delta": 0.05, "loss.kl_coef": 0.1}
-    options |= {"loss.entropy_coef": 0.01, "optim.max_grad_norm": None}
-    start = torch.cat([p.detach().flatten() for p in load_policy(tiny_folder).parameters()])
-    whole, one = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 8}))
-    pieces, many = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 3}))
-    length = (whole - start).norm()
-    assert (whole - pieces).norm() < 1e-3 * length and length > 1e-3
-    assert one == pytest.approx(many, rel=1e-4, abs=1e-6) and one["loss/normalizer"] < 1.0
-    without, other = step(tiny_folder, plain, short_config(**options, **{"update.micro_batch_size": 8}))
-    assert (without - whole).norm() > 0.1 * length
-    for name in ("ref_kl", "entropy", "approx_kl", "ratio_mean", "ess_turn"):
-        assert other[f"loss/{name}"] == one[f"loss/{name}"]
-    for name in ("policy", "clip_bias_norm", "clip_frac", "signal_frac", "clip_frac_turn0"):
-        assert other[f"loss/{name}"] != one[f"loss/{name}"]
-    counts = off_policy(collate(trajectories)).loss_mask.sum()
-    zero = int((batch.correction[batch.loss_mask] == 0).sum())  # type: ignore[index]
-    assert one["loss/signal_frac"] == pytest.approx(1 - zero / int(counts))
-
-
 @pytest.mark.parametrize("size", [8, 3])
 def test_packed_rows_take_the_same_step(
     size: int, tiny_folder: str, minihop_env: ToolUseEnv, monkeypatch: pytest.MonkeyPatch

@@ -68,16 +68,6 @@ def test_a_step_takes_the_sums_and_the_next_loss_begins_anew() -> None:
     assert weight.item() == pytest.approx(-1.25)
 
 
-def test_optimizers_that_share_a_mini_batch_take_its_scale() -> None:
-    o = objective()
-    pairs = [sgd(), sgd()]
-    o.steps.attach(*(optimizer for _, optimizer in pairs))
-    lose(o)
-    for _, optimizer in pairs:
-        optimizer.step()
-    assert [weight.item() for weight, _ in pairs] == pytest.approx([-0.25, -0.25])
-
-
 def test_everywhere_takes_the_first_step_after_a_loss_only() -> None:
     o = objective()
     handles = o.steps.attach_everywhere()
@@ -92,18 +82,6 @@ def test_everywhere_takes_the_first_step_after_a_loss_only() -> None:
             handle.remove()
     assert policy.item() == pytest.approx(-0.25) and critic.item() == -2.0
     assert policies.param_groups[0]["lr"] == 1.0
-
-
-def test_a_whole_step_counts_as_taken_too() -> None:
-    o = objective(clip_bias_delta=2.0)
-    handles = o.steps.attach_everywhere()
-    try:
-        lose(o)
-        sgd()[1].step()
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert not o.steps.pending
 
 
 def test_a_rate_in_a_tensor_stays_the_same_tensor() -> None:

@@ -142,19 +142,6 @@ def test_cispo_has_the_same_gradient_without_verls_lower_bound() -> None:
     assert not torch.allclose(loss_of("sorl_cispo", data)[1], loss_of("cispo", data)[1])
 
 
-def test_micro_batches_add_up() -> None:
-    data, settings = batch(3), config()
-    settings.global_batch_info.update(dp_size=1, batch_num_tokens=int(data["response_mask"].sum()))
-    whole, _ = loss_of("so_ppo", data, config=settings, loss_agg_mode="token-mean")
-    pieces = [
-        loss_of(
-            "so_ppo", {k: v[i : i + 2] for k, v in data.items()}, config=settings, loss_agg_mode="token-mean"
-        )[0]
-        for i in (0, 2, 4)
-    ]
-    torch.testing.assert_close(sum(pieces), whole)
-
-
 def test_the_next_step_is_scaled() -> None:
     data, settings = batch(4), config()
     steps = objective_of_process(algorithm="so_grpo", clip=CLIP).steps
