@@ -3,13 +3,10 @@
 Both sides of each comparison have the same policy, prompts, limits, batches, threads and dtype, and their rounds are
 interleaved in one process, so that a busy machine slows both. The ratios are medians over the rounds.
 
-- One GRPO step: ``--prompts`` prompts with 8 completions each, every one of exactly 24 tokens (tokens that would end it
-  have no probability, in the model itself), a reward function, one optimizer step on micro-batches of
-  ``--micro_batch_size``. Neither side computes log-probabilities before the update, as it trains on what it has just
-  sampled.
-- Multi-turn rollouts: ``--dialogues`` dialogues on MiniHop with its search tool. The loop takes the whole left-padded
-  history of all live dialogues to ``generate`` once a turn; closing tags end a row, by their ids or as stop strings,
-  and finished dialogues leave.
+- One GRPO step: prompts with 8 completions each, every one of exactly 24 tokens (tokens that would end it have no
+  probability, in the model itself), a reward function, one optimizer step.
+- Multi-turn rollouts on MiniHop with its search tool. The loop takes the whole left-padded history of all live
+  dialogues to ``generate`` once a turn; closing tags end a row, and finished dialogues leave.
 
     python benchmarks/train_step.py --json train_step.json
     python benchmarks/train_step.py --config minihop_smollm2 --model COLD_START --prompts 4 --micro_batch_size 8 \\

@@ -33,6 +33,9 @@ from ..learner.test_batch import trajectory
 CLUSTER = {"engine": "openrlhf", "rollout.batch_size": 512, "update.mini_batch_size": 256, "optim.lr": 1e-6}
 
 
+ASYNC = {"cluster__async_rollout": True, "cluster__vllm_engines": 1, "rollout__max_staleness": 1}
+
+
 def settings(**overrides: Any) -> TrainConfig:
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
     return load_config("quickstart", CLUSTER | dotted)
@@ -116,22 +119,9 @@ def test_the_users_own_flags_come_last_and_win() -> None:
         ),
         ({"stage": "sft"}, "runs on engine=local"),
         ({"hardware__device": "cuda:1"}, "hardware.device=cuda:1 names one GPU"),
+        (ASYNC | {"sampler__top_p": 0.9}, "sampler.top_p=0.9 does not go with cluster.async_rollout"),
         (
-            {
-                "cluster__async_rollout": True,
-                "cluster__vllm_engines": 1,
-                "rollout__max_staleness": 1,
-                "sampler__top_p": 0.9,
-            },
-            "sampler.top_p=0.9 does not go with cluster.async_rollout",
-        ),
-        (
-            {
-                "cluster__async_rollout": True,
-                "cluster__vllm_engines": 1,
-                "rollout__max_staleness": 1,
-                "correction__mode": "truncate",
-            },
+            ASYNC | {"correction__mode": "truncate"},
             "correction.mode=truncate, correction.sequence_mask=None does not go with cluster.async_rollout",
         ),
         (
@@ -140,10 +130,7 @@ def test_the_users_own_flags_come_last_and_win() -> None:
         ),
         ({"cluster__flags": {"actor.eps_clip": 0.3}}, "whose settings decide losses"),
         ({"cluster__flags": {"vllm.gpu_memory_utilization": 0.5}}, "use cluster.vllm_memory"),
-        (
-            {"cluster__flags": {"ds.overlap_com": True}},
-            "placement. Did you mean 'ds.overlap_comm'?",
-        ),
+        ({"cluster__flags": {"ds.overlap_com": True}}, "placement. Did you mean 'ds.overlap_comm'?"),
         ({"cluster__flags": {"--ds.overlap_comm": True}}, "--ds.overlap_comm is not tuned by sorl, whose"),
     ],
 )
