@@ -59,9 +59,9 @@ def calculator(expression: str) -> str:
     """
     if (length := len(expression)) > MAX_CHARACTERS:
         raise ToolInputError(f"The expression has {length} characters, at most {MAX_CHARACTERS} are allowed.")
-    expression = expression.strip()
-    _silence_parser()
     try:
+        expression = expression.strip()
+        _silence_parser()
         value = _evaluate(ast.parse(expression, _FILENAME, mode="eval").body, expression)
     except ToolInputError:
         raise
