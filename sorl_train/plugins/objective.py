@@ -68,7 +68,7 @@ class Objective:
         algorithm: a name of ``loss_algorithms``, or an ``Algorithm`` of your own.
         ratio: another level of the importance ratio; ``auto`` keeps the algorithm's own.
         clip: the clip range; None is ``clip_range(algorithm)``.
-        clip_bias_norm, clip_bias_delta, skip_without_signal: see ``StepScale``.
+        clip_bias_norm, clip_bias_delta, skip_without_signal, relative: see ``StepScale``.
 
     Attributes:
         algorithm: the row, with the level of the ratio that is used.
@@ -87,13 +87,18 @@ class Objective:
         clip_bias_norm: str = "rms",
         clip_bias_delta: float = 0.003,
         skip_without_signal: bool = False,
+        relative: bool = False,
     ) -> None:
         row = _row(algorithm)
         check_choice("ratio level", ratio, ("auto", *get_args(RatioLevel)))
         self.algorithm = row if ratio == "auto" else dataclasses.replace(row, ratio=ratio)
         self.clip = clip or clip_range(row)
         self.steps = StepScale(
-            row.normalize, clip_bias_norm, clip_bias_delta, skip_without_signal=skip_without_signal
+            row.normalize,
+            clip_bias_norm,
+            clip_bias_delta,
+            skip_without_signal=skip_without_signal,
+            relative=relative,
         )
 
     def loss(
@@ -136,7 +141,8 @@ class Objective:
             correction=correction,
         )
         if log_probs.requires_grad:
-            self.steps.add(output)
+            square = advantages[mask.bool()].square().sum() if self.steps.relative else 0.0
+            self.steps.add(output, float(square))
         return output
 
     def ratios(self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:

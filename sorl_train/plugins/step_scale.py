@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from sorl_train.algorithms import ClipBiasNorm, check_choice
 from sorl_train.losses.clip_bias import LossStats
 from sorl_train.losses.policy import LossOutput
+from sorl_train.losses.sums import sum_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ class StepScale:
         norm: a norm of ``losses.clip_bias`` that needs log-probabilities only.
         delta: threshold of that norm.
         skip_without_signal: the scale is also 0 when all advantages are 0.
+        relative: divide the norm by the root mean square of the mini-batch's advantages, for trainers that hand over
+            advantages in a unit of their own. Of the norms only ``rms`` can be divided so.
 
     Attributes:
         rate: another factor of the step, such as that of a trust region.
@@ -51,13 +54,17 @@ class StepScale:
         delta: float,
         *,
         skip_without_signal: bool = False,
+        relative: bool = False,
     ) -> None:
         # ``logit`` needs the distribution at each token, which a policy loss is not given
         check_choice(
             "clip_bias_norm", norm, tuple(name for name in get_args(ClipBiasNorm) if name != "logit")
         )
+        if relative and norm != "rms":
+            raise ValueError(f"clip_bias_norm {norm!r} cannot be relative to the advantages: take 'rms'")
         if not delta > 0.0:
             raise ValueError(f"clip_bias_delta, the threshold of that norm, must be positive, not {delta}")
+        self.relative = relative
         self.normalize = normalize
         self.norm: Any = norm
         self.delta = delta
@@ -65,6 +72,7 @@ class StepScale:
         self.rate = 1.0
         self.metrics: dict[str, float] = {}
         self._stats: LossStats | None = None
+        self._square = 0.0  # sum over tokens of the squared advantages
         self._scale: float | None = None
         self._taken = False  # a step was taken on what was added
         self._kept: list[tuple[dict[str, Any], Any]] = []
@@ -74,16 +82,21 @@ class StepScale:
         """Whether losses were added that no optimizer step has taken yet."""
         return self._stats is not None and not self._taken
 
-    def add(self, output: LossOutput) -> None:
-        """Add a micro-batch; the first one after a step begins a new mini-batch."""
+    def add(self, output: LossOutput, advantage_square: float = 0.0) -> None:
+        """Add a micro-batch; the first one after a step begins a new mini-batch.
+
+        ``advantage_square`` is the sum over its loss tokens of the squared advantages, which ``relative`` needs.
+        """
         if self._taken:
             self.clear()
         self._stats = output.stats if self._stats is None else self._stats + output.stats
+        self._square += advantage_square
         self._scale = None
 
     def clear(self) -> None:
         """Forget what was added, such as a mini-batch that the trainer took no step on."""
         self._stats = self._scale = None
+        self._square = 0.0
         self._taken = False
 
     def totals(self) -> LossStats:
@@ -107,6 +120,9 @@ class StepScale:
     def _find_scale(self) -> float:
         stats = self.totals()
         norm = stats.norm(self.norm)
+        if self.relative:
+            (square,) = sum_over_ranks(self._square)
+            norm = norm / math.sqrt(square / max(float(stats.tokens), 1.0)) if square else 0.0
         factor = self.delta / max(norm, self.delta) if self.normalize else 1.0
         if not math.isfinite(norm + float(stats.log_ratio_square_sum)):
             logger.warning("the ratios of a mini-batch are not finite: no step is taken on it")

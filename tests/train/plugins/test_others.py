@@ -22,7 +22,7 @@ def recipe(trainer: str, monkeypatch: pytest.MonkeyPatch, **theirs: Any) -> dict
     (block,) = (
         block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if trainer in block
     )
-    for place in re.findall(r"from ((?:prime_rl|nemo_rl)\S*)", block):
+    for place in re.findall(r"from ((?:prime_rl|nemo_rl|skyrl)\S*)", block):
         parts = place.split(".")
         for count in range(1, len(parts) + 1):
             monkeypatch.setitem(sys.modules, ".".join(parts[:count]), ModuleType(parts[count - 1]))
@@ -44,14 +44,20 @@ def tensors(rows: int = 3, width: int = 14) -> dict[str, torch.Tensor]:
     }
 
 
-def expected(t: dict[str, torch.Tensor], mean: Any, denominator: float) -> LossOutput:
+def expected(
+    t: dict[str, torch.Tensor],
+    mean: Any,
+    denominator: float,
+    level: Any = "turn",
+    turns: torch.Tensor | None = None,
+) -> LossOutput:
     return policy_loss(
         t["log_probs"],
         t["old"],
         t["advantages"],
         t["mask"],
-        turn_ids_of(t["mask"]),
-        LossSettings("turn", aggregation=mean),
+        turn_ids_of(t["mask"] if turns is None else turns),
+        LossSettings(level, aggregation=mean),
         denominator=denominator,
     )
 
@@ -98,3 +104,53 @@ def test_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(loss, expected(t, "trajectory_mean", 4.0).loss)
     assert metrics["num_valid_samples"] == 2.0
     objective_of_process(algorithm="so_grpo", ratio="turn").steps.clear()
+
+
+def test_torchtitan_packs_sequences_and_leaves_out_what_the_sampler_did_not_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    g = torch.Generator().manual_seed(2)
+    logits = torch.randn(20, 9, generator=g, requires_grad=True)
+    labels = torch.randint(0, 9, (20,), generator=g)
+    t = tensors(1, 20)
+    mask = t["mask"][0].clone()
+    mask[:3] = True
+    labels[~mask] = -100
+    old = t["old"][0].clone()
+    old[1] = float("nan")
+    loss, _ = recipe("generator_logprobs", monkeypatch)["loss"](
+        logits,
+        labels,
+        torch.tensor(50.0),
+        generator_logprobs=old,
+        advantages=t["advantages"][0],
+        loss_mask=mask,
+    )
+    turns = mask[None].clone()
+    mask[1] = False  # it does not split its turn
+    chosen = logits.log_softmax(-1)[torch.arange(20), labels.clamp(min=0)]
+    t |= {"log_probs": chosen[None], "old": old[None], "mask": mask[None]}
+    torch.testing.assert_close(loss, expected(t, "token_mean", 50.0, turns=turns).loss)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert torch.isfinite(gradient).all()
+    objective_of_process(algorithm="so_grpo", ratio="turn").steps.clear()
+
+
+def test_skyrl_scales_advantages_and_the_norm_does_not_mind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its unit, the norm is that of advantages whose root mean square is 1."""
+    registered: dict[str, Any] = {}
+    registry = SimpleNamespace(register=registered.__setitem__)
+    recipe("skyrl", monkeypatch, PolicyLossRegistry=registry)
+    loss = registered["sorl_so_grpo"]
+    t = tensors()
+    mask = t["mask"]
+    t["advantages"] = t["advantages"] / t["advantages"][mask].square().mean().sqrt()
+    whole = expected(t, "token_mean", 1.0)
+    steps = objective_of_process(algorithm="so_grpo", ratio="turn", relative=True).steps
+    for unit in (1.0, 1e-3):
+        for rows in (slice(0, 2), slice(2, 3)):
+            given = (t["log_probs"][rows], t["old"][rows], unit * t["advantages"][rows])
+            _, metrics = loss(*given, SimpleNamespace(), mask[rows], None)
+        assert steps.scale() == pytest.approx(0.003 / whole.stats.norm("rms"), rel=1e-4)
+        steps.clear()
+    assert 0.0 <= metrics["clip_ratio"] <= 1.0
