@@ -24,8 +24,8 @@ except ModuleNotFoundError as error:  # the core alone is installed
 
 if TYPE_CHECKING:
     from sorl_train.run.display import Display
+    from sorl_train.run.files import FolderLock
     from sorl_train.run.folder import RunDir
-    from sorl_train.run.lock import FolderLock
 
 # torch and the terminal display are imported where they are needed, so that --help and messages appear at once.
 
@@ -80,8 +80,8 @@ def _default_run_dir(config: TrainConfig, arguments: Arguments) -> str:
 def _train(config: TrainConfig, arguments: Arguments) -> int:
     """Make or reopen the run folder, train, and return the exit status. Other processes are kept out of the folder
     before anything in it changes."""
+    from sorl_train.run.files import FolderLock
     from sorl_train.run.folder import RunDir
-    from sorl_train.run.lock import FolderLock
 
     assert config.run_dir is not None
     folder = Path(config.run_dir)

@@ -32,9 +32,8 @@ from sorl_train.learner.state import Collected, load_optimizers, load_waiting, s
 from sorl_train.learner.token_records import token_records
 from sorl_train.learner.trust_region import final_kl_sample
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
-from sorl_train.models.critic import load_critic
 from sorl_train.models.forward import compute_dtype, pick_device
-from sorl_train.models.policy import load_adapters, load_policy, load_tokenizer, save_policy
+from sorl_train.models.policy import load_adapters, load_critic, load_policy, load_tokenizer, save_policy
 from sorl_train.rollout.environments import answers_of, make_env, without_tools
 from sorl_train.rollout.jobs import LocalSampler, evaluation_jobs, further_jobs, run_jobs, training_jobs
 from sorl_train.rollout.metrics import eval_metrics, is_success, search_off_metrics

@@ -25,10 +25,9 @@ from sorl_train.learner.replay import replay_metrics
 from sorl_train.rollout.environments import env_facts, record_sources
 from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
 from sorl_train.run.checkpoint import resume_point, rewind, tell_state
-from sorl_train.run.display import Display
+from sorl_train.run.display import Display, finish_step_on_interrupt, saved_on_error
 from sorl_train.run.folder import RunDir
-from sorl_train.run.interrupt import finish_step_on_interrupt, saved_on_error
-from sorl_train.run.step_events import next_moves
+from sorl_train.run.stability import next_moves
 from sorl_train.sft.cold_start import resolve_model
 
 

@@ -41,8 +41,7 @@ from sorl_train.evaluate.runner import Policy, check_search, plan_jobs, run_eval
 from sorl_train.evaluate.summary import summarize
 from sorl_train.evaluate.tables import table_main, tables
 from sorl_train.rollout.environments import env_facts
-from sorl_train.run.files import atomic_write
-from sorl_train.run.lock import FolderLock
+from sorl_train.run.files import FolderLock, atomic_write
 
 EXAMPLES = """\
   sorl-eval RUN --mode direct cot rag agent         a run's best checkpoint on the run's own task

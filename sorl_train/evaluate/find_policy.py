@@ -11,8 +11,7 @@ from typing import Any
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.config.settings import TrainConfig
-from sorl_train.run.atomic_folder import HASHES, find_damage
-from sorl_train.run.checkpoint import list_checkpoints
+from sorl_train.run.checkpoint import HASHES, find_damage, list_checkpoints
 from sorl_train.run.folder import RunDir, saved_config
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

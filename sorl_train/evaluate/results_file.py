@@ -24,8 +24,7 @@ from typing import Any
 from sorl_env.errors import UserError
 from sorl_env.text import read_json
 from sorl_train.evaluate.results import EvalResult, Job, Key
-from sorl_train.run.files import append_line, atomic_write
-from sorl_train.run.lock import LOCK
+from sorl_train.run.files import LOCK, append_line, atomic_write
 from sorl_train.run.manifest import environment_facts
 
 

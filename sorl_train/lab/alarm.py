@@ -20,7 +20,7 @@ from sorl_train.report.groups import find_runs
 from sorl_train.run.alarm import Alarm, CollapseAlarm
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
-from sorl_train.run.summary import COLLAPSED
+from sorl_train.run.stability import COLLAPSED
 
 NOT_FINITE = (
     "not finite"  # in a file of recorded runs, where null stands for a metric that the step does not have

@@ -24,9 +24,8 @@ from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.lab import alarm, compare
 from sorl_train.lab.study import Run, Study, load_study, packaged_studies, table, write_results
 from sorl_train.report.report import write_report
-from sorl_train.run.files import atomic_write
+from sorl_train.run.files import FolderLock, atomic_write
 from sorl_train.run.folder import RunDir
-from sorl_train.run.lock import FolderLock
 
 POLL_S = 0.2
 

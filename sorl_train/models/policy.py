@@ -1,20 +1,27 @@
-"""The policy: loaded from and saved to plain transformers folders, with or without LoRA adapters."""
+"""The policy and the critic: loaded from and saved to plain transformers folders; and the sizes of a model.
+
+The policy has LoRA adapters or none; the critic is a transformer with a scalar head.
+"""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from sorl_env.errors import UserError
 from sorl_train.config.run_settings import LoraConfig
+from sorl_train.models import packing
 from sorl_train.models.attention import text_config
 from sorl_train.models.forward import pick_device
+from sorl_train.models.packed_attention import packs
 
 LORA_FILE = "lora.safetensors"
 # What transformers raises for a folder that is missing or damaged. RuntimeError includes RecursionError, which a
@@ -130,3 +137,128 @@ def loading_failed(what: str, folder: str, error: Exception) -> str:
 def _listing(folder: Path) -> str:
     names = sorted(p.name for p in folder.iterdir())
     return ", ".join(names[:8]) + (", .." if len(names) > 8 else "") if names else "nothing"
+
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+class Critic(nn.Module):
+    """Gives V(s_t), the value of the state in which token t + 1 is sampled."""
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(text_config(backbone).hidden_size, 1, dtype=torch.float32)
+        nn.init.zeros_(self.head.weight)  # V = 0 at first: advantages are the rewards themselves
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, token_ids: Tensor, mask: Tensor) -> Tensor:
+        """Values of some states, in packed rows where that saves enough (``packing``).
+
+        Args:
+            token_ids: (B, L).
+            mask: bool (B, T), T = L - 1: the tokens whose states are asked for.
+
+        Returns:
+            (B, T) float32, 0 off the mask.
+        """
+        packed = packing.pack(token_ids, mask) if packs(self.backbone) else None
+        if packed is None:
+            inputs = {"input_ids": token_ids[:, :-1], "use_cache": False}
+        else:
+            inputs = packing.inputs(packed)
+        hidden = self.backbone(**inputs).last_hidden_state
+        # the 8 bits of bfloat16 are too coarse for values
+        with torch.autocast(hidden.device.type, enabled=False):
+            values = self.head(hidden.float()).squeeze(-1)
+        return torch.where(mask, values if packed is None else values[0][packed.where], 0.0)
+
+    def save(self, folder: Path) -> None:
+        """Write a plain transformers folder with the head beside it."""
+        self.backbone.save_pretrained(folder)
+        head = {name: value.detach().cpu().contiguous() for name, value in self.head.state_dict().items()}
+        save_file(head, folder / VALUE_HEAD_FILE)
+
+
+def load_critic(folder: str, device: str = "auto", *, gradient_checkpointing: bool = False) -> Critic:
+    """Load what ``Critic.save`` wrote, or put a new head on the backbone of any language model."""
+    target = pick_device(device)
+    critic = Critic(load_weights(AutoModel, "critic", folder))
+    head = Path(folder) / VALUE_HEAD_FILE
+    if head.is_file():
+        critic.head.load_state_dict(load_file(head))
+    if gradient_checkpointing:
+        critic.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    return critic.to(target)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder-only transformer.
+
+    Attributes:
+        parameters, backbone_parameters: with and without the output layer.
+        trained: parameters that have a gradient: those of LoRA, or all.
+        heads, key_value_heads: of the attention. Tensor parallelism cuts a model between them.
+    """
+
+    parameters: int
+    backbone_parameters: int
+    trained: int
+    layers: int
+    hidden: int
+    intermediate: int
+    key_value_width: int
+    vocabulary: int
+    key_value_heads: int = 1
+    heads: int = 1
+
+    @property
+    def critic_parameters(self) -> int:
+        """Of a ``Critic`` with this backbone: its head has a weight for each hidden unit, and a bias."""
+        return self.backbone_parameters + self.hidden + 1
+
+    @property
+    def block_width(self) -> int:
+        """Elements that one block keeps for each token, for the backward pass."""
+        return 12 * self.hidden + 4 * self.intermediate
+
+    @property
+    def scoring_width(self) -> int:
+        """Elements that a forward pass without gradients needs at once for each token."""
+        return 4 * self.hidden + 3 * self.intermediate
+
+
+def model_shape(folder: str, lora_rank: int = 0) -> ModelShape:
+    """The sizes of the model in a folder, from its configuration alone.
+
+    The model is built on torch's meta device, where tensors have a shape and no storage.
+
+    Raises:
+        UserError: the folder has no configuration that can be read.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            policy = AutoModelForCausalLM.from_config(config)
+            backbone = AutoModel.from_config(config)
+    except LOADING_ERRORS as error:
+        raise UserError(loading_failed("model configuration", folder, error)) from error
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    parameters = sum(p.numel() for p in policy.parameters())
+    output = policy.get_output_embeddings()
+    linear = [module for module in policy.modules() if isinstance(module, nn.Linear) and module is not output]
+    adapters = sum(lora_rank * (layer.in_features + layer.out_features) for layer in linear)
+    return ModelShape(
+        parameters=parameters,
+        backbone_parameters=sum(p.numel() for p in backbone.parameters()),
+        trained=adapters if lora_rank else parameters,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        key_value_width=heads * head_dim,
+        vocabulary=config.vocab_size,
+        key_value_heads=heads,
+        heads=config.num_attention_heads,
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
-from sorl_train.models.shape import ModelShape
+from sorl_train.models.policy import ModelShape
 from sorl_train.openrlhf.flags import Placement, problems_of
 
 # The engine overrides internals of these packages, which other versions may have changed.
@@ -29,7 +29,7 @@ KERNELS = {
 
 def critic_start(config: TrainConfig, model: str) -> str:
     """One line that says where the critic's weights and its value head come from."""
-    from sorl_train.models.critic import VALUE_HEAD_FILE
+    from sorl_train.models.policy import VALUE_HEAD_FILE
 
     start = config.critic or model
     if (Path(start) / VALUE_HEAD_FILE).is_file():

@@ -97,7 +97,7 @@ def main() -> None:
 
     from sorl_train.openrlhf import trainers, workers
     from sorl_train.openrlhf.watch import started_workers, watched
-    from sorl_train.run.lock import join_lock
+    from sorl_train.run.files import join_lock
 
     join_lock()
 

@@ -24,8 +24,7 @@ from sorl_env.errors import UserError
 from sorl_env.prompt_tokens import check_prompts
 from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TrainConfig
-from sorl_train.models.policy import load_tokenizer
-from sorl_train.models.shape import model_shape
+from sorl_train.models.policy import load_tokenizer, model_shape
 from sorl_train.openrlhf.checks import (
     check,
     check_attention,
@@ -38,13 +37,11 @@ from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.rollout.environments import env_facts, make_env, record_sources
 from sorl_train.run.alarm import ALARM
 from sorl_train.run.checkpoint import resume_point, rewind, tell_state
-from sorl_train.run.display import Display
-from sorl_train.run.files import read_jsonl
+from sorl_train.run.display import Display, finish_step_on_interrupt
+from sorl_train.run.files import HELD, read_jsonl
 from sorl_train.run.folder import RunDir
-from sorl_train.run.interrupt import finish_step_on_interrupt
-from sorl_train.run.lock import HELD
 from sorl_train.run.recorder import ENDED
-from sorl_train.run.step_events import next_moves
+from sorl_train.run.stability import next_moves
 from sorl_train.sft.cold_start import resolve_model
 
 LOG = "openrlhf.log"

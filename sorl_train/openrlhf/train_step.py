@@ -31,7 +31,7 @@ from sorl_train.learner.optimizer_step import NonFiniteError
 from sorl_train.learner.overlong import overlong_metrics, shape_and_filter
 from sorl_train.learner.schedule import mini_batches, steps_of_batch
 from sorl_train.learner.trust_region import final_kl_sample
-from sorl_train.models.shape import model_shape
+from sorl_train.models.policy import model_shape
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.prompts import evaluation_loader, exclude_older
 from sorl_train.openrlhf.shares import by_rank, put_together, rows_by_rank
@@ -45,8 +45,7 @@ from sorl_train.rollout.metrics import (
     tool_timings,
 )
 from sorl_train.run.checkpoint import step_of
-from sorl_train.run.display import Display
-from sorl_train.run.interrupt import saved_on_error
+from sorl_train.run.display import Display, saved_on_error
 from sorl_train.run.recorder import Recorder
 
 HASHED_BYTES = 64_000_000  # larger files are checked by size alone: reading 200 GB again would take minutes

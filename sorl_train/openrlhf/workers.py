@@ -25,8 +25,8 @@ from sorl_train.learner.schedule import learning_rate, steps_of_batch
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.losses.clip_bias import Normalization
 from sorl_train.losses.log_probs import TokenStats
-from sorl_train.models.critic import VALUE_HEAD_FILE
 from sorl_train.models.forward import logit_stats
+from sorl_train.models.policy import VALUE_HEAD_FILE
 from sorl_train.openrlhf.deepspeed_step import DeepSpeedStep
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.value_head import ValueHead

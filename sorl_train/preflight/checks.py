@@ -19,8 +19,7 @@ from sorl_env.prompt_tokens import check_prompts
 from sorl_env.registry import load_task
 from sorl_train.config.settings import TINY
 from sorl_train.models.forward import compute_dtype, pick_device
-from sorl_train.models.policy import load_tokenizer
-from sorl_train.models.shape import model_shape
+from sorl_train.models.policy import load_tokenizer, model_shape
 from sorl_train.openrlhf.checks import check_attention, check_model, check_versions
 from sorl_train.preflight.finding import Finding, Run
 from sorl_train.preflight.inputs import check_settings, planned, repeats

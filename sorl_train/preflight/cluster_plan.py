@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sorl_env.task import Limits
 from sorl_train.config.settings import TrainConfig
-from sorl_train.models.shape import ModelShape
+from sorl_train.models.policy import ModelShape
 from sorl_train.openrlhf.checks import critic_start
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.preflight.memory import H100, Memory, estimate_cluster_memory, gigabytes, row

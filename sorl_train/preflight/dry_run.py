@@ -15,8 +15,7 @@ from sorl_train.config.files import remarks
 from sorl_train.config.schema import as_text, flatten
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.forward import compute_dtype, pick_device
-from sorl_train.models.policy import load_tokenizer
-from sorl_train.models.shape import ModelShape, model_shape
+from sorl_train.models.policy import ModelShape, load_tokenizer, model_shape
 from sorl_train.openrlhf.checks import check_model
 from sorl_train.preflight.checks import examine
 from sorl_train.preflight.cluster_plan import openrlhf_parts

@@ -9,7 +9,7 @@ from typing import Literal
 
 from sorl_env.task import Task
 from sorl_train.config.settings import TrainConfig
-from sorl_train.models.shape import ModelShape
+from sorl_train.models.policy import ModelShape
 
 _WIDTH = 110
 

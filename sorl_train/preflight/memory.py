@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from sorl_env.task import Limits
 from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.log_probs import CPU_CHUNK, GPU_CHUNK
-from sorl_train.models.shape import ModelShape
+from sorl_train.models.policy import ModelShape
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.rollout.sampler import KEPT_CACHE
 

@@ -23,11 +23,11 @@ from sorl_train.models import packed_attention, packing
 from sorl_train.models.attention import (
     OTHER_SAMPLER,
     check_length,
+    decoding_model,
     model_name,
     position_table,
     short_spans,
 )
-from sorl_train.models.decoding_model import decoding_model
 from sorl_train.models.forward import action_stats
 from sorl_train.rollout.kv_cache import COLUMNS, RowCache, feed
 

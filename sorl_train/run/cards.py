@@ -1,4 +1,4 @@
-"""The cards of a run's policies and of its trajectories: one template, filled in by huggingface_hub.
+"""The cards of a run's policies: a template that huggingface_hub fills in.
 
 Everything comes from the run's settings, manifest and metrics; a figure that the run does not have is left out. Cards
 have no times and no paths of this machine, so that a run that was killed and resumed writes the same cards.
@@ -31,8 +31,6 @@ _FIGURES = {
     "eval/valid_turn_rate": "turns in the format",
     "eval/num_turns": "turns a question",
 }
-# configuration of the trajectories' data set -> its split and its files
-_KINDS = {"sampled": ("train", "step_*.jsonl"), "evaluation": ("test", "eval_*.jsonl")}
 
 
 def write_policy_card(
@@ -45,7 +43,11 @@ def write_policy_card(
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    data, method = run_dir.read_manifest().get("data", {}), _method(config)
+    manifest, method = run_dir.read_manifest(), _method(config)
+    data, git = manifest.get("data", {}), manifest.get("git")
+    versions = ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())
+    if git:
+        versions += f". Code at commit `{git['commit']}`" + (", with changes" if git["dirty"] else "")
     asked, trained_on = data.get("eval", {}), _hub_name(data.get("train", {}))
     lines = read_jsonl(run_dir.metrics) if run_dir.metrics.is_file() else []
     evaluations = [line for line in lines if "eval/success" in line and line["step"] <= step]
@@ -67,13 +69,12 @@ def write_policy_card(
             tags=["sorl", "tool-use", "reinforcement-learning" if config.stage == "rl" else "sft", task.name],
         ),
         template_path=str(_TEMPLATE),
-        is_policy=True,
         is_tiny=is_tiny,
         title=f"{method} on {task.name}",
         about=f"{which} step {step}: a language model that answers in several turns"
         + (f" and calls tools in between ({tools})" if tools else "")
         + ", trained with sorl.",
-        facts=_facts(run_dir, config, task, _training(run_dir, config, step)),
+        facts=_facts(data, config, task, _training(manifest, config, step)),
         figures=_evaluated(run_dir, evaluations[:1] + evaluations[1:][-1:], step),
         best=best,
         is_sample=asked.get("is_sample"),
@@ -82,42 +83,11 @@ def write_policy_card(
         if source == "embedded"
         else f" --data {source if source.startswith(_HUB) else 'QUESTIONS'}",
         format=tags if config.format == "tags" else calls,
-        **_shared(run_dir, config, task),
+        versions=versions,
+        decoding=_decoding(config),
+        is_medical=task.name in _MEDICAL,
     )
     atomic_write(folder / CARD, f"{card}\n")
-
-
-def write_trajectory_card(run_dir: RunDir, config: TrainConfig, task: Task) -> None:
-    """Write the card of the trajectory files that the run has so far, unless it would be the same as before."""
-    from huggingface_hub import DatasetCard, DatasetCardData
-
-    rows, configs = [], []
-    for kind, (split, pattern) in _KINDS.items():
-        steps = sorted(int(path.stem.rpartition("_")[2]) for path in run_dir.trajectories.glob(pattern))
-        if steps:
-            configs.append({"config_name": kind, "data_files": [{"split": split, "path": pattern}]})
-            rows.append((f"`{kind}`", f"`{pattern}`", f"{len(steps)}, of steps {steps[0]} to {steps[-1]}"))
-    title = f"Trajectories of {_method(config)} on {task.name}"
-    columns = ("configuration", "files", "how many")
-    card = DatasetCard.from_template(
-        DatasetCardData(
-            pretty_name=title,
-            license="unknown",
-            language=["en"],
-            task_categories=["question-answering", "text-generation"],
-            tags=["sorl", "tool-use", task.name],
-            configs=configs,
-        ),
-        template_path=str(_TEMPLATE),
-        title=title,
-        about="What a policy wrote, turn by turn, and what its tools replied: as sampled in training (`sampled`), and "
-        f"when it was evaluated on held-out questions (`evaluation`, {_decoding(config)}). Made with sorl.",
-        facts=f"{markdown_table(columns, rows)}\n\n{_facts(run_dir, config, task, {})}",
-        **_shared(run_dir, config, task),
-    )
-    path, text = run_dir.trajectories / CARD, f"{card}\n"
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        atomic_write(path, text)
 
 
 def usage_options(config: TrainConfig) -> list[str]:
@@ -139,17 +109,7 @@ def usage_options(config: TrainConfig) -> list[str]:
     return [word for option in given for word in option]
 
 
-def _shared(run_dir: RunDir, config: TrainConfig, task: Task) -> dict[str, Any]:
-    """What the template says in both cards."""
-    manifest = run_dir.read_manifest()
-    versions, git = ", ".join(f"{name} {v}" for name, v in manifest["versions"].items()), manifest.get("git")
-    if git:
-        versions += f". Code at commit `{git['commit']}`" + (", with changes" if git["dirty"] else "")
-    return {"versions": versions, "decoding": _decoding(config), "is_medical": task.name in _MEDICAL}
-
-
-def _facts(run_dir: RunDir, config: TrainConfig, task: Task, more: Mapping[str, str]) -> str:
-    data = run_dir.read_manifest().get("data", {})
+def _facts(data: Mapping[str, Any], config: TrainConfig, task: Task, more: Mapping[str, str]) -> str:
     base = f"`{_public_name(config.model)}`" + (", a local folder" if Path(config.model).is_dir() else "")
     if config.model == TINY:
         base = "none: a small transformer with random weights, taught by the task's scripted expert"
@@ -164,9 +124,9 @@ def _facts(run_dir: RunDir, config: TrainConfig, task: Task, more: Mapping[str, 
     return markdown_table(("", ""), [(name, text) for name, text in facts.items() if text])
 
 
-def _training(run_dir: RunDir, config: TrainConfig, step: int) -> dict[str, str]:
+def _training(manifest: Mapping[str, Any], config: TrainConfig, step: int) -> dict[str, str]:
     """The settings that matter most, and those that a resume has changed."""
-    sft, resumes = config.sft, run_dir.read_manifest().get("resumes", [])
+    sft, resumes = config.sft, manifest.get("resumes", [])
     changes = [c for resume in resumes for c in resume["changes"] if c.startswith(("eval.", "update."))]
     source = f"`{_public_name(sft.demos)}`" if sft.demos else "the task's scripted expert"
     steps, rate = f"{sft.steps}, of {sft.batch_size} demonstrations of {source}", sft.lr

@@ -1,29 +1,28 @@
-"""What the user sees of a run: one aligned line for each step and, on a terminal, progress bars below them.
+"""What the user sees of a run, and what Ctrl-C and errors do to it: what it has done is saved first.
 
-The trainer does not know which of the two it is::
-
-    display.start("so_ppo on minihop", steps=60)
-    with display.stage("rollout", total=128) as advance:
-        advance(1)
-    display.step(1, metrics)
-    display.close(summary)
+There is one aligned line for each step and, on a terminal, progress bars below them.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import IO, TextIO
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
 
+from sorl_env.errors import UserError
 from sorl_env.figures import duration
+from sorl_env.interrupts import interrupt
 
 Advance = Callable[[int], None]
 
@@ -202,3 +201,49 @@ def summary_block(summary: Mapping[str, object]) -> str:
             lines[title] = f"{value:,}" if type(value) is int else str(value)
     width = max(map(len, lines))
     return "\n".join(f"{title:<{width}}  {value}" for title, value in lines.items())
+
+
+@contextmanager
+def finish_step_on_interrupt(display: Display) -> Iterator[threading.Event]:
+    """In the block, the first Ctrl-C (or SIGTERM) sets the event, which asks the run to stop after its step. A second
+    Ctrl-C raises ``KeyboardInterrupt`` at once."""
+    interrupted = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
+            interrupt()
+            return
+        interrupted.set()
+        display.message("stopping after this step and its checkpoint; press Ctrl-C again to stop at once")
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield interrupted
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Diverged(UserError):
+    """A figure of a step is not finite, so the weights that the run holds are not worth saving."""
+
+
+@contextmanager
+def saved_on_error(save: Callable[[], None], display: Display) -> Iterator[None]:
+    """Call ``save`` when the block ends with an error, but not when a second Ctrl-C ends it at once.
+
+    The block must leave the run between two steps: the last one is recorded, and nothing of the next one is updated. An
+    error of ``save`` itself is told, and does not hide the first one.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, Diverged):
+            try:
+                save()
+            except Exception as second:  # noqa: BLE001  such as a full disk, or a worker that is dead, too
+                display.message(f"nothing could be saved: {type(second).__name__}: {str(second)[:200]}")
+        raise

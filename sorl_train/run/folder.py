@@ -30,8 +30,16 @@ from sorl_env.folders import remove_empty
 from sorl_train.config.files import config_hash, read_resolved, to_yaml
 from sorl_train.config.schema import fields, flatten
 from sorl_train.config.settings import LimitsConfig, TrainConfig
-from sorl_train.run.files import append_line, atomic_write, free_name, read_own_file, read_own_json
-from sorl_train.run.lock import LOCK, FolderLock, check_place
+from sorl_train.run.files import (
+    LOCK,
+    FolderLock,
+    append_line,
+    atomic_write,
+    check_place,
+    free_name,
+    read_own_file,
+    read_own_json,
+)
 from sorl_train.run.manifest import environment_facts
 
 # names that ``atomic_write`` and writers of trajectory files use

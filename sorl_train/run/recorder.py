@@ -21,23 +21,21 @@ from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.settings import TrainConfig
 from sorl_train.run.alarm import CollapseAlarm
-from sorl_train.run.atomic_folder import atomic_folder
-from sorl_train.run.cards import write_policy_card, write_trajectory_card
+from sorl_train.run.cards import write_policy_card
 from sorl_train.run.checkpoint import (
     STATE,
+    atomic_folder,
     checkpoint_name,
     list_checkpoints,
     log_lengths,
     prune_checkpoints,
     saved_best,
 )
-from sorl_train.run.display import Advance, Display
+from sorl_train.run.display import Advance, Display, Diverged
 from sorl_train.run.files import read_jsonl, read_own_json
 from sorl_train.run.folder import NON_FINITE, RunDir
-from sorl_train.run.interrupt import Diverged
 from sorl_train.run.metrics_log import MetricsLog
-from sorl_train.run.step_events import IN_VAIN, in_vain, step_events
-from sorl_train.run.summary import Summary
+from sorl_train.run.stability import IN_VAIN, Summary, in_vain, step_events
 
 ENDED = "ended"  # the kind of the event of a run that ends before its last step
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
@@ -52,7 +50,7 @@ class Recorder:
 
     Args:
         config: the settings as they are in ``config.yaml``.
-        task: the task, which the cards describe.
+        task: the task, which a policy's card describes.
         hash_up_to: see ``atomic_folder``; for the checkpoints.
 
     Attributes:
@@ -104,11 +102,9 @@ class Recorder:
         return self.log(step, {**metrics, **self._timings(trajectories)})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Log and show metrics, and renew the trajectories' card. True if the step's evaluation is the best so far."""
+        """Log and show metrics. True if the step's evaluation is the best so far."""
         self._log.log(step, metrics)
         is_best = self._summary.observe(step, metrics)
-        if "eval/success" in metrics or self.is_saved(step):
-            write_trajectory_card(self.run_dir, self.config, self.task)
         self.display.step(step, metrics)
         return is_best
 

@@ -1,17 +1,98 @@
-"""How stable a finished run was: its highest success, how much of it was kept, and when it collapsed."""
+"""The figures of a run: those of ``summary.json``, how stable it was, and what is to be said of a step."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import resource
+import shlex
 import statistics
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_train.run.files import read_jsonl
+from sorl_train.config.settings import TrainConfig
+from sorl_train.run.files import free_name, read_jsonl
 from sorl_train.run.folder import RunDir
-from sorl_train.run.summary import COLLAPSED
+
+COLLAPSED = 0.5  # a policy with less than this share of the best success has collapsed
+
+
+@dataclass
+class Summary:
+    """Final and best figures. They follow from the logged metrics: a resumed run observes those of its log again.
+
+    Attributes:
+        evaluations_below: how many of the newest evaluations in a row were below ``COLLAPSED`` times the best.
+        saved: step and success of the policy in ``checkpoints/best`` when the run was resumed. It may be of a later
+            step than the resumed checkpoint; no worse policy takes its place.
+        earlier_s: seconds before the last resume.
+    """
+
+    cold_start_success: float | None = None
+    final_success: float | None = None
+    best_success: float | None = None
+    best_step: int | None = None
+    search_off_success: float | None = None
+    evaluations_below: int = 0
+    saved: tuple[int, float] | None = None
+    earlier_s: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        """Take in the metrics of a step; True if its policy is to be kept as the best so far."""
+        self.search_off_success = metrics.get("eval/search_off_success", self.search_off_success)
+        success = metrics.get("eval/success")
+        if success is None:
+            return False
+        self.final_success = success
+        if step == 0:
+            self.cold_start_success = success
+        if self.best_success is None or success > self.best_success:
+            self.evaluations_below = 0
+            self.best_success, self.best_step = success, step
+            return self.saved is None or success >= self.saved[1]
+        below = success < COLLAPSED * self.best_success
+        self.evaluations_below = self.evaluations_below + 1 if below else 0
+        return False
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds that the run has taken, over all resumes."""
+        return self.earlier_s + time.monotonic() - self.started
+
+    def out_of_patience(self) -> str:
+        """A message that says why ``eval.patience`` ended the run."""
+        return (
+            f"ended early (eval.patience): success is {self.final_success:.3f}, and for {self.evaluations_below} "
+            f"evaluations below half of the best, {self.best_success:.3f} at step {self.best_step}, whose policy is "
+            "kept in checkpoints/best"
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """The figures for ``summary.json``, whose best policy is the one in ``checkpoints/best``.
+
+        ``peak_rss_mb`` is the most memory, in MiB, that the process took since the last resume.
+        """
+        step, best = self.best_step, self.best_success
+        if self.saved is not None and (best is None or best < self.saved[1]):
+            step, best = self.saved
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+        return {
+            "cold_start_success": self.cold_start_success,
+            "final_success": self.final_success,
+            "best_success": best,
+            "best_step": step,
+            "search_off_success": self.search_off_success,
+            "wall_s": round(self.wall_s, 1),
+            "peak_rss_mb": round(memory, 1),
+        }
+
 
 WINDOW = 3  # evaluations that ``kept_mean`` averages
 SMALLEST_PEAK = 0.05  # below it a run has nothing that it could keep
@@ -116,3 +197,76 @@ def _kept(curve: Sequence[float]) -> float:
 def infinite_if_none(value: float | None) -> float:
     """A logged figure, which is None if it was not finite."""
     return math.inf if value is None else value
+
+
+IN_VAIN = "in_vain"
+
+
+def step_events(metrics: Mapping[str, float], rounds: int) -> Iterator[tuple[str, str, bool]]:
+    """What happened in a step: the kind of an event, its reason, and whether it is told on the terminal, too.
+
+    Args:
+        rounds: further rounds that dynamic sampling may draw.
+    """
+    if moves := metrics.get("loss/trust_moves_back"):
+        times = "once" if moves == 1 else f"{moves:g} times"
+        most, kl, scale = (metrics[f"loss/trust_{name}"] for name in ("kl_max", "kl", "scale"))
+        yield (
+            "moved_back",
+            f"the KL reached {most:.2g}: weights were moved back {times}, and the step ends at {kl:.2g}; learning "
+            f"rates are times {scale:.2g} from here",
+            False,
+        )
+    if missing := metrics.get("rollout/dynamic_missing"):
+        reason = (
+            f"of the batch's groups {missing:g} are missing after {metrics['rollout/dynamic_drawn']:g} rollouts "
+            f"(rollout.dynamic_sampling {rounds}): the others drawn have equal rewards, or were excluded"
+        )
+        if kept := metrics["rollout/dynamic_kept"]:
+            yield "dynamic_sampling", f"{reason}; the step was trained on {kept:g} rollouts", False
+        else:
+            yield "no_step", f"{reason}; nothing was trained on", True
+    if reason := in_vain(metrics):
+        yield IN_VAIN, reason, True
+    if metrics.get("rollout/overlong_filtered_frac") == 1.0:
+        yield (
+            "no_step",
+            "every trajectory was filtered by overlong.exclude, nothing was trained on",
+            True,
+        )
+
+
+def in_vain(metrics: Mapping[str, float]) -> str:
+    """What came of a batch in which no trajectory succeeded and no token had an advantage; empty for any other.
+
+    A term for the KL to the reference or for the entropy takes steps of its own, unless a trust region or
+    ``update.skip_without_signal`` leaves out what has no advantages.
+    """
+    if metrics.get("rollout/success") != 0 or metrics.get("loss/signal_frac") != 0:
+        return ""
+    if not metrics["loss/effective_lr"]:
+        outcome = "no step was taken"
+    elif metrics["loss/grad_norm"]:
+        outcome = "steps followed the KL and entropy terms alone"
+    else:
+        outcome = "no step had a gradient"
+    return (
+        f"no trajectory succeeded, and none was better than another, so {outcome}: start with --stage sft, or with an "
+        "easier task"
+    )
+
+
+def next_moves(config: TrainConfig, run_dir: RunDir, best_step: int | None) -> str:
+    """What to do after a run that ended before its last step: its own settings would lead to the same place again."""
+    change, trust_kl = f"--optim.lr {config.optim.lr / 2:g}", config.update.trust_kl
+    if trust_kl is None:
+        lower, change = change, "--update.trust_kl 0.01"
+        advice = f"a trust region ({change}), which takes bad steps back, or a lower rate ({lower})"
+    else:
+        advice = (
+            f"a lower rate ({change}), or a limit of the trust region (update.trust_kl) below {trust_kl:g}"
+        )
+    start = run_dir.checkpoints / "best" / "policy"
+    words = ["sorl-train", "--config", run_dir.config, "--model", start, *change.split()]
+    command = shlex.join(map(str, [*words, "--run_dir", free_name(run_dir.path)]))
+    return f"Go on from the last good policy, that of step {best_step}, with {advice}:\n  {command}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sorl_env.folders import cache_folder, new_folder
 from sorl_train.config.settings import TINY, TrainConfig
-from sorl_train.run.atomic_folder import atomic_folder, find_damage
+from sorl_train.run.checkpoint import atomic_folder, find_damage
 from sorl_train.run.display import Display
 
 RECIPE_VERSION = 4  # to be raised when the recipe changes, so that policies of the old recipe are built again

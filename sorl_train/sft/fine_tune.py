@@ -1,23 +1,151 @@
-"""Supervised fine-tuning on demonstrations, for ``--stage sft`` and for the cold start of ``model: tiny``."""
+"""Supervised fine-tuning on demonstrations, for ``--stage sft`` and for the cold start of ``model: tiny``.
+
+Demonstrations are dialogues to imitate, played by a task's scripted expert or read from a file.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from sorl_env.data import read_rows
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
+from sorl_env.parser import parse_turn
+from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder
 from sorl_env.text_env import TextEnv, need_tools
+from sorl_env.tokens import Tokenizer, encode_prompt, encode_text
+from sorl_env.trajectory import StopReason, Trajectory
+from sorl_env.turn_codec import make_codec
 from sorl_train.config.run_settings import SftConfig
 from sorl_train.config.seeds import generator
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.forward import action_stats, autocast
-from sorl_train.sft.demos import Demo, expert_demos, file_demos
+
+
+@dataclass(frozen=True, eq=False)
+class Demo:
+    """The tokens of one dialogue, (L,); ``action_mask``, also (L,), marks those to imitate."""
+
+    token_ids: NDArray[np.int32]
+    action_mask: NDArray[np.bool_]
+
+
+def expert_trajectory(
+    env: ToolUseEnv, tokenizer: Tokenizer, job: RolloutJob, *, use_chat_template: bool
+) -> Trajectory | None:
+    """A trajectory that the task's scripted expert plays, or None where it gives up.
+
+    Experts write tags; in another format their turns are written in that one.
+
+    Raises ``UserError`` if the task has no expert.
+    """
+    expert = env.task.expert
+    if expert is None:
+        raise UserError(f"task {env.task.name!r} has no scripted expert: give demonstrations with sft.demos")
+    codec = make_codec(env, tokenizer, use_chat_template=use_chat_template)
+    prompt, _ = env.reset(seed=job.seed, options={"index": job.example_index})
+    growing = TrajectoryBuilder(env, codec, job, prompt)
+    observations: list[str] = []
+    while True:
+        text = expert(env.example, observations)
+        if text is None:
+            return None
+        parsed = parse_turn(text, env.toolbox.names, env.task.require_think)
+        text, ids = codec.written_turn(parsed, text)
+        sampled, result = SampledTurn(ids, [0.0] * len(ids), "stop"), env.step(text)
+        if growing.overflows(sampled, result):
+            result = env.truncate(StopReason.MAX_TOKENS)
+        growing.append(sampled, text, result)
+        if result.terminated or result.truncated:
+            return growing.build(result)
+        observations.append(result.observation)
+
+
+def expert_demos(env: ToolUseEnv, tokenizer: Tokenizer, count: int, *, use_chat_template: bool) -> list[Demo]:
+    """The expert's trajectories on the first ``count`` examples, without those on which it gives up.
+
+    Raises ``UserError`` if it fails on all of them.
+    """
+    demos, solved, tried = [], 0, min(count, len(env.examples.examples))
+    for index in range(tried):
+        job = RolloutJob(id=f"demo-{index}", group_id=f"demo-{index}", example_index=index, seed=0)
+        trajectory = expert_trajectory(env.spawn(), tokenizer, job, use_chat_template=use_chat_template)
+        if trajectory is None:
+            continue
+        solved += trajectory.reward > 0
+        demos.append(Demo(trajectory.token_ids, trajectory.action_mask))
+    if not solved:
+        raise UserError(
+            f"the expert of task {env.task.name!r} failed on all of {tried} examples: "
+            f"look at it with sorl-play {env.task.name} --auto expert"
+        )
+    return demos
+
+
+def file_demos(
+    path: str,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    *,
+    use_chat_template: bool,
+    system_prompt: str | None = None,
+    tools: Collection[str] = (),
+) -> list[Demo]:
+    """Demonstrations from the rows of a JSONL or Parquet file.
+
+    A row is a trajectory as a run writes it (``prompt``, and ``turns`` with ``text`` and ``observation``), or has
+    ``messages``: one from the ``user``, then ``assistant`` turns, each but the last followed by a ``tool`` (or
+    ``user``) message, which becomes the observation unchanged. No text of a row becomes a control token.
+
+    Args:
+        tools: names of the task's tools, see ``encode_prompt``.
+
+    Raises:
+        UserError: a row of another form or with more than ``max_tokens``; the message names file and line.
+    """
+    demos = []
+    for where, row in read_rows(path):
+        prompt, parts = _dialogue(row, where)
+        ids = encode_prompt(
+            tokenizer, prompt, system_prompt, use_chat_template=use_chat_template, tools=tools
+        )
+        mask = [False] * len(ids)
+        for sampled, text in parts:
+            new = encode_text(tokenizer, text, tools)
+            ids, mask = ids + new, mask + [sampled] * len(new)
+        if len(ids) > max_tokens:
+            raise UserError(f"{where}: {len(ids)} tokens, limits.max_trajectory_tokens is {max_tokens}")
+        demos.append(Demo(np.asarray(ids, dtype=np.int32), np.asarray(mask)))
+    if not demos:
+        raise UserError(f"{path} holds no demonstrations")
+    return demos
+
+
+def _dialogue(row: Mapping[str, Any], where: str) -> tuple[str, Sequence[tuple[bool, str]]]:
+    """The prompt, and each later text with whether the policy writes it."""
+    if "messages" in row:
+        messages = row["messages"]
+        roles = [message.get("role") for message in messages]
+        if len(messages) < 2 or roles[0] != "user" or "assistant" not in roles or "system" in roles:
+            raise UserError(f"{where}: messages must be user, then assistant and tool in turns, not {roles}")
+        return messages[0]["content"], [(m["role"] == "assistant", m["content"]) for m in messages[1:]]
+    if "prompt" in row and "turns" in row:
+        turns = json.loads(row["turns"]) if isinstance(row["turns"], str) else row["turns"]
+        parts = [part for turn in turns for part in ((True, turn["text"]), (False, turn["observation"]))]
+        return row["prompt"], [(sampled, text) for sampled, text in parts if text]
+    raise UserError(
+        f"{where}: a demonstration has 'messages', or 'prompt' and 'turns'; this row has {sorted(row)}"
+    )
 
 
 def load_demos(config: TrainConfig, env: TextEnv, tokenizer: Any) -> list[Demo]:

@@ -125,7 +125,7 @@ def test_neither_data_nor_tools_nor_experts_write_control_tokens(
 
 
 def test_observations_and_demonstrations_of_a_file(tmp_path: Path) -> None:
-    from sorl_train.sft.demos import file_demos
+    from sorl_train.sft.fine_tune import file_demos
 
     tokenizer = make_tokenizer("mistral-v3")
     text = "[/INST] obey </s>"

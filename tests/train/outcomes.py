@@ -56,7 +56,7 @@ def train_until(folder: Path, step: int, **settings: Any) -> RunDir:
 # Files in which times, the run's own name or its id are.
 _OWN = {"config.yaml", "manifest.json", "timings.jsonl", "summary.json", "state.json", "hashes.json"}
 _OWN |= {"report.html", "viewer.html"}
-# in trajectories, and in their card
+# in trajectories, and in the card of a policy
 _TIMES = rb'(?:generate|tool|latency)_s\\?": ?[\d.e-]+|Code at commit .*'
 
 

@@ -13,7 +13,7 @@ from sorl_train.engine import LocalEngine
 from sorl_train.run.files import read_jsonl as read_metrics
 from sorl_train.run.folder import RunDir
 from sorl_train.run.recorder import Recorder
-from sorl_train.run.step_events import next_moves
+from sorl_train.run.stability import next_moves
 from sorl_train.train_rl import run
 
 from .conftest import QuietDisplay, short_config, train_short

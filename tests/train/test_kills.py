@@ -24,8 +24,7 @@ import pytest
 
 from sorl_train.engine import LocalEngine
 from sorl_train.report.report import main as sorl_report
-from sorl_train.run.atomic_folder import find_damage
-from sorl_train.run.checkpoint import list_checkpoints
+from sorl_train.run.checkpoint import find_damage, list_checkpoints
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.recorder import Recorder

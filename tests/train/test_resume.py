@@ -13,7 +13,7 @@ from sorl_env.errors import UserError
 from sorl_train import train_rl as trainer
 from sorl_train.engine import LocalEngine
 from sorl_train.evaluate.find_policy import find_policy
-from sorl_train.run.atomic_folder import HASHES, find_damage, hash_file
+from sorl_train.run.checkpoint import HASHES, find_damage, hash_file
 from sorl_train.run.files import read_jsonl, read_own_json
 from sorl_train.run.folder import RunDir
 from sorl_train.sft.cold_start import resolve_model

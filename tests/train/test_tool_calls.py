@@ -31,7 +31,7 @@ from sorl_train.report.viewer_data import encode
 from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.chat import parse_request
 from sorl_train.sft.cold_start import cold_start_key
-from sorl_train.sft.demos import expert_demos, expert_trajectory
+from sorl_train.sft.fine_tune import expert_demos, expert_trajectory
 
 from .conftest import WORLD, short_config, train_short
 from .evaluate.completions_server import serving

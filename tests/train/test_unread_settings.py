@@ -30,8 +30,8 @@ from sorl_train.learner.advantages import correct, estimate_advantages
 from sorl_train.learner.batch import collate
 from sorl_train.learner.overlong import drop_rows_without_loss
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
-from sorl_train.models.critic import Critic
 from sorl_train.models.forward import action_stats
+from sorl_train.models.policy import Critic
 
 from .learner.test_advantages import made
 

@@ -26,8 +26,7 @@ from sorl_train.models.tiny import build_tiny_policy
 from sorl_train.preflight.dry_run import plan_text
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
-from sorl_train.sft.demos import expert_demos
-from sorl_train.sft.fine_tune import fine_tune
+from sorl_train.sft.fine_tune import expert_demos, fine_tune
 
 NQ, HOTPOTQA, ALPHAMED = "nq_so_ppo_8gpu", "hotpotqa_so_ppo_8gpu", "alphamed_so_ppo_8gpu"
 GROUPED = {"rollout.group_size": 8}

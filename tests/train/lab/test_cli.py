@@ -15,7 +15,7 @@ from sorl_env.errors import UserError
 from sorl_train.lab import cli as lab
 from sorl_train.lab.cli import main, run_all
 from sorl_train.lab.study import Run, load_study
-from sorl_train.run.lock import FolderLock
+from sorl_train.run.files import FolderLock
 
 from ...waiting import wait_until
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
-from sorl_train.models.critic import load_critic
 from sorl_train.models.forward import autocast
-from sorl_train.models.policy import load_tokenizer
+from sorl_train.models.policy import load_critic, load_tokenizer
 from sorl_train.run.files import read_jsonl as read_metrics
 
 from ..conftest import train_short

@@ -16,8 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from sorl_train.models import decoding_model as module
-from sorl_train.models.decoding_model import LARGE, decoding_model
+from sorl_train.models import attention as module
+from sorl_train.models.attention import LARGE, decoding_model
 from sorl_train.models.forward import autocast
 
 CPU = torch.device("cpu")

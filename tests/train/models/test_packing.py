@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModel
 
 from sorl_train.models import packed_attention, packing
-from sorl_train.models.critic import Critic
 from sorl_train.models.forward import action_stats
+from sorl_train.models.policy import Critic
 from sorl_train.rollout.kv_cache import RowCache, feed
 from sorl_train.rollout.model_check import try_packing, try_packing_critic
 

@@ -14,8 +14,7 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.means import Means
 from sorl_train.learner.update import CriticUpdate
-from sorl_train.models.critic import Critic, load_critic
-from sorl_train.models.policy import load_policy, load_tokenizer
+from sorl_train.models.policy import Critic, load_critic, load_policy, load_tokenizer
 
 from ..rollout.test_sampler import roll
 from .conftest import deepspeed_results

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from sorl_env import ToolUseEnv
 from sorl_env.registry import load_task
@@ -106,16 +105,11 @@ def test_two_real_steps(
     before = load_policy(settings["model"]).state_dict()
     after = load_policy(str(policy)).state_dict()
     assert before.keys() == after.keys() and any(not torch.equal(before[key], after[key]) for key in before)
-    check_cards(run_dir, policy, start.task)
+    check_card(policy, start.task)
 
 
-def check_cards(run_dir: Path, policy: Path, task: str) -> None:
-    """As the local engine writes them."""
+def check_card(policy: Path, task: str) -> None:
+    """As the local engine writes it."""
     card = (policy / "README.md").read_text()
-    front = yaml.safe_load(card.split("---")[1])
-    success = metrics(run_dir)[-1]["eval/success"]
-    assert front["model-index"][0]["results"][0]["metrics"][0]["value"] == success
     assert "| steps | 2 of 2, of 8 trajectories" in card and "2, this policy | 2 |" in card
     assert ("medical advice" in card) == (task == "alphamed19k")
-    front = yaml.safe_load((run_dir / "trajectories" / "README.md").read_text().split("---")[1])
-    assert [entry["config_name"] for entry in front["configs"]] == ["sampled", "evaluation"]

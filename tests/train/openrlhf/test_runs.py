@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sorl_env.registry import load_task
 from sorl_env.trajectory_io import read_jsonl
-from sorl_train.models.critic import load_critic
+from sorl_train.models.policy import load_critic
 from sorl_train.models.tiny import build_tiny_policy
 
 from ...waiting import wait_until

@@ -19,8 +19,7 @@ from sorl_env.registry import load_task
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import OptimConfig
 from sorl_train.learner.optimizer_step import adamw
-from sorl_train.models.critic import load_critic
-from sorl_train.models.policy import load_policy
+from sorl_train.models.policy import load_critic, load_policy
 from sorl_train.openrlhf.flags import ALLOWED, as_arguments, openrlhf_flags
 from sorl_train.rollout.environments import make_env
 from sorl_train.run.display import Display

@@ -20,7 +20,7 @@ from sorl_train.config.settings import (
     TrainConfig,
     UpdateConfig,
 )
-from sorl_train.models.shape import ModelShape
+from sorl_train.models.policy import ModelShape
 from sorl_train.preflight.memory import H100, PROCESS, VLLM_WORK, Memory, estimate_cluster_memory
 
 from ..openrlhf.conftest import run_ranks

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sorl_env.task import Limits
 from sorl_train.config.run_settings import HardwareConfig
 from sorl_train.config.settings import RolloutConfig, SamplerConfig, TrainConfig, UpdateConfig
-from sorl_train.models.shape import ModelShape, model_shape
+from sorl_train.models.policy import ModelShape, model_shape
 from sorl_train.preflight.memory import estimate_memory
 
 SHAPE = ModelShape(

@@ -16,7 +16,7 @@ from sorl_env.registry import load_task
 from sorl_train.cli import main
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
-from sorl_train.models.shape import ModelShape
+from sorl_train.models.policy import ModelShape
 from sorl_train.models.tiny import build_tiny_policy
 from sorl_train.openrlhf.checks import check_model
 from sorl_train.preflight.doctor import main as doctor

@@ -17,7 +17,7 @@ from sorl_train.rollout.metrics import (
     search_off_metrics,
     tool_timings,
 )
-from sorl_train.run.summary import Summary
+from sorl_train.run.stability import Summary
 
 EXAMPLES = [
     Example("q0", "who?", ("Bizet",)),

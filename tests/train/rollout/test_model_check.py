@@ -15,9 +15,8 @@ from sorl_train import cli
 from sorl_train.evaluate import ask
 from sorl_train.evaluate import cli as evaluate
 from sorl_train.models.attention import AttentionMasks
-from sorl_train.models.critic import Critic
 from sorl_train.models.forward import action_stats, disable_dropout
-from sorl_train.models.policy import load_policy, load_tokenizer
+from sorl_train.models.policy import Critic, load_policy, load_tokenizer
 from sorl_train.rollout import model_check
 from sorl_train.rollout.model_check import check_critic, check_policy
 from sorl_train.serve_agent import cli as serve

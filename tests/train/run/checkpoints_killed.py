@@ -20,11 +20,12 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
-from sorl_train.run.atomic_folder import atomic_folder, remove_leftovers
 from sorl_train.run.checkpoint import (
+    atomic_folder,
     checkpoint_name,
     log_lengths,
     prune_checkpoints,
+    remove_leftovers,
     resume_point,
     rewind,
 )

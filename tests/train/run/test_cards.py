@@ -1,4 +1,4 @@
-"""The cards of policies and trajectories: what they say, that it is the run's, and that their commands work."""
+"""The cards of policies: what they say, that it is the run's, and that their commands work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from huggingface_hub import DatasetCard, ModelCard
+from huggingface_hub import ModelCard
 
 from sorl_env.registry import load_task
 from sorl_env.trajectory_io import read_jsonl
@@ -22,7 +22,7 @@ from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.evaluate.ask import main as sorl_ask
 from sorl_train.rollout.environments import env_facts, make_env
-from sorl_train.run.cards import usage_options, write_policy_card, write_trajectory_card
+from sorl_train.run.cards import usage_options, write_policy_card
 from sorl_train.run.folder import RunDir
 from sorl_train.run.metrics_log import MetricsLog
 
@@ -126,26 +126,13 @@ def test_what_only_the_author_has_is_named_in_the_commands() -> None:
     ]
 
 
-# --- trajectories ---------------------------------------------------------------------------------------------
-def test_a_trajectory_card_names_only_files_that_are_there(tmp_path: Path) -> None:
-    run, config = made_run(tmp_path / "run")
-    task = load_task(config.task, **config.task_args)
-    write_trajectory_card(run, config, task)
-    text = (run.trajectories / "README.md").read_text()
-    assert [entry["config_name"] for entry in DatasetCard(text).data.configs] == ["evaluation"]
-    assert "| `evaluation` | `eval_*.jsonl` | 3, of steps 0 to 20 |" in text
-    (run.trajectories / "step_000010.jsonl").write_text("{}\n")
-    write_trajectory_card(run, config, task)
-    text = (run.trajectories / "README.md").read_text()
-    assert "| `sampled` | `step_*.jsonl` | 1, of steps 10 to 10 |" in text
-
-
 # --- of a run that was trained --------------------------------------------------------------------------------
 def test_datasets_loads_the_folder_of_a_run(run_folder: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     folder = run_folder / "trajectories"
-    for kind, split, file in (("sampled", "train", "step_000001"), ("evaluation", "test", "eval_000001")):
-        rows = datasets.load_dataset(str(folder), kind, split=split, cache_dir=str(tmp_path))
+    for kind, file in (("step", "step_000001"), ("eval", "eval_000001")):
+        names, place = f"{kind}_*.jsonl", str(tmp_path)
+        rows = datasets.load_dataset(str(folder), data_files=names, split="train", cache_dir=place)
         stored = {t.id: t for t in read_jsonl(folder / f"{file}.jsonl")}
         found = {row["id"]: row for row in rows if row["id"] in stored}
         assert found.keys() == stored.keys()

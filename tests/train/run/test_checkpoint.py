@@ -14,11 +14,13 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
-from sorl_train.run.atomic_folder import HASHES, atomic_folder, remove_folder
 from sorl_train.run.checkpoint import (
+    HASHES,
+    atomic_folder,
     list_checkpoints,
     log_lengths,
     prune_checkpoints,
+    remove_folder,
     resume_point,
     rewind,
     tell_state,
@@ -218,7 +220,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from sorl_train.run.atomic_folder import atomic_folder
+from sorl_train.run.checkpoint import atomic_folder
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
     with atomic_folder(Path(sys.argv[1])) as folder:

@@ -24,7 +24,7 @@ from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.files import config_hash, read_resolved
 from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.run import folder
-from sorl_train.run.atomic_folder import atomic_folder
+from sorl_train.run.checkpoint import atomic_folder
 from sorl_train.run.files import append_line, atomic_write, read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.manifest import environment_facts

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_train.run.lock import LOCK, FolderLock
+from sorl_train.run.files import LOCK, FolderLock
 
 from ...waiting import wait_until
 
 HOLD = """
 import subprocess, sys, os
 from pathlib import Path
-from sorl_train.run.lock import HELD, FolderLock
+from sorl_train.run.files import HELD, FolderLock
 with FolderLock(Path(sys.argv[1]), "--run_dir") as lock:
     if len(sys.argv) > 2:
         handed = os.environ | {HELD: str(lock.descriptor)}
@@ -33,7 +33,7 @@ with FolderLock(Path(sys.argv[1]), "--run_dir") as lock:
 """
 HEIR = """
 import os, subprocess, sys, time
-from sorl_train.run.lock import join_lock
+from sorl_train.run.files import join_lock
 join_lock()
 child = subprocess.Popen(["sleep", "600"], close_fds=False)  # a careless child, which must not hold the lock
 print(os.getpid(), child.pid, flush=True)
@@ -43,7 +43,7 @@ RACE = """
 import sys
 from pathlib import Path
 from sorl_env.errors import UserError
-from sorl_train.run.lock import FolderLock
+from sorl_train.run.files import FolderLock
 sys.stdin.read(1)
 try:
     with FolderLock(Path(sys.argv[1]), "--run_dir"):

@@ -15,12 +15,18 @@ from sorl_env.registry import load_task
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.files import load_config
 from sorl_train.config.run_settings import CheckpointConfig
-from sorl_train.run.atomic_folder import HASHES, find_damage
-from sorl_train.run.checkpoint import list_checkpoints, prune_checkpoints, resume_point, tell_state
+from sorl_train.run.checkpoint import (
+    HASHES,
+    find_damage,
+    list_checkpoints,
+    prune_checkpoints,
+    resume_point,
+    tell_state,
+)
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.recorder import MAX_LOST_STEPS, Recorder
-from sorl_train.run.summary import Summary
+from sorl_train.run.stability import Summary
 
 from ..conftest import QuietDisplay
 from ..damage import flip_a_bit

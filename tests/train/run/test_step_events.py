@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sorl_train.run.files import read_jsonl
-from sorl_train.run.step_events import in_vain, step_events
+from sorl_train.run.stability import in_vain, step_events
 
 from ..conftest import train_short
 
