@@ -41,8 +41,8 @@ from sorl_train.rollout.model_check import check_critic, check_policy, try_packi
 from sorl_train.rollout.sampler import TransformersSampler
 from sorl_train.run.display import Display
 from sorl_train.run.folder import RunDir
+from sorl_train.run.metrics_log import write_token_records
 from sorl_train.run.recorder import Recorder
-from sorl_train.run.token_stats import write_token_records
 
 
 class LocalEngine:

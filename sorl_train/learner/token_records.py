@@ -10,7 +10,7 @@ from torch import Tensor
 from sorl_train.learner.batch import Batch
 from sorl_train.losses.policy import LossSettings
 from sorl_train.losses.segments import Segments, importance_ratio
-from sorl_train.run.token_stats import TokenRecord
+from sorl_train.run.metrics_log import TokenRecord
 
 
 def token_records(

@@ -49,12 +49,10 @@ def load_policy(
     lora: LoraConfig = LoraConfig(),
     gradient_checkpointing: bool = False,
 ) -> Any:
-    """A causal language model with float32 weights on a device (see ``pick_device``).
+    """A causal language model with float32 weights on a device (see ``pick_device``). With a ``lora.rank`` it has new
+    LoRA adapters, and nothing else of it is trained.
 
-    With a ``lora.rank`` it has new LoRA adapters, and nothing else of it is trained.
-
-    Raises:
-        UserError: no model can be loaded, torch lacks the device, or peft is needed and missing.
+    Raises ``UserError`` if no model can be loaded, torch lacks the device, or peft is needed and missing.
     """
     target = pick_device(device)
     model = load_weights(AutoModelForCausalLM, "model", folder)
@@ -155,12 +153,8 @@ class Critic(nn.Module):
     def forward(self, token_ids: Tensor, mask: Tensor) -> Tensor:
         """Values of some states, in packed rows where that saves enough (``packing``).
 
-        Args:
-            token_ids: (B, L).
-            mask: bool (B, T), T = L - 1: the tokens whose states are asked for.
-
-        Returns:
-            (B, T) float32, 0 off the mask.
+        ``token_ids`` is (B, L); the bool ``mask`` (B, T), T = L - 1, has the tokens whose states are asked for. Returns
+        (B, T) float32, 0 off the mask.
         """
         packed = packing.pack(token_ids, mask) if packs(self.backbone) else None
         if packed is None:
@@ -230,12 +224,9 @@ class ModelShape:
 
 
 def model_shape(folder: str, lora_rank: int = 0) -> ModelShape:
-    """The sizes of the model in a folder, from its configuration alone.
+    """The sizes of the model in a folder, from its configuration alone: on torch's meta device it has no storage.
 
-    The model is built on torch's meta device, where tensors have a shape and no storage.
-
-    Raises:
-        UserError: the folder has no configuration that can be read.
+    Raises ``UserError`` if the folder has no configuration that can be read.
     """
     try:
         config = AutoConfig.from_pretrained(folder)

@@ -26,7 +26,7 @@ from sorl_train.report.dialogues import (
     read_some,
     segments,
 )
-from sorl_train.run.token_stats import TokenRecord, iter_token_records, sidecar_of
+from sorl_train.run.metrics_log import TokenRecord, iter_token_records, sidecar_of
 
 MOST_DIALOGUES = 2000  # of the paper's length, they take about 40 MB
 CHUNK = 32

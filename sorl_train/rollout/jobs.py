@@ -46,11 +46,7 @@ def further_jobs(
     They are the next ones of an order that seed and step determine, not the examples of later steps: so nothing has to
     be remembered for a resume, and the run's own order still visits each example once. There are fewer rollouts where
     the examples run out.
-
-    Args:
-        number: of the round, from 1.
-        visited: indices of the examples that the step has visited.
-    """
+    The round's ``number`` counts from 1."""
     order = _order(config.seed, step, num_examples, stream="dynamic_sampling")
     left = [index for index in order if index not in visited][:prompts]
     jobs = []

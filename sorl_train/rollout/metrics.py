@@ -37,10 +37,7 @@ def rollout_metrics(
     """``rollout/``, ``reward/`` and ``tool/`` metrics of one step's trajectories.
 
     When all trajectories are excluded, metrics such as the success rate are missing: an outage is no success rate of 0.
-
-    Args:
-        answers: for each example id, the answers to look for in retrieved passages (``environments.answers_of``).
-    """
+    ``answers`` has, for each example id, those to look for in retrieved passages (``environments.answers_of``)."""
     counted = [t for t in trajectories if not t.excluded]
     calls = [call for t in trajectories for call in _calls(t)]
     metrics = {

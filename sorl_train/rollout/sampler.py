@@ -25,8 +25,7 @@ from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_env.tokens import Tokenizer
 from sorl_train.models.attention import decoding_model
 from sorl_train.models.forward import autocast, compute_dtype
-from sorl_train.rollout.kv_cache import COLUMNS, RowCache, feed
-from sorl_train.rollout.slots import ActiveRollout, Slots, draw
+from sorl_train.rollout.kv_cache import COLUMNS, ActiveRollout, RowCache, Slots, draw, feed
 
 # Tokens (rows x columns) of one prefill pass: on a CPU as many as fit its cache, on a GPU enough to keep it busy.
 CPU_PREFILL, GPU_PREFILL = 2048, 16384

@@ -37,10 +37,7 @@ def write_policy_card(
     folder: Path, run_dir: RunDir, config: TrainConfig, task: Task, step: int, *, best: bool
 ) -> None:
     """Write the card of the policy in ``folder``, which is that of training step ``step``.
-
-    Args:
-        best: the policy is kept because its evaluation is the best so far.
-    """
+    ``best``: it is kept because its evaluation is the best so far."""
     from huggingface_hub import ModelCard, ModelCardData
 
     manifest, method = run_dir.read_manifest(), _method(config)

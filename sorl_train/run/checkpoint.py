@@ -56,13 +56,8 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 @dataclass(frozen=True)
 class Whole:
-    """A checkpoint of which every file is as it was written.
-
-    Attributes:
-        path: its folder.
-        step: the training steps that were done when it was written.
-        damaged: the checkpoints that would have been taken before it, each with what is wrong with its files.
-    """
+    """A checkpoint of which every file is as it was written, after ``step`` training steps; and the ``damaged`` ones
+    that would have been taken before it, each with what is wrong with its files."""
 
     path: Path
     step: int
@@ -75,12 +70,12 @@ class Whole:
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of a step's folder. Names sort as steps do."""
+    """The name of a step's folder, from which ``step_of`` reads it. Names sort as steps do."""
     return f"step_{step:06d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The inverse of ``checkpoint_name``."""
+    """The step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -92,9 +87,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def resume_point(run_dir: RunDir) -> Whole:
     """The newest checkpoint that is whole and belongs to the run. All of its files are read, none is changed.
 
-    Raises:
-        UserError: there is no checkpoint, or all of them are damaged, or the log files are. The message names every
-            damaged file and says what can be done.
+    Raises ``UserError`` if there is none, or the log files are damaged; it names every damaged file and a remedy.
     """
     run_id, damaged = run_dir.run_id, dict[Path, str]()
     restore_replaced(run_dir.checkpoints)
@@ -290,9 +283,8 @@ def remove_leftovers(parent: Path) -> None:
 def find_damage(folder: Path, run_id: str | None = None, *, allow_more: bool = False) -> list[str]:
     """How the folder differs from what was written: one line for each file, with its name; empty if it is whole.
 
-    Args:
-        run_id: the run that the folder has to belong to; None: any.
-        allow_more: accept files that were added later. By default they count as damage: a loader could read them.
+    It has to belong to the run ``run_id``, unless that is None. Files that were added later count as damage, because a
+    loader could read them, unless ``allow_more``.
     """
     try:
         written = read_json((folder / HASHES).read_bytes())

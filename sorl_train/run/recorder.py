@@ -46,16 +46,8 @@ Evaluate = Callable[[int, bool], dict[str, float]]
 
 
 class Recorder:
-    """Records one run.
-
-    Args:
-        config: the settings as they are in ``config.yaml``.
-        task: the task, which a policy's card describes.
-        hash_up_to: see ``atomic_folder``; for the checkpoints.
-
-    Attributes:
-        ended: why the run ends before its last step; empty while it goes on.
-    """
+    """Records one run. A policy's card describes its ``task``; ``hash_up_to`` is that of ``atomic_folder``. ``ended``
+    says why the run ends before its last step, and is empty while it goes on."""
 
     def __init__(
         self,
@@ -132,7 +124,6 @@ class Recorder:
         return summary
 
     def close(self) -> None:
-        """Close the logs."""
         self._log.close()
 
     # -- what is due ----------------------------------------------------------------------------------------------
@@ -211,11 +202,7 @@ class Recorder:
         self, step: int, error: Exception, ids: Sequence[str], trajectories: Sequence[Trajectory]
     ) -> UserError:
         """The error that ends the run over NaN or infinity in ``step``; writes the step's trajectories to a file.
-
-        Args:
-            error: what was not finite.
-            ids: the trajectories where it was found; they come first in the file.
-        """
+        Those of ``ids``, where it was found, come first."""
         path = self.run_dir.path / NON_FINITE.format(f"{step:06d}")
         write_jsonl(path, sorted(trajectories, key=lambda t: t.id not in ids))
         saved = list_checkpoints(self.run_dir.checkpoints)

@@ -26,11 +26,9 @@ COLLAPSED = 0.5  # a policy with less than this share of the best success has co
 class Summary:
     """Final and best figures. They follow from the logged metrics: a resumed run observes those of its log again.
 
-    Attributes:
-        evaluations_below: how many of the newest evaluations in a row were below ``COLLAPSED`` times the best.
-        saved: step and success of the policy in ``checkpoints/best`` when the run was resumed. It may be of a later
-            step than the resumed checkpoint; no worse policy takes its place.
-        earlier_s: seconds before the last resume.
+    ``evaluations_below`` counts the newest evaluations in a row below ``COLLAPSED`` times the best. ``saved`` is step
+    and success of the policy in ``checkpoints/best`` at a resume, possibly of a later step than the checkpoint: no
+    worse policy takes its place.
     """
 
     cold_start_success: float | None = None
@@ -40,7 +38,7 @@ class Summary:
     search_off_success: float | None = None
     evaluations_below: int = 0
     saved: tuple[int, float] | None = None
-    earlier_s: float = 0.0
+    earlier_s: float = 0.0  # before the last resume
     started: float = field(default_factory=time.monotonic)
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> bool:
@@ -112,9 +110,7 @@ def learned(success: Sequence[float], questions: float) -> bool:
     that two of one policy differ by less than the standard error of a sample. It is that of Agresti and Coull, with
     four made-up questions, of which two are right: a start at 0 has an error, too.
 
-    Args:
-        success: that of the cold start, then of the other evaluations.
-        questions: how many an evaluation has.
+    ``success`` is that of the cold start, then of the other evaluations, each of so many ``questions``.
     """
     share = (success[0] * questions + 2) / (questions + 4)
     return max(success) > share + 2 * math.sqrt(share * (1 - share) / (questions + 4))
@@ -204,10 +200,7 @@ IN_VAIN = "in_vain"
 
 def step_events(metrics: Mapping[str, float], rounds: int) -> Iterator[tuple[str, str, bool]]:
     """What happened in a step: the kind of an event, its reason, and whether it is told on the terminal, too.
-
-    Args:
-        rounds: further rounds that dynamic sampling may draw.
-    """
+    ``rounds`` are the further ones that dynamic sampling may draw."""
     if moves := metrics.get("loss/trust_moves_back"):
         times = "once" if moves == 1 else f"{moves:g} times"
         most, kl, scale = (metrics[f"loss/trust_{name}"] for name in ("kl_max", "kl", "scale"))

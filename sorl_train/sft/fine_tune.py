@@ -174,12 +174,8 @@ def fine_tune(
 ) -> None:
     """Minimize the mean negative log-likelihood of the demonstrations' action tokens.
 
-    Args:
-        pad_id: the token that fills shorter rows.
-        on_step: called after each optimizer step with its number, from 1, and its metrics.
-
-    Raises:
-        UserError: the loss or its gradient is not finite.
+    ``pad_id`` fills shorter rows. ``on_step`` is called after each optimizer step with its number, from 1, and its
+    metrics. Raises ``UserError`` if the loss or its gradient is not finite.
     """
     sft = config.sft
     device = next(model.parameters()).device

@@ -187,39 +187,36 @@ def test_resume_brings_its_own_settings(trainer: list[Any], capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize(
+    ("error", "status", "said", "unsaved"),
+    [
+        (UserError("the search server is out"), 1, "the search server is out", ""),
+        (KeyboardInterrupt(), 130, "interrupted", " before the first checkpoint; start it again"),
+    ],
+)
 def test_what_ends_a_run_says_how_to_go_on(
-    saved: bool, trainer: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    status: int,
+    said: str,
+    unsaved: str,
+    saved: bool,
+    trainer: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A user's error, status 1. A folder in which nothing has happened goes."""
+    """A folder in which nothing has happened goes."""
 
     def fails(config: TrainConfig, run_dir: RunDir, *_: object) -> dict[str, Any]:
         if saved:
             (run_dir.checkpoints / "step_000003").mkdir()
-        raise UserError("the search server is out")
+        raise error
 
     install(monkeypatch, fails)
-    assert main(["--run_dir", "r"]) == 1
-    said = "The run is saved up to step 3. Go on from there with:\n  sorl-train --resume --run_dir r\n"
-    assert capsys.readouterr().err == f"sorl-train: the search server is out\n{said * saved}"
-    assert Path("r").exists() is saved
-
-
-@pytest.mark.parametrize("saved", [True, False])
-def test_ctrl_c_says_how_to_go_on(
-    saved: bool, trainer: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(config: TrainConfig, run_dir: RunDir, *_: object) -> dict[str, Any]:
-        if saved:
-            (run_dir.checkpoints / "step_000003").mkdir()
-        raise KeyboardInterrupt
-
-    install(monkeypatch, interrupted)
-    assert main(["--run_dir", "my run"]) == 130
-    err = capsys.readouterr().err
-    if saved:
-        assert "up to step 3. Go on from there with:\n  sorl-train --resume --run_dir 'my run'\n" in err
-    else:
-        assert "before the first checkpoint" in err
+    assert main(["--run_dir", "my run"]) == status
+    again = (
+        "\nThe run is saved up to step 3. Go on from there with:\n  sorl-train --resume --run_dir 'my run'"
+    )
+    assert capsys.readouterr().err.lstrip() == f"sorl-train: {said}{again if saved else unsaved}\n"
     assert Path("my run").exists() is saved
 
 

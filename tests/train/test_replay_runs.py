@@ -17,7 +17,7 @@ from sorl_train.report.report import main as report
 from sorl_train.rollout.metrics import success_rate
 from sorl_train.run.files import read_jsonl as read_lines
 from sorl_train.run.folder import RunDir
-from sorl_train.run.token_stats import iter_token_records
+from sorl_train.run.metrics_log import iter_token_records
 
 from .conftest import WORLD, train_short
 from .outcomes import outcome, train_until

@@ -29,7 +29,7 @@ from sorl_train.learner import scoring
 from sorl_train.run import recorder
 from sorl_train.run.files import read_jsonl as read_metrics
 from sorl_train.run.folder import RunDir
-from sorl_train.run.token_stats import iter_token_records, sidecar_of
+from sorl_train.run.metrics_log import iter_token_records, sidecar_of
 from sorl_train.sft.cold_start import resolve_model
 
 from ..waiting import wait_until

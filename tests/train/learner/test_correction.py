@@ -11,7 +11,7 @@ from sorl_train.config.run_settings import CorrectionConfig
 from sorl_train.learner.advantages import correction_settings
 from sorl_train.report.report import main as report
 from sorl_train.run.files import read_jsonl
-from sorl_train.run.token_stats import iter_token_records
+from sorl_train.run.metrics_log import iter_token_records
 
 from ..conftest import train_short
 

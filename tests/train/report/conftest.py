@@ -19,8 +19,7 @@ from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.settings import OptimConfig, RolloutConfig, TrainConfig, UpdateConfig
 from sorl_train.report.figures import SECTIONS
 from sorl_train.run.folder import RunDir
-from sorl_train.run.metrics_log import MetricsLog
-from sorl_train.run.token_stats import TokenRecord, write_token_records
+from sorl_train.run.metrics_log import MetricsLog, TokenRecord, write_token_records
 
 from .browser import PROGRAM, Browser
 

@@ -29,7 +29,7 @@ from sorl_train.report.viewer_data import (
     encode,
     read_page,
 )
-from sorl_train.run.token_stats import TokenRecord, write_token_records
+from sorl_train.run.metrics_log import TokenRecord, write_token_records
 
 MakeRun = Callable[..., Path]
 MakeTrajectory = Callable[..., Trajectory]

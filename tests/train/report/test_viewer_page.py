@@ -12,7 +12,7 @@ import pytest
 from sorl_env.trajectory import Trajectory
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.report.viewer import write_viewer
-from sorl_train.run.token_stats import TokenRecord, write_token_records
+from sorl_train.run.metrics_log import TokenRecord, write_token_records
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from sorl_env.trajectory import Trajectory
 from sorl_train.learner.batch import collate
 from sorl_train.models.forward import action_stats
 from sorl_train.models.policy import load_policy, load_tokenizer
+from sorl_train.rollout.kv_cache import ActiveRollout, draw
 from sorl_train.rollout.sampler import TransformersSampler, _StopTokens
-from sorl_train.rollout.slots import ActiveRollout, draw
 
 
 def jobs(count: int) -> list[RolloutJob]:

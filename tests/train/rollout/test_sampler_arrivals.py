@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from sorl_env.rollout import SampledTurn, SamplingParams
+from sorl_train.rollout.kv_cache import ActiveRollout
 from sorl_train.rollout.sampler import TransformersSampler
-from sorl_train.rollout.slots import ActiveRollout
 
 VOCABULARY = 30
 SEED = 1

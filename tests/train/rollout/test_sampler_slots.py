@@ -57,35 +57,29 @@ def test_a_row_whose_slot_holds_other_tokens_is_not_fed(random_policy: tuple[Any
         asyncio.run(two_turns())
 
 
-def test_more_trajectories_than_rows_are_refused_and_disturb_nobody(random_policy: tuple[Any, Any]) -> None:
-    sampler = opened(random_policy, 2)
+@pytest.mark.parametrize(
+    ("ids", "rows", "said"),
+    [
+        ([3], 2, "session bad: more than max_concurrency=2"),
+        ([3, 30], 3, "session bad: token 30 is none of the model's 30"),
+        ([3, -1], 3, "session bad: token -1 is none of the model's 30"),
+    ],
+)
+def test_a_request_that_is_refused_disturbs_nobody(
+    random_policy: tuple[Any, Any], ids: list[int], rows: int, said: str
+) -> None:
+    """One trajectory more than there are rows, or a token that is none of the model's."""
+    sampler = opened(random_policy, rows)
 
     async def crowd() -> list[Any]:
-        requests = [sampler.generate(f"d{i}", ids, SOME) for i, ids in enumerate([*PROMPTS, [3]])]
-        return await asyncio.gather(*requests, return_exceptions=True)
+        requests = [sampler.generate(f"d{i}", ids, SOME) for i, ids in enumerate(PROMPTS)]
+        return await asyncio.gather(*requests, sampler.generate("bad", ids, SOME), return_exceptions=True)
 
     with sampler.session():
         *turns, refused = asyncio.run(crowd())
-    assert [turn.token_ids for turn in turns] == [
-        alone(random_policy, ids, SOME).token_ids for ids in PROMPTS
-    ]
-    assert isinstance(refused, ValueError) and "session d2: more than max_concurrency=2" in str(refused)
-
-
-@pytest.mark.parametrize("token", [30, -1])
-def test_a_token_that_is_none_of_the_models_is_its_own_requests_fault(
-    random_policy: tuple[Any, Any], token: int
-) -> None:
-    sampler = opened(random_policy, 2)
-
-    async def both() -> list[Any]:
-        good = sampler.generate("good", PROMPTS[0], SOME)
-        return await asyncio.gather(good, sampler.generate("bad", [3, token], SOME), return_exceptions=True)
-
-    with sampler.session():
-        good, bad = asyncio.run(both())
-    assert good.token_ids == alone(random_policy, PROMPTS[0], SOME).token_ids
-    assert isinstance(bad, ValueError) and str(bad) == f"session bad: token {token} is none of the model's 30"
+    expected = [alone(random_policy, ids, SOME).token_ids for ids in PROMPTS]
+    assert [turn.token_ids for turn in turns] == expected
+    assert isinstance(refused, ValueError) and said in str(refused)
 
 
 def test_who_waits_for_a_turn_is_told_when_it_is_given_up(random_policy: tuple[Any, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_train.run.token_stats import TokenRecord, iter_token_records, sidecar_of, write_token_records
+from sorl_train.run.metrics_log import TokenRecord, iter_token_records, sidecar_of, write_token_records
 
 RECORD = TokenRecord(
     id="s1-p0/0",
