@@ -45,7 +45,7 @@ class Algorithm:
         advantage: ``gae`` estimates advantages with a learned critic. The others compare the rollouts of one prompt
             with each other, so they need ``rollout.group_size`` of at least 2: ``group`` by their total rewards,
             ``turn_group`` also by the reward of each turn, and ``state_group`` also by what followed from a state that
-            several of their turns started in (``sorl_train.losses.turn_credit``).
+            several of their turns started in (``sorl_train.losses.advantages``).
         normalize: scale steps down when the clipping bias is large (eq:ST_PPO_mc, eq:GRPO_MC).
         about: one line for ``--help`` and docs/algorithms.md.
         equation: label of the objective in the paper, or where else it comes from.

@@ -20,16 +20,13 @@ from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.advantages import batch_metrics
 from sorl_train.learner.batch import Batch, collate
-from sorl_train.learner.dynamic_sampling import num_groups, with_signal
-from sorl_train.learner.means import Means
+from sorl_train.learner.dapo import num_groups, shape_and_filter, with_signal
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit
-from sorl_train.learner.optimizer_step import NonFiniteError, adamw
-from sorl_train.learner.overlong import shape_and_filter
+from sorl_train.learner.optimizer_step import Means, NonFiniteError, adamw
 from sorl_train.learner.replay import Mixed, ReplayBuffer
-from sorl_train.learner.schedule import is_on_policy, learning_rate, mini_batches, steps_of_batch
-from sorl_train.learner.scoring import score
+from sorl_train.learner.scoring import score, token_records
+from sorl_train.learner.settings import is_on_policy, learning_rate, mini_batches, steps_of_batch
 from sorl_train.learner.state import Collected, load_optimizers, load_waiting, save_optimizers, save_waiting
-from sorl_train.learner.token_records import token_records
 from sorl_train.learner.trust_region import final_kl_sample
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.models.forward import compute_dtype, pick_device

@@ -19,8 +19,7 @@ from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.engine import LocalEngine, stop_on_non_finite
 from sorl_train.evaluate.find_policy import fingerprint
 from sorl_train.learner.advantages import prepare
-from sorl_train.learner.dynamic_sampling import dynamic_metrics
-from sorl_train.learner.overlong import overlong_metrics
+from sorl_train.learner.dapo import dynamic_metrics, overlong_metrics
 from sorl_train.learner.replay import replay_metrics
 from sorl_train.rollout.environments import env_facts, record_sources
 from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings

@@ -135,7 +135,7 @@ def doubts(config: TrainConfig) -> list[str]:
 
 
 def _kl_doubts(config: TrainConfig) -> list[str]:
-    """What is wrong with the estimator of the KL where it stands (``losses.kl``)."""
+    """What is wrong with the estimator of the KL where it stands (``losses.terms``)."""
     loss = config.loss
     if config.stage != "rl" or not loss.kl_coef or (loss.kl_type == "k1") == (loss.kl_in == "reward"):
         return []

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from sorl_env.errors import UserError
 from sorl_train.algorithms import Algorithm
-from sorl_train.config.field import Needs, Resumable
+from sorl_train.config.run_settings import Needs, Resumable
 from sorl_train.config.settings import TrainConfig
 
 

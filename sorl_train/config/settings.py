@@ -28,7 +28,8 @@ from sorl_train.algorithms import (
     RatioLevel,
     Target,
 )
-from sorl_train.config.field import (
+from sorl_train.config.find_algorithm import find_algorithm
+from sorl_train.config.run_settings import (
     CRITIC,
     CRITIC_OR_STATES,
     GROUPS,
@@ -41,34 +42,31 @@ from sorl_train.config.field import (
     STATES,
     TOTAL_REWARDS,
     TURNS,
-    Bool,
-    Float,
-    Int,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Share,
-    Texts,
-    UserKeys,
-    needs,
-)
-from sorl_train.config.find_algorithm import find_algorithm
-from sorl_train.config.run_settings import (
     AlarmConfig,
+    Bool,
     CheckpointConfig,
     ClusterConfig,
     CorrectionConfig,
     EvalConfig,
+    Float,
     HardwareConfig,
+    Int,
     LogConfig,
     LoraConfig,
+    NonNegativeFloat,
+    NonNegativeInt,
     OverlongConfig,
+    PositiveFloat,
+    PositiveInt,
     ReplayConfig,
     RolloutConfig,
+    Section,
     SftConfig,
+    Share,
+    Texts,
     TinyConfig,
+    UserKeys,
+    needs,
 )
 
 TINY = "tiny"  # the value of ``model`` that asks for a small policy built for the task

@@ -8,14 +8,13 @@ from torch import Tensor
 from sorl_train.algorithms import AdvantageKind
 from sorl_train.config.settings import LossConfig, TrainConfig
 from sorl_train.learner.batch import Batch
+from sorl_train.learner.dapo import drop_rows_without_loss
 from sorl_train.learner.diagnostics import quantiles
 from sorl_train.learner.mismatch import turn_mismatch
-from sorl_train.learner.overlong import drop_rows_without_loss
-from sorl_train.losses.advantages import gae, group_advantages, whiten
-from sorl_train.losses.correction import CorrectionSettings, correction_weights
-from sorl_train.losses.kl import kl_penalty
-from sorl_train.losses.turn_credit import (
+from sorl_train.losses.advantages import (
     first_of_turns,
+    gae,
+    group_advantages,
     on_tokens,
     return_group_advantages,
     state_group_advantages,
@@ -23,7 +22,10 @@ from sorl_train.losses.turn_credit import (
     turn_group_advantages,
     turn_sums,
     turn_table,
+    whiten,
 )
+from sorl_train.losses.correction import CorrectionSettings, correction_weights
+from sorl_train.losses.terms import kl_penalty
 
 PUBLISHED = {"none": (0.5, 1.0), "truncate": (0.5, 2.0), "band": (0.5, 5.0)}  # limits of TIS and IcePop
 

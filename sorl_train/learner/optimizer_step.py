@@ -1,8 +1,9 @@
-"""What the policy's and the critic's optimizer steps share: micro-batches, denominators, clipping, the step itself."""
+"""What the optimizer steps of policy and critic share: micro-batches, denominators, the step, means of metrics."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 from sorl_train.algorithms import Aggregation
 from sorl_train.config.settings import OptimConfig
 from sorl_train.learner.batch import Batch
-from sorl_train.losses.aggregate import loss_denominator
-from sorl_train.losses.sums import sum_over_ranks
+from sorl_train.losses.terms import loss_denominator, sum_over_ranks
 
 # Parameters whose names contain one of these, as in OpenRLHF's ``get_optimizer_grouped_parameters``
 NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
@@ -99,3 +99,28 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give all groups of parameters the same learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+PEAKS = ("grad_norm", "clip_bias_norm")  # metrics whose largest value is reported beside their mean
+
+
+class Means:
+    """Running means of metrics by name."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, **values: float) -> None:
+        for name, value in values.items():
+            self._values[name].append(value)
+
+    def any(self, name: str) -> bool:
+        """Whether a value other than 0 was added."""
+        return any(self._values[name])
+
+    def result(self, prefix: str = "loss/") -> dict[str, float]:
+        """The means, the largest values of ``PEAKS`` and the number of optimizer steps."""
+        means = {prefix + name: math.fsum(values) / len(values) for name, values in self._values.items()}
+        peaks = {f"{prefix}{name}_max": max(self._values[name]) for name in PEAKS if name in self._values}
+        steps = {prefix + "policy_updates": float(len(self._values["lr"]))} if "lr" in self._values else {}
+        return means | peaks | steps

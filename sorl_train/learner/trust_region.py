@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sorl_env.errors import UserError
 from sorl_train.learner.batch import Batch
-from sorl_train.losses.sums import sum_over_ranks
+from sorl_train.losses.terms import sum_over_ranks
 
 MOST_MOVES = 4  # moves back towards the copy before one that goes all the way
 FINAL_KL_STRIDE = 4  # the KL after a batch's last step is that of every fourth trajectory

@@ -21,17 +21,13 @@ from torch import Tensor, nn
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.diagnostics import RatioDiagnostics, diagnose_ratios
-from sorl_train.learner.means import Means
-from sorl_train.learner.optimizer_step import NonFiniteError, mean_over, on_device, take_step
+from sorl_train.learner.optimizer_step import Means, NonFiniteError, mean_over, on_device, take_step
 from sorl_train.learner.settings import loss_settings
 from sorl_train.learner.trust_region import TrustRegion, token_kl
-from sorl_train.losses.aggregate import aggregate
 from sorl_train.losses.clip_bias import LossStats, Normalization, normalization
-from sorl_train.losses.kl import kl_penalty
 from sorl_train.losses.log_probs import TokenStats
 from sorl_train.losses.policy import LossOutput, policy_loss
-from sorl_train.losses.sums import sum_over_ranks
-from sorl_train.losses.value import value_loss
+from sorl_train.losses.terms import aggregate, kl_penalty, sum_over_ranks, value_loss
 from sorl_train.models.forward import action_stats, autocast, disable_dropout
 from sorl_train.models.packed_attention import packs
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from sorl_train.algorithms import CorrectionMode, RatioLevel, check_choice
-from sorl_train.losses.aggregate import check_shapes
 from sorl_train.losses.segments import Segments, importance_ratio
+from sorl_train.losses.terms import check_shapes
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from sorl_train.algorithms import Aggregation, RatioLevel, check_choice
-from sorl_train.losses.aggregate import check_shapes, row_weights
 from sorl_train.losses.clip_bias import LossStats, loss_stats
 from sorl_train.losses.segments import Segments, importance_ratio
 from sorl_train.losses.surrogates import ClipRange, Surrogate, clipped
+from sorl_train.losses.terms import check_shapes, row_weights
 
 
 @dataclass(frozen=True)

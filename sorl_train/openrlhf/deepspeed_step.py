@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sorl_train.learner.optimizer_step import set_lr
-from sorl_train.losses.sums import sum_over_ranks
+from sorl_train.losses.terms import sum_over_ranks
 
 PIECE = 1 << 24  # elements of a gradient that are looked at together
 

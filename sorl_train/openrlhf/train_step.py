@@ -26,10 +26,10 @@ from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.files import read_resolved
 from sorl_train.learner.advantages import batch_metrics, mismatch_metrics, prepare
 from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.dapo import overlong_metrics, shape_and_filter
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit, sampled_by
 from sorl_train.learner.optimizer_step import NonFiniteError
-from sorl_train.learner.overlong import overlong_metrics, shape_and_filter
-from sorl_train.learner.schedule import mini_batches, steps_of_batch
+from sorl_train.learner.settings import mini_batches, steps_of_batch
 from sorl_train.learner.trust_region import final_kl_sample
 from sorl_train.models.policy import model_shape
 from sorl_train.openrlhf.flags import Placement

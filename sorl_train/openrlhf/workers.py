@@ -19,9 +19,8 @@ from torch import Tensor
 from sorl_train.config.files import read_resolved
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
-from sorl_train.learner.means import Means
-from sorl_train.learner.optimizer_step import NonFiniteError
-from sorl_train.learner.schedule import learning_rate, steps_of_batch
+from sorl_train.learner.optimizer_step import Means, NonFiniteError
+from sorl_train.learner.settings import learning_rate, steps_of_batch
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.losses.clip_bias import Normalization
 from sorl_train.losses.log_probs import TokenStats

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from sorl_train.algorithms import ClipBiasNorm, check_choice
 from sorl_train.losses.clip_bias import LossStats
 from sorl_train.losses.policy import LossOutput
-from sorl_train.losses.sums import sum_over_ranks
+from sorl_train.losses.terms import sum_over_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sorl_train.algorithms import ALGORITHMS, Aggregation, Algorithm, RatioLevel
 from sorl_train.learner.trust_region import TrustRegion
-from sorl_train.losses.aggregate import aggregate
-from sorl_train.losses.kl import kl_penalty
 from sorl_train.losses.surrogates import ClipRange
+from sorl_train.losses.terms import aggregate, kl_penalty
 from sorl_train.plugins.objective import Objective, clip_range, loss_algorithms
 from sorl_train.plugins.trl_trust import TrustedSteps
 

@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from sorl_train.learner.trust_region import TrustRegion, final_kl_sample
-from sorl_train.losses.sums import sum_over_ranks
+from sorl_train.losses.terms import sum_over_ranks
 from sorl_train.models.forward import disable_dropout
 
 

@@ -35,7 +35,7 @@ def _examine(argv: Sequence[str]) -> int:
     arguments = parse(rest)
     config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
     from sorl_train.preflight.checks import examine
-    from sorl_train.preflight.finding import Run
+    from sorl_train.preflight.inputs import Run
 
     findings = []
     logging.disable(logging.WARNING)  # of libraries, for what a finding reports

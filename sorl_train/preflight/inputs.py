@@ -1,13 +1,16 @@
-"""What every run needs before its first step: checked by its start, by ``--dry_run`` and by ``sorl-doctor`` alike."""
+"""What every run needs before its first step, checked by its start, ``--dry_run`` and ``sorl-doctor`` alike, and the
+form of what such a check finds."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from sorl_env.data import load_examples, read_rows
 from sorl_env.errors import UserError
@@ -15,7 +18,9 @@ from sorl_env.registry import load_task
 from sorl_train.config.settings import TINY, TrainConfig
 
 if TYPE_CHECKING:
+    from sorl_env.task import Task
     from sorl_env.text_env import TextEnv
+    from sorl_train.models.policy import ModelShape
 
 UNASKED = "http://127.0.0.1:8301"  # an address that is given to tools and never asked
 
@@ -93,3 +98,43 @@ def planned(config: TrainConfig) -> Iterator[tuple[list[TextEnv], str, str]]:
             sizes = dataclasses.asdict(config.tiny)
             build_tiny_policy(envs[0].task, folder, seed=config.seed, format=config.format, **sizes)
             yield envs, folder, f"tiny, built for the task, {steps if config.stage == 'rl' else 'untrained'}"
+
+
+_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found; ``fix`` says what to do about it."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    fix: str = ""
+
+    def as_text(self) -> str:
+        """A line, with the fix indented below."""
+        head = f"{self.status:<5} {self.name:<10} "
+        lines = textwrap.wrap(self.detail, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+        if self.fix:
+            arrow = " " * len(head) + "-> "
+            lines += textwrap.wrap(self.fix, _WIDTH, initial_indent=arrow, subsequent_indent=" " * len(arrow))
+        return "\n".join(lines)
+
+
+@dataclass
+class Run:
+    """What is known of the run. Checks fill in the last three attributes, on which later ones build.
+
+    Attributes:
+        index: the folder that the server at ``search.url`` should serve.
+        new: whether the run begins a folder of its own, in which no other run may be.
+        failed: whether a check has failed.
+    """
+
+    config: TrainConfig
+    index: Path | None = None
+    new: bool = True
+    task: Task | None = None
+    shape: ModelShape | None = None
+    failed: bool = False

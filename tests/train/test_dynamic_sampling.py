@@ -16,8 +16,7 @@ from sorl_env.trajectory_io import read_jsonl
 from sorl_train.config.run_settings import OverlongConfig
 from sorl_train.engine import LocalEngine
 from sorl_train.learner.batch import collate
-from sorl_train.learner.dynamic_sampling import num_groups, rows_with_signal, with_signal
-from sorl_train.learner.overlong import shape_and_filter
+from sorl_train.learner.dapo import num_groups, rows_with_signal, shape_and_filter, with_signal
 from sorl_train.rollout.environments import SilentTool
 from sorl_train.rollout.jobs import further_jobs, training_jobs
 from sorl_train.run.files import read_jsonl as read_lines

@@ -28,7 +28,7 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.engine import LocalEngine
 from sorl_train.learner.advantages import correct, estimate_advantages
 from sorl_train.learner.batch import collate
-from sorl_train.learner.overlong import drop_rows_without_loss
+from sorl_train.learner.dapo import drop_rows_without_loss
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.models.forward import action_stats
 from sorl_train.models.policy import Critic

@@ -14,8 +14,7 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
-from sorl_train.learner.means import Means
-from sorl_train.learner.optimizer_step import NonFiniteError
+from sorl_train.learner.optimizer_step import Means, NonFiniteError
 from sorl_train.learner.trust_region import (
     GROWTH,
     MOST_MOVES,

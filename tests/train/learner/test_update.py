@@ -14,9 +14,8 @@ from sorl_env.rollout import RolloutJob, RolloutSettings, collect
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
-from sorl_train.learner.means import Means
-from sorl_train.learner.optimizer_step import NonFiniteError
-from sorl_train.learner.schedule import learning_rate
+from sorl_train.learner.optimizer_step import Means, NonFiniteError
+from sorl_train.learner.settings import learning_rate
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.models import packing
 from sorl_train.models.forward import action_stats

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sorl_train.learner.diagnostics import RatioDiagnostics, diagnose_ratios
-from sorl_train.losses.aggregate import loss_denominator
 from sorl_train.losses.policy import LossOutput, LossSettings
 from sorl_train.losses.surrogates import SURROGATES
-from sorl_train.losses.value import value_loss
+from sorl_train.losses.terms import loss_denominator, value_loss
 
 from .keywords import policy_loss
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sorl_train.losses.advantages import group_advantages
-from sorl_train.losses.turn_credit import (
+from sorl_train.losses.advantages import (
     first_of_turns,
+    group_advantages,
     on_tokens,
     return_group_advantages,
     state_group_advantages,

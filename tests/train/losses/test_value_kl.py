@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from sorl_train.losses.kl import kl_penalty
-from sorl_train.losses.value import value_loss
+from sorl_train.losses.terms import kl_penalty, value_loss
 
 F64 = torch.float64
 MASK = torch.tensor([[False, True, True], [True, False, False]])

@@ -25,8 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
-from sorl_train.learner.means import Means
-from sorl_train.learner.optimizer_step import NonFiniteError
+from sorl_train.learner.optimizer_step import Means, NonFiniteError
 from sorl_train.learner.trust_region import MOST_MOVES, TrustRegion
 from sorl_train.openrlhf.shares import by_rank
 from sorl_train.openrlhf.value_head import ValueHead

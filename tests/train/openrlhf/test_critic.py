@@ -12,7 +12,7 @@ from sorl_env.env import ToolUseEnv
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
-from sorl_train.learner.means import Means
+from sorl_train.learner.optimizer_step import Means
 from sorl_train.learner.update import CriticUpdate
 from sorl_train.models.policy import Critic, load_critic, load_policy, load_tokenizer
 

@@ -16,7 +16,7 @@ from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.advantages import correct
 from sorl_train.learner.batch import Batch, collate
-from sorl_train.learner.means import Means
+from sorl_train.learner.optimizer_step import Means
 from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.policy import load_policy, load_tokenizer
 

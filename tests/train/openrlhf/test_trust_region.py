@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sorl_train.learner.batch import Batch
-from sorl_train.learner.means import Means
+from sorl_train.learner.optimizer_step import Means
 from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.policy import load_policy
 from sorl_train.run.files import read_jsonl

@@ -11,7 +11,7 @@ import torch
 
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
-from sorl_train.learner.means import Means
+from sorl_train.learner.optimizer_step import Means
 from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.policy import load_policy
 from sorl_train.plugins.objective import turn_ids_of

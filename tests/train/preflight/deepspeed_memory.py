@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrai
 from sorl_train.config.run_settings import HardwareConfig
 from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.learner.batch import Batch
-from sorl_train.learner.means import Means
+from sorl_train.learner.optimizer_step import Means
 from sorl_train.openrlhf.workers import DeepSpeedCriticUpdate, DeepSpeedPolicyUpdate
 
 STEPS = 2  # Adam's moments are there from the second one on

@@ -1,16 +1,20 @@
-"""Long trajectories, as DAPO treats them (arXiv:2503.14476): a soft punishment near the limit, and a filter.
+"""What DAPO (arXiv:2503.14476) does with a rollout batch: overlong trajectories, and groups without a signal.
 
-The punishment is its eq. 13, added to the reward, with L_max the limit and L_cache the buffer::
+**Overlong**: a soft punishment near the limit, its eq. 13, is added to the reward, and a filter drops trajectories from
+the loss. With L_max the limit and L_cache the buffer::
 
     0                                    if |y| <= L_max - L_cache
     ((L_max - L_cache) - |y|) / L_cache  in between
     -1                                   at the limit
 
 |y| counts the tokens of observations, too, as ``limits.max_trajectory_tokens`` does. A trajectory that ended because
-the next observation would not fit (``max_tokens``) was at the limit. Records keep the task's reward.
+the next observation would not fit (``max_tokens``) was at the limit. Records keep the task's reward. A filtered
+trajectory has no token in the loss, but its reward stays in the baseline of its group, as in DAPO. An excluded one (an
+outage) is in neither.
 
-A filtered trajectory has no token in the loss, but its reward stays in the baseline of its group, as in DAPO. An
-excluded one (an outage) is in neither.
+**Dynamic sampling**: a group whose total rewards are all equal has advantages of 0 where these compare total rewards,
+which ``config.checks`` sees to. The engine replaces such groups with groups of other prompts, in up to
+``rollout.dynamic_sampling`` further rounds, and trains on those that have a signal.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ from collections.abc import Sequence
 from statistics import fmean
 
 import torch
+from torch import Tensor
 
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_train.config.run_settings import OverlongConfig
+from sorl_train.config.run_settings import OverlongConfig, RolloutConfig
 from sorl_train.learner.batch import Batch
+from sorl_train.losses.advantages import are_equal
 
 
 def punishment(trajectory: Trajectory, limit: int, config: OverlongConfig) -> float:
@@ -81,3 +87,39 @@ def overlong_metrics(
         filtered = [t.stop_reason.value in config.excluded_stops for t in counted]
         metrics["rollout/overlong_filtered_frac"] = fmean(filtered)
     return metrics
+
+
+def rows_with_signal(batch: Batch) -> Tensor:
+    """Bool (B,): whether the total rewards of the row's group differ, and one of the group's tokens is in the loss."""
+    _, group = torch.unique(batch.group_ids, return_inverse=True)
+    totals = batch.token_rewards.sum(dim=1)
+
+    def over_groups(values: Tensor, how: str) -> Tensor:
+        empty = values.new_zeros(int(group.max()) + 1)
+        return empty.scatter_reduce(0, group, values, how, include_self=False)[group]
+
+    differ = ~are_equal(over_groups(totals, "amin"), over_groups(totals, "amax"))
+    return differ & (over_groups(batch.loss_mask.any(dim=1).float(), "amax") > 0)
+
+
+def with_signal(batch: Batch) -> Batch:
+    """The rows of groups with a signal; there may be none."""
+    return batch.rows(torch.nonzero(rows_with_signal(batch))[:, 0])
+
+
+def num_groups(batch: Batch | None) -> int:
+    """How many groups have a row in the batch."""
+    return 0 if batch is None else len(torch.unique(batch.group_ids))
+
+
+def dynamic_metrics(
+    trajectories: Sequence[Trajectory], batch: Batch | None, config: RolloutConfig
+) -> dict[str, float]:
+    """What a step cost: rollouts ``drawn`` and ``kept``, and the groups still ``missing``; nothing if it is off."""
+    if not config.dynamic_sampling:
+        return {}
+    return {
+        "rollout/dynamic_drawn": float(len(trajectories)),
+        "rollout/dynamic_kept": 0.0 if batch is None else float(len(batch)),
+        "rollout/dynamic_missing": float(config.batch_size // config.group_size - num_groups(batch)),
+    }
