@@ -152,7 +152,7 @@ def openrlhf_parts(config: TrainConfig, shape: ModelShape, limits: Limits, model
     return [
         ("Placement", _placement(config, model)),
         ("OpenRLHF flags", _command(config, limits, model)),
-        (f"Memory {where}, upper bound", _memory(config, memory, limits)),
+        (f"Memory {where}, upper bound", _cluster_memory(config, memory, limits)),
         ("Memory of the host, per node", [row("together", memory.host)]),
     ]
 
@@ -202,7 +202,7 @@ def _command(config: TrainConfig, limits: Limits, model: str) -> list[str]:
     return [*(f"{line} \\" for line in lines[:-1]), lines[-1], *notes]
 
 
-def _memory(config: TrainConfig, memory: Memory, limits: Limits) -> list[str]:
+def _cluster_memory(config: TrainConfig, memory: Memory, limits: Limits) -> list[str]:
     if config.hardware.device == "cpu":
         lines = [*memory.lines(), f"{_count(Placement.of(config).ranks, 'rank')} on this machine"]
     else:
