@@ -34,12 +34,9 @@ except ModuleNotFoundError as missing:  # the core alone is installed
 from sorl_tools.progress import Progress
 from sorl_train.evaluate.compare import compare_main
 from sorl_train.evaluate.find_policy import PolicySource
-from sorl_train.evaluate.prompts import MODES, check_modes
-from sorl_train.evaluate.results import EvalResult, Job
-from sorl_train.evaluate.results_file import EvalResultsFile
-from sorl_train.evaluate.runner import Policy, check_search, plan_jobs, run_evaluation
-from sorl_train.evaluate.summary import summarize
-from sorl_train.evaluate.tables import table_main, tables
+from sorl_train.evaluate.results import EvalResult, EvalResultsFile, Job
+from sorl_train.evaluate.runner import MODES, Policy, check_modes, check_search, plan_jobs, run_evaluation
+from sorl_train.evaluate.summary import summarize, table_main, tables
 from sorl_train.rollout.environments import env_facts
 from sorl_train.run.files import FolderLock, atomic_write
 

@@ -13,9 +13,8 @@ from sorl_env.command import Parser, add_json_option, print_json
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.figures import markdown_table
 from sorl_train.evaluate.intervals import SIGNIFICANT, Paired, paired
-from sorl_train.evaluate.prompts import MODES
-from sorl_train.evaluate.results import EvalResult
-from sorl_train.evaluate.results_file import read_folder
+from sorl_train.evaluate.results import EvalResult, read_folder
+from sorl_train.evaluate.runner import MODES
 from sorl_train.evaluate.summary import by_task_and_mode
 
 ABOUT = "Compare two evaluations over the questions that both have, and list the questions gained and lost."

@@ -1,42 +1,32 @@
-"""``sorl-data``: prepare a published data set, find questions that are in two files."""
+"""``sorl-data prepare``: a published data set as files, and which of its train questions are in test files, too."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sorl_env.command import Parser, add_json_option, print_json, run_command
+from sorl_env.command import Parser, run_command
 from sorl_env.errors import UserError
 from sorl_env.text import read_json
-from sorl_train.prepare.build import MANIFEST, PAIRS, choose_sources, jsonl, prepare
-from sorl_train.prepare.overlap import count_pairs, find_pairs
+from sorl_train.prepare.build import MANIFEST, PAIRS, choose_sources, prepare
 from sorl_train.prepare.recipes import RECIPES, find_recipe
-from sorl_train.prepare.sources import read_questions
-from sorl_train.run.files import atomic_write
-
-SHOWN = 5  # pairs that ``check`` prints
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Exit status: 0 done, 1 ``check`` found pairs, 2 wrong usage, 130 interrupted."""
+    """Run the command line. Exit status: 0 done, 2 wrong usage, 130 interrupted."""
     return run_command("sorl-data", _run, argv)
 
 
 def _run(argv: Sequence[str]) -> int:
-    arguments = _parser().parse_args(argv)
-    status: int = arguments.run(arguments)
-    return status
+    return _prepare(_parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Prepare published data sets, find questions that are in two files."
-    parser = Parser(prog="sorl-data", description=about)
+    parser = Parser(prog="sorl-data", description="Prepare published data sets.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     make = commands.add_parser("prepare", help="write a published data set as train.jsonl and test.jsonl")
-    make.set_defaults(run=_prepare)
     add = make.add_argument
     add("name", metavar="NAME", help=", ".join(RECIPES))
     where = "a file (SPLIT=FILE), a folder, or hf:owner/name[:config]; repeatable (default: where it is published)"
@@ -51,14 +41,6 @@ def _parser() -> argparse.ArgumentParser:
     against = "files with test questions of other data sets to check train against"
     add("--against", type=Path, nargs="+", default=[], metavar="FILE", help=against)
     add("--skip_unreadable", action="store_true", help="leave out and count rows that cannot be read")
-    check = commands.add_parser("check", help="find questions that are in two files, word for word")
-    check.set_defaults(run=_check)
-    add = check.add_argument
-    add("train", type=Path, metavar="TRAIN", help="a file")
-    add("test", type=Path, metavar="TEST", help="the file whose questions should not be in it")
-    add("--task", help="the task that reads both files (default: read them by their columns)")
-    add("--out", type=Path, metavar="FILE", help="write every pair as a JSON line")
-    add_json_option(check)
     return parser
 
 
@@ -101,26 +83,6 @@ def _read_ids(path: Path | None) -> frozenset[str] | None:
             f"--test_ids {path}: it must be a JSON list of ids, or an object with the ids as keys"
         )
     return frozenset(map(str, content))
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    train, test = (read_questions(path, arguments.task) for path in (arguments.train, arguments.test))
-    pairs = find_pairs(train, test)
-    if arguments.out is not None:
-        atomic_write(arguments.out, jsonl(dataclasses.asdict(pair) for pair in pairs))
-    counts = count_pairs(pairs)
-    if arguments.json:
-        print_json({"train_questions": len(train), "test_questions": len(test), **counts})
-        return 1 if pairs else 0
-    print(
-        f"{len(train):,} and {len(test):,} questions: {counts['pairs']:,} pairs of the same one, {counts['train']:,} "
-        f"questions of the first file, {counts['test']:,} of the second"
-    )
-    for pair in pairs[:SHOWN]:
-        answer = "same answer" if pair.same_answer else "another answer"
-        print(f"  {answer}\n    {pair.train_id}: {pair.train_question[:200]}")
-        print(f"    {pair.test_id}: {pair.test_question[:200]}")
-    return 1 if pairs else 0
 
 
 if __name__ == "__main__":

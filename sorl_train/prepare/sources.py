@@ -11,7 +11,6 @@ from typing import Any
 
 from sorl_env.data import SUFFIXES, read_rows
 from sorl_env.errors import UserError
-from sorl_env.registry import load_task
 from sorl_env.task import Example
 from sorl_env.text import read_json
 from sorl_tasks._qa import parse_qa_row
@@ -113,21 +112,15 @@ def _load(name: str, label: str, configs: Sequence[str | None], split: str, revi
     return Source(full, split, digest.hexdigest(), rows)
 
 
-def read_questions(path: Path, task: str | None = None) -> list[Example]:
-    """All questions of a file, read by a task's ``parse_row``, or without a task by their columns.
-
-    Raises:
-        UserError: the file or a row of it cannot be read.
-    """
-    parse = load_task(task).parse_row if task is not None else None
+def read_questions(path: Path) -> list[Example]:
+    """All questions of a file, read by their columns. Raises ``UserError`` if it or a row of it cannot be read."""
     examples = []
     for where, row in read_rows(path):
-        reader = parse or (parse_choice_row if row.get("options") is not None else parse_qa_row)
+        reader = parse_choice_row if row.get("options") is not None else parse_qa_row
         try:
             examples.append(read_example(reader, row))
         except ValueError as error:
-            hint = "" if task else " --task NAME reads the columns of that task."
-            raise UserError(f"{where}: {error}.{hint}") from error
+            raise UserError(f"{where}: {error}; give a file that sorl-data prepared") from error
     if not examples:
         raise UserError(f"{path}: it has no rows; give another file")
     return examples

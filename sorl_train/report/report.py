@@ -16,13 +16,20 @@ from typing import Any
 from sorl_env.command import Parser, run_command, say
 from sorl_env.errors import UserError
 from sorl_env.folders import new_folder
-from sorl_train.report.curves import chart_data, stage_seconds
 from sorl_train.report.dialogues import COUNT, question_of, segments, step_files
-from sorl_train.report.figures import SECTIONS
-from sorl_train.report.groups import find_runs, group_runs, name_runs
-from sorl_train.report.page import render_page
+from sorl_train.report.groups import (
+    COLUMNS,
+    HEADLINE,
+    STABILITY,
+    find_runs,
+    group_rows,
+    group_runs,
+    name_runs,
+    run_cell,
+    run_rows,
+)
+from sorl_train.report.page import SECTIONS, chart_data, render_page, stage_seconds
 from sorl_train.report.run import ReportRun, read_run
-from sorl_train.report.table import COLUMNS, HEADLINE, STABILITY, group_rows, run_cell, run_rows
 from sorl_train.report.viewer import NAME as VIEWER
 from sorl_train.report.viewer import write_viewer
 from sorl_train.run.files import atomic_write

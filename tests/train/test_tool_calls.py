@@ -27,7 +27,7 @@ from sorl_train.evaluate.runner import Policy, plan_jobs, run_evaluation
 from sorl_train.models.policy import load_tokenizer
 from sorl_train.models.tiny import build_tiny_policy
 from sorl_train.report.dialogues import message_segments, read_some
-from sorl_train.report.viewer_data import encode
+from sorl_train.report.viewer import encode
 from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.chat import parse_request
 from sorl_train.sft.cold_start import cold_start_key

@@ -16,7 +16,7 @@ import pytest
 
 from sorl_train.evaluate.cli import main
 from sorl_train.evaluate.find_policy import find_policy, fingerprint
-from sorl_train.evaluate.results_file import EvalResultsFile
+from sorl_train.evaluate.results import EvalResultsFile
 
 from .conftest import WORLD
 

@@ -15,8 +15,7 @@ from sorl_train.evaluate.cli import main
 from sorl_train.evaluate.compare import compare
 from sorl_train.evaluate.intervals import mean_interval
 from sorl_train.evaluate.results import EvalResult
-from sorl_train.evaluate.summary import summarize
-from sorl_train.evaluate.tables import published, tables
+from sorl_train.evaluate.summary import published, summarize, tables
 
 
 def row(
@@ -41,7 +40,7 @@ def write(folder: Path, rows: Sequence[EvalResult]) -> str:
     folder.mkdir()
     settings = {"label": folder.name, "tasks": ["minihop"], "modes": ["agent"], "limit": None, "samples": 1}
     (folder / "settings.json").write_text(json.dumps(settings))
-    (folder / "results.jsonl").write_text("".join(json.dumps(r.to_json()) + "\n" for r in rows))
+    (folder / "results.jsonl").write_text("".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in rows))
     return str(folder)
 
 

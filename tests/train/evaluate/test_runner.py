@@ -14,9 +14,16 @@ from sorl_env.task import ToolSettings
 from sorl_env.tool import ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_train.evaluate.endpoint import TextTokenizer
-from sorl_train.evaluate.prompts import MODES, check_modes, one_turn_prompt
 from sorl_train.evaluate.results import EvalResult
-from sorl_train.evaluate.runner import Policy, check_search, plan_jobs, run_evaluation
+from sorl_train.evaluate.runner import (
+    MODES,
+    Policy,
+    check_modes,
+    check_search,
+    one_turn_prompt,
+    plan_jobs,
+    run_evaluation,
+)
 from sorl_train.evaluate.summary import summarize
 
 from .conftest import WORLD, Expert
@@ -35,16 +42,16 @@ def test_the_expert_answers_all_as_an_agent_one_hop_with_one_search_and_nothing_
     rows = answer(expert, minihop, list(MODES))
     by_mode = {mode: [row for row in rows if row.mode == mode] for mode in MODES}
     assert all(len(group) == 64 for group in by_mode.values())
-    assert all(row.main_score == 1.0 and row.reward == 1.0 for row in by_mode["agent"])
-    assert not any(row.main_score for row in (*by_mode["direct"], *by_mode["cot"]))
+    assert all(row.scores["em"] == 1.0 and row.reward == 1.0 for row in by_mode["agent"])
+    assert not any(row.scores["em"] for row in (*by_mode["direct"], *by_mode["cot"]))
     for row in by_mode["agent"]:
         hops = minihop.examples.examples[row.index].metadata["hops"]
         assert (row.searches, len(row.turns), row.valid_turns) == (hops, hops + 1, hops + 1)
         assert row.answer_in_retrieved is True and row.stop_reason == "answer"
     for row in by_mode["rag"]:  # one search finds the passage of the name in the question, enough for one hop
         hops = minihop.examples.examples[row.index].metadata["hops"]
-        assert row.searches == 1 and (row.main_score == 1.0) <= (hops == 1)
-    assert sum(row.main_score for row in by_mode["rag"]) > 16
+        assert row.searches == 1 and (row.scores["em"] == 1.0) <= (hops == 1)
+    assert sum(row.scores["em"] for row in by_mode["rag"]) > 16
     assert isinstance(expert.sampler, Expert) and expert.sampler.most_in_flight == 4
 
     entries = summarize(rows)

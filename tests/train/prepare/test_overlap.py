@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sorl_env import Example, load_examples, load_task
-from sorl_train.prepare.overlap import Pair, count_pairs, find_pairs
+from sorl_train.prepare.build import Pair, count_pairs, find_pairs
 
 
 def ask(text: str, *golds: str, options: dict[str, str] | None = None, name: str = "") -> Example:

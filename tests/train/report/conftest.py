@@ -17,7 +17,7 @@ from sorl_env.tool import ToolCall
 from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.config.settings import OptimConfig, RolloutConfig, TrainConfig, UpdateConfig
-from sorl_train.report.figures import SECTIONS
+from sorl_train.report.page import SECTIONS
 from sorl_train.run.folder import RunDir
 from sorl_train.run.metrics_log import MetricsLog, TokenRecord, write_token_records
 

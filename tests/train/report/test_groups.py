@@ -11,11 +11,21 @@ from typing import Any
 import pytest
 
 from sorl_train.algorithms import ALGORITHMS
-from sorl_train.report.curves import chart_data
-from sorl_train.report.groups import Group, RunFolder, choices, find_runs, group_runs, name_runs
+from sorl_train.report.groups import (
+    COLUMNS,
+    Group,
+    RunFolder,
+    TableRow,
+    choices,
+    find_runs,
+    group_rows,
+    group_runs,
+    name_runs,
+    run_rows,
+)
+from sorl_train.report.page import chart_data
 from sorl_train.report.report import main, write_report
 from sorl_train.report.run import ReportRun, read_run
-from sorl_train.report.table import COLUMNS, TableRow, group_rows, run_rows
 
 MakeRun = Callable[..., Path]
 

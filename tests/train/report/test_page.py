@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sorl_train.report.figures import SECTIONS
+from sorl_train.report.page import SECTIONS
 from sorl_train.report.report import write_report
 from sorl_train.report.viewer import write_viewer
 

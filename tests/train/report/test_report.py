@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sorl_env.trajectory import Trajectory
-from sorl_train.report.curves import chart_data, stage_seconds
 from sorl_train.report.dialogues import choose_dialogues, question_of, segments
-from sorl_train.report.figures import SECTIONS
 from sorl_train.report.groups import group_runs
+from sorl_train.report.page import SECTIONS, chart_data, stage_seconds
 from sorl_train.report.report import main, write_report
 from sorl_train.report.run import read_run
 

@@ -19,15 +19,16 @@ from sorl_env.errors import UserError
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_env.trajectory_io import write_jsonl
 from sorl_train.report.dialogues import step_files
-from sorl_train.report.viewer import main, write_viewer
-from sorl_train.report.viewer_data import (
+from sorl_train.report.viewer import (
     CHUNK,
     MISMATCH,
     NO_LOSS,
     NO_TOKENS_SAVED,
     NOT_IN_LOSS,
     encode,
+    main,
     read_page,
+    write_viewer,
 )
 from sorl_train.run.metrics_log import TokenRecord, write_token_records
 
