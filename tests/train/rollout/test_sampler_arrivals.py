@@ -20,6 +20,7 @@ from sorl_train.rollout.sampler import TransformersSampler
 
 VOCABULARY = 30
 SEED = 1
+MOST_YIELDS = 40  # of the event loop that a tool's reply takes
 PROMPTS = 5  # dialogues share them, as those of a group do
 
 
@@ -97,21 +98,16 @@ class Traffic:
 
     Args:
         chance: of each kind of event, at each turn; ``fail`` at each forward pass.
-        most_yields: of the event loop that a tool's reply takes.
-        longest_s: that a tool's reply takes, in some turns.
     """
 
     sampler: TransformersSampler
-    seed: int
-    chance: dict[str, float] = field(default_factory=dict)
-    most_yields: int = 40
-    longest_s: float = 0.0
+    chance: dict[str, float]
     happened: dict[str, int] = field(default_factory=dict)
     completed: dict[tuple[str, int], SampledTurn] = field(default_factory=dict)
 
     def run(self, all_dialogues: Sequence[Dialogue], most_at_once: int) -> None:
         """Hold them all; ``completed`` has each turn by dialogue and number."""
-        rng = np.random.default_rng([self.seed, 1])
+        rng = np.random.default_rng([0, 1])
 
         def fail(*_: Any) -> None:
             if rng.random() < self.chance.get("fail", 0.0):
@@ -130,8 +126,8 @@ class Traffic:
 
         async def run(number: int, dialogue: Dialogue) -> None:
             timing = number if dialogue.timing is None else dialogue.timing
-            rng = np.random.default_rng([self.seed, 2, timing])
-            await self._wait(rng, len(all_dialogues) * self.most_yields)
+            rng = np.random.default_rng([0, 2, timing])
+            await self._wait(rng, len(all_dialogues) * MOST_YIELDS)
             async with places:
                 try:
                     await self._hold(dialogue, rng)
@@ -148,8 +144,6 @@ class Traffic:
         yields = int(rng.integers(most_yields + 1))
         for _ in range(yields):
             await asyncio.sleep(0)
-        if self.longest_s and rng.random() < 0.3:
-            await asyncio.sleep(rng.random() * self.longest_s)
         return yields
 
     async def _hold(self, dialogue: Dialogue, rng: np.random.Generator) -> None:
@@ -169,7 +163,7 @@ class Traffic:
                     return
             self.completed[dialogue.name, number] = turn
             ids += turn.token_ids + reply
-            await self._wait(rng, self.most_yields)
+            await self._wait(rng, MOST_YIELDS)
 
     def _now(self, event: str, rng: np.random.Generator) -> bool:
         if rng.random() >= self.chance.get(event, 0.0):
@@ -208,29 +202,20 @@ ALL = {"cancel": 0.12, "leave": 0.15, "release": 0.1, "release in flight": 0.05}
 ALL |= {"fail": 0.01, "twice": 0.05, "rewrite": 0.05}
 
 
-class Alone:
-    """The turns of each dialogue held alone, computed once."""
-
-    def __init__(self, random_policy: tuple[Any, Any]) -> None:
-        self._policy = random_policy
-        self._turns: dict[str, list[SampledTurn]] = {}
-
-    def assert_equal(self, all_dialogues: Sequence[Dialogue], traffic: Traffic) -> int:
-        """Every completed turn is the one of the dialogue alone; returns how many there are."""
-        wrong, compared = [], 0
-        for dialogue in all_dialogues:
-            if dialogue.name not in self._turns:
-                self._turns[dialogue.name] = alone(self._policy, dialogue)
-            for number, expected in enumerate(self._turns[dialogue.name]):
-                turn = traffic.completed.get((dialogue.name, number))
-                if turn is None:
-                    continue
-                compared += 1
-                same = (turn.token_ids, turn.finish) == (expected.token_ids, expected.finish)
-                if not same or not np.allclose(turn.log_probs, expected.log_probs, rtol=0, atol=1e-4):
-                    wrong.append((dialogue.name, number, turn, expected))
-        assert not wrong, f"{len(wrong)} of {compared} turns differ, the first: {wrong[0]}"
-        return compared
+def assert_equal(policy: tuple[Any, Any], all_dialogues: Sequence[Dialogue], traffic: Traffic) -> int:
+    """Every completed turn is the one of the dialogue alone; returns how many there are."""
+    wrong, compared = [], 0
+    for dialogue in all_dialogues:
+        for number, expected in enumerate(alone(policy, dialogue)):
+            turn = traffic.completed.get((dialogue.name, number))
+            if turn is None:
+                continue
+            compared += 1
+            same = (turn.token_ids, turn.finish) == (expected.token_ids, expected.finish)
+            if not same or not np.allclose(turn.log_probs, expected.log_probs, rtol=0, atol=1e-4):
+                wrong.append((dialogue.name, number, turn, expected))
+    assert not wrong, f"{len(wrong)} of {compared} turns differ, the first: {wrong[0]}"
+    return compared
 
 
 @pytest.fixture(autouse=True)
@@ -239,17 +224,12 @@ def short_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sorl_train.rollout.sampler.LONG_BEGINNING", 3)
 
 
-@pytest.fixture(scope="module")
-def expected(random_policy: tuple[Any, Any]) -> Alone:
-    return Alone(random_policy)
-
-
-def test_every_turn_is_that_of_the_dialogue_alone(random_policy: tuple[Any, Any], expected: Alone) -> None:
+def test_every_turn_is_that_of_the_dialogue_alone(random_policy: tuple[Any, Any]) -> None:
     chosen = dialogues(30, SEED)
-    traffic = Traffic(TransformersSampler(*random_policy, max_rows=6), seed=0, chance=ALL)
+    traffic = Traffic(TransformersSampler(*random_policy, max_rows=6), chance=ALL)
     traffic.run(chosen, most_at_once=6)
     assert set(traffic.happened) == {*ALL, "given up"}
-    assert expected.assert_equal(chosen, traffic) > 80
+    assert assert_equal(random_policy, chosen, traffic) > 80
 
 
 def test_turns_that_are_alike_are_read_once_and_sampled_alone(
@@ -267,20 +247,7 @@ def test_turns_that_are_alike_are_read_once_and_sampled_alone(
 
     monkeypatch.setattr(sampler, "_read", count)
     few = {event: chance / 4 for event, chance in ALL.items()}
-    traffic = Traffic(sampler, seed=0, chance=few)
+    traffic = Traffic(sampler, chance=few)
     traffic.run(chosen, most_at_once=9)
     assert shared > 10
-    assert Alone(random_policy).assert_equal(chosen, traffic) > 100
-
-
-@pytest.mark.slow
-def test_two_thousand_turns(random_policy: tuple[Any, Any], expected: Alone) -> None:
-    """Four batches through one sampler, with tools that take their time; some rows are never used."""
-    chosen = dialogues(650, SEED)
-    sampler, compared = TransformersSampler(*random_policy, max_rows=12), 0
-    for batch in range(4):
-        part = chosen[batch::4]
-        traffic = Traffic(sampler, seed=batch, chance=ALL, most_yields=80, longest_s=0.003)
-        traffic.run(part, most_at_once=(3, 12, 9, 12)[batch])
-        compared += expected.assert_equal(part, traffic)
-    assert compared >= 2000
+    assert assert_equal(random_policy, chosen, traffic) > 100

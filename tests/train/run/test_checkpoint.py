@@ -180,6 +180,14 @@ def test_a_damaged_config_or_manifest_is_refused_by_name(
     assert state_of(run.path) == before
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "manifest.json"])
+def test_another_runs_config_or_manifest_is_refused(name: str, run: RunDir, tmp_path: Path) -> None:
+    other = RunDir.create(tmp_path / "other", TrainConfig(seed=1))
+    shutil.copy(other.path / name, run.path / name)
+    with pytest.raises(UserError, match=r"config\.yaml is not the file that this run wrote"):
+        RunDir.resume(run.path, TrainConfig())
+
+
 def test_an_emptied_or_edited_config_is_no_default_for_others_either(run: RunDir) -> None:
     """What sorl-eval reads of a run."""
     assert saved_config(run.path) == TrainConfig()
