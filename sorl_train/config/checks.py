@@ -14,9 +14,8 @@ from sorl_train.config.settings import TrainConfig
 def validate(config: TrainConfig, given: Collection[str] = ()) -> None:
     """Raise one ``UserError`` that lists everything that does not fit together in the config, if anything.
 
-    Args:
-        given: names of settings that the user gave for this run alone, so each has to have an effect. A config that
-            several algorithms share may hold others; ``doubts`` names them.
+    ``given`` names settings that the user gave for this run alone, so each has to have an effect. A config that several
+    algorithms share may hold others; ``doubts`` names them.
     """
     problems = [*_conflicts(config)]
     if config.stage == "rl":  # supervised training reads none of these

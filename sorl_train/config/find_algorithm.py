@@ -21,16 +21,11 @@ _FACTS = ("ratio", "advantage", "normalize", "about", "equation")
 
 
 def find_algorithm(reference: str, ratio: str = "auto") -> Algorithm:
-    """The algorithm that ``--algo`` names.
+    """The algorithm that ``--algo`` names, at another ratio level unless ``ratio`` is ``auto``.
 
-    Args:
-        reference: a name of ``ALGORITHMS``, the name of an entry point of the group ``sorl.algorithms``,
-            ``package.module:NAME``, or the path of a ``.py`` file, which may end in ``:NAME``. Without a NAME the
-            attribute ``ALGORITHM`` is taken.
-        ratio: another ratio level for it; ``auto`` keeps its own.
-
-    Raises:
-        UserError: there is no such algorithm, or its file or module cannot be imported.
+    ``reference`` is a name of ``ALGORITHMS``, the name of an entry point of the group ``sorl.algorithms``,
+    ``package.module:NAME``, or the path of a ``.py`` file; without a NAME the attribute ``ALGORITHM`` is taken.
+    Raises ``UserError`` if there is no such algorithm, or its file or module cannot be imported.
     """
     check_choice("ratio level", ratio, ("auto", *get_args(RatioLevel)))
     algorithm = ALGORITHMS[reference] if reference in ALGORITHMS else _from_outside(reference)

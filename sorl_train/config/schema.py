@@ -20,16 +20,8 @@ from sorl_train.config.settings import TrainConfig
 
 
 class ConfigField(NamedTuple):
-    """A field that is no section.
-
-    Attributes:
-        name: the dotted name.
-        type: its type without bounds and without None.
-        optional: whether it may be None.
-        help: its docstring.
-        needs: what a run has to have to read it.
-        resumable: whether it may change when a run is resumed.
-    """
+    """A field that is no section: its dotted name, its type without bounds and None, whether it may be None, its
+    docstring, what a run has to have to read it, and whether it may change when a run is resumed."""
 
     name: str
     type: Any
@@ -95,11 +87,7 @@ def flatten(config: TrainConfig) -> dict[str, Any]:
 
 
 def unread(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, str]:
-    """The settings that a run would not read, and what each of them needs.
-
-    Args:
-        given: the values of all settings, by dotted name.
-    """
+    """The settings that a run with the values ``given``, by dotted name, would not read; what each of them needs."""
     return {
         field.name: need.text
         for field in fields()

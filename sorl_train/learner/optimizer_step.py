@@ -78,8 +78,7 @@ def take_step(
 ) -> float:
     """Multiply the gradient by ``grad_scale``, clip it to ``limit``, step; returns the gradient's norm before both.
 
-    Raises:
-        NonFiniteError: that norm is not finite; ``what`` and ``ids`` go into it, and no step is taken.
+    If that norm is not finite, no step is taken: ``NonFiniteError``, with ``what`` and ``ids``.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     grad_norm = float(nn.utils.get_total_norm(gradients))

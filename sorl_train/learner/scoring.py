@@ -24,8 +24,7 @@ def score(
 ) -> Batch:
     """Fill in log-probabilities, one field for each of ``policies``, and the critic's values if there is one.
 
-    Raises:
-        NonFiniteError: a log-probability of the sampler or of the policy is NaN or infinite.
+    Raises ``NonFiniteError`` if a log-probability of the sampler or of the policy is NaN or infinite.
     """
     fields = {name: torch.zeros(batch.action_mask.shape) for name in policies}
     if critic is not None:
@@ -61,9 +60,7 @@ def token_records(
 ) -> list[TokenRecord]:
     """A record for each trajectory of ``batch`` that the policy took an optimizer step on.
 
-    Args:
-        seen: by trajectory id, log-probabilities and entropies (T,) at its last optimizer step.
-        texts: by trajectory id, the text of each of its tokens.
+    By trajectory id, ``seen`` has log-probabilities and entropies (T,) at its last step, ``texts`` each token's text.
     """
     assert batch.old_log_probs is not None and batch.advantages is not None
     log_probs, entropy = torch.zeros_like(batch.old_log_probs), torch.zeros_like(batch.old_log_probs)

@@ -20,11 +20,7 @@ from sorl_train.losses.surrogates import SURROGATES, ClipRange, Surrogate
 
 
 def loss_settings(config: TrainConfig) -> LossSettings:
-    """Which policy loss both engines take.
-
-    Raises:
-        UserError: a surrogate from outside does not work.
-    """
+    """Which policy loss both engines take. Raises ``UserError`` if a surrogate from outside does not work."""
     algorithm, loss = config.algorithm, config.loss
     clip = ClipRange(loss.clip_eps, loss.clip_eps_high, loss.dual_clip, loss.sapo_tau_pos, loss.sapo_tau_neg)
     if callable(algorithm.surrogate):
@@ -36,11 +32,7 @@ def loss_settings(config: TrainConfig) -> LossSettings:
 
 
 def _try_surrogate(algo: str, surrogate: Surrogate, clip: ClipRange) -> None:
-    """Try a surrogate from outside on four tokens, so that a mistake in it shows before the first rollout.
-
-    Raises:
-        UserError: it fails, or what it returns cannot be maximized.
-    """
+    """Try a surrogate from outside on four tokens, so that a mistake in it shows before the first rollout."""
     log_ratio = torch.tensor([-0.5, -0.01, 0.02, 0.6], requires_grad=True)
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
     what = f"algo {algo}: its surrogate {getattr(surrogate, '__qualname__', surrogate)}"

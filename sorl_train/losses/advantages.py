@@ -29,16 +29,9 @@ def gae(
     ends when the agent's budget is used up. With the paper's gamma = lam = 1, A_t is the sum of the rewards from t on,
     minus V_t.
 
-    Args:
-        rewards: (B, T), 0 off the action tokens; a turn's reward lies on its last action token.
-        values: (B, T), of the critic; read on action tokens only.
-        action_mask: (B, T) bool.
-
-    Returns:
-        ``(advantages, returns)``, (B, T) each, 0 off the action tokens, without gradient.
-
-    Raises:
-        ValueError: a reward lies off the action tokens, where it would be lost.
+    ``rewards`` (B, T) has a turn's reward on its last action token; ``values`` (B, T) are read on the action tokens of
+    the bool ``action_mask`` (B, T). Returns ``(advantages, returns)``, (B, T) each, 0 off the action tokens, without
+    gradient. Raises ValueError if a reward lies off the action tokens, where it would be lost.
     """
     if bool((rewards.masked_fill(action_mask, 0.0) != 0).any()):
         raise ValueError("a reward lies off the action tokens; put a turn's reward on its last action token")
@@ -179,15 +172,9 @@ def turn_gae(
     The value after the last turn is 0, as in ``gae``. All tokens of turn k get the return R_k, which is what the critic
     learns: nothing is discounted or earned within a turn, so R_k is also a return of the turn's later tokens.
 
-    Args:
-        rewards: (B, T), a turn's reward is their sum over its tokens; 0 off the policy's tokens.
-        values: (B, T), of the critic; read on the first token of each turn.
-
-    Returns:
-        ``(advantages, returns)``, (B, T) each, 0 off the policy's tokens, without gradient.
-
-    Raises:
-        ValueError: a reward lies off the policy's tokens, where it would be lost.
+    A turn's reward is the sum of ``rewards`` (B, T) over its tokens; ``values`` (B, T) are read on its first token.
+    Returns ``(advantages, returns)``, (B, T) each, 0 off the policy's tokens, without gradient. Raises ValueError if a
+    reward lies off these tokens, where it would be lost.
     """
     if bool((rewards.masked_fill(turn_ids >= 0, 0.0) != 0).any()):
         raise ValueError("a reward lies off the action tokens; put a turn's reward on its last action token")

@@ -54,12 +54,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What ``policy_loss`` returns.
-
-    Attributes:
-        loss: scalar to call ``backward`` on.
-        stats: the sums behind its metrics and its clipping bias.
-    """
+    """What ``policy_loss`` returns: a scalar to call ``backward`` on, and the sums behind its metrics and its bias."""
 
     loss: Tensor
     stats: LossStats

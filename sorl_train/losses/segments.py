@@ -39,8 +39,7 @@ class Segments:
     def of(level: RatioLevel, loss_mask: Tensor, turn_ids: Tensor) -> Segments:
         """Segments of ``loss_mask`` (B, T) at ``level``; ``turn_ids`` (B, T) is read at level ``turn`` only.
 
-        Raises:
-            ValueError: a loss token has a negative turn id, or turn ids fall along a trajectory.
+        Raises ValueError if a loss token has a negative turn id, or turn ids fall along a trajectory.
         """
         positions = loss_mask.flatten().nonzero().squeeze(1)
         row_starts = torch.arange(len(loss_mask) + 1, device=loss_mask.device) * loss_mask.shape[1]

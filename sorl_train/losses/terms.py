@@ -107,13 +107,8 @@ def value_loss(
     With ``clip_eps`` it is PPO's pessimistic variant: of that error and the error of V_t held within ``clip_eps`` of
     ``old_values``, the larger one counts. The paper names no clip range for the critic, so the default is None.
 
-    Args:
-        values: (B, T), with gradient. returns, old_values: (B, T).
-        loss_mask: (B, T) bool; what lies off it is never read.
-        aggregation, denominator: see ``aggregate``.
-
-    Raises:
-        ValueError: shapes differ, or ``clip_eps`` is given without ``old_values``.
+    All tensors are (B, T); what lies off the bool ``loss_mask`` is never read. ``aggregation`` and ``denominator`` are
+    those of ``aggregate``. Raises ValueError if shapes differ, or for ``clip_eps`` without ``old_values``.
     """
     check_shapes(values, returns=returns, loss_mask=loss_mask)
     dtype = torch.promote_types(values.dtype, torch.float32)

@@ -186,6 +186,3 @@ def test_the_weight_is_a_constant_in_the_gradient() -> None:
         assert float(gradient[k]) == pytest.approx((up - down) / (2 * step), rel=1e-6, abs=1e-9)
     assert gradient.norm() > 0.01
     assert torch.autograd.grad(loss_of(data, theta).loss, data["correction"], allow_unused=True) == (None,)
-
-
-# --- against the exact gradient -------------------------------------------------------------------------------

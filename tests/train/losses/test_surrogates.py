@@ -201,6 +201,3 @@ def test_the_formula_is_what_the_function_computes(name: SurrogateName) -> None:
 def test_temperatures_are_above_zero() -> None:
     with pytest.raises(ValueError, match=r"tau_neg, a temperature of sapo, must be above 0, not 0\.0"):
         ClipRange(tau_neg=0.0)
-
-
-# --- TRL ------------------------------------------------------------------------------------------------------
