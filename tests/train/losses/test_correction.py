@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 from sorl_train.losses.correction import Correction, CorrectionSettings, correction_weights
 from sorl_train.losses.policy import LossSettings, policy_loss
 
-ROOT = Path(__file__).resolve().parents[3]
 NAN = math.nan
 MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 1, 0, 0, 0, 0]], dtype=torch.bool)
 TURNS = torch.tensor([[0, 0, -1, 1, 1, -1], [-1, 0, -1, -1, -1, -1]])
