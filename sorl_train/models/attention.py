@@ -42,9 +42,8 @@ def model_name(model: Any) -> str:
 class AttentionMasks:
     """Makes the attention masks for rows whose cached sequences have different lengths.
 
-    Attributes:
-        spans: for each kind of layer, how many tokens it looks back; None: all.
-        by_layer: whether the model takes a dict with a mask for each kind, rather than one mask for all layers.
+    ``spans`` has, for each kind of layer, how many tokens it looks back; None: all. ``by_layer`` models take a dict
+    with a mask for each kind, rather than one mask for all layers.
     """
 
     spans: dict[str, int | None]
@@ -52,11 +51,8 @@ class AttentionMasks:
 
     @classmethod
     def of(cls, model: Any) -> AttentionMasks:
-        """Read the config of ``model``.
-
-        Raises:
-            UserError: some layers keep another state than keys and values, which the sampler's cache cannot hold.
-        """
+        """Read the config of ``model``. Raises ``UserError`` if some layers keep another state than keys and values,
+        which the sampler's cache cannot hold."""
         config = text_config(model)
         kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
         unknown = [kind for kind in kinds if kind not in SPANS]
@@ -75,11 +71,8 @@ class AttentionMasks:
         )
 
     def make(self, positions: Tensor, width: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """The model's ``attention_mask``: (b, 1, n, width), to be added to the attention scores.
-
-        Args:
-            positions: (b, n) position of each new token in its row. The key in column c has position c.
-        """
+        """The model's ``attention_mask``: (b, 1, n, width), to be added to the attention scores. ``positions`` (b, n)
+        are those of each new token in its row; the key in column c has position c."""
         masks = {kind: self._mask(kind, positions[:, None, :, None], width, dtype) for kind in self.spans}
         return masks if self.by_layer else next(iter(masks.values()))
 
@@ -119,11 +112,8 @@ def short_spans(model: Any, tokens: int) -> Iterator[None]:
 
 
 def check_length(model: Any, max_tokens: int) -> None:
-    """Refuse a model whose positions do not reach ``max_tokens``.
-
-    Raises:
-        UserError: the model has fewer learned positions, or its rotary embedding changes with the sequence's length.
-    """
+    """Raise ``UserError`` if the model has fewer learned positions than ``max_tokens``, or if its rotary embedding
+    changes with a sequence of that length."""
     config = text_config(model)
     advice = "set limits.max_trajectory_tokens to at most that (sorl-eval: --limits max_trajectory_tokens=N)"
     table = position_table(model)

@@ -45,11 +45,8 @@ def autocast(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch off all dropout and noise, for good.
-
-    Training then computes what sampling computes, so that a ratio of the two shows how far the weights have moved and
-    nothing else.
-    """
+    """Switch off all dropout and noise, for good: training then computes what sampling computes, so that a ratio of the
+    two shows how far the weights have moved and nothing else."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -65,10 +62,8 @@ def action_stats(model: Any, token_ids: Tensor, mask: Tensor, **wanted: Any) -> 
     that saves a tenth of the tokens or more (``packing``). Padded rows need no attention mask: padding is on the right,
     and causal attention does not look there.
 
-    Args:
-        token_ids: (B, L).
-        mask: bool (B, T), T = L - 1.
-        wanted: ``temperature``, ``entropy``, ``logit_scale`` of ``token_log_probs``.
+    ``token_ids`` is (B, L), the bool ``mask`` (B, T), T = L - 1. ``wanted`` are ``temperature``, ``entropy`` and
+    ``logit_scale`` of ``token_log_probs``.
     """
     packed = packing.pack(token_ids, mask) if packs(model) else None
     if packed is None:
@@ -86,9 +81,7 @@ def logits_at(model: Any, pick: Callable[[Tensor], Tensor], inputs: dict[str, An
     The hidden states of all other positions are dropped in front of the output layer. Whatever a model does to its
     logits (Granite divides them, Gemma 2 caps them) is done as usual.
 
-    Args:
-        pick: chooses from the last hidden states: (B, L, H) -> (N, H).
-        inputs: the arguments of the model's forward pass.
+    ``pick`` chooses from the last hidden states: (B, L, H) -> (N, H). ``inputs`` are those of the forward pass.
     """
 
     def narrow(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

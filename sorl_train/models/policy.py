@@ -188,13 +188,8 @@ def load_critic(folder: str, device: str = "auto", *, gradient_checkpointing: bo
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder-only transformer.
-
-    Attributes:
-        parameters, backbone_parameters: with and without the output layer.
-        trained: parameters that have a gradient: those of LoRA, or all.
-        heads, key_value_heads: of the attention. Tensor parallelism cuts a model between them.
-    """
+    """The sizes of a decoder-only transformer: ``parameters`` with and ``backbone_parameters`` without the output
+    layer. Those of LoRA, or all, are ``trained``. Tensor parallelism cuts a model between its ``heads``."""
 
     parameters: int
     backbone_parameters: int

@@ -30,13 +30,7 @@ ALARM = "collapse_alarm"  # the kind of its events
 
 @dataclass(frozen=True)
 class Alarm:
-    """Signs that the policy is about to collapse.
-
-    Attributes:
-        step: the step in which the alarm was raised.
-        reason: what the signs are, in words.
-        signals: the signals that are above their limits, by name.
-    """
+    """Signs that the policy is about to collapse: the ``signals`` above their limits, by name, and in words."""
 
     step: int
     reason: str

@@ -61,11 +61,8 @@ def free_name(path: Path) -> Path:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects in a log file, one a line; the half last line that a killed run may have left is skipped.
-
-    Raises:
-        UserError: a whole line is not a JSON object, so the file was damaged; the message says which line.
-    """
+    """The JSON objects in a log file, one a line; the half last line that a killed run may have left is skipped. Raises
+    ``UserError``, which names the line, if a whole one is not a JSON object."""
     *lines, _ = path.read_bytes().split(b"\n")
     return [_parse_line(path, number, line) for number, line in enumerate(lines, start=1)]
 
@@ -123,9 +120,8 @@ HELD = "SORL_LOCK"  # environment variable: the descriptor that a child process 
 class FolderLock:
     """Keeps other processes out of a folder within a ``with`` block, or for the life of this process and its heirs.
 
-    Args:
-        folder: it is made if it is missing, and removed at the end if nothing but the lock is in it then.
-        option: the option that names the folder, for the message to those who are kept out.
+    The folder is made if it is missing, and removed at the end if nothing but the lock is in it then. ``option`` names
+    it in the message to those who are kept out.
     """
 
     def __init__(self, folder: Path, option: str) -> None:
@@ -155,11 +151,8 @@ class FolderLock:
         return self._file.fileno()
 
     def take(self) -> None:
-        """Lock the folder of this name; a second time after the first was moved aside, with its lock.
-
-        Raises:
-            UserError: another process holds it, or a file stands where the folder has to be.
-        """
+        """Lock the folder of this name; a second time after the first was moved aside, with its lock. Raises
+        ``UserError`` if another process holds it, or a file stands where the folder has to be."""
         check_place(self.folder, self._option)
         file = self._open_and_lock()
         while not self._is_in_place(file):  # its holder has ended, or has moved the folder aside

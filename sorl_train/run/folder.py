@@ -51,19 +51,16 @@ NON_FINITE = "non_finite_{}.jsonl"  # the trajectories of the step in which a fi
 
 
 class RunDir:
-    """Paths and small files of one run. ``create`` and ``resume`` make it.
-
-    Attributes:
-        lock: what keeps other processes out of the folder, where this process holds it (``sorl-train`` does).
-        begun: whether this start or resume was accepted, so that the folder is its own to change.
-        moved: where ``overwrite`` has moved an earlier run.
-    """
+    """Paths and small files of one run. ``create`` and ``resume`` make it. The ``lock`` is the one that this process
+    holds (``sorl-train`` does)."""
 
     def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
         self.path = path
         self.lock = lock
-        self.begun = False
-        self.moved: Path | None = None
+        self.begun = (
+            False  # whether this start or resume was accepted, so that the folder is its own to change
+        )
+        self.moved: Path | None = None  # where ``overwrite`` has moved an earlier run
         self._accepted: tuple[dict[str, Any], str] | None = None  # what ``begin_resume`` writes
         self.config = path / "config.yaml"
         self.manifest = path / "manifest.json"
@@ -150,11 +147,9 @@ class RunDir:
     ) -> tuple[RunDir, list[str]]:
         """An existing run folder, and the settings that have changed since, as ``name: old -> new``.
 
-        Nothing in it changes until ``begin_resume``: data, files or the model may still refuse the resume.
-
-        Raises:
-            UserError: there is no run, its config or manifest is damaged or belongs to another run, or a setting
-                changed that may not change.
+        Nothing in it changes until ``begin_resume``: data, files or the model may still refuse the resume. Raises
+        ``UserError`` if there is no run, its config or manifest is damaged or another run's, or a setting changed that
+        may not.
         """
         run = cls(Path(path), lock)
         old, new, manifest = flatten(saved_config(path)), flatten(config), run.read_manifest()
@@ -205,10 +200,8 @@ class RunDir:
         self.begun = True
 
     def check_config(self) -> None:
-        """Raise ``UserError`` unless ``config.yaml`` exists, is not empty, and was written by this run.
-
-        The last is checked only if there is a manifest: others than a resume need none.
-        """
+        """Raise ``UserError`` unless ``config.yaml`` exists, is not empty, and was written by this run. The last is
+        checked only if there is a manifest: others than a resume need none."""
         if not os.path.lexists(self.config) and not os.path.lexists(self.manifest):
             raise UserError(
                 f"nothing to resume: {self.path} is not a run folder (it has no {self.config.name}); drop --resume to "
@@ -243,10 +236,8 @@ class RunDir:
     def record(self, section: str, facts: Mapping[str, Any]) -> None:
         """Add facts (JSON values) to the manifest under ``section``, such as data sources and hashes.
 
-        Those that the run began with stay: ``limits`` may be higher now.
-
-        Raises:
-            UserError: the run is resumed and a fact has changed, so the rest of it would not fit its beginning.
+        Those that the run began with stay: ``limits`` may be higher now. Raises ``UserError`` if another fact has
+        changed at a resume, so that the rest of the run would not fit its beginning.
         """
         manifest = self.read_manifest()
         fresh = json.loads(json.dumps(facts))
