@@ -190,11 +190,8 @@ def _served_policy(args: argparse.Namespace, settings: RolloutSettings) -> Polic
 def make_envs(
     args: argparse.Namespace, references: Sequence[str], config: TrainConfig | None
 ) -> dict[str, TextEnv]:
-    """An environment for each task, by the task's name.
-
-    Args:
-        references: the tasks; if empty, the task of the run.
-        config: settings of the run that made the policy, if one did; they apply to that run's own task only.
+    """An environment for each task, by the task's name; without ``references`` for the task of the run that made the
+    policy, whose settings (``config``) apply to that run's own task only.
 
     Raises:
         UserError: no task, the same task twice, or a setting that is wrong or names another task.

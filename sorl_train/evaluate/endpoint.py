@@ -65,12 +65,8 @@ class TextTokenizer:
 class EndpointSampler:
     """Implements ``sorl_env.rollout.Sampler``; see the module's docstring. Its log-probabilities are all 0.
 
-    Args:
-        url: the address of the API, including ``/v1``.
-        model_name: the model's name on the server.
-        tokenizer: of the served model; with a `TextTokenizer` prompts are sent as text.
-        timeout_s: for one request with its retries; a model under load may take minutes for a turn.
-        api_key: sent as a bearer token.
+    ``url`` includes ``/v1``; ``timeout_s`` is for one request with its retries, because a model under load may take
+    minutes for a turn; ``api_key`` is sent as a bearer token.
     """
 
     def __init__(

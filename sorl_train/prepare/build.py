@@ -106,15 +106,11 @@ def prepare(
     revision: str | None = None,
     against: Sequence[Path] = (),
 ) -> Manifest:
-    """Read the sources, write the folder, and return its manifest.
+    """Read the sources (for each split, see ``read_source``), write the folder, and return its manifest.
 
-    Args:
-        sources: for each split, where its rows are (see ``read_source``).
-        drop: ``exact`` leaves out the train questions that are in test as well.
-        skip_unreadable: leave out and count rows that the task cannot read, instead of refusing the data.
-        test_ids: ids of the test questions, where the published split mixes them with others.
-        revision: commit or tag of the hub data set.
-        against: files with test questions of other data sets to check train against.
+    ``drop="exact"`` leaves out the train questions that are in test as well, or in the test files ``against``.
+    ``skip_unreadable`` leaves out and counts rows that the task cannot read, instead of refusing the data. ``test_ids``
+    are those of the test questions, where the published split mixes them with others.
 
     Raises:
         UserError: a source cannot be read, a row is not of this data set, no row is left, or ``out`` contains files

@@ -16,11 +16,7 @@ from sorl_train.prepare.recipes import RECIPES, find_recipe
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Exit status: 0 done, 2 wrong usage, 130 interrupted."""
-    return run_command("sorl-data", _run, argv)
-
-
-def _run(argv: Sequence[str]) -> int:
-    return _prepare(_parser().parse_args(argv))
+    return run_command("sorl-data", lambda words: _prepare(_parser().parse_args(words)), argv)
 
 
 def _parser() -> argparse.ArgumentParser:

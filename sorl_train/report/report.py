@@ -42,11 +42,8 @@ _SCRIPTS = ("uPlot.iife.min.js", "page.js", "report_lines.js", "report_plots.js"
 def write_report(paths: Sequence[Path], out: Path) -> Path:
     """Write one HTML page about runs to ``out``, and return ``out``.
 
-    An unfinished run is shown as far as it got, and the page names what is missing. It links to those viewers
-    (``write_viewer``) that exist.
-
-    Args:
-        paths: run folders, and folders of studies, which stand for all their runs.
+    ``paths`` are run folders, and folders of studies, which stand for all their runs. An unfinished run is shown as far
+    as it got, and the page names what is missing. It links to those viewers (``write_viewer``) that exist.
 
     Raises:
         UserError: no such folder, or it contains nothing to show.

@@ -48,10 +48,10 @@ def contents(page: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 # --- the page -------------------------------------------------------------------------------------
-def test_every_saved_dialogue(make_run: MakeRun, tmp_path: Path) -> None:
+def test_every_saved_dialogue(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", steps=20, batch=40)
-    page = write_viewer(run)
-    assert page == run / "viewer.html"
+    page = run / "viewer.html"
+    assert main([str(run)]) == 0 and capsys.readouterr().out == f"{page}\n"
     rows, dialogues = contents(page)
     assert len(rows) == len(dialogues) == 3 * 40 > 3 * CHUNK
     assert [row["step"] for row in rows] == [1] * 40 + [10] * 40 + [20] * 40
@@ -100,12 +100,6 @@ def test_it_samples_and_says_so(make_run: MakeRun, tmp_path: Path) -> None:
     assert "30 of 120 saved dialogues are on this page" in page.read_text()
     for step in (1, 10, 20):
         assert sorted(row["mark"] for row in rows if row["step"] == step)[-2:] == ["highest", "lowest"]
-
-
-def test_command_line(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run", steps=20)
-    assert main([str(run)]) == 0
-    assert capsys.readouterr().out.strip() == str(run / "viewer.html")
 
 
 def test_a_file_that_was_cut_off(make_run: MakeRun, tmp_path: Path) -> None:
