@@ -31,7 +31,7 @@ from stability_runs import (
     whole_grid,
 )
 
-from sorl_env.figures import markdown_table
+from sorl_env.text import markdown_table
 from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.lab import compare
 from sorl_train.lab.alarm import Recorded, count, judge, read_runs

@@ -8,8 +8,7 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.parser import FormatError, ParsedTurn, neutralise, parse_turn
 from sorl_env.registry import load_task, make, register_envs, register_task, task_names
-from sorl_env.spaces import UnicodeText
-from sorl_env.step import StepResult
+from sorl_env.step import StepResult, UnicodeText
 from sorl_env.task import Example, HubSource, Limits, Task, ToolSettings
 from sorl_env.text_env import TextEnv, open_env
 from sorl_env.tool import (

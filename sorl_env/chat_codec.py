@@ -18,12 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sorl_env.control_tokens import control_tokens
 from sorl_env.errors import UserError
 from sorl_env.parser import ParsedTurn
-from sorl_env.plain_chat import calls_as_content
 from sorl_env.text import quoted, valid_text
-from sorl_env.tokens import Tokenizer
+from sorl_env.tokens import Tokenizer, control_tokens
 from sorl_env.tool import Tool
 from sorl_env.tool_call_parser import (
     REASONING_MARKERS,
@@ -31,6 +29,7 @@ from sorl_env.tool_call_parser import (
     CallError,
     Syntax,
     arguments_of,
+    calls_as_content,
     parse_message,
     read_call,
 )
@@ -82,7 +81,7 @@ class ChatCodec:
 
     Raises:
         UserError: the template renders calls in a form that ``tool_call_parser`` does not know, or cannot render a
-            dialogue. A template that knows no calls gets them as text (``plain_chat``).
+            dialogue. A template that knows no calls gets them as text (``calls_as_content``).
     """
 
     stop: tuple[str, ...] = ()

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from sorl_env.check import Check, describe_checks, raised
-from sorl_env.check_tools import check_episodes, check_tool, requests
+from sorl_env.check import Check, check_episodes, check_tool, describe_checks, raised, requests
 from sorl_env.command import (
     FAILED,
     Parser,

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any, NoReturn
 
-from sorl_env.bounds import MAX_SEED, MOST, Bounds
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import MAX_SEED, MOST, Bounds, UserError, did_you_mean
 from sorl_env.task_file import user_traceback
 from sorl_env.text import read_json, valid_text
 

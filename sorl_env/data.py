@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sorl_env.declared import place_of
 from sorl_env.errors import UserError, did_you_mean, no_such_file
+from sorl_env.outside import place_of
 from sorl_env.task import Example, ExampleError, Task
 from sorl_env.text import read_json
 

@@ -13,14 +13,12 @@ import numpy as np
 from gymnasium.error import ResetNeeded
 
 from sorl_env.data import ExampleSet, load_examples
-from sorl_env.declared import ask_for_items
-from sorl_env.episode_clock import EpisodeClock
 from sorl_env.equip import equip
 from sorl_env.errors import UserError
+from sorl_env.outside import ask_for_items
 from sorl_env.parser import ParsedTurn
 from sorl_env.registry import load_task
-from sorl_env.spaces import UnicodeText
-from sorl_env.step import StepResult
+from sorl_env.step import EpisodeClock, StepResult, UnicodeText
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.text import valid_text
 from sorl_env.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, ToolUnavailableError

@@ -8,8 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sorl_env.declared import place_of
 from sorl_env.errors import UserError
+from sorl_env.outside import place_of
 from sorl_env.task import Task, ToolSettings
 from sorl_env.task_file import user_traceback
 from sorl_env.text import quoted

@@ -12,7 +12,7 @@ from gymnasium.spaces import Text
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.outside import Threads
 from sorl_env.session_env import Format, Reply, check_settings, seeded_examples, session_task
-from sorl_env.spaces import UnicodeText
+from sorl_env.step import UnicodeText
 from sorl_env.task import Example, Limits, Task
 from sorl_env.task_file import import_code
 from sorl_env.tool import ToolInputError, ToolUnavailableError

@@ -18,12 +18,10 @@ from typing import Any, Literal, Protocol
 
 from gymnasium.error import ResetNeeded
 
-from sorl_env.bounds import Bounds
 from sorl_env.data import ExampleSet
-from sorl_env.episode_clock import EpisodeClock
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import Bounds, UserError, did_you_mean
 from sorl_env.parser import FormatError, ParsedTurn, neutralise, parse_turn
-from sorl_env.step import StepResult
+from sorl_env.step import EpisodeClock, StepResult
 from sorl_env.task import Example, Limits, Task
 from sorl_env.text import valid_text
 from sorl_env.tool import ToolCall, ToolInputError, ToolUnavailableError

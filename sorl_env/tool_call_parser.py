@@ -14,13 +14,15 @@ json      the whole message is ``{"name": .., "parameters": {..}}``             
 
 Reasoning (``<think>..</think>``, Gemma's ``<|channel>..<channel|>``) and text before a call are free. A message without
 a call is the answer, without its reasoning. Pure functions of the policy's own turn, as in ``parser``.
+
+A chat template that has no place for calls, such as SmolLM2's, gets them as text (``calls_as_content``).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -298,3 +300,39 @@ def _read_llama(text: str) -> tuple[str, Call] | None:
 
 
 _READERS = {"tagged": _read_tagged, "mistral": _read_mistral, "gemma": _read_gemma}
+
+
+def calls_as_content(
+    messages: Iterable[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The dialogue with roles system, user and assistant alone.
+
+    Args:
+        messages: as OpenAI's API has them, with ``tool_calls`` and the role ``tool``.
+        schemas: the tools; without any the dialogue gets no list of them.
+    """
+    plain = [_plain(message) for message in messages]
+    if schemas:
+        own = [plain.pop(0)["content"]] if plain and plain[0]["role"] == "system" else []
+        plain.insert(0, {"role": "system", "content": "\n\n".join([*own, _list_of_tools(schemas)])})
+    return plain
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content") or ""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    for call in message.get("tool_calls") or ():
+        written = write_call(call["function"]["name"], call["function"]["arguments"])
+        content = f"{content}\n{written}" if content else written
+    return {"role": message["role"], "content": content}
+
+
+def _list_of_tools(schemas: Sequence[Mapping[str, Any]]) -> str:
+    listed = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+    example = '{"name": <name of the tool>, "arguments": <object with its arguments>}'
+    return (
+        "You may call one of these tools in a message:\n"
+        f"<tools>\n{listed}\n</tools>\n"
+        f"A call is the end of the message:\n<tool_call>\n{example}\n</tool_call>"
+    )

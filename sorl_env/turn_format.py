@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sorl_env.declared import ask_for_prompt
 from sorl_env.errors import UserError, did_you_mean
+from sorl_env.outside import ask_for_prompt
 from sorl_env.parser import ParsedTurn, neutralise, parse_turn
 from sorl_env.task import Example, Task
 from sorl_env.tool_call_parser import Syntax, parse_message

@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sorl_env.bounds import MOST, Bounds
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import MOST, Bounds, UserError, did_you_mean
 from sorl_env.parser import ParsedTurn
 from sorl_env.task import Example, Limits, Task
 

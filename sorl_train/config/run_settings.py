@@ -11,8 +11,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict
 from pydantic.dataclasses import dataclass
 
-from sorl_env.bounds import MOST
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import MOST, UserError, did_you_mean
 from sorl_train.algorithms import Algorithm, CorrectionMode, RatioLevel
 
 SECTION_RULES = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)

@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Strict
 from pydantic.dataclasses import dataclass
 
-from sorl_env.bounds import MAX_SEED
+from sorl_env.errors import MAX_SEED
 from sorl_env.turn_format import FormatName
 from sorl_train.algorithms import (
     Aggregation,

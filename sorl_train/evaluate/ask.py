@@ -6,13 +6,12 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from sorl_env.command import run_command, say, whole
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.render import render_dialogue
 from sorl_env.task import Example
 from sorl_env.trajectory import Trajectory
 
@@ -32,6 +31,8 @@ from sorl_train.evaluate.runner import Policy, agent_trajectory, in_session
 
 ABOUT = "Ask a policy one question, and show its turns."
 _COLOUR = re.compile(r"\033\[\d+m")
+_BLUE, _CYAN, _GRAY, _RED, _BOLD, _RESET = (f"\033[{code}m" for code in (34, 36, 90, 31, 1, 0))
+_RULE = "-" * 80
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,6 +109,30 @@ def render(env: ToolUseEnv, example: Example, trajectory: Trajectory) -> str:
         note = f"\n[invalid turn: {turn.format_error}]" if turn.format_error else ""
         dialogue.append((turn.text + note, turn.observation))
     return render_dialogue(example, dialogue, env.toolbox.names)
+
+
+def render_dialogue(example: Example, dialogue: Iterable[tuple[str, str]], tools: Collection[str]) -> str:
+    """The question, the options, then each turn with the environment's reply, with tags in the table's colours.
+
+    Args:
+        dialogue: pairs of a turn of the policy and the observation after it, which is empty after the last turn.
+    """
+    lines = [_RULE, f"{_BOLD}Question:{_RESET} {example.question}"]
+    if example.options:
+        lines += [
+            "",
+            f"{_BOLD}Options:{_RESET}",
+            *(f"{letter}: {text}" for letter, text in example.options.items()),
+        ]
+    lines.append(_RULE)
+    colours = {"think": _BLUE, "information": _GRAY, "answer": _RED, **dict.fromkeys(tools, _CYAN)}
+    tag = re.compile(rf"</?({'|'.join(map(re.escape, colours))})>")
+    for action, observation in dialogue:
+        for text in filter(None, (action.strip(), observation.strip())):
+            text = text.replace("\033", "\N{SYMBOL FOR ESCAPE}")  # a policy must not control it
+            lines += [tag.sub(lambda match: f"{colours[match[1]]}{match[0]}{_RESET}", text), ""]
+        lines[-1] = _RULE
+    return "\n".join(lines)
 
 
 def _example(args: argparse.Namespace, env: ToolUseEnv) -> Example:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sorl_env.command import Parser, add_json_option, print_json
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.figures import markdown_table
+from sorl_env.text import markdown_table
 from sorl_train.evaluate.intervals import SIGNIFICANT, Paired, paired
 from sorl_train.evaluate.results import EvalResult, read_folder
 from sorl_train.evaluate.runner import MODES

@@ -16,8 +16,7 @@ from typing import Any
 
 from sorl_env.command import Parser
 from sorl_env.errors import UserError
-from sorl_env.figures import markdown_table
-from sorl_env.text import read_json
+from sorl_env.text import markdown_table, read_json
 from sorl_train.evaluate.answers import ks, pass_at_k
 from sorl_train.evaluate.intervals import mean_interval
 from sorl_train.evaluate.results import EvalResult

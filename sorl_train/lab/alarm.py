@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sorl_env.errors import UserError
-from sorl_env.figures import figure, markdown_table
-from sorl_env.text import read_json
+from sorl_env.text import figure, markdown_table, read_json
 from sorl_train.config.files import read_resolved
 from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.report.groups import find_runs

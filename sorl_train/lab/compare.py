@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sorl_env.errors import UserError
-from sorl_env.figures import markdown_table
+from sorl_env.text import markdown_table
 from sorl_train.lab.study import Run, Study
 from sorl_train.run.folder import NON_FINITE, RunDir
 from sorl_train.run.stability import step_seconds, success_curve

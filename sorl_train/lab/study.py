@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.figures import markdown_table
+from sorl_env.text import markdown_table
 from sorl_train.config.files import (
     STUDIES,
     config_folder,

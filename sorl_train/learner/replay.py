@@ -24,8 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sorl_env.trajectory import Trajectory
-from sorl_env.trajectory_io import read_jsonl, write_jsonl
+from sorl_env.trajectory import Trajectory, read_jsonl, write_jsonl
 from sorl_train.config.run_settings import ReplayConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.state import Collected

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sorl_env.trajectory import Trajectory
-from sorl_env.trajectory_io import read_jsonl, write_jsonl
+from sorl_env.trajectory import Trajectory, read_jsonl, write_jsonl
 from sorl_train.learner.batch import Batch
 
 _SCORES = ("old_log_probs", "ref_log_probs", "values")

@@ -9,10 +9,9 @@ from typing import Any
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.prompt_tokens import check_prompts
 from sorl_env.task import Limits
 from sorl_env.text_env import TextEnv
-from sorl_env.turn_codec import make_codec
+from sorl_env.turn_codec import check_prompts, make_codec
 from sorl_train.config.files import remarks
 from sorl_train.config.schema import as_text, flatten
 from sorl_train.config.settings import TrainConfig

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from sorl_env.token_classes import message_parts
-from sorl_env.trajectory import Trajectory, Turn
-from sorl_env.trajectory_io import iter_jsonl
+from sorl_env.trajectory import Trajectory, Turn, iter_jsonl
 
 Kind = Literal["step", "eval"]
 _T = TypeVar("_T")

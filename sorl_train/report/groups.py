@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_env.figures import MISSING, duration, size
-from sorl_env.text import read_json
+from sorl_env.text import MISSING, duration, read_json, size
 from sorl_train.report.run import ReportRun
 from sorl_train.run.folder import RunDir
 

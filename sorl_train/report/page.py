@@ -21,7 +21,7 @@ from typing import Any, Literal
 import jinja2
 import yaml
 
-from sorl_env.figures import duration
+from sorl_env.text import duration
 from sorl_train.report.groups import Group, choices, setting_text
 from sorl_train.report.run import ALARM, MetricRow, ReportRun, is_number
 

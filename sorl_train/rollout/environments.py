@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sorl_env.data import ExampleSet, load_examples
-from sorl_env.declared import ask_for_prompt
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
+from sorl_env.outside import ask_for_prompt
 from sorl_env.registry import load_task
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.task_file import own_code

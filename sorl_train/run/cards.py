@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sorl_env.figures import figure, markdown_table
 from sorl_env.task import Task
+from sorl_env.text import figure, markdown_table
 from sorl_train.config.files import config_hash
 from sorl_train.config.find_algorithm import short_name
 from sorl_train.config.settings import TINY, TrainConfig

@@ -21,8 +21,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
 
 from sorl_env.errors import UserError
-from sorl_env.figures import duration
 from sorl_env.interrupts import interrupt
+from sorl_env.text import duration
 
 Advance = Callable[[int], None]
 

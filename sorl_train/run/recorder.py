@@ -17,8 +17,7 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.task import Task
-from sorl_env.trajectory import Trajectory
-from sorl_env.trajectory_io import write_jsonl
+from sorl_env.trajectory import Trajectory, write_jsonl
 from sorl_train.config.settings import TrainConfig
 from sorl_train.run.alarm import CollapseAlarm
 from sorl_train.run.cards import write_policy_card

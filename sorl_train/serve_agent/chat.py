@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sorl_env.bounds import MAX_SEED
-from sorl_env.errors import did_you_mean
+from sorl_env.errors import MAX_SEED, did_you_mean
 from sorl_env.text import read_json
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_tools.http_server.app import RequestError

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from sorl_env.bounds import MOST, Bounds
 from sorl_env.command import Parser, number, print_json, run_command, seed, whole
-from sorl_env.errors import UserError, did_you_mean, no_such_file
+from sorl_env.errors import MOST, Bounds, UserError, did_you_mean, no_such_file
 from sorl_env.folders import new_folder
 
 

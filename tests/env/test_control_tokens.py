@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from sorl_env import Example, Task, ToolUseEnv
-from sorl_env.control_tokens import control_tokens
 from sorl_env.parser import ParsedTurn
-from sorl_env.tokens import encode_prompt, encode_text
+from sorl_env.tokens import control_tokens, encode_prompt, encode_text
 from sorl_env.tool import as_tool
 from sorl_env.turn_codec import make_codec
 

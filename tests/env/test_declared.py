@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sorl_env import UserError
-from sorl_env.declared import ask_for_items, ask_for_prompt
+from sorl_env.outside import ask_for_items, ask_for_prompt
 
 HERE = re.escape(__file__)
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from sorl_env.errors import UserError
 from sorl_env.tool import ToolCall
-from sorl_env.trajectory import StopReason, Trajectory, Turn
-from sorl_env.trajectory_io import iter_jsonl, read_jsonl, write_jsonl
+from sorl_env.trajectory import StopReason, Trajectory, Turn, iter_jsonl, read_jsonl, write_jsonl
 
 CALL = ToolCall("search", "capital of Norway", "Doc 1: Oslo", ok=True, latency_s=0.0123, hits=3, attempts=2)
 FAILED = ToolCall(

@@ -13,7 +13,7 @@ import pytest
 from sorl_env import ToolUseEnv
 from sorl_env.check_task import main as check
 from sorl_env.play import main as play
-from sorl_env.trajectory_io import read_jsonl
+from sorl_env.trajectory import read_jsonl
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "add_a_task.md"
 

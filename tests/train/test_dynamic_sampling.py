@@ -11,8 +11,7 @@ import torch
 
 from sorl_env.tool import ToolUnavailableError
 from sorl_env.toolbox import Toolbox
-from sorl_env.trajectory import StopReason, Trajectory
-from sorl_env.trajectory_io import read_jsonl
+from sorl_env.trajectory import StopReason, Trajectory, read_jsonl
 from sorl_train.config.run_settings import OverlongConfig
 from sorl_train.engine import LocalEngine
 from sorl_train.learner.batch import collate

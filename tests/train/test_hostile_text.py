@@ -9,8 +9,7 @@ import pytest
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, collect
-from sorl_env.trajectory import Trajectory
-from sorl_env.trajectory_io import read_jsonl, write_jsonl
+from sorl_env.trajectory import Trajectory, read_jsonl, write_jsonl
 from sorl_train.evaluate.cli import main as evaluate
 from sorl_train.evaluate.endpoint import TextTokenizer
 from sorl_train.report.viewer import write_viewer

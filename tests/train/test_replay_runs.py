@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from sorl_env.errors import UserError
-from sorl_env.trajectory import Trajectory
-from sorl_env.trajectory_io import read_jsonl
+from sorl_env.trajectory import Trajectory, read_jsonl
 from sorl_train.engine import LocalEngine
 from sorl_train.learner.batch import Batch
 from sorl_train.report.report import main as report

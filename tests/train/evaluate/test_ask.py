@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from sorl_env.env import ToolUseEnv
-from sorl_env.render import render_dialogue
 from sorl_env.task import Example
-from sorl_train.evaluate.ask import ask, main, render
+from sorl_train.evaluate.ask import ask, main, render, render_dialogue
 from sorl_train.evaluate.runner import Policy
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sorl_env.trajectory_io import read_jsonl
+from sorl_env.trajectory import read_jsonl
 from sorl_train.run.files import read_jsonl as read_metrics
 from tests.tools.serve_env.servers import Process, free_port, openenv_python, serve_task
 from tests.tools.serve_env.test_loopback import both, play, record

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from sorl_env.tool import ToolCall
-from sorl_env.trajectory import StopReason, Trajectory, Turn
-from sorl_env.trajectory_io import write_jsonl
+from sorl_env.trajectory import StopReason, Trajectory, Turn, write_jsonl
 from sorl_train.config.settings import OptimConfig, RolloutConfig, TrainConfig, UpdateConfig
 from sorl_train.report.page import SECTIONS
 from sorl_train.run.folder import RunDir

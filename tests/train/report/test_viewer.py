@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_env.trajectory import StopReason, Trajectory
-from sorl_env.trajectory_io import write_jsonl
+from sorl_env.trajectory import StopReason, Trajectory, write_jsonl
 from sorl_train.report.dialogues import step_files
 from sorl_train.report.viewer import (
     CHUNK,

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sorl_env.trajectory import Trajectory
-from sorl_env.trajectory_io import write_jsonl
+from sorl_env.trajectory import Trajectory, write_jsonl
 from sorl_train.report.viewer import write_viewer
 from sorl_train.run.metrics_log import TokenRecord, write_token_records
 

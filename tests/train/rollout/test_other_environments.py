@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_env.trajectory_io import read_jsonl
+from sorl_env.trajectory import read_jsonl
 from sorl_train.run.files import read_jsonl as read_metrics
 from tests.env import text_gyms
 from tests.train.conftest import short_config, train_short

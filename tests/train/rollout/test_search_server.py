@@ -13,7 +13,7 @@ import pytest
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.registry import load_task
-from sorl_env.trajectory_io import read_jsonl
+from sorl_env.trajectory import read_jsonl
 from sorl_train.run.files import read_jsonl as read_metrics
 from sorl_train.run.folder import RunDir
 from sorl_train.train_rl import run

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from huggingface_hub import ModelCard
 
 from sorl_env.registry import load_task
-from sorl_env.trajectory_io import read_jsonl
+from sorl_env.trajectory import read_jsonl
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.evaluate.ask import main as sorl_ask

@@ -20,7 +20,7 @@ import torch
 
 from sorl_env.command import about_os_error
 from sorl_env.errors import UserError
-from sorl_env.trajectory_io import write_jsonl
+from sorl_env.trajectory import write_jsonl
 from sorl_train.config.files import config_hash, read_resolved
 from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.run import folder

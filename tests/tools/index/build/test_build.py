@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_env.figures import duration
+from sorl_env.text import duration
 from sorl_tools.corpus import Passage
 from sorl_tools.index import cli, open_index
 from sorl_tools.index.build.build import build
