@@ -37,8 +37,7 @@ def token_kl(log_probs: Tensor, batch: Batch) -> float:
     The estimate is mean(log_ratio^2) / 2, as in ``loss/approx_kl``. Infinite where a log-probability is not finite, and
     0 without tokens.
 
-    Args:
-        log_probs: (B, T) of the current weights.
+    ``log_probs`` (B, T) are those of the current weights.
     """
     began = batch.began_log_probs
     if began is None:  # these very weights began the batch
@@ -54,8 +53,7 @@ def final_kl_sample(loss_masks: Iterable[Tensor]) -> list[int]:
 
     They are chosen in the batch's order, before it is dealt out to ranks; it is at least one if any has loss tokens.
 
-    Args:
-        loss_masks: bool, that of each trajectory (T,), or of each micro-batch of another trainer.
+    ``loss_masks`` are bool, that of each trajectory (T,), or of each micro-batch of another trainer.
     """
     return [part for part, mask in enumerate(loss_masks) if bool(mask.any())][::FINAL_KL_STRIDE]
 

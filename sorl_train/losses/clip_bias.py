@@ -98,8 +98,7 @@ class LossStats:
     def norm(self, name: ClipBiasNorm) -> float:
         """One of ``norms``.
 
-        Raises:
-            ValueError: for an unknown name, or ``logit`` without a ``logit_scale``.
+        Raises ValueError for an unknown name, or ``logit`` without a ``logit_scale``.
         """
         norms = self.norms()
         if name == "logit" and name not in norms:
@@ -171,11 +170,8 @@ def normalization(
     Deviation: eq:ST_PPO_mc and eq:GRPO_MC have 1 / max(||C||, delta), which is the same for the paper's delta = 1, and
     for any other delta another learning rate for every step, clipped or not.
 
-    Args:
-        stats: of the whole mini-batch: summed over its micro-batches and ranks.
-
-    Raises:
-        ValueError: for an unknown choice, or a delta that is not positive.
+    ``stats`` are those of the whole mini-batch, over its micro-batches and ranks. Raises ValueError for an unknown
+    choice, or a delta that is not positive.
     """
     check_choice("target", target, get_args(Target))
     if not delta > 0.0:

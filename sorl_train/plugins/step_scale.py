@@ -102,8 +102,7 @@ class StepScale:
     def totals(self) -> LossStats:
         """The sums of what was added, over all ranks: every rank has to ask at the same time.
 
-        Raises:
-            RuntimeError: nothing was added.
+        Raises RuntimeError if nothing was added.
         """
         if self._stats is None:
             raise RuntimeError("no loss was added since the last optimizer step")

@@ -39,11 +39,10 @@ def test_the_punishment_is_eq_13_by_hand(tokens: int, expected: float) -> None:
         0.4 * expected
     )
     assert punishment(of_length(tokens), 20, OverlongConfig()) == 0.0
-
-
-def test_no_room_for_the_next_observation_is_at_the_limit() -> None:
-    short = of_length(12, stop_reason=StopReason.MAX_TOKENS)
-    assert punishment(short, 20, OverlongConfig(buffer=4)) == 1.0
+    no_room = of_length(
+        12, stop_reason=StopReason.MAX_TOKENS
+    )  # for the next observation: it was at the limit
+    assert punishment(no_room, 20, config) == 1.0
 
 
 def test_the_learners_reward_changes_and_the_records_does_not() -> None:

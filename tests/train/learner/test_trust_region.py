@@ -164,13 +164,6 @@ def test_small_steps_are_those_without_a_trust_region(tiny_folder: str, batch: B
     assert found["loss/trust_moves_back"] == 0.0 and 0 < found["loss/trust_kl"] < LIMIT
 
 
-def test_a_batch_without_loss_tokens_has_no_kl(tiny_folder: str, batch: Batch) -> None:
-    empty = batch.with_fields(loss_mask=torch.zeros_like(batch.loss_mask))
-    update = update_of(load_policy(tiny_folder), config())
-    found = train_on(update, [], empty.rows(final_kl_sample(empty.loss_mask)), 1e-4)
-    assert not found and update.trust is not None and update.trust.scale == 1.0
-
-
 def test_the_last_step_is_taken_back_along_its_line(tiny_folder: str, batch: Batch) -> None:
     """One step of plain SGD that goes too far: what stays is a part of it, and its KL is what is reported."""
     model = load_policy(tiny_folder)
