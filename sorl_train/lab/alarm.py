@@ -21,22 +21,15 @@ from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.stability import COLLAPSED
 
-NOT_FINITE = (
-    "not finite"  # in a file of recorded runs, where null stands for a metric that the step does not have
-)
+# in a file of recorded runs, where null stands for a metric that the step does not have
+NOT_FINITE = "not finite"
 AHEAD = 5  # an alarm this many steps before the collapse leaves time to react
 SUCCESS = "eval/success"
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run as the alarm sees it.
-
-    Attributes:
-        study, cell, seed: which run it is.
-        lines: the metrics of each step. A metric that the step does not have is absent; one that was not finite is
-            None.
-    """
+    """A run as the alarm sees it: the metrics of each step, of which one that was not finite is None."""
 
     study: str
     cell: str

@@ -44,15 +44,11 @@ def is_file(reference: str) -> bool:
 def read_source(
     reference: str, split: str, configs: Sequence[str | None] = (None,), revision: str | None = None
 ) -> Source:
-    """Read one published split.
+    """Read one published split, by the publisher's name of it.
 
-    Args:
-        reference: a ``.jsonl``, ``.jsonl.gz``, ``.parquet`` or ``.json`` file (a list of rows, or an object with one
-            list of rows); a folder that holds ``{split}.jsonl`` and the like, or a copy of a hub data set;
-            ``hf:owner/name`` or ``hf:owner/name:config``.
-        split: the publisher's name of the split; ignored for a file.
-        configs: configurations of the data set to read one after the other, if the reference names none.
-        revision: a commit or tag on the hub.
+    ``reference`` is a ``.jsonl``, ``.jsonl.gz``, ``.parquet`` or ``.json`` file (a list of rows, or an object with one
+    list of rows), whose split is not asked for; a folder that holds ``{split}.jsonl`` and the like, or a copy of a hub
+    data set; ``hf:owner/name`` or ``hf:owner/name:config``. If it names no config, all of ``configs`` are read.
 
     Raises:
         UserError: the source does not exist or cannot be read.

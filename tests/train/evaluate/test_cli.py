@@ -45,9 +45,8 @@ def test_a_run_folder_brings_its_task_and_its_best_checkpoint(
     )
     assert sorted(path.name for path in out.iterdir()) == FILES
     rows = rows_of(out)
-    assert [(row["mode"], row["index"]) for row in rows] == sorted(
-        ((row["mode"], row["index"]) for row in rows), key=lambda key: (key[0] == "agent", key[1])
-    )
+    order = [(row["mode"] == "agent", row["index"]) for row in rows]
+    assert order == sorted(order)
     assert all(row["example_id"].startswith("test-") for row in rows)
     settings = json.loads((out / "settings.json").read_text())
     assert settings["tasks"]["minihop"]["examples"] == 64

@@ -27,8 +27,8 @@ def test_options_belong_to_the_question_in_any_order() -> None:
 
 def test_counts() -> None:
     train = [ask("b c d e f", name="1"), ask("b c d e f", name="2"), ask("unrelated words here", name="3")]
-    test = [ask("b c d e f", name="t1"), ask("b c d e g", name="t2")]
-    assert count_pairs(find_pairs(train, test)) == {"pairs": 2, "train": 2, "test": 1}
+    pairs = find_pairs(train, [ask("b c d e f", name="t1"), ask("b c d e g", name="t2")])
+    assert count_pairs(pairs) == {"pairs": 2, "train": 2, "test": 1}
 
 
 def test_planted_copies_are_found_among_real_questions(shared_data) -> None:
