@@ -21,7 +21,7 @@ from sorl_tools.index.manifest import read_manifest
 from sorl_tools.search.http import HttpSearch
 from sorl_tools.serve.server import open_source
 
-from ..index.test_remote_encoder import Server, embeddings
+from ..embeddings_server import Server, embeddings
 
 pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
 
