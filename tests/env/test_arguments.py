@@ -116,17 +116,6 @@ def test_no_json_value_raises_out_of_a_step(value: Any, ascii_only: bool) -> Non
     json.dumps([outcome.reply, outcome.error], ensure_ascii=False).encode()
 
 
-PARTS = st.fixed_dictionaries(
-    {},
-    optional={
-        "type": st.sampled_from(["string", "integer", "number", "boolean", "array", "object", "null"]),
-        "enum": st.lists(VALUES, max_size=3), "minimum": st.integers(-9, 9), "maximum": st.integers(-9, 9),
-        "items": st.just({"type": "integer", "minimum": 0}), "properties": st.just({"a": {"enum": [[], 1]}}),
-        "required": st.just(["a"]), "additionalProperties": st.booleans(),
-    },
-)  # fmt: skip
-
-
 def test_a_long_name_is_not_compared_letter_by_letter() -> None:
     assert did_you_mean("serach" * 200_000, ["search"]) == "Known: search."
     outcome = Toolbox([lookup]).call(ToolRequest("l" * 1_000_000, "x"))

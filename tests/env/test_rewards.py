@@ -157,8 +157,6 @@ def test_a_gold_answer_that_normalizes_to_nothing_rewards_its_own_text_alone() -
 
 
 def test_elsewhere_it_is_the_exact_match(shared_data: Path) -> None:
-    with gzip.open(shared_data / "cases" / "exact_match.jsonl.gz", "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    same = [row for row in rows if all(map(normalize_answer, row["golds"]))]
+    same = [row for row in cases(shared_data, "exact_match") if all(map(normalize_answer, row["golds"]))]
     assert len(same) > 1300
     assert [row for row in same if answer_match(row["prediction"], row["golds"]) != row["expected_em"]] == []

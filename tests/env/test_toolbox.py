@@ -122,14 +122,6 @@ def test_a_bug_is_contained_not_retried_and_logged_once(
     assert [record.exc_info is not None for record in caplog.records] == [True]
 
 
-def test_a_tool_that_returns_something_else_has_a_bug(call: Call) -> None:
-    def search(query: str) -> str:
-        return None  # type: ignore[return-value]
-
-    outcome = call(Toolbox([search]), REQUEST)
-    assert "it returned NoneType, expected str or ToolReply" in str(outcome)
-
-
 @pytest.fixture
 def hanging() -> Iterator[Callable[[str], str]]:
     """A search that hangs until the test is over."""

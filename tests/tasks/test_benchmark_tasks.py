@@ -239,20 +239,7 @@ def test_alphamed_bad_rows(change: dict[str, Any], error: type[Exception], messa
 
 
 @pytest.mark.parametrize(
-    ("given", "reward"),
-    [
-        ("B", 1.0),
-        ("b", 1.0),
-        ("(B)", 1.0),
-        ("B.", 1.0),
-        ("b: colchicine", 1.0),
-        (" B ", 1.0),
-        ("A", 0.0),
-        ("B or C", 0.0),
-        ("Colchicine", 0.0),
-        ("B: Insulin", 0.0),
-        ("The answer is B", 0.0),
-    ],
+    ("given", "reward"), [("B", 1.0), ("b: colchicine", 1.0), ("A", 0.0), ("B: Insulin", 0.0)]
 )
 def test_alphamed_reward(given: str, reward: float) -> None:
     assert score(alphamed19k.TASK, alphamed19k.parse_row(PUBLISHED), answer(given)) == reward
