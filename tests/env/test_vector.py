@@ -1,18 +1,23 @@
-"""Gymnasium's own vector environments, in one process and in several."""
+"""Gymnasium's own vector environments, in one process and in several, and the space of strings."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import pytest
+from gymnasium.spaces import Text
 from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from hypothesis import given
+from hypothesis import strategies as st
 
 import sorl_env
-from sorl_env import Task, ToolUseEnv
+from sorl_env import Task, ToolUseEnv, UnicodeText
 
 ACTIONS = [
     "<think>a</think><search>river</search>",
@@ -104,3 +109,18 @@ def test_a_task_by_its_path(tmp_path: Path) -> None:
     assert again.reset(options={"index": 1})[0] == "é"
     with pytest.raises(sorl_env.UserError, match="no such file"):
         sorl_env.make(str(tmp_path / "echos.py"))
+
+
+@given(st.text())
+def test_every_string_is_in_it_and_nothing_else(text: str) -> None:
+    assert text in UnicodeText()
+    assert not any(value in UnicodeText() for value in (text.encode("utf-8", "replace"), [text], None, 1))
+
+
+def test_samples_are_seeded_and_copies_draw_the_same() -> None:
+    space = UnicodeText(seed=5)
+    twins = [copy.deepcopy(space), pickle.loads(pickle.dumps(space))]
+    samples = [space.sample() for _ in range(200)]
+    assert all([twin.sample() for _ in range(200)] == samples for twin in twins)
+    assert len(set(samples)) > 190 and {"<", "/", "漢"} <= set("".join(samples))
+    assert isinstance(space, Text) and space == UnicodeText() != Text(64) and repr(space) == "UnicodeText()"
