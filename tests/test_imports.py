@@ -140,7 +140,7 @@ PLANTED = {
     "sorl_env/step.py": ("if TYPE_CHECKING:\n    from sorl_tools import corpus", "sorl_tools.corpus"),
     "sorl_tools/corpus.py": (
         "def planted():\n    from sorl_tools.index import manifest",
-        "sorl_tools.index.manifest",
+        "sorl_tools.index.index",
     ),
 }
 

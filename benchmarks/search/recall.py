@@ -28,7 +28,7 @@ from sorl_env.rewards import normalize_answer
 from sorl_tools.index import Hit, open_index
 from sorl_tools.index.build.build import build
 from sorl_tools.index.build.dense import DenseOptions
-from sorl_tools.index.manifest import NAME
+from sorl_tools.index.index import NAME
 from sorl_tools.progress import Progress
 
 TOP_K = 3

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_tools.corpus import Passage, read_corpus
-from sorl_tools.index.manifest import read_manifest
+from sorl_tools.index.index import read_manifest
 
 SYLLABLES = "ba ce di fo gu ha je ki lo mu na pe ri so tu va we xi yo zu bran clar dren flor grim".split()
 QUERIES = 300

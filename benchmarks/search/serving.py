@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_tools.index import Index
-from sorl_tools.index.cached import open_bm25
+from sorl_tools.index.build.build import open_bm25
 
 SHARED = Path(os.environ.get("SORL_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 BATCH, TOP_K = 512, 3

@@ -24,7 +24,7 @@ from sorl_env.task import ToolSettings
 from sorl_env.tool import ToolUnavailableError
 from sorl_env.turn_codec import check_prompts
 from sorl_tools.corpus import read_corpus
-from sorl_tools.index.manifest import find_damage, read_manifest
+from sorl_tools.index.index import find_damage, read_manifest
 from sorl_tools.search.http import TOKEN_VARIABLE, HttpSearch
 from sorl_train.config.settings import TINY
 from sorl_train.models.forward import compute_dtype, pick_device

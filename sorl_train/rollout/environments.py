@@ -21,7 +21,7 @@ from sorl_env.task_file import own_code
 from sorl_env.text_env import TextEnv, need_tools, open_env
 from sorl_env.tool import ToolReply
 from sorl_env.toolbox import Toolbox
-from sorl_tools.index.manifest import hash_file
+from sorl_tools.index.index import hash_file
 from sorl_tools.search.stats import findable_answers
 from sorl_train.config.settings import LimitsConfig, TrainConfig
 from sorl_train.run.folder import RunDir

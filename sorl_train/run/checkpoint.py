@@ -46,7 +46,7 @@ from safetensors import SafetensorError
 from sorl_env.errors import UserError
 from sorl_env.folders import naming
 from sorl_env.text import read_json
-from sorl_tools.index.manifest import hash_file
+from sorl_tools.index.index import hash_file
 from sorl_train.run.files import free_name, read_own_file, read_own_json, sync
 from sorl_train.run.folder import RunDir
 

@@ -17,8 +17,7 @@ from sorl_env.interrupts import interrupt_on
 from sorl_env.text import duration, size
 from sorl_tools.index.build.build import BACKENDS, build
 from sorl_tools.index.build.dense import DenseOptions
-from sorl_tools.index.index import Index, open_index
-from sorl_tools.index.manifest import Manifest, find_damage, read_manifest
+from sorl_tools.index.index import Index, Manifest, find_damage, open_index, read_manifest
 from sorl_tools.progress import Progress
 
 QUERY_WORDS = 24

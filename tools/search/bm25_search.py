@@ -14,10 +14,9 @@ from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
 from sorl_env.tool import ToolReply
 from sorl_tools.corpus import Passage, format_passages, read_corpus
-from sorl_tools.index.cached import open_bm25
+from sorl_tools.index.build.build import open_bm25
 from sorl_tools.index.words import Bm25, index_words
-from sorl_tools.search.http import DESCRIPTION, SCHEMA, HttpSearch, check_query
-from sorl_tools.search.http_cache import ReplyCache
+from sorl_tools.search.http import DESCRIPTION, SCHEMA, HttpSearch, ReplyCache, check_query
 
 
 def search_tool(settings: ToolSettings, sample: Path) -> BM25Search | HttpSearch:

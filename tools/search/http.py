@@ -1,14 +1,21 @@
-"""The search tool over HTTP: a client of servers that speak Search-R1's protocol, none of which are trusted."""
+"""The search tool over HTTP: a client of servers that speak Search-R1's protocol, none of which are trusted.
+
+A cache keeps replies in SQLite: in a file that later runs and other processes share, or in memory.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import os
+import sqlite3
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,9 +25,72 @@ from sorl_env.errors import UserError
 from sorl_env.text import read_json, valid_text
 from sorl_env.tool import ToolInputError, ToolReply, ToolUnavailableError
 from sorl_tools.corpus import Passage, format_passages
-from sorl_tools.search.http_cache import ReplyCache
 
 logger = logging.getLogger(__name__)
+
+Key = tuple[str, int, str]  # fingerprint of the index, top_k, query
+
+KEPT_IN_MEMORY = 4096
+KEPT_IN_FILE = 350_000  # searches of three passages of 100 words: about a gigabyte
+
+
+class ReplyCache:
+    """Passages by index, ``top_k`` and query. Threads, and processes of one machine, may share it.
+
+    ``path`` is a SQLite file on a local disk (its journal does not work over a network); None keeps replies in memory.
+    Beyond ``max_replies`` the oldest are deleted; None keeps 4,096 in memory, 350,000 in a file. A file that cannot be
+    used is a UserError, and for ``get`` and ``put`` an OSError: the disk is full or gone.
+    """
+
+    def __init__(self, path: str | Path | None = None, max_replies: int | None = None) -> None:
+        self._max_replies = max_replies or (KEPT_IN_MEMORY if path is None else KEPT_IN_FILE)
+        self._path = ":memory:" if path is None else Path(path).expanduser()
+        self._lock = threading.Lock()
+        try:
+            if isinstance(self._path, Path):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = sqlite3.connect(self._path, timeout=30.0, check_same_thread=False)
+            self._file.execute("PRAGMA journal_mode = WAL")  # readers and one writer at a time
+            self._file.execute("PRAGMA synchronous = NORMAL")
+            self._file.execute(
+                "CREATE TABLE IF NOT EXISTS replies (fingerprint TEXT, top_k INTEGER, query TEXT, passages TEXT, "
+                "PRIMARY KEY (fingerprint, top_k, query))"
+            )
+            self.get(("", 0, ""))  # the table may be another program's
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(f"{path}: replies cannot be kept there ({error}); give another file") from error
+
+    def get(self, key: Key) -> list[Passage] | None:
+        """The passages, or None; what is damaged counts as not there."""
+        query = "SELECT passages FROM replies WHERE fingerprint = ? AND top_k = ? AND query = ?"
+        with self._open() as file:
+            row = file.execute(query, key).fetchone()
+        try:
+            return None if row is None else [Passage(*fields) for fields in json.loads(row[0])]
+        except (ValueError, TypeError):
+            return None
+
+    def put(self, key: Key, passages: Sequence[Passage]) -> None:
+        """Keep a reply."""
+        text = json.dumps([[p.id, p.title, p.text] for p in passages], ensure_ascii=False)
+        with self._open() as file:
+            file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", (*key, text))
+            # row ids count up, so these are the oldest
+            file.execute("DELETE FROM replies WHERE rowid <= last_insert_rowid() - ?", (self._max_replies,))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """The file for one thread at a time, in a transaction."""
+        try:
+            with self._lock, self._file as file:
+                yield file
+        except sqlite3.Error as error:
+            raise OSError(f"{self._path}: {error}") from error
+
 
 DESCRIPTION = "Search an encyclopedia-like corpus; returns the passages that fit the query best."
 SCHEMA: Mapping[str, Any] = {
@@ -93,10 +163,7 @@ class HttpSearch:
     def fingerprint(self) -> str:
         """Identifies what is searched, in a run's manifest: the hash of the index, or the addresses if none is sent.
 
-        Waits up to ``timeout_s`` for a server that is starting.
-
-        Raises:
-            UserError: no server answers.
+        Waits up to ``timeout_s`` for a server that is starting; raises UserError if none answers.
         """
         ends_at = time.monotonic() + self._timeout_s
         while self._fingerprint is None and not self._ask_fingerprint():
@@ -209,11 +276,7 @@ class HttpSearch:
 
 
 def check_query(query: str) -> str:
-    """The query as valid text.
-
-    Raises:
-        ToolInputError: it is longer than servers accept, which is the policy's fault and not an outage.
-    """
+    """The query as valid text. Raises ToolInputError if it is longer than servers accept: the policy's fault."""
     if len(query) > MAX_QUERY_CHARS:
         raise ToolInputError(f"The query has {len(query)} characters, at most {MAX_QUERY_CHARS} are allowed.")
     return valid_text(query)
@@ -268,12 +331,7 @@ def _noting(url: str, outages: list[ToolUnavailableError]) -> Iterator[None]:
 
 
 def _read_passages(response: httpx.Response, content: bytes) -> list[Passage]:
-    """The passages that a server found for one query.
-
-    Raises:
-        ToolUnavailableError: 5xx, 408, 429, or a reply that breaks the protocol: the server has a problem.
-        ValueError: another status but 2xx: the request, the token or the address is wrong.
-    """
+    """The passages that a server found for one query; raises as a call does."""
     status, url = response.status_code, response.request.url
     quoted = repr(content[:200].decode("utf-8", "replace"))
     if status >= 500 or status in (408, 429):

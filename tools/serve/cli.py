@@ -67,8 +67,7 @@ def _serve(argv: Sequence[str]) -> int:
     check_installed(_NEEDED, "search")
     if args.mcp:
         check_installed(["mcp"], "mcp")
-    from sorl_tools.serve.server import check_source, serve
-    from sorl_tools.serve.workers import serve_with_workers
+    from sorl_tools.serve.server import check_source, serve, serve_with_workers
 
     args.source = args.source.expanduser()
     check_source(args.source)

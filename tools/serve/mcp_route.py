@@ -16,8 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sorl_tools.corpus import format_passages
 from sorl_tools.http_server.app import RequestError, error_response
-from sorl_tools.serve.batcher import Batcher
-from sorl_tools.serve.metrics import NUM_QUERIES
+from sorl_tools.serve.batcher import NUM_QUERIES, Batcher
 from sorl_tools.serve.protocol import RequestLimits, check_queries, checked_top_k
 
 _REFUSED = "sorl.refused"  # in a request's scope: why its call was refused as a whole

@@ -357,20 +357,6 @@ def test_the_most_lies_below_the_limit_of_open_files(caplog: pytest.LogCaptureFi
 
 
 # --- the end --------------------------------------------------------------------------------------------------
-def test_sixty_requests_in_flight_are_answered_at_the_end() -> None:
-    running = Serving(stall_timeout_s=20.0)
-    clients = [running.connect() for _ in range(60)]
-    for client in clients:
-        client.sendall(POST + b"Content-Length: 10\r\n\r\n01234")
-    wait_until(lambda: len(running.server.server_state.tasks) == 60)
-    running.server.stop()
-    time.sleep(0.3)
-    for client in clients:
-        client.sendall(b"56789")
-    assert all(read_to_end(client).endswith(b"read 10") for client in clients)
-    running.close()
-
-
 def test_requests_that_get_no_time_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
     running = Serving(drain_s=0)
     clients = [running.connect() for _ in range(3)]

@@ -15,7 +15,7 @@ from sorl_env.errors import UserError
 from sorl_tools.index import cli, open_index
 from sorl_tools.index.build.build import build
 from sorl_tools.index.build.dense import DenseOptions
-from sorl_tools.index.manifest import Manifest, hash_file, read_manifest, write_manifest
+from sorl_tools.index.index import Manifest, hash_file, read_manifest, write_manifest
 
 from ..corpora import made_up, write_jsonl
 

@@ -14,7 +14,7 @@ import pytest
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_tools.mcp import mcp_tools
-from sorl_tools.mcp.target import TOKEN_VARIABLE
+from sorl_tools.mcp.server import TOKEN_VARIABLE
 
 from ...waiting import wait_until
 from . import servers

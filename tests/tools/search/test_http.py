@@ -13,8 +13,7 @@ import pytest
 from sorl_env.errors import UserError
 from sorl_env.tool import ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
-from sorl_tools.search.http import FINGERPRINT_HEADER, HttpSearch
-from sorl_tools.search.http_cache import ReplyCache
+from sorl_tools.search.http import FINGERPRINT_HEADER, HttpSearch, ReplyCache
 
 from ..loopback import LoopbackServer
 

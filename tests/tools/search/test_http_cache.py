@@ -10,7 +10,7 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_tools.corpus import Passage
-from sorl_tools.search.http_cache import ReplyCache
+from sorl_tools.search.http import ReplyCache
 
 A = [Passage("0", "Bizet", "né à Paris"), Passage("1", "", 'no "title"')]
 

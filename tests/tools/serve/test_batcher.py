@@ -14,8 +14,7 @@ import pytest
 from sorl_tools.corpus import Passage
 from sorl_tools.http_server.app import RequestError
 from sorl_tools.index import Hit
-from sorl_tools.serve.batcher import Batcher
-from sorl_tools.serve.metrics import Metrics
+from sorl_tools.serve.batcher import Batcher, Metrics
 
 
 class Deep:

@@ -16,8 +16,7 @@ import pytest
 from sorl_env.errors import UserError
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
-from sorl_tools.search.http import HttpSearch
-from sorl_tools.search.http_cache import ReplyCache
+from sorl_tools.search.http import HttpSearch, ReplyCache
 
 from ...waiting import wait_until
 from .faulty_server import FAULTS, HANGING, FaultyServer, hang
@@ -100,20 +99,6 @@ def test_cached_replies_cost_no_request(start: Any, tmp_path: Path) -> None:
     offline._fingerprint = fingerprint
     assert offline("Mozart").cached
     offline.close()
-
-
-def test_another_index_is_another_key(start: Any, tmp_path: Path) -> None:
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"id": "9", "contents": "\\"Other\\"\\nMozart was here."}\n')
-    running = start()
-    search = HttpSearch(running.url, cache=ReplyCache(path=tmp_path / "replies.db"))
-    first = search("Mozart")
-    search.close()
-    running.stop()
-    start(source=other, port=running.port)
-    search = HttpSearch(running.url, cache=ReplyCache(path=tmp_path / "replies.db"))
-    assert search("Mozart") != first
-    search.close()
 
 
 def test_the_fingerprint_of_a_server_that_is_being_started(start: Any, corpus: Path) -> None:

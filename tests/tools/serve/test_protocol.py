@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +18,6 @@ from sorl_tools.serve.protocol import (
 )
 
 LIMITS = RequestLimits(max_queries=3, max_query_chars=5, max_top_k=10, default_top_k=4)
-EXCHANGES = json.loads((Path(__file__).parent / "data" / "search_r1_exchanges.json").read_text("utf-8"))
 
 
 class Found(NamedTuple):

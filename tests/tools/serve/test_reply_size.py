@@ -12,8 +12,7 @@ import pytest
 
 from sorl_env.tool import ToolCall, ToolInputError, ToolRequest
 from sorl_env.toolbox import Toolbox
-from sorl_tools.search.http import MAX_QUERY_CHARS, HttpSearch
-from sorl_tools.search.http_cache import ReplyCache
+from sorl_tools.search.http import MAX_QUERY_CHARS, HttpSearch, ReplyCache
 
 from .faulty_server import FaultyServer, answer, send
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from sorl_tools.index.build.build import build
-from sorl_tools.index.manifest import read_manifest
+from sorl_tools.index.index import read_manifest
 from sorl_tools.search.bm25_search import BM25Search
 from sorl_tools.search.http import HttpSearch
 
@@ -198,16 +198,6 @@ def test_ends_at_a_signal_and_answers_what_is_in_flight(start: Any, number: int,
         client.close()
     assert running.process.wait(60) == status
     assert not any("Traceback" in line for line in running.lines)
-
-
-def test_without_time_to_end_requests_are_told_so(start: Any) -> None:
-    running = start("--drain_s", "0")
-    with socket.create_connection(("127.0.0.1", running.port), timeout=30) as client:
-        client.sendall(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 23\r\n\r\n{")
-        assert running.request("GET", "/health").status == 200
-        running.process.send_signal(signal.SIGTERM)
-        assert client.recv(65536).startswith(b"HTTP/1.1 503")
-    assert running.process.wait(60) == 0
 
 
 def test_a_web_page_finds_nothing(server: Any) -> None:

@@ -17,7 +17,7 @@ from sorl_tools.corpus import format_passages
 from sorl_tools.index import open_index
 from sorl_tools.index.build.build import build
 from sorl_tools.index.build.dense import DenseOptions
-from sorl_tools.index.manifest import read_manifest
+from sorl_tools.index.index import read_manifest
 from sorl_tools.search.http import HttpSearch
 from sorl_tools.serve.server import open_source
 

@@ -289,7 +289,7 @@ def test_a_server_of_another_make(world: World, examine: Examine, serve: Serve) 
 
 
 def test_a_server_that_holds_another_index(world: World, index: Path, examine: Examine, serve: Serve) -> None:
-    from sorl_tools.index.manifest import read_manifest
+    from sorl_tools.index.index import read_manifest
 
     wrong, right = serve("sha256:beef"), serve(read_manifest(index).hash)
     status, found = examine([*with_server(world, wrong)(), "--index", str(index)])

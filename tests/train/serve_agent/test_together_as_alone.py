@@ -10,10 +10,8 @@ import argparse
 import asyncio
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.app import agent_app
 
 from ..evaluate.conftest import WORLD
-from .test_serve_agent import CHAT, asking, served
+from .test_serve_agent import CHAT, asking
 
 TASK = f"""
 import asyncio
@@ -242,28 +240,6 @@ def said(body: dict[str, Any], reply: httpx.Response) -> dict[str, Any]:
     return {"answer": answer, "finish": finish, "usage": usage["usage"], "sorl": last["sorl"]}
 
 
-def leave_early(client: httpx.Client, body: dict[str, Any], after_s: float) -> None:
-    """Hang up before the reply is there."""
-    try:
-        client.post(CHAT, json=body, timeout=httpx.Timeout(30.0, read=after_s))
-    except httpx.ReadTimeout:
-        return
-
-
-def overlapping(client: httpx.Client, bodies: Sequence[dict[str, Any]], clients: int) -> list[dict[str, Any]]:
-    """What is said to each of ``bodies``, asked by so many clients that come when they like, and at times hang up."""
-
-    def ask(body: dict[str, Any]) -> dict[str, Any]:
-        rng = random.Random(body["seed"])
-        time.sleep(rng.random())
-        if rng.random() < 0.25:
-            leave_early(client, body, 0.001 + 0.3 * rng.random())
-        return said(body, client.post(CHAT, json=body))
-
-    with ThreadPoolExecutor(clients) as pool:
-        return list(pool.map(ask, bodies))
-
-
 def assert_same_replies(alone: Sequence[dict[str, Any]], together: Sequence[dict[str, Any]]) -> None:
     assert len(Counter(one["sorl"]["stop_reason"] for one in alone)) > 1
     assert sum(len(turn["tool_calls"]) for one in alone for turn in one["sorl"]["turns"]) >= len(alone) // 2
@@ -291,20 +267,3 @@ def test_a_service_in_process(cold_started_run: Path, task: Path) -> None:
         with agent.running():
             replies.append(asyncio.run(ask_all(agent_app(agent, "agent"))))
     assert_same_replies(*replies)
-
-
-@pytest.mark.slow
-def test_a_service_with_64_overlapping_clients(cold_started_run: Path, task: Path) -> None:
-    """Over HTTP; where there are fewer places than clients, and where each has one."""
-    _, env = policy_of(cold_started_run, task, 1)
-    bodies = requests_of(env, 128)
-    options = ["--model", str(cold_started_run), "--task", str(task), "--hardware.threads", "1"]
-    with served(*options, "--sampler.max_concurrency", "1") as server:
-        alone = [said(body, server.client.post(CHAT, json=body)) for body in bodies]
-        assert server.end() == 0
-    for places in (12, 64):
-        with served(*options, "--sampler.max_concurrency", str(places)) as server:
-            together = overlapping(server.client, bodies, 64)
-            assert server.client.get("/health").json()["in_flight"] == 0
-            assert server.end() == 0
-        assert_same_replies(alone, together)

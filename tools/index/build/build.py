@@ -1,7 +1,8 @@
 """Build an index: the passages, then the part of each backend, then the manifest.
 
 A folder with a request and no manifest is an unfinished build. If a build is killed, the same command reads the corpus
-again but keeps the vectors that were embedded, which took nearly all of the time.
+again but keeps the vectors that were embedded, which took nearly all of the time. BM25 indexes of corpus files are
+built once for each content, and are memory-mapped from the cache folder.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import fcntl
 import json
 import platform
 import shutil
+import tempfile
 import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from functools import lru_cache
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -24,14 +27,25 @@ from typing import Any
 import numpy as np
 
 from sorl_env.errors import UserError
-from sorl_env.folders import missing_folders, remove_empty
-from sorl_tools.corpus import PassageFile
+from sorl_env.folders import cache_folder, missing_folders, remove_empty
+from sorl_tools.corpus import PassageFile, check_corpus
 from sorl_tools.index.build.bm25 import CHUNK, PostingsBuilder
 from sorl_tools.index.build.corpora import Corpus
 from sorl_tools.index.build.dense import DenseOptions, check_options, write_vectors
 from sorl_tools.index.encoder import Encoder
-from sorl_tools.index.index import BM25, DENSE
-from sorl_tools.index.manifest import NAME, REQUEST, Manifest, hash_file, read_manifest, write_manifest
+from sorl_tools.index.index import (
+    BM25,
+    DENSE,
+    FORMAT,
+    NAME,
+    REQUEST,
+    Index,
+    Manifest,
+    hash_file,
+    open_index,
+    read_manifest,
+    write_manifest,
+)
 from sorl_tools.progress import Progress
 
 BACKENDS = ("bm25", "dense", "hybrid")
@@ -232,3 +246,48 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue  # not installed, so it was not used
     return found
+
+
+_open = lru_cache(maxsize=4)(open_index)
+
+
+def open_bm25(path: Path) -> tuple[Index, str]:
+    """The BM25 index of a corpus, and the hash of what is searched. The index of a new corpus file is built first.
+
+    ``path`` is a ``.jsonl`` or ``.jsonl.gz`` file, or a folder that ``sorl-index`` built. Raises UserError if it cannot
+    be read, or the cache folder cannot be written.
+    """
+    if path.is_dir():
+        manifest = read_manifest(path)
+        if manifest.backend != "bm25":
+            raise UserError(
+                f"{path}: a {manifest.backend} index embeds its queries: serve it with sorl-serve, and give the task "
+                "the server's address as search_url"
+            )
+        return _open(path), manifest.hash
+    check_corpus(path)
+    digest = hash_file(path)
+    # named by the format as well, because another version may store indexes differently
+    folder = cache_folder() / "bm25" / f"{digest[:24]}-index{FORMAT}"
+    if not folder.is_dir():
+        _build_cached(path, folder)
+    return _open(folder), f"sha256:{digest}"
+
+
+def _build_cached(path: Path, folder: Path) -> None:
+    """Build the index of a corpus, which appears complete or not at all; of several builders the first one wins."""
+    made = missing_folders(folder.parent)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(dir=folder.parent, prefix="building-"))
+    except OSError as error:
+        raise UserError(f"{folder.parent}: cannot keep an index there ({error}); set SORL_CACHE") from error
+    try:
+        build([path], building)
+        building.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+        remove_empty(made)  # left over if the corpus cannot be indexed

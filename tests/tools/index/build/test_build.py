@@ -16,7 +16,7 @@ from sorl_env.text import duration
 from sorl_tools.corpus import Passage
 from sorl_tools.index import cli, open_index
 from sorl_tools.index.build.build import build
-from sorl_tools.index.manifest import hash_file, read_manifest
+from sorl_tools.index.index import hash_file, read_manifest
 from sorl_tools.progress import Progress
 
 from ....waiting import wait_until
