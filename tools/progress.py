@@ -10,11 +10,7 @@ LOG_EVERY_S = 10.0  # between two lines where standard error is no terminal
 
 
 class Progress:
-    """A bar of tqdm on standard error for each stage of a command.
-
-    Args:
-        quiet: show nothing.
-    """
+    """A bar of tqdm on standard error for each stage of a command; none if ``quiet``."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet

@@ -88,10 +88,9 @@ class Agent:
 
     @contextmanager
     def running(self) -> Iterator[Agent]:
-        """Answer questions inside this context. Dialogues that are open at its end are given up.
+        """Answer questions inside this context, which raises whatever the event loop died of.
 
-        Raises:
-            BaseException: whatever the event loop died of.
+        Dialogues that are open at its end are given up.
         """
         opened: Future[asyncio.AbstractEventLoop] = Future()
         thread = threading.Thread(target=self._run, args=(opened,), name="agent", daemon=True)
@@ -126,13 +125,10 @@ class Agent:
         return await self._there(self._prepare(request))
 
     async def answer(self, dialogue: Dialogue, on_turn: OnTurn | None = None) -> Trajectory:
-        """Run a dialogue.
+        """Run a dialogue. Raises ChatError if too many wait, or the policy's server or a tool failed.
 
         ``on_turn`` is called on the agent's thread, when the tools have replied to a turn, with its ``index`` and the
         fields of ``turn_facts``.
-
-        Raises:
-            ChatError: too many dialogues wait, or the policy's server or a tool failed.
         """
         if self.open >= self._limit:
             raise ChatError(

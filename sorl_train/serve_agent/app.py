@@ -37,16 +37,8 @@ T = TypeVar("T")
 _NO_STORE = {"cache-control": "no-store"}
 
 
-def agent_app(
-    agent: Agent,
-    model: str,
-    settings: ServerSettings = ServerSettings(),
-) -> ASGIApp:
-    """The application.
-
-    Args:
-        model: the model's name in requests and replies.
-    """
+def agent_app(agent: Agent, model: str, settings: ServerSettings = ServerSettings()) -> ASGIApp:
+    """The application; ``model`` is the model's name in requests and replies."""
     started = int(time.time())
 
     async def complete(request: Request) -> Response:

@@ -90,12 +90,7 @@ class ChatRequest(_Neutral):
 
 
 class ChatError(RequestError):
-    """A request that is answered with OpenAI's error object.
-
-    Attributes:
-        param: the wrong field of the request.
-        code: a word that programs can test.
-    """
+    """A request that is answered with OpenAI's error object: the wrong field, and a word that programs can test."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -115,11 +110,7 @@ def error_content(error: RequestError) -> dict[str, Any]:
 
 
 def parse_request(body: bytes, model: str) -> ChatRequest:
-    """Read a request for the model that is served as ``model``.
-
-    Raises:
-        ChatError: it is malformed, or asks for something that is not supported.
-    """
+    """Read a request for ``model``. Raises ChatError if it is malformed or asks for what is not supported."""
     try:
         fields = read_json(body)
     except ValueError as error:

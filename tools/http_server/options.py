@@ -20,23 +20,17 @@ MAX_HEAD_BYTES = 16 << 10  # of a request line with its headers
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where a server listens, and its limits on clients.
-
-    Attributes:
-        token: what requests must carry; None for no token.
-        max_body_bytes: of a request's body.
-        stall_timeout_s: until a client is cut off that sends nothing, half a request, or does not read its reply.
-        max_connections: most connections of a process; further ones get 503.
-        drain_s: for requests in progress when the server is told to stop.
-    """
+    """Where a server listens, and its limits on clients."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    token: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)  # what requests must carry
     max_body_bytes: int = 1 << 20
-    stall_timeout_s: float = 20.0
-    max_connections: int = 4096
-    drain_s: int = 30
+    stall_timeout_s: float = (
+        20.0  # until a client is cut off that sends nothing, half a request, or reads no reply
+    )
+    max_connections: int = 4096  # of a process; further ones get 503
+    drain_s: int = 30  # for requests in progress when the server is told to stop
 
 
 def add_server_options(
@@ -79,11 +73,7 @@ def check_installed(packages: Sequence[str], extras: str) -> None:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file.
-
-    Raises:
-        UserError: the file cannot be read, or does not hold a single printable word.
-    """
+    """The token in a file. Raises UserError unless the file can be read and holds a single printable word."""
     try:
         token = path.expanduser().read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -94,14 +84,10 @@ def read_token(path: Path) -> str:
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A bound socket that does not listen yet.
+    """A bound socket that does not listen yet. Raises UserError if the address cannot be used.
 
-    Args:
-        shared: other sockets of this user may be bound to the same port (SO_REUSEPORT); the kernel distributes the
-            connections among those that listen.
-
-    Raises:
-        UserError: the address cannot be used.
+    With ``shared``, other sockets of this user may be bound to the same port (SO_REUSEPORT); the kernel distributes the
+    connections among those that listen.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -154,14 +154,8 @@ class RemoteEncoder(Encoder):
     """An embedding model behind ``POST ADDRESS/embeddings``, as text-embeddings-inference, vLLM and others offer it.
 
     Its vectors are normalized here. A token is taken from the environment variable ``SORL_ENCODER_TOKEN``. Requests
-    that fail by 408, 429, 5xx or the connection are repeated, with pauses that double from half a second.
-
-    Args:
-        address: such as ``http://127.0.0.1:8080/v1``.
-        model: the model's name at the server.
-
-    Raises:
-        UserError: here and when embedding: the server does not answer, refuses, or sends vectors of another dimension.
+    that fail by 408, 429, 5xx or the connection are repeated, with pauses that double from half a second. A server that
+    does not answer, refuses, or sends vectors of another dimension is a UserError, here and when embedding.
     """
 
     def __init__(self, address: str, model: str) -> None:

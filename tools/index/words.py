@@ -94,9 +94,7 @@ class Bm25:
     words and not with the corpus, and equal scores keep the order of the corpus; bm25s' own compiled search does
     neither. A second thread would not make a query faster: adding scores is limited by the speed of memory.
 
-    Args:
-        index: a bm25s index without scores for absent words (Lucene's BM25 has none).
-
+    ``index`` is a bm25s index without scores for absent words (Lucene's BM25 has none).
     """
 
     def __init__(self, index: Any) -> None:

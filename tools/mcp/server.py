@@ -228,9 +228,8 @@ class McpServer:
     def call(self, name: str, arguments: Mapping[str, Any]) -> mcp_types.CallToolResult:
         """Call a tool and wait for its result.
 
-        Raises:
-            ToolInputError: the server refused the arguments.
-            ToolUnavailableError: no connection, a time-out, or a reply that breaks the protocol.
+        Raises ToolInputError if the server refused the arguments, and ToolUnavailableError without a connection, after
+        a time-out, or if the reply breaks the protocol.
         """
         result: mcp_types.CallToolResult = self._use(lambda client: client.call_tool(name, dict(arguments)))
         return result

@@ -136,11 +136,7 @@ def mcp_tools(server: Any, timeout_s: float = 30.0, *, per_episode: bool = False
 
 
 def open_tools(reference: str, settings: ToolSettings) -> list[McpTool]:
-    """The tools that ``mcp:SERVER`` or ``mcp+episode:SERVER`` names: shared by all episodes, or each with its own.
-
-    Raises:
-        UserError: as ``mcp_tools``; or the kind is another one.
-    """
+    """The tools that ``mcp:SERVER`` (shared by all episodes) or ``mcp+episode:SERVER`` names; see ``mcp_tools``."""
     kind, _, server = reference.partition(":")
     if kind not in (SHARED, PER_EPISODE):
         raise UserError(f"tools: {reference!r} begins with neither {SHARED}: nor {PER_EPISODE}:")
@@ -162,9 +158,7 @@ def readable_schema(schema: Any, where: str) -> dict[str, Any]:
     """The part of a tool's schema that a toolbox checks arguments against; the server checks the rest itself.
 
     What a toolbox does not know (``$ref``, ``oneOf``, ``pattern``) is left out, so that anything is allowed there.
-
-    Raises:
-        UserError: it is not the schema of an object.
+    Raises UserError if it is not the schema of an object.
     """
     if not isinstance(schema, Mapping) or schema.get("type") != "object":
         raise UserError(
@@ -197,8 +191,7 @@ def _readable(schema: Any, depth: int) -> dict[str, Any]:
 def reply_of(result: mcp_types.CallToolResult) -> ToolReply:
     """The text of a result. What is no text is named and left out; a result without any is its structured content.
 
-    Raises:
-        ToolInputError: the result is an error; the policy reads it.
+    Raises ToolInputError if the result is an error; the policy reads it.
     """
     text = "\n".join(filter(None, map(_text_of, result.content)))
     if not result.content and result.structured_content is not None:

@@ -94,13 +94,9 @@ class Batcher:
     """A queue in front of an index, which one thread searches.
 
     A batch is never delayed to let it grow: a request that finds the thread idle is searched at once, and under load
-    the batches grow by themselves.
-
-    Args:
-        search: the hits of each query, for a number of passages.
-        max_batch: most queries in one search; a single request may have more.
-        max_waiting: most queries in the queue; further ones get 503 with Retry-After.
-        timeout_s: a request that has waited longer gets 503 and is not searched.
+    the batches grow by themselves. One search has at most ``max_batch`` queries, unless a single request has more.
+    Beyond ``max_waiting`` queries in the queue a request gets 503 with Retry-After, and so does one that has waited
+    longer than ``timeout_s``, which is not searched.
     """
 
     def __init__(
@@ -123,11 +119,7 @@ class Batcher:
         self._thread = ThreadPoolExecutor(1, "sorl-search")
 
     async def search(self, queries: Sequence[str], top_k: int) -> Results:
-        """The hits of each query of this request.
-
-        Raises:
-            RequestError: 503: the server has too much to do; 500: the search failed.
-        """
+        """The hits of each query. Raises RequestError: 503 if there is too much to do, 500 if the search failed."""
         if self._num_waiting + len(queries) > self._max_waiting:
             raise RequestError(503, f"{self._num_waiting} queries are waiting already", retry_after_s=1)
         one = _Waiting(queries, top_k, asyncio.get_running_loop().create_future())

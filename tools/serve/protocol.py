@@ -25,35 +25,23 @@ from sorl_tools.index import Hit
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits on one request.
-
-    Attributes:
-        max_queries: number of queries.
-        max_query_chars: characters of each query.
-        max_top_k: passages for each query.
-        default_top_k: passages for each query of a request that names no number.
-    """
+    """Limits on one request."""
 
     max_queries: int = 512
     max_query_chars: int = 4096
-    max_top_k: int = 100
-    default_top_k: int = 3
+    max_top_k: int = 100  # passages for each query
+    default_top_k: int = 3  # of a request that names no number
 
 
 @dataclass(frozen=True)
 class RetrieveRequest:
-    """A request within the limits.
-
-    Attributes:
-        is_single: the request had ``query`` in place of ``queries``.
-        is_msgpack: the request was MessagePack and not JSON, and so is its reply.
-    """
+    """A request within the limits."""
 
     queries: tuple[str, ...]
     top_k: int
     return_scores: bool = False
-    is_single: bool = False
-    is_msgpack: bool = False
+    is_single: bool = False  # it had ``query`` in place of ``queries``
+    is_msgpack: bool = False  # and so is its reply; else JSON
 
     @property
     def content_type(self) -> str:
@@ -78,10 +66,8 @@ def parse_request(body: bytes, limits: RequestLimits) -> RetrieveRequest:
     """The request in a body.
 
     The first byte tells MessagePack from JSON, because GEM's client sends no content type: a map of MessagePack begins
-    with a byte from 0x80 on, and JSON with white space or a brace.
-
-    Raises:
-        RequestError: 400 if it is neither JSON nor MessagePack, 422 if it is not a request or asks for too much.
+    with a byte from 0x80 on, and JSON with white space or a brace. Raises RequestError: 400 if it is neither, 422 if it
+    is not a request or asks for too much.
     """
     is_msgpack = body[:1] >= b"\x80"
     try:
