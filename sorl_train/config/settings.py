@@ -2,7 +2,7 @@
 
 Defaults are the paper's values (Appendix, "Implementation Details") where it gives them. YAML files under ``configs/``
 hold differences only; the command line sets any field by its dotted name. ``--help`` prints the text of every field.
-The other sections are in ``rollout_settings.py``, ``model_settings.py`` and ``run_settings.py``.
+The other sections are in ``run_settings.py``.
 """
 
 from __future__ import annotations
