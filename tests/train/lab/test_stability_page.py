@@ -21,7 +21,7 @@ def test_the_tables_of_the_page_are_made_from_the_results() -> None:
 
 def test_averages_over_a_grid() -> None:
     """Shares of cells above a bar, means, and differences at the same points, with intervals."""
-    runs = runpy.run_path(str(ROOT / "benchmarks/stability_runs.py"))
+    runs = runpy.run_path(str(ROOT / "benchmarks/stability_tables.py"))
     average, share_above = runs["average"], runs["share_above"]
     three = {("a", 1.0): [1.0, 1.0, 1.0], ("b", 1.0): [0.2, 0.3, 0.1], ("c", 1.0): [1.0, 0.2, 1.0]}
     # Wilson: three cells say little
