@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,12 @@ from .conftest import TINY, WORLD, command, metrics, train
 
 pytestmark = pytest.mark.openrlhf
 TASKS = Path(__file__).with_name("tasks")
+
+
+def launch(words: Sequence[str]) -> subprocess.Popen[str]:
+    """A process that heeds Ctrl-C, which a shell's jobs in the background ignore."""
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
 
 
 def check_run_folder(run_dir: Path, steps: int = 2) -> list[dict[str, Any]]:
@@ -136,7 +144,7 @@ def test_a_run_that_an_error_ends_between_two_steps_is_saved(tmp_path: Path) -> 
     run_dir, gone = tmp_path / "run", tmp_path / "gone"
     settings: dict[str, Any] = {"task": f"{TASKS / 'fading.py'}:make", "task_args": {"gone": str(gone)}}
     settings |= {"update__steps": 400, "checkpoint__every": 1000}
-    process = subprocess.Popen(command(run_dir, **settings), stderr=subprocess.PIPE, text=True)
+    process = launch(command(run_dir, **settings))
     wait_until_step(run_dir, 1, process)
     gone.touch()
     _, stderr = process.communicate(timeout=240)
@@ -152,9 +160,7 @@ def test_a_run_that_an_error_ends_between_two_steps_is_saved(tmp_path: Path) -> 
 def test_a_killed_worker_ends_the_run_and_it_resumes(tmp_path: Path) -> None:
     """A vLLM engine, to which the trainer's workers broadcast; test_watch.py ends workers of any kind."""
     run_dir = tmp_path / "run"
-    process = subprocess.Popen(
-        command(run_dir, update__steps=400, checkpoint__every=1), stderr=subprocess.PIPE, text=True
-    )
+    process = launch(command(run_dir, update__steps=400, checkpoint__every=1))
     wait_until_step(run_dir, 2, process, saved=True)
     names = ("ray::RolloutWorker", "ray::RolloutRayActor")
     engine = next(number for number, title in processes_of(run_dir) if title.startswith(names))
@@ -279,9 +285,7 @@ def wait_until_step(run_dir: Path, step: int, process: subprocess.Popen[str], sa
 def test_a_killed_launcher_leaves_the_folder_to_the_process_that_trains_on(tmp_path: Path) -> None:
     """That process is ended, the run resumed and ended by Ctrl-C, which saves it and says how to go on."""
     run_dir = tmp_path / "run"
-    process = subprocess.Popen(
-        command(run_dir, update__steps=400, checkpoint__every=1), stderr=subprocess.PIPE, text=True
-    )
+    process = launch(command(run_dir, update__steps=400, checkpoint__every=1))
     wait_until_step(run_dir, 1, process, saved=True)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -296,11 +300,7 @@ def test_a_killed_launcher_leaves_the_folder_to_the_process_that_trains_on(tmp_p
     os.kill(driver, signal.SIGINT)
     wait_until_nothing_is_left(run_dir)
     saved = newest(run_dir)
-    process = subprocess.Popen(
-        command(run_dir, "--resume", update__steps=400, checkpoint__every=1000),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = launch(command(run_dir, "--resume", update__steps=400, checkpoint__every=1000))
     wait_until_step(run_dir, saved + 1, process)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
