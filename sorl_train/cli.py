@@ -42,8 +42,8 @@ def _run(argv: Sequence[str]) -> int:
     if arguments.list_configs:
         return _show("\n".join(f"{name:<30}{about}" for name, about in packaged_configs().items()))
     config = _settings(arguments)
-    if arguments.help:
-        return _show(help_text(config, arguments.config or DEFAULT_CONFIG))
+    if arguments.help is not None:
+        return _show(help_text(config, arguments.config or DEFAULT_CONFIG, arguments.help))
     if arguments.dry_run:
         from sorl_train.preflight.dry_run import plan_text
 

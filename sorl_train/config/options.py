@@ -8,46 +8,46 @@ around tyro's static types, and argparse starts ten times faster.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sorl_env.command import Parser
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, did_you_mean
 from sorl_train.algorithms import ALGORITHMS
-from sorl_train.config.files import value_from_text
+from sorl_train.config.files import DEFAULT_CONFIG, value_from_text
 from sorl_train.config.find_algorithm import installed_algorithms
 from sorl_train.config.schema import ConfigField, as_text, fields, flatten, sections, suggest_key
 from sorl_train.config.settings import TrainConfig
 
 DESCRIPTION = """\
-Train a tool-using language-model agent with SO-PPO, SO-GRPO or an algorithm they are compared with.
-Without options it runs the quickstart: MiniHop, a tiny policy, minutes on two cores, no downloads.
+Train a tool-using language-model agent with SO-PPO, SO-GRPO or an algorithm that
+they are compared with. Without options: a tiny policy on MiniHop, in minutes.
 
-examples:
-  sorl-train --algo so_ppo
   sorl-train --algo so_grpo --seed 1 --update.steps 80 --run_dir runs/mine
-  sorl-train --config smollm2_hotpotqa --model FOLDER --data train.jsonl --search.corpus passages.jsonl.gz
+  sorl-train --config smollm2_hotpotqa --model FOLDER --data train.jsonl
   sorl-train --task my_task.py --dry_run
-  sorl-train --task minihop --task_args.hops "[1, 2]" --stage sft
-  sorl-train --resume --run_dir runs/quickstart-so_ppo-s0
+  sorl-train --resume --run_dir runs/mine
 """
 EPILOG = """\
-Values are written as in YAML (1e-4, true, null, "[1, 2]"). The command line wins over the config, the config over what
-the algorithm brings (docs/algorithms.md), and that over the defaults. Exit status: 0 done, 1 the run failed, 2 wrong
-usage or settings, 130 interrupted (state saved).
-"""
+Values are as in YAML; in brackets are those of config {config!r}. The command
+line wins over the config, and the config over what the algorithm brings.
+Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted (state saved).
+More settings: --help all, or --help SECTION, which is one of
+{sections}"""
+GENERAL, ALL = "general", "all"  # the settings outside all sections; all settings
 _FLAGS = {
-    "list_configs": "describe the packaged configs and leave",
-    "dry_run": "show settings, data and memory need; write nothing",
-    "resume": "go on with the run in --run_dir, with its settings",
+    "list_configs": "describe the packaged configs",
+    "dry_run": "show what would be run, and write nothing",
+    "resume": "go on with the run in --run_dir",
     "overwrite": "move an earlier run in --run_dir aside",
-    "help": "this text; with --config, that config's values",
 }
-_MAPPINGS = tuple(field.name for field in fields() if field.is_mapping)
 
 
 class Arguments(NamedTuple):
-    """A parsed command line: a packaged name or path, dotted names with their values, and flags."""
+    """A parsed command line: a packaged name or path, dotted names with their values, and flags. ``help`` is the
+    section that ``--help`` asks for, empty for a bare ``--help`` and None without one."""
 
     config: str | None
     overrides: dict[str, Any]
@@ -55,7 +55,7 @@ class Arguments(NamedTuple):
     overwrite: bool
     dry_run: bool
     list_configs: bool
-    help: bool
+    help: str | None
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -64,56 +64,72 @@ def parse(argv: Sequence[str]) -> Arguments:
     if unknown:
         raise UserError(_about_unknown(unknown))
     values = vars(known)
-    flags = {name: values.pop(name) for name in ("config", *_FLAGS)}
+    own = {name: values.pop(name) for name in ("config", *_FLAGS, "help")}
     texts = {name: text for name, text in values.items() if text is not None}
-    return Arguments(overrides={name: value_from_text(name, text) for name, text in texts.items()}, **flags)
+    return Arguments(overrides={name: value_from_text(name, text) for name, text in texts.items()}, **own)
 
 
-def help_text(config: TrainConfig, config_name: str) -> str:
-    """The help, with the values that ``config`` gives each field."""
-    return _parser(config, config_name).format_help()
+def help_text(config: TrainConfig, config_name: str, section: str = "") -> str:
+    """The help, with the values that ``config`` gives each field: the settings that most runs touch, or those of a
+    section, or ``all``. Raises ``UserError`` for an unknown section."""
+    known = (GENERAL, *sections())
+    if section not in ("", ALL, *known):
+        raise UserError(f"--help {section}: there is no such section. {did_you_mean(section, (ALL, *known))}")
+    parser = _parser(section, flatten(config))
+    parser.epilog = EPILOG.format(config=config_name, sections=textwrap.fill(", ".join(known), 80))
+    text = parser.format_help().rstrip()
+    return text[text.index(f"\n{section}:\n") + 1 :] if section in known else text
 
 
-def _parser(config: TrainConfig | None = None, config_name: str = "") -> argparse.ArgumentParser:
+def _parser(section: str = "", values: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
+    """It reads all options; its help explains those that ``section`` asks for, with these values of the fields."""
     parser = Parser(
         prog="sorl-train",
         usage="sorl-train [--config NAME_OR_PATH] [--algo ALGO] [--FIELD VALUE ...]",
         description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=36),
-        mappings=_MAPPINGS,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28),
+        mappings=[field.name for field in fields() if field.is_mapping],
         add_help=False,
     )
-    run = parser.add_argument_group("command")
-    about = "a packaged config or a YAML file (default: quickstart)"
-    run.add_argument("--config", metavar="NAME_OR_PATH", help=about)
+    about = "this text; a section of the settings, or all"
+    parser.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION", help=about)
+    about = f"a packaged config or a YAML file [{DEFAULT_CONFIG}]"
+    parser.add_argument("--config", metavar="NAME_OR_PATH", help=about)
     for name, about in _FLAGS.items():
-        names = ("-h", "--help") if name == "help" else (f"--{name}",)
-        run.add_argument(*names, action="store_true", help=about)
-    shown = flatten(config) if config else {}
-    top = parser.add_argument_group(f"settings, in brackets as in config {config_name!r}")
-    groups = {"": top} | {name: parser.add_argument_group(name, about) for name, about in sections().items()}
+        parser.add_argument(f"--{name}", action="store_true", help=about)
+    groups: dict[str, Any] = {}
     for field in fields():
+        own = field.name.rpartition(".")[0] or GENERAL
+        title = field.common if not section else own if section in (own, ALL) else ""
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title, sections().get(title))
+        about = _field_help(field, values or {}, brief=not section).replace("%", "%%")
         switch: Any = {"nargs": "?", "const": "true"} if field.type is bool else {}  # a bare --flag is true
-        groups[field.name.rpartition(".")[0]].add_argument(
+        groups[title].add_argument(
             f"--{field.name}",
             dest=field.name,
             metavar=field.metavar,
+            help=about if title else argparse.SUPPRESS,
             **switch,
-            help=_field_help(field, shown).replace("%", "%%"),
         )
     return parser
 
 
-def _field_help(field: ConfigField, shown: dict[str, Any]) -> str:
-    choices = f" ({', '.join(field.choices)})" if field.choices else ""
+def _field_help(field: ConfigField, values: Mapping[str, Any], *, brief: bool) -> str:
+    """The text of a field with its choices and its value; if ``brief``, its choices or the beginning of its text."""
+    about, choices = field.help, ", ".join(field.choices)
     if field.name == "algo":
         critic = ", ".join(name for name, row in ALGORITHMS.items() if row.needs_critic)
         group = ", ".join(name for name, row in ALGORITHMS.items() if row.needs_groups)
-        choices = f" {critic} train a critic; {group} need rollout.group_size >= 2."
+        choices = f"{critic} train a critic; {group} need rollout.group_size >= 2"
         if installed := installed_algorithms():
-            choices += f" Installed: {', '.join(installed)}."
-    return f"{field.help}{choices} [{as_text(shown.get(field.name))}]"
+            choices += f". Installed: {', '.join(installed)}"
+    if brief:
+        about = choices or re.split(r"[;.] |\.$", about)[0]
+    elif choices:
+        about += f" ({choices})"
+    value = values.get(field.name)
+    return f"{about} [{as_text(value)}]" if value is not None or not brief else about
 
 
 def _about_unknown(arguments: list[str]) -> str:
@@ -121,4 +137,4 @@ def _about_unknown(arguments: list[str]) -> str:
     if not options:
         return f"unexpected argument {arguments[0]!r}: options are written --name value, as in --algo so_ppo"
     name = options[0].partition("=")[0]
-    return f"unknown option {name}. {suggest_key(name.lstrip('-'), extra=('config', *_FLAGS), prefix='--')}"
+    return f"unknown option {name}. {suggest_key(name.lstrip('-'), extra=('config', 'help', *_FLAGS), prefix='--')}"

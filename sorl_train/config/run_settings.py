@@ -36,6 +36,12 @@ class Resumable(NamedTuple):
     """The setting may change when a run is resumed: it alters no step already taken."""
 
 
+class Common(NamedTuple):
+    """Most runs touch the setting: a bare ``--help`` shows it, below this heading."""
+
+    heading: str
+
+
 class Needs(NamedTuple):
     """Only some runs read the setting: what they need, and whether a run has it, given the values of all settings."""
 
@@ -51,6 +57,9 @@ def needs(name: str, *values: str) -> Needs:
 
 
 RESUMABLE = Resumable()
+TRAINED = Common("what is trained, on what")
+STEPS = Common("how a step is taken")
+PLACE = Common("where it runs, and what it writes")
 CRITIC = Needs("a critic", lambda row, _: row.needs_critic)
 GROUPS = Needs("groups to compare", lambda row, _: row.needs_groups)
 TOTAL_REWARDS = Needs("advantages of the kind group", lambda row, _: row.advantage == "group")
@@ -139,9 +148,9 @@ class SftConfig:
 class RolloutConfig:
     """What one training step collects."""
 
-    batch_size: PositiveInt = 512
+    batch_size: Annotated[PositiveInt, STEPS] = 512
     """Trajectories in one training step. Paper: 512."""
-    group_size: PositiveInt = 1
+    group_size: Annotated[PositiveInt, STEPS] = 1
     """Rollouts of each prompt; group advantages need 2 or more. It divides batch_size."""
     dynamic_sampling: Annotated[NonNegativeInt, Le(1000)] = 0
     """Replace groups whose rewards are all equal with groups of other prompts, in at most this many further
@@ -258,7 +267,7 @@ class ClusterConfig:
 class EvalConfig:
     """Evaluation before, during and after training."""
 
-    every: Annotated[NonNegativeInt, RESUMABLE] = 10
+    every: Annotated[NonNegativeInt, RESUMABLE, PLACE] = 10
     """Training steps between evaluations; 0: only before and after training."""
     split: str = "test"
     """Split of the evaluation data."""
@@ -313,5 +322,5 @@ class LogConfig:
 
     tensorboard: Annotated[Bool, RESUMABLE] = True
     """Write TensorBoard events."""
-    wandb: Annotated[str | None, RESUMABLE] = None
+    wandb: Annotated[str | None, RESUMABLE, PLACE] = None
     """Weights & Biases project; needs the wandb package."""

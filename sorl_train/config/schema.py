@@ -15,13 +15,14 @@ from pydantic_core import ErrorDetails
 
 from sorl_env.errors import UserError
 from sorl_train.algorithms import Algorithm
-from sorl_train.config.run_settings import Needs, Resumable
+from sorl_train.config.run_settings import RESUMABLE, Common, Needs
 from sorl_train.config.settings import TrainConfig
 
 
 class ConfigField(NamedTuple):
     """A field that is no section: its dotted name, its type without bounds and None, whether it may be None, its
-    docstring, what a run has to have to read it, and whether it may change when a run is resumed."""
+    docstring, what a run has to have to read it, whether it may change when a run is resumed, and the heading below
+    which a bare ``--help`` shows it (empty: it does not)."""
 
     name: str
     type: Any
@@ -29,6 +30,7 @@ class ConfigField(NamedTuple):
     help: str
     needs: tuple[Needs, ...]
     resumable: bool
+    common: str
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -62,7 +64,8 @@ def _fields(cls: Any, prefix: str, facts: tuple[Any, ...]) -> Iterable[ConfigFie
         else:
             needs = tuple(fact for fact in own if isinstance(fact, Needs))
             about = " ".join((info.description or "").split())
-            yield ConfigField(f"{prefix}{name}", kind, optional, about, needs, Resumable() in own)
+            common = next((fact.heading for fact in own if isinstance(fact, Common)), "")
+            yield ConfigField(f"{prefix}{name}", kind, optional, about, needs, RESUMABLE in own, common)
 
 
 def _bare(hint: Any) -> tuple[Any, bool]:
@@ -150,7 +153,7 @@ def suggest_key(name: str, *, extra: Iterable[str] = (), prefix: str = "") -> st
     )
     if found:
         return f"Did you mean {' or '.join(repr(prefix + dotted) for dotted in found[:3])}?"
-    return "sorl-train --help lists all."
+    return "sorl-train --help all lists them."
 
 
 def as_text(value: Any) -> str:

@@ -1,8 +1,8 @@
 """The training configuration: ``TrainConfig``, and its sections about what is learned and how.
 
 Defaults are the paper's values (Appendix, "Implementation Details") where it gives them. YAML files under ``configs/``
-hold differences only; the command line sets any field by its dotted name. ``--help`` prints the text of every field.
-The other sections are in ``run_settings.py``.
+hold differences only; the command line sets any field by its dotted name. ``--help all`` explains every
+field. The other sections are in ``run_settings.py``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ from sorl_train.config.run_settings import (
     GROUPS,
     LOCAL,
     NORMALIZED,
+    PLACE,
     PPO_CLIP,
     RESUMABLE,
     SAPO_GATE,
     SECTION_RULES,
     STATES,
+    STEPS,
     TOTAL_REWARDS,
+    TRAINED,
     TURNS,
     AlarmConfig,
     Bool,
@@ -97,11 +100,11 @@ class LimitsConfig:
 class SearchConfig:
     """The search tool of the question-answering tasks; timeout_s and retries hold for the calls of every tool."""
 
-    corpus: str | None = None
-    """Passages to search in this process: Search-R1's JSONL (.gz too) or an index folder; None: the task's
+    corpus: Annotated[str | None, TRAINED] = None
+    """Passages to search in this process; Search-R1's JSONL (.gz too) or an index folder. None: the task's
     own."""
-    url: Annotated[str | None, RESUMABLE] = None
-    """Address of a retrieval server with Search-R1's /retrieve, or several with commas between them; excludes
+    url: Annotated[str | None, RESUMABLE, TRAINED] = None
+    """Address of a retrieval server; it has Search-R1's /retrieve. Several have commas between them. Excludes
     corpus. A server's access token is read from the environment variable SORL_SEARCH_TOKEN."""
     cache: Annotated[str | None, RESUMABLE] = None
     """SQLite file on a local disk that keeps the servers' replies between runs; None: kept in memory only."""
@@ -123,7 +126,7 @@ class SamplerConfig:
     """Nucleus sampling in training. Paper: 1.0."""
     max_concurrency: Annotated[PositiveInt, LOCAL] = 128
     """Trajectories in flight; each holds a row of the key-value cache."""
-    backend: Annotated[Literal["transformers", "vllm"], LOCAL] = "transformers"
+    backend: Annotated[Literal["transformers", "vllm"], LOCAL, PLACE] = "transformers"
     """transformers: any model, reproducible on a CPU; vllm: faster on a GPU. Paper: vllm."""
     max_mismatch: NonNegativeFloat | None = None
     """Stop the run when the log-probabilities of sampler and trainer differ by more than this many nats on
@@ -182,7 +185,7 @@ class LossConfig:
     anchor_state: Annotated[AnchorState, STATES] = "observation"
     """When two turns of gigpo started in the same state: after the same reply of the environment, or after
     the same replies in the same order (history)."""
-    kl_coef: NonNegativeFloat = 0.001
+    kl_coef: Annotated[NonNegativeFloat, STEPS] = 0.001
     """Weight of the KL to the reference model; 0 loads no reference. Paper: 0.001."""
     kl_type: Annotated[KLKind, needs("loss.kl_coef")] = "k2"
     """KL estimator. Use k2 in the loss: its gradient is the KL's, while that of k3 explodes on tokens that
@@ -199,7 +202,7 @@ class LossConfig:
 class OptimConfig:
     """AdamW for policy (actor) and critic."""
 
-    lr: PositiveFloat = 1e-6
+    lr: Annotated[PositiveFloat, STEPS] = 1e-6
     """Learning rate of the actor. Paper: 1e-6."""
     critic_lr: Annotated[PositiveFloat, CRITIC] = 1e-5
     """Learning rate of the critic. Paper: 1e-5."""
@@ -225,9 +228,9 @@ class OptimConfig:
 class UpdateConfig:
     """How a rollout batch becomes optimizer steps: smaller mini-batches and more epochs are more off-policy."""
 
-    steps: Annotated[PositiveInt, RESUMABLE] = 150
+    steps: Annotated[PositiveInt, RESUMABLE, STEPS] = 150
     """Training steps, each with one rollout batch. Paper: 150 (medical, 2 epochs)."""
-    mini_batch_size: PositiveInt = 256
+    mini_batch_size: Annotated[PositiveInt, STEPS] = 256
     """Trajectories in one optimizer step. Paper: 256 (128 in the off-policy study)."""
     micro_batch_size: PositiveInt = 64
     """Trajectories in one forward pass of the actor. Paper: 64."""
@@ -235,16 +238,16 @@ class UpdateConfig:
     """The same for the critic. Paper: 8."""
     log_prob_micro_batch_size: PositiveInt = 128
     """The same where no gradient is needed. Paper: 128."""
-    epochs: PositiveInt = 1
+    epochs: Annotated[PositiveInt, STEPS] = 1
     """Passes over each rollout batch."""
     skip_without_signal: Bool = False
     """Take no optimizer step when all advantages of a mini-batch are 0; Adam would move on from its momentum
     alone."""
     target_kl: PositiveFloat | None = None
     """Take no more actor steps on a batch at this mean token KL to the weights that began it; None: off."""
-    trust_kl: PositiveFloat | None = None
-    """Trust region: weights whose mean token KL to those that began the batch exceeds this are moved back,
-    and later steps are smaller (0.01 is a good limit); None: off."""
+    trust_kl: Annotated[PositiveFloat | None, STEPS] = None
+    """Trust region: limit of the mean token KL to the weights that began the batch; weights beyond it are
+    moved back, and later steps are smaller (0.01 is a good limit). None: off."""
     trust_max_scale: Annotated[Float, Ge(1), needs("update.trust_kl")] = 1.0
     """The trust region scales the learning rate by at most this; with 1000 the rate need not be known."""
     critic_warmup_steps: Annotated[NonNegativeInt, CRITIC] = 0
@@ -255,18 +258,18 @@ class UpdateConfig:
 class TrainConfig:
     """Train a tool-using language-model agent with SO-PPO, SO-GRPO or an algorithm they are compared with."""
 
-    algo: str = "so_ppo"
+    algo: Annotated[str, TRAINED] = "so_ppo"
     """Algorithm; for one of your own the path of a .py file, or package.module:NAME."""
-    stage: Literal["rl", "sft"] = "rl"
+    stage: Annotated[Literal["rl", "sft"], TRAINED] = "rl"
     """rl: reinforcement learning; sft: supervised fine-tuning alone."""
-    engine: Literal["local", "openrlhf"] = "local"
+    engine: Annotated[Literal["local", "openrlhf"], PLACE] = "local"
     """local: PyTorch on one machine; openrlhf: Ray, vLLM and DeepSpeed on many GPUs. Paper: openrlhf."""
-    task: str = "minihop"
+    task: Annotated[str, TRAINED] = "minihop"
     """Name of a task, package.module:TASK, or path of a .py file."""
     task_args: UserKeys = field(default_factory=dict)
     """Arguments of the task, if it takes any: --task_args.hops "[1, 2]"."""
-    model: str = "tiny"
-    """Folder of a transformers model or its hub name; tiny: a small one, built and trained for the task."""
+    model: Annotated[str, TRAINED] = "tiny"
+    """Folder or hub name of a transformers model; tiny: a small one, built and trained for the task."""
     critic: Annotated[str | None, CRITIC] = None
     """Folder of the model that the critic starts from; None: the policy's. Paper: the policy's."""
     format: FormatName = "tags"
@@ -274,15 +277,15 @@ class TrainConfig:
     template. Paper: tags."""
     chat_template: Bool = True
     """Wrap the prompt in the tokenizer's chat template, if it has one."""
-    data: str | None = None
+    data: Annotated[str | None, TRAINED] = None
     """Training examples: a file, a folder or hf:OWNER/NAME; None: the task's embedded ones."""
     eval_data: str | None = None
     """Evaluation examples; None: the same source as data."""
     split: str = "train"
     """Split of the training data."""
-    run_dir: Annotated[str | None, RESUMABLE] = None
+    run_dir: Annotated[str | None, RESUMABLE, PLACE] = None
     """Run folder; None: runs/{config or task}-{algo or sft}-s{seed}."""
-    seed: Annotated[int, Strict(), Ge(0), Le(MAX_SEED)] = 0
+    seed: Annotated[int, Strict(), Ge(0), Le(MAX_SEED), PLACE] = 0
     """Seed of all randomness; a CPU run repeats bit for bit."""
     tools: Texts | None = None
     """Further tools beside the task's, described at the end of the prompt: mcp:URL or mcp:COMMAND names those

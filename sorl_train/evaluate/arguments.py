@@ -28,71 +28,67 @@ from sorl_train.rollout.environments import limits, tool_settings
 
 API_KEY = "SORL_API_KEY"  # not an option, because the manifest keeps the command line
 _KNOBS = "task_args"
-_HARDWARE = ("hardware.device", "hardware.dtype", "hardware.threads", "chat_template")
+# settings of sorl-train that these commands have, too, or how their names begin
+_SETTINGS = ("tools", "format", "chat_template", "limits.", "search.", "hardware.")
+_UNUSED = "hardware.gradient_checkpointing"
 _OF_A_TASK = ("data", "search.corpus", "search.url")  # options that may differ between several tasks
 
 
 def make_parser(prog: str, **settings: Any) -> Parser:
-    """A parser to which `add_policy_options` and `add_task_options` can be added."""
-    return Parser(prog=prog, mappings=(_KNOBS,), **settings)
+    """A parser to which `add_options` can be added. Its help fits a screen: settings that ``sorl-train`` has, too, are
+    explained there."""
+
+    def formatter(prog: str) -> argparse.HelpFormatter:
+        return argparse.RawDescriptionHelpFormatter(prog, max_help_position=28)
+
+    return Parser(prog=prog, mappings=(_KNOBS,), formatter_class=formatter, **settings)
 
 
 def add_one_task_options(parser: argparse.ArgumentParser) -> None:
     """Add all options of a command that has one policy and one task."""
-    parser.add_argument("--model", help="a model folder, a checkpoint, a run folder, or a hub name")
+    parser.add_argument("--model", help="a model folder, checkpoint, run folder or hub name")
     parser.add_argument("--task", help="the task whose prompt, tools and limits to use (default: the run's)")
-    add_task_options(parser)
-    add_policy_options(parser)
+    add_options(parser)
 
 
-def add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where the policy is, and how it samples."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what the environments are built from, where the policy is, and how it samples."""
+    add = parser.add_argument_group("data and tools; with several tasks write NAME=VALUE").add_argument
+    about = "questions: a file, a folder, or hf:owner/name"
+    add("--data", nargs="+", default=[], metavar="WHERE", help=about)
+    add("--split", help="of the data (default: the run's, or test)")
+    add("--search.corpus", nargs="+", default=[], metavar="FILE", help="passages for search in this process")
+    add("--search.url", nargs="+", default=[], metavar="URL", help="a retrieval server, instead of a corpus")
+    about = f"{' '.join(f'--{name}' for name in _SETTINGS)}\n(sorl-train --help all explains them)"
+    add = parser.add_argument_group("settings as in sorl-train", about).add_argument
+    knob = f"an argument of the task; of one of several: {_KNOBS}.NAME.KEY"
+    add(f"--{_KNOBS}.KEY", metavar="YAML", help=knob)
+    for field in fields():
+        if field.name.startswith(_SETTINGS) and field.name not in (*_OF_A_TASK, _UNUSED):
+            # a bare --flag is true
+            switch: Any = {"nargs": "?", "const": "true"} if field.type is bool else {}
+            add(f"--{field.name}", metavar=field.metavar, help=argparse.SUPPRESS, **switch)
     add = parser.add_argument_group("a served model, instead of a local one").add_argument
-    url = f"an OpenAI-compatible API, as http://127.0.0.1:8000/v1; ${API_KEY} is sent as its bearer token"
+    url = f"an OpenAI-compatible API, with ${API_KEY} as its bearer token"
     add("--endpoint", metavar="URL", help=url)
     add("--model_name", metavar="NAME", help="the model's name on that server")
     tokenizer = "the model's tokenizer: prompts are then sent as token ids, otherwise as plain text"
     add("--tokenizer", metavar="FOLDER", help=tokenizer)
     timeout = number(above=0, high=86400)
-    add("--timeout_s", type=timeout, default=600.0, help="seconds for a turn with its retries (default: 600)")
-    _add_settings(parser.add_argument_group("a local model, as in sorl-train"), _HARDWARE)
-    _add_settings(parser.add_argument_group("the policy's turns (default: as in its run)"), ("format",))
+    about = "seconds for a turn with its retries (default: 600)"
+    add("--timeout_s", type=timeout, default=600.0, metavar="S", help=about)
     add = parser.add_argument_group("sampling").add_argument
     greedy = "0 is greedy (default: 0; 1 with --samples)"
     add("--sampler.temperature", dest="temperature", type=number(0, 100), metavar="T", help=greedy)
     nucleus = "sample from the most likely tokens with this much probability (default: 1, all tokens)"
     share = number(above=0, high=1)
     add("--sampler.top_p", dest="top_p", type=share, default=1.0, metavar="P", help=nucleus)
-    rows = "questions in flight; each holds a row of the key-value cache (default: 32)"
+    rows = "questions in flight (default: 32)"
     count = whole(1, 65536)
     add("--sampler.max_concurrency", dest="concurrency", type=count, default=32, metavar="N", help=rows)
     add(
         "--seed", type=seed, default=0, metavar="N", help="chooses the questions and the samples (default: 0)"
     )
-
-
-def add_task_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that a task's environment is built from."""
-    add = parser.add_argument_group("data and tools; with several tasks write NAME=VALUE").add_argument
-    add("--data", nargs="+", default=[], help="questions: a file, a folder, or hf:owner/name")
-    add("--split", help="of the data (default: the run's eval.split, or test)")
-    add("--search.corpus", nargs="+", default=[], help="passages for search in this process")
-    add("--search.url", nargs="+", default=[], help="a retrieval server, instead of a corpus")
-    settings = parser.add_argument_group("settings of the tasks, as in sorl-train")
-    knob = f'an argument of the task, as --{_KNOBS}.hops "[1, 2]"; of one of several: --{_KNOBS}.NAME.KEY'
-    settings.add_argument(f"--{_KNOBS}.KEY", metavar="YAML", help=knob)
-    names = [field.name for field in fields() if field.name.startswith(("search.", "limits."))]
-    _add_settings(settings, ["tools", *(name for name in names if name not in _OF_A_TASK)])
-
-
-def _add_settings(group: argparse._ArgumentGroup, names: Sequence[str]) -> None:
-    for field in fields():
-        if field.name in names:
-            about = f"{field.help} ({', '.join(field.choices)})" if field.choices else field.help
-            # a bare --flag is true
-            switch: Any = {"nargs": "?", "const": "true"} if field.type is bool else {}
-            metavar, about = field.metavar, about.replace("%", "%%")
-            group.add_argument(f"--{field.name}", metavar=metavar, help=about, **switch)
 
 
 def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:

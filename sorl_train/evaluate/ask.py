@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("sorl-ask", description=ABOUT)
+    parser = make_parser("sorl-ask", usage="sorl-ask [QUESTION] [OPTION ..]", description=ABOUT)
     parser.add_argument("question", nargs="?", help="in quotes; or give --index")
     parser.add_argument("--index", type=whole(0), help="ask this question of the task's data instead")
     parser.add_argument(

@@ -19,8 +19,7 @@ from sorl_env.turn_codec import check_prompts
 
 try:
     from sorl_train.evaluate.arguments import (
-        add_policy_options,
-        add_task_options,
+        add_options,
         find_source,
         make_envs,
         make_parser,
@@ -66,17 +65,16 @@ def _run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "sorl-eval",
+        usage="sorl-eval [MODEL] [OPTION ..]",
         description="Evaluate a policy on tasks in four modes: figures with intervals, and tables.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    model = "a model folder, a checkpoint, a run folder (its best checkpoint), or a hub name"
-    add("model", nargs="?", help=model)
+    add("model", nargs="?", help="a model folder, checkpoint, run folder or hub name")
     add("--task", nargs="+", default=[], metavar="NAME", help="default: the run's own task")
-    modes = f"one or several of {', '.join(MODES)} (default: agent)"
+    modes = f"some of {', '.join(MODES)} (default: agent)"
     add("--mode", nargs="+", default=["agent"], metavar="MODE", help=modes)
-    add("--limit", type=whole(1), metavar="N", help="a seeded sample of N questions per task (default: all)")
+    add("--limit", type=whole(1), metavar="N", help="a seeded sample of N questions per task")
     answers = "answers per question, for pass@k (default: 1)"
     add("--samples", type=whole(1), default=1, metavar="N", help=answers)
     where = "folder (default: RUN/evaluation, RUN/evaluation-STEP, or runs/evaluations/MODEL)"
@@ -84,8 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--label", help="the policy's name in tables")
     add("--quiet", action="store_true", help="show no progress")
     add_json_option(parser)
-    add_task_options(parser)
-    add_policy_options(parser)
+    add_options(parser)
     return parser
 
 

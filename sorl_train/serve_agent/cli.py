@@ -40,13 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("sorl-serve-agent", description=__doc__)
+    parser = make_parser("sorl-serve-agent", usage="sorl-serve-agent [OPTION ..]", description=__doc__)
     server = parser.add_argument_group("the server")
-    server.add_argument(
-        "--served_name", metavar="NAME", help="the model's name in requests (default: the folder's)"
-    )
-    waiting = "questions that may wait for one of sampler.max_concurrency; more get a 503 (default: 256)"
-    server.add_argument("--max_waiting", type=whole(0), default=256, help=waiting)
+    about = "the model's name in requests (default: its folder)"
+    server.add_argument("--served_name", metavar="NAME", help=about)
+    about = "questions that may wait; more get a 503 (default: 256)"
+    server.add_argument("--max_waiting", type=whole(0), default=256, metavar="N", help=about)
     add_server_options(server, PORT)
     add_one_task_options(parser)
     return parser

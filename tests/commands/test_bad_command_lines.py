@@ -29,10 +29,8 @@ from .world import make_world  # noqa: E402
 
 TABLES = Path(__file__).parent / "tables"
 ROWS = [row for table in sorted(TABLES.glob("*.txt")) for row in read_table(table)]
-MOST_LINES, MOST_CHARACTERS = (
-    12,
-    2_000,
-)  # of a message; a task's own traceback and lists of settings are the longest
+# of a message; a task's own traceback and lists of settings are the longest
+MOST_LINES, MOST_CHARACTERS = 12, 2_000
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +58,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(row: Row, outcome: Outcome, root: Path, before: dict[str, tuple[int, int, int]]) -> None:
     after = listing(root)
-    for name in sorted(
-        after.keys() - before.keys()
-    ):  # before any assertion, so that the next row starts clean
+    # before any assertion, so that the next row starts clean
+    for name in sorted(after.keys() - before.keys()):
         path = root / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -116,6 +113,12 @@ def test_as_processes(row: Row, root: Path, places: dict[str, str]) -> None:
 def test_every_command_prints_its_version(command: str, root: Path, places: dict[str, str]) -> None:
     outcome = in_process(Row(f"{command} --version", ()), root, places)
     assert (outcome.status, outcome.out, outcome.err) == (0, f"{command} {version()}\n", "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_fits_a_screen(command: str, root: Path, places: dict[str, str]) -> None:
+    outcome = in_process(Row(f"COLUMNS=80 {command} --help", ()), root, places)
+    assert (outcome.status, outcome.err) == (0, "") and len(outcome.out.splitlines()) <= 60
 
 
 def test_the_tables_know_every_command() -> None:

@@ -243,7 +243,7 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
         ("clip_bias_norms", "'loss.clip_bias_norm'"),
         ("rollout.groupsize", "'rollout.group_size'"),
         ("lora", "It is a section: set its fields, lora.rank, lora.alpha."),
-        ("zzz", "sorl-train --help"),
+        ("zzz", "sorl-train --help all"),
     ],
 )
 def test_suggestions(name: str, suggestion: str) -> None:
