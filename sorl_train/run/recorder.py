@@ -70,7 +70,7 @@ class Recorder:
         self._failure = ""  # why the run ends with an error
         self._log = MetricsLog(run_dir, tensorboard=config.log.tensorboard, wandb=config.log.wandb)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # of the stages of the step in progress
-        self._last_record = time.perf_counter()
+        self._last_record: float | None = None
 
     # -- figures --------------------------------------------------------------------------------------------------
 
@@ -103,9 +103,8 @@ class Recorder:
         """The step's stages, its whole time, and the tokens sampled a second; starts the next step's."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         begun, self._last_record = self._last_record, time.perf_counter()
-        # otherwise the stages follow each other, and what lies between them is not counted
-        stages_overlap = self.config.engine == "openrlhf" and self.config.cluster.async_rollout
-        step_s = self._last_record - begun if stages_overlap else sum(seconds.values())
+        # loading the models is not part of the first step of a process
+        step_s = sum(seconds.values()) if begun is None else self._last_record - begun
         tokens = sum(t.num_action_tokens for t in trajectories)
         return seconds | {
             "time/step_s": step_s,
