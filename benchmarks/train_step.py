@@ -34,9 +34,10 @@ import transformers
 from torch import nn
 
 from sorl_env import Example, FormatError, Limits, ParsedTurn, Task, ToolUseEnv, parse_turn
+from sorl_env.prompts import make_codec
 from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_env.turn_codec import make_codec, turn_text
+from sorl_env.turn_codec import turn_text
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.engine import LocalEngine
@@ -238,12 +239,12 @@ def generate_rollouts(
             last = next((place for place, token in enumerate(ids[:written]) if token in ends), written - 1)
             turn = SampledTurn(ids[: last + 1], [0.0] * (last + 1), "stop")
             text = turn_text(tokenizer, turn.token_ids, CLOSING)
-            result = own.step(text)
+            result = own.play_turn(text)
             if dialogue.overflows(turn, result):
                 result = own.truncate(StopReason.MAX_TOKENS)
             dialogue.append(turn, text, result)
-            if result.terminated or result.truncated:
-                finished.append(dialogue.build(result))
+            if result.stop_reason is not None:
+                finished.append(dialogue.build(result.stop_reason, result.error))
             else:
                 going_on.append((own, dialogue))
         live = going_on

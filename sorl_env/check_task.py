@@ -45,7 +45,7 @@ def check_task(env: ToolUseEnv, *, limit: int = 200, tokenizer: Tokenizer | None
         tokenizer: counts the tokens of the prompts. Without one, words are counted, which are never more than tokens.
     """
     examples = env.examples.examples[:limit]
-    prompts = [env.format.prompt(env.task, example) for example in examples]
+    prompts = [env.prompt(example) for example in examples]
     checks = [
         _check_rows(env.task, len(env.examples)),
         *_check_rewards(env, examples),
@@ -81,7 +81,7 @@ async def check_session(
         return [Check("episodes", False, str(error))]
     finally:
         env.end_episode()
-    problem = turn.info.get("error")
+    problem = turn.error
     seeds = "the first episode begins in the same way again"
     if again != prompts[0]:
         seeds = "the first episode began in two ways, but a group needs one prompt: let it follow its seed"
@@ -153,9 +153,9 @@ def _score_answers(
             return Check(name, False, f"{where} has no golden_answers")
         for answer in given:
             env.reset(options={"index": index})
-            result = env.step(f"<think>check</think>\n<answer>{answer}</answer>")
+            result = env.play_turn(f"<think>check</think>\n<answer>{answer}</answer>")
             if not _is_close(result.reward, expected):
-                got = f"{quoted(answer)} scores {result.reward:g} {result.info['reward_items']}"
+                got = f"{quoted(answer)} scores {result.reward:g} {result.reward_items}"
                 return Check(name, False, f"{where}: {got}, expected {expected:g}")
             scored += 1
     return Check(name, True, f"{scored} score {expected:g}")
@@ -208,9 +208,9 @@ def _episode(env: ToolUseEnv, seed: int, turns: Sequence[str]) -> list[tuple[str
     prompt, info = env.reset(seed=seed)
     seen = [(prompt, 0.0, info["example_id"])]
     for turn in turns:
-        result = env.step(f"<think>check</think>\n{turn}")
-        seen.append((result.observation, result.reward, str(result.info["stop_reason"])))
-        if result.terminated or result.truncated:
+        result = env.play_turn(f"<think>check</think>\n{turn}")
+        seen.append((result.observation, result.reward, str(result.stop_reason)))
+        if result.ended:
             break
     return seen
 
@@ -226,9 +226,9 @@ def _check_expert(
         where, observations = f"example {quoted(example.id)}", list[str]()
         try:
             while (turn := expert(env.example, observations)) is not None:
-                result = env.step(turn)
+                result = env.play_turn(turn)
                 observations.append(result.observation)
-                if result.terminated or result.truncated:
+                if result.ended:
                     break
         except Exception as error:  # noqa: BLE001  as in _contained
             saw = f", after it saw {quoted(observations[-1].strip(), 300)}" if observations else ""
@@ -238,7 +238,8 @@ def _check_expert(
         elif _is_close(result.reward, 1.0):
             solved += 1
         elif not failed:
-            why = result.info["error"] or result.info["format_error"] or result.info["stop_reason"]
+            reason = None if result.stop_reason is None else result.stop_reason.value
+            why = result.error or result.format_error or reason
             told = f"{where} ends with {why}, reward {result.reward:g}, turn {quoted(turn, 120)}"
             failed = f"; the first that it does not: {told}"
     said = f"solves {solved} of {len(examples)}" + (f", gives up on {given_up}" if given_up else "")

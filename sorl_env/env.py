@@ -15,10 +15,10 @@ from gymnasium.error import ResetNeeded
 from sorl_env.data import ExampleSet, load_examples
 from sorl_env.equip import equip
 from sorl_env.errors import UserError
-from sorl_env.outside import ask_for_items
+from sorl_env.outside import ask_for_items, ask_for_prompt
 from sorl_env.parser import ParsedTurn
 from sorl_env.registry import load_task
-from sorl_env.step import EpisodeClock, StepResult, UnicodeText
+from sorl_env.step import EpisodeClock, StepResult, TurnInfo, UnicodeText
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.text import valid_text
 from sorl_env.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, ToolUnavailableError
@@ -154,13 +154,34 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             "split": examples.split,
             "is_sample": examples.is_sample,
         }
-        return self.format.prompt(self.task, example), info
+        return self.prompt(example), info
+
+    def prompt(self, example: Example) -> str:
+        """The text of the first user message; in format ``tool_calls`` the task's ``tool_call_prompt`` if it has one.
+
+        Raises:
+            UserError: the format is ``tool_calls``, and the task has only a prompt that asks for tags.
+        """
+        task, is_calls = self.task, self.format.name == "tool_calls"
+        if is_calls and task.tool_call_prompt is not None:
+            return ask_for_prompt(task.name, task.tool_call_prompt, example)
+        text = ask_for_prompt(task.name, task.prompt, example)
+        if is_calls and "<answer>" in text.replace(example.question, ""):
+            raise UserError(
+                f"the prompt of task {task.name} asks for <answer> tags, which format tool_calls does not read: give "
+                "the task a tool_call_prompt, or use format tags"
+            )
+        return text
 
     def _ask(self, reward: Callable[..., Any]) -> dict[str, float]:
         return ask_for_items(self.task.name, reward, self.example, self._turns)
 
     def step(self, action: str) -> StepResult:
         """One turn of the policy: parse it, call its tool, reply."""
+        return self.play_turn(action).for_gymnasium(self.example.id)
+
+    def play_turn(self, action: str) -> TurnInfo:
+        """As ``step``, with a typed result."""
         return self.finish_turn([self._toolbox.call(request) for request in self.begin_turn(action)])
 
     def begin_turn(self, action: str) -> list[ToolRequest]:
@@ -180,7 +201,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             return []
         return [ToolRequest(parsed.tool, parsed.content)]
 
-    def finish_turn(self, calls: Sequence[ToolOutcome]) -> StepResult:
+    def finish_turn(self, calls: Sequence[ToolOutcome]) -> TurnInfo:
         """Reply to the turn, given the outcomes of its requests in their order."""
         if self._phase != _FINISH_TURN:
             raise ResetNeeded(f"call {self._phase} first")
@@ -201,9 +222,9 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         if ending := self._clock.ending(self._turns, self.limits):
             return self._end(*ending)
         self._phase = _BEGIN_TURN
-        return StepResult.of_turn(self._turns, self._calls, self.example.id, observation, self._items)
+        return TurnInfo(observation, self._turns[-1], len(self._turns) - 1, self._items, self._calls)
 
-    def truncate(self, reason: StopReason | str, error: str | None = None) -> StepResult:
+    def truncate(self, reason: StopReason | str, error: str | None = None) -> TurnInfo:
         """End the running episode from outside: a token budget ran out, or the rollout was aborted.
 
         The result replaces that of the last turn, and repeats the reward items of that turn.
@@ -215,7 +236,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             self._items = {}
         return self._end(StopReason(reason), error)
 
-    def _end(self, reason: StopReason, error: str | None = None) -> StepResult:
+    def _end(self, reason: StopReason, error: str | None = None) -> TurnInfo:
         items: dict[str, float] = {}
         if not reason.excluded:
             items = self._ask(self.task.reward)
@@ -224,7 +245,8 @@ class ToolUseEnv(gymnasium.Env[str, str]):
                 items = {name: items.get(name, 0.0) + self._items.get(name, 0.0) for name in names}
         self._phase = _RESET
         self.end_episode()
-        return StepResult.of_turn(self._turns, self._calls, self.example.id, "", items, reason, error)
+        parsed = self._turns[-1] if self._turns else None
+        return TurnInfo("", parsed, len(self._turns) - 1, items, self._calls, reason, error)
 
     # -- the protocol ``TextEnv``, which rollouts use --------------------------------------------------------------
 
@@ -237,12 +259,12 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         """As ``reset(seed=seed, options={"index": index})``; returns the prompt."""
         return self.reset(seed=seed, options={"index": index})[0]
 
-    async def astep(self, action: str) -> StepResult:
-        """As ``step``, but waits for tools without blocking the event loop."""
+    async def astep(self, action: str) -> TurnInfo:
+        """As ``play_turn``, but waits for tools without blocking the event loop."""
         calls = await asyncio.gather(*(self._toolbox.acall(request) for request in self.begin_turn(action)))
         return self.finish_turn(calls)
 
-    async def atruncate(self, reason: StopReason, error: str | None = None) -> StepResult:
+    async def atruncate(self, reason: StopReason, error: str | None = None) -> TurnInfo:
         """As ``truncate``."""
         return self.truncate(reason, error)
 

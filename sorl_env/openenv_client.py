@@ -24,7 +24,7 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 
 from sorl_env.parser import FormatError, ParsedTurn
 from sorl_env.session_env import Reply
-from sorl_env.step import StepResult
+from sorl_env.step import TurnInfo
 from sorl_env.task import Example
 from sorl_env.text import quoted, read_json
 from sorl_env.text_env import TextEnv
@@ -54,18 +54,16 @@ def facts_of(env: TextEnv, splits: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def result_to_json(result: StepResult) -> dict[str, Any]:
-    """A step's result without its observation and reward, as JSON values."""
-    info = result.info
-    parsed: ParsedTurn | None = info.get("parsed")
+def result_to_json(result: TurnInfo) -> dict[str, Any]:
+    """A turn's result without its observation and reward, as JSON values."""
     return {
         "terminated": result.terminated,
-        "truncated": result.truncated,
-        "parsed": None if parsed is None else parsed._asdict(),
-        "reward_items": dict(info.get("reward_items", {})),
-        "tool_calls": [call._asdict() for call in info.get("tool_calls", ())],
-        "stop_reason": info.get("stop_reason"),
-        "error": info.get("error"),
+        "truncated": result.ended and not result.terminated,
+        "parsed": None if result.parsed is None else result.parsed._asdict(),
+        "reward_items": result.reward_items,
+        "tool_calls": [call._asdict() for call in result.tool_calls],
+        "stop_reason": None if result.stop_reason is None else result.stop_reason.value,
+        "error": result.error,
     }
 
 

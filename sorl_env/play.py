@@ -22,7 +22,7 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_env.session_env import ACTION, SessionEnv
-from sorl_env.step import StepResult
+from sorl_env.step import TurnInfo
 from sorl_env.task import ToolSettings
 from sorl_env.text_env import TextEnv, open_env
 from sorl_env.tool import ToolUnavailableError
@@ -112,18 +112,16 @@ def _person_elsewhere(env: SessionEnv) -> Player:
     return next_turn
 
 
-def _summary(env: TextEnv, result: StepResult | None, show_answer: bool) -> str:
+def _summary(env: TextEnv, result: TurnInfo | None, show_answer: bool) -> str:
     lines = [_RULE]
     if result is None:
         lines.append("You left before the end: no reward.")
     else:
-        items = ", ".join(f"{name} {value:g}" for name, value in result.info["reward_items"].items())
-        reason, turns = result.info["stop_reason"], result.info["turn"] + 1
-        lines.append(
-            f"Reward {result.reward:g} ({items or 'no items'}); ended by {reason} after {turns} turns."
-        )
-        if result.info.get("error"):
-            lines.append(f"Error: {result.info['error']}")
+        items = ", ".join(f"{name} {value:g}" for name, value in result.reward_items.items()) or "no items"
+        reason = None if result.stop_reason is None else result.stop_reason.value
+        lines.append(f"Reward {result.reward:g} ({items}); ended by {reason} after {result.turn + 1} turns.")
+        if result.error:
+            lines.append(f"Error: {result.error}")
     if show_answer:
         lines.append(f"Right answer: {' | '.join(env.example.golden_answers) or 'unknown'}")
     return "\n".join(lines)
@@ -163,9 +161,7 @@ def _play(argv: Sequence[str]) -> int:
         loop.close()
 
 
-def _play_episode(
-    env: TextEnv, args: argparse.Namespace, loop: asyncio.AbstractEventLoop
-) -> StepResult | None:
+def _play_episode(env: TextEnv, args: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> TurnInfo | None:
     """Play an episode; returns its last step, or None if the player left."""
     count = len(env.examples)
     index = random.Random(args.seed).randrange(count) if args.index is None else args.index
@@ -187,10 +183,9 @@ def _play_episode(
     observations: list[str] = []
     while (turn := player(observations)) is not None:
         result = loop.run_until_complete(env.astep(turn))
-        parsed = result.info["parsed"]
-        if parsed.error is not None:
-            print(f"[invalid turn: {parsed.error.value}: {parsed.detail}]")
-        if result.terminated or result.truncated:
+        if result.parsed is not None and result.parsed.error is not None:
+            print(f"[invalid turn: {result.format_error}: {result.parsed.detail}]")
+        if result.ended:
             return result
         observations.append(result.observation)
         print(result.observation.strip() or "[no reply]")

@@ -16,13 +16,14 @@ from typing import Literal, Protocol
 import numpy as np
 
 from sorl_env.outside import HungError
-from sorl_env.step import StepResult
+from sorl_env.prompts import first_context, make_codec
+from sorl_env.step import TurnInfo
 from sorl_env.text import quoted, valid_text
 from sorl_env.text_env import TextEnv
 from sorl_env.tokens import Tokenizer
 from sorl_env.tool import ToolUnavailableError
 from sorl_env.trajectory import StopReason, Trajectory, Turn
-from sorl_env.turn_codec import TurnCodec, first_context, make_codec
+from sorl_env.turn_codec import TurnCodec
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class TrajectoryBuilder:
             known[self.prompt] = first_context(env, self.codec, self.prompt)
         self.token_ids = list(known[self.prompt])
         self.turns: list[Turn] = []
-        self._encoded: tuple[StepResult, list[int]] | None = None  # the newest reply, with its token ids
+        self._encoded: tuple[TurnInfo, list[int]] | None = None  # the newest reply, with its token ids
         self._turn_ids = [-1] * len(self.token_ids)
         self._log_probs = [0.0] * len(self.token_ids)
 
@@ -118,51 +119,48 @@ class TrajectoryBuilder:
         self._turn_ids.extend([turn_id] * len(ids))
         self._log_probs.extend(log_probs)
 
-    def overflows(self, sampled: SampledTurn, result: StepResult) -> bool:
+    def overflows(self, sampled: SampledTurn, result: TurnInfo) -> bool:
         """Whether no token would be left for another turn; then the episode has to be truncated before ``append``.
 
         The environment itself enforces the time budget.
         """
-        if result.terminated or result.truncated:
+        if result.ended:
             return False
         size = len(self.token_ids) + len(sampled.token_ids) + len(self._reply_ids(sampled, result))
         return size >= self.env.limits.max_trajectory_tokens
 
-    def _reply_ids(self, sampled: SampledTurn, result: StepResult) -> list[int]:
+    def _reply_ids(self, sampled: SampledTurn, result: TurnInfo) -> list[int]:
         if self._encoded is None or self._encoded[0] is not result:
-            parsed, limit = result.info.get("parsed"), self.env.limits.max_observation_tokens
-            self._encoded = (
-                result,
-                self.codec.reply_ids(sampled.token_ids, parsed, result.observation, limit),
-            )
+            limit = self.env.limits.max_observation_tokens
+            ids = self.codec.reply_ids(sampled.token_ids, result.parsed, result.observation, limit)
+            self._encoded = (result, ids)
         return self._encoded[1]
 
     def append(
         self,
         sampled: SampledTurn,
         text: str,
-        result: StepResult,
+        result: TurnInfo,
         generate_s: float = 0.0,
         tool_s: float = 0.0,
     ) -> None:
         """Add a sampled turn and the environment's reply to it, for which ``overflows`` is false."""
         start = len(self.token_ids)
         self._append(sampled.token_ids, len(self.turns), sampled.log_probs)
-        if not (result.terminated or result.truncated):
+        if not result.ended:
             observation = self._reply_ids(sampled, result)
             self._append(observation, -1, [0.0] * len(observation))
-        info = result.info
-        parsed = info.get("parsed")
+        parsed = result.parsed
         self.turns.append(
             Turn(
                 index=len(self.turns),
                 text=text,
                 kind=parsed.kind if parsed else "invalid",
                 content=parsed.content if parsed else "",
-                format_error=info.get("format_error"),
+                format_error=result.format_error,
                 observation=result.observation,
-                reward_items=dict(info.get("reward_items", {})),
-                tool_calls=tuple(info.get("tool_calls", ())),
+                reward_items=result.reward_items,
+                tool_calls=tuple(result.tool_calls),
                 start=start,
                 end=start + len(sampled.token_ids),
                 policy_version=sampled.policy_version,
@@ -171,8 +169,8 @@ class TrajectoryBuilder:
             )
         )
 
-    def build(self, result: StepResult) -> Trajectory:
-        """The finished trajectory; ``result`` is that of its last turn."""
+    def build(self, reason: StopReason, error: str | None = None) -> Trajectory:
+        """The finished trajectory, and why it ended."""
         turn_ids = np.asarray(self._turn_ids, dtype=np.int16)
         items: dict[str, float] = {}
         for turn in self.turns:
@@ -193,9 +191,9 @@ class TrajectoryBuilder:
             turns=tuple(self.turns),
             reward=float(sum(items.values())),
             reward_items=items,
-            stop_reason=StopReason(result.info["stop_reason"]),
+            stop_reason=reason,
             seed=self.job.seed,
-            error=result.info.get("error"),
+            error=error,
             metadata={} if self.codec.format.name == "tags" else {"format": self.codec.format.name},
         )
 
@@ -257,7 +255,7 @@ async def run_trajectory(
             prompt, unavailable = "", str(error)
         growing = TrajectoryBuilder(env, codec, job, prompt, known_prompts)
         if unavailable:
-            return growing.build(StepResult.unavailable(unavailable))
+            return growing.build(StopReason.ERROR, unavailable)
         while True:
             params = SamplingParams(
                 max_new_tokens=min(
@@ -280,14 +278,14 @@ async def run_trajectory(
             growing.append(sampled, text, result, sampled_at - started, tool_s)
             if on_turn is not None:
                 on_turn(growing.turns[-1])
-            if result.terminated or result.truncated:
-                return growing.build(result)
+            if result.stop_reason is not None:
+                return growing.build(result.stop_reason, result.error)
     finally:
         sampler.release(job.id)
         env.end_episode()  # for a trajectory that was given up; an episode that ended has closed them already
 
 
-async def _contained(env: TextEnv, reply: Awaitable[StepResult]) -> StepResult:
+async def _contained(env: TextEnv, reply: Awaitable[TurnInfo]) -> TurnInfo:
     """The environment's reply. An exception of the task, whose traceback is logged, ends this trajectory only."""
     try:
         return await reply

@@ -21,7 +21,7 @@ from gymnasium.error import ResetNeeded
 from sorl_env.data import ExampleSet
 from sorl_env.errors import Bounds, UserError, did_you_mean
 from sorl_env.parser import FormatError, ParsedTurn, neutralise, parse_turn
-from sorl_env.step import EpisodeClock, StepResult
+from sorl_env.step import EpisodeClock, TurnInfo
 from sorl_env.task import Example, Limits, Task
 from sorl_env.text import valid_text
 from sorl_env.tool import ToolCall, ToolInputError, ToolUnavailableError
@@ -138,7 +138,7 @@ class SessionEnv:
         self._clock = EpisodeClock()
         return self._instruction + valid_text(text)
 
-    async def astep(self, action: str) -> StepResult:
+    async def astep(self, action: str) -> TurnInfo:
         """One turn of the policy."""
         if self._session is None:
             raise ResetNeeded("call areset() first")
@@ -172,7 +172,7 @@ class SessionEnv:
         text = valid_text(text)[: self.limits.reply_chars]
         return text if self.format == "raw" else f"\n\n<information>\n{neutralise(text)}\n</information>\n\n"
 
-    def _judge(self, observation: str) -> StepResult:
+    def _judge(self, observation: str) -> TurnInfo:
         """The result of a turn that the session has replied to, or that was malformed."""
         reply = self._reply
         if reply.parsed is not None:
@@ -188,9 +188,9 @@ class SessionEnv:
             return self._end(reply.stop_reason or usual, reply.error)
         if ending := self._clock.ending(self._turns, self.limits):
             return self._end(*ending)
-        return StepResult.of_turn(self._turns, reply.tool_calls, self.example.id, observation, self._items)
+        return TurnInfo(observation, self._turns[-1], len(self._turns) - 1, self._items, reply.tool_calls)
 
-    async def atruncate(self, reason: StopReason, error: str | None = None) -> StepResult:
+    async def atruncate(self, reason: StopReason, error: str | None = None) -> TurnInfo:
         """End the running episode. A session that rewards what was reached until here replaces the last reward."""
         if self._session is not None and not reason.excluded:
             try:
@@ -201,11 +201,11 @@ class SessionEnv:
                 self._items = dict(last.reward_items or {})
         return self._end(reason, error)
 
-    def _end(self, reason: StopReason, error: str | None = None) -> StepResult:
+    def _end(self, reason: StopReason, error: str | None = None) -> TurnInfo:
         self._close(ended=reason is not StopReason.ERROR)
         items = {} if reason.excluded else self._items
-        calls = self._reply.tool_calls
-        return StepResult.of_turn(self._turns, calls, self.example.id, "", items, reason, error)
+        parsed = self._turns[-1] if self._turns else None
+        return TurnInfo("", parsed, len(self._turns) - 1, items, self._reply.tool_calls, reason, error)
 
     def end_episode(self) -> None:
         """Give up the running episode, if there is one."""

@@ -57,15 +57,8 @@ def _refuse(space: UnicodeText, n: int = 1, ctx: Any = multiprocessing) -> Any:
 
 
 class StepResult(NamedTuple):
-    """What ``step`` returns: Gymnasium's five values, in its order.
-
-    ``info`` holds:
-
-    - ``parsed`` (ParsedTurn), ``format_error`` (its error's value), ``turn``: the policy's turn and its number from 0;
-    - ``reward_items``, ``tool_calls``: the rewards of the turn by name, and the records of its tool calls;
-    - ``stop_reason``, ``error``: why the episode ended, and what was unavailable; None while it goes on;
-    - ``example_id``.
-    """
+    """What Gymnasium's ``step`` returns. ``info`` holds the fields of ``TurnInfo`` but for the observation, with
+    ``stop_reason`` as text, and ``format_error`` (the value of the error of ``parsed``) and ``example_id``."""
 
     observation: str
     reward: float
@@ -73,37 +66,62 @@ class StepResult(NamedTuple):
     truncated: bool
     info: dict[str, Any]
 
-    @classmethod
-    def unavailable(cls, error: str) -> StepResult:
-        """The end of an episode that could not begin, because its environment is unavailable."""
-        return cls("", 0.0, False, True, {"stop_reason": StopReason.ERROR.value, "error": error})
 
-    @classmethod
-    def of_turn(
-        cls,
-        turns: Sequence[ParsedTurn],
-        calls: list[ToolCall],
-        example_id: str,
-        observation: str,
-        items: dict[str, float],
-        reason: StopReason | None = None,
-        error: str | None = None,
-    ) -> StepResult:
-        """The result of the last one of ``turns``; ``reason`` says why the episode ended, if it did."""
-        parsed = turns[-1] if turns else None
-        answered = reason is StopReason.ANSWER
+class TurnInfo(NamedTuple):
+    """The environment's reply to a turn of the policy.
+
+    Attributes:
+        observation: what the policy reads next; empty after the last turn.
+        parsed, turn: the policy's turn and its number from 0; None and -1 where the episode ended before it began.
+        reward_items: rewards of the turn by name.
+        tool_calls: records of the turn's tool calls.
+        stop_reason: why the episode ended; None while it goes on.
+        error: what was unavailable or failed, for ``StopReason.ERROR``.
+    """
+
+    observation: str
+    parsed: ParsedTurn | None
+    turn: int
+    reward_items: dict[str, float]
+    tool_calls: list[ToolCall]
+    stop_reason: StopReason | None = None
+    error: str | None = None
+
+    @property
+    def reward(self) -> float:
+        """Sum of the reward items."""
+        return float(sum(self.reward_items.values())) if self.reward_items else 0.0
+
+    @property
+    def terminated(self) -> bool:
+        """The policy answered."""
+        return self.stop_reason is StopReason.ANSWER
+
+    @property
+    def ended(self) -> bool:
+        """The episode ended, by an answer or otherwise."""
+        return self.stop_reason is not None
+
+    @property
+    def format_error(self) -> str | None:
+        """The parser's error code; None for a valid turn."""
+        return None if self.parsed is None or self.parsed.error is None else self.parsed.error.value
+
+    def for_gymnasium(self, example_id: str) -> StepResult:
+        """The same as the five values of ``step``."""
         info = {
-            "parsed": parsed,
-            "format_error": parsed.error.value if parsed is not None and parsed.error is not None else None,
-            "reward_items": items,
-            "tool_calls": calls,
-            "turn": len(turns) - 1,
-            "stop_reason": None if reason is None else reason.value,
-            "error": error,
+            "parsed": self.parsed,
+            "format_error": self.format_error,
+            "reward_items": self.reward_items,
+            "tool_calls": self.tool_calls,
+            "turn": self.turn,
+            "stop_reason": None if self.stop_reason is None else self.stop_reason.value,
+            "error": self.error,
             "example_id": example_id,
         }
-        reward = float(sum(items.values())) if items else 0.0
-        return cls(observation, reward, answered, reason is not None and not answered, info)
+        return StepResult(
+            self.observation, self.reward, self.terminated, self.ended and not self.terminated, info
+        )
 
 
 class EpisodeClock:

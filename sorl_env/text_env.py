@@ -7,7 +7,7 @@ from typing import Protocol
 from sorl_env.data import ExampleSet, load_examples
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.step import StepResult
+from sorl_env.step import TurnInfo
 from sorl_env.task import Example, Limits, Task, ToolSettings
 from sorl_env.trajectory import StopReason
 from sorl_env.turn_format import FormatName
@@ -54,11 +54,11 @@ class TextEnv(Protocol):
         """
         ...
 
-    async def astep(self, action: str) -> StepResult:
-        """One turn of the policy. See ``StepResult`` for its ``info``."""
+    async def astep(self, action: str) -> TurnInfo:
+        """One turn of the policy."""
         ...
 
-    async def atruncate(self, reason: StopReason, error: str | None = None) -> StepResult:
+    async def atruncate(self, reason: StopReason, error: str | None = None) -> TurnInfo:
         """End the running episode from outside. The result replaces that of the last turn."""
         ...
 

@@ -1,20 +1,15 @@
 """The tokens of a turn format: the prompt, where a turn ends, its text, and the environment's reply.
 
-Sampled turns are never encoded again. ``make_codec`` chooses between the codec of tags, here, and that of tool calls,
-in ``chat_codec``.
+Sampled turns are never encoded again. The codec of tags is here, that of tool calls in ``chat_codec``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from sorl_env.env import ToolUseEnv
-from sorl_env.errors import UserError
 from sorl_env.parser import ParsedTurn
-from sorl_env.task import Limits
-from sorl_env.text import quoted, valid_text
-from sorl_env.text_env import TextEnv
+from sorl_env.text import valid_text
 from sorl_env.tokens import Tokenizer, encode_prompt, encode_text
 from sorl_env.turn_format import TAGS, TurnFormat
 
@@ -53,17 +48,24 @@ class TurnCodec(Protocol):
 
 
 class TagCodec:
-    """Tags: observations are plain text inside one long assistant message."""
+    """Tags: observations are plain text inside one long assistant message.
+
+    Args:
+        stop: strings that end a turn of the environment.
+        is_raw: the environment writes its own markup, so its replies are encoded as they are.
+    """
 
     stop_ids: tuple[int, ...] = ()
 
     format: TurnFormat = TAGS
 
-    def __init__(self, env: TextEnv, tokenizer: Tokenizer, *, use_chat_template: bool) -> None:
-        self.stop = env.stop
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...], *, use_chat_template: bool, is_raw: bool
+    ) -> None:
+        self.stop = stop
         self._tokenizer = tokenizer
-        self._is_raw = getattr(env, "format", None) == "raw"  # an environment that writes its own markup
-        self._tools = tuple(end.strip("</>") for end in env.stop if end.startswith("</"))
+        self._is_raw = is_raw
+        self._tools = tuple(end.strip("</>") for end in stop if end.startswith("</"))
         self._use_chat_template = use_chat_template
 
     def prompt_ids(self, prompt: str, system_prompt: str | None) -> list[int]:
@@ -99,23 +101,6 @@ def tag_reply_ids(tokenizer: Tokenizer, observation: str, max_tokens: int) -> li
     return encode_text(tokenizer, body)[: max(0, max_tokens - len(tail))] + tail
 
 
-def make_codec(env: TextEnv, tokenizer: Tokenizer, *, use_chat_template: bool) -> TurnCodec:
-    """The codec of the environment's format for this tokenizer; the environment then reads turns as the codec does.
-
-    An environment from elsewhere, which reads the policy's text itself, has the format ``tags``: plain text.
-
-    Raises:
-        UserError: format ``tool_calls`` without a chat template, or with one that renders no tool calls.
-    """
-    if not isinstance(env, ToolUseEnv) or env.format.name == "tags":
-        return TagCodec(env, tokenizer, use_chat_template=use_chat_template)
-    from sorl_env.chat_codec import chat_codec
-
-    codec = chat_codec(tokenizer, env.toolbox.tools, use_chat_template=use_chat_template)
-    env.format = codec.format
-    return codec
-
-
 def turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> str:
     """The turn as text, cut after its first stop string.
 
@@ -125,85 +110,3 @@ def turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> 
     text = valid_text(tokenizer.decode(ids, skip_special_tokens=True))
     ends = [text.find(word) + len(word) for word in stop if word in text]
     return text[: min(ends)] if ends else text
-
-
-_SHOWN = 5  # rows that a message names
-_MANY = 20_000  # prompts: counting so many takes seconds, which are announced
-
-
-def first_context(env: TextEnv, codec: TurnCodec, prompt: str) -> list[int]:
-    """The token ids of the running episode's prompt. Raises ``UserError`` if they are more than the limits allow."""
-    ids = codec.prompt_ids(prompt, env.task.system_prompt)
-    if len(ids) > _most(env.limits):
-        raise UserError(
-            f"the prompt of example {quoted(env.example.id, 80)} has {len(ids)} tokens, but the limit is "
-            f"{_most(env.limits)}: give {_room_for(len(ids), env.limits)}, or remove the example from the data"
-        )
-    return ids
-
-
-def check_prompts(
-    envs: Sequence[TextEnv],
-    tokenizer: Tokenizer,
-    *,
-    use_chat_template: bool,
-    indices: Sequence[int] | None = None,
-    tell: Callable[[str], None] = lambda line: None,
-) -> int:
-    """Count the tokens of every prompt, so that no long one ends a run on its way; returns those of the longest.
-
-    Not counted are the prompts of environments that write them only when an episode begins (``gym:``, ``openenv:``,
-    ``Task.environment``). 90,000 prompts take about half a minute.
-
-    Args:
-        envs: the environments of one run, of one task; examples that two of them share are counted once.
-        indices: of the examples to count, if not all.
-        tell: gets a line when there are so many prompts that it takes a while.
-
-    Raises:
-        UserError: prompts are longer than the limits allow. The message names the longest, and the limit to set.
-    """
-    limits, longest, total = envs[0].limits, 0, 0
-    seen: set[str] = set()
-    long: list[str] = []
-    for env in envs:
-        examples = env.examples
-        if not isinstance(env, ToolUseEnv) or examples.sha256 in seen:
-            continue
-        seen.add(examples.sha256)
-        codec = make_codec(env, tokenizer, use_chat_template=use_chat_template)
-        chosen = range(len(examples)) if indices is None else indices
-        if len(chosen) > _MANY:
-            tell(f"counting the tokens of {len(chosen):,} prompts ({examples.split})")
-        for index in chosen:
-            example = examples.examples[index]
-            prompt = valid_text(env.format.prompt(env.task, example))
-            size = len(codec.prompt_ids(prompt, env.task.system_prompt))
-            longest, total = max(longest, size), total + 1
-            if size > _most(limits):
-                where = f"row {index + 1} of {examples.source}, split {examples.split}"
-                long.append(f"  {where}, example {quoted(example.id, 80)}: {size:,} tokens")
-    if long:
-        shown, more = "\n".join(long[:_SHOWN]), len(long) - _SHOWN
-        rest = f"\n  and {more:,} more" if more > 0 else ""
-        raise UserError(
-            f"{len(long):,} of {total:,} prompts are longer than the {_most(limits):,} tokens that the limits leave "
-            f"them; the longest has {longest:,}:\n{shown}{rest}\n"
-            f"Give {_room_for(longest, limits)}, or remove these rows from the data."
-        )
-    return longest
-
-
-def _most(limits: Limits) -> int:
-    """The tokens that a prompt may have: at least one has to be left for the policy."""
-    return min(limits.max_prompt_tokens, limits.max_trajectory_tokens - 1)
-
-
-def _room_for(tokens: int, limits: Limits) -> str:
-    """The options with which a prompt of ``tokens`` fits. Where the whole trajectory has to grow, its turns keep their
-    room."""
-    options = f"--limits.max_prompt_tokens {tokens}" if tokens > limits.max_prompt_tokens else ""
-    if tokens >= limits.max_trajectory_tokens:
-        room = max(1, limits.max_trajectory_tokens - limits.max_prompt_tokens)
-        options += f" --limits.max_trajectory_tokens {tokens + room}"
-    return options.strip()

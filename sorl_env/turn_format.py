@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.outside import ask_for_prompt
 from sorl_env.parser import ParsedTurn, neutralise, parse_turn
-from sorl_env.task import Example, Task
 from sorl_env.tool_call_parser import Syntax, parse_message
 from sorl_env.toolbox import Toolbox
 
@@ -41,10 +39,6 @@ class TagFormat:
     name: str = "tags"
     invalid_observation: str = INVALID_TURN
 
-    def prompt(self, task: Task, example: Example) -> str:
-        """The text of the first user message."""
-        return ask_for_prompt(task.name, task.prompt, example)
-
     def parse(self, text: str, toolbox: Toolbox, require_think: bool) -> ParsedTurn:
         """What a turn of the policy means; a malformed one is returned as such, nothing raises."""
         return parse_turn(text, toolbox.names, require_think)
@@ -65,22 +59,6 @@ class ToolCallFormat:
     syntax: Syntax | None = None
     name: str = "tool_calls"
     invalid_observation: str = INVALID_MESSAGE
-
-    def prompt(self, task: Task, example: Example) -> str:
-        """The task's ``tool_call_prompt``, or its ``prompt`` where that has none.
-
-        Raises:
-            UserError: the task has only a prompt that asks for tags.
-        """
-        if task.tool_call_prompt is not None:
-            return ask_for_prompt(task.name, task.tool_call_prompt, example)
-        text = ask_for_prompt(task.name, task.prompt, example)
-        if "<answer>" in text.replace(example.question, ""):
-            raise UserError(
-                f"the prompt of task {task.name} asks for <answer> tags, which format tool_calls does not read: give "
-                "the task a tool_call_prompt, or use format tags"
-            )
-        return text
 
     def parse(self, text: str, toolbox: Toolbox, require_think: bool) -> ParsedTurn:
         return parse_message(text, toolbox.tools, self.syntax)

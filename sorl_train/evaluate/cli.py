@@ -14,8 +14,8 @@ from typing import Any
 
 from sorl_env.command import add_json_option, print_json, run_command, say, whole
 from sorl_env.errors import UserError
+from sorl_env.prompts import check_prompts
 from sorl_env.text_env import TextEnv, format_of
-from sorl_env.turn_codec import check_prompts
 
 try:
     from sorl_train.evaluate.arguments import (

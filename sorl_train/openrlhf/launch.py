@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_env.turn_codec import check_prompts
+from sorl_env.prompts import check_prompts
 from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.policy import load_tokenizer, model_shape

@@ -19,10 +19,10 @@ from transformers.utils import logging as transformers_logging
 from sorl_env.data import load_examples
 from sorl_env.errors import UserError
 from sorl_env.folders import cache_folder
+from sorl_env.prompts import check_prompts
 from sorl_env.registry import load_task
 from sorl_env.task import ToolSettings
 from sorl_env.tool import ToolUnavailableError
-from sorl_env.turn_codec import check_prompts
 from sorl_tools.corpus import read_corpus
 from sorl_tools.index.index import find_damage, read_manifest
 from sorl_tools.search.http import TOKEN_VARIABLE, HttpSearch

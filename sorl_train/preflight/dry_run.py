@@ -9,9 +9,9 @@ from typing import Any
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
+from sorl_env.prompts import check_prompts, make_codec
 from sorl_env.task import Limits
 from sorl_env.text_env import TextEnv
-from sorl_env.turn_codec import check_prompts, make_codec
 from sorl_train.config.files import remarks
 from sorl_train.config.schema import as_text, flatten
 from sorl_train.config.settings import TrainConfig
@@ -75,7 +75,7 @@ def _source(name: str, env: TextEnv) -> str:
 
 def _prompt(config: TrainConfig, env: TextEnv, tokenizer: Any, longest: int) -> list[str]:
     first = env.examples.examples[0]
-    text = env.format.prompt(env.task, first) if isinstance(env, ToolUseEnv) else env.task.prompt(first)
+    text = env.prompt(first) if isinstance(env, ToolUseEnv) else env.task.prompt(first)
     codec = make_codec(env, tokenizer, use_chat_template=config.chat_template)
     size = len(codec.prompt_ids(text, env.task.system_prompt))
     shown = textwrap.shorten(text, 600, placeholder=" ...")

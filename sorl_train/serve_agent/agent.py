@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
+from sorl_env.prompts import make_codec
 from sorl_env.rollout import (
     RolloutJob,
     RolloutSettings,
@@ -21,7 +22,6 @@ from sorl_env.rollout import (
 )
 from sorl_env.task import Example
 from sorl_env.trajectory import StopReason, Trajectory, Turn
-from sorl_env.turn_codec import make_codec
 from sorl_train.evaluate.ask import env_of_question, unknown_words
 from sorl_train.evaluate.results import turn_facts
 from sorl_train.evaluate.runner import Policy, in_session

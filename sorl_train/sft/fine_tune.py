@@ -21,11 +21,11 @@ from sorl_env.data import read_rows
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.parser import parse_turn
+from sorl_env.prompts import make_codec
 from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder
 from sorl_env.text_env import TextEnv, need_tools
 from sorl_env.tokens import Tokenizer, encode_prompt, encode_text
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_env.turn_codec import make_codec
 from sorl_train.config.run_settings import SftConfig
 from sorl_train.config.seeds import generator
 from sorl_train.config.settings import TrainConfig
@@ -62,12 +62,12 @@ def expert_trajectory(
             return None
         parsed = parse_turn(text, env.toolbox.names, env.task.require_think)
         text, ids = codec.written_turn(parsed, text)
-        sampled, result = SampledTurn(ids, [0.0] * len(ids), "stop"), env.step(text)
+        sampled, result = SampledTurn(ids, [0.0] * len(ids), "stop"), env.play_turn(text)
         if growing.overflows(sampled, result):
             result = env.truncate(StopReason.MAX_TOKENS)
         growing.append(sampled, text, result)
-        if result.terminated or result.truncated:
-            return growing.build(result)
+        if result.stop_reason is not None:
+            return growing.build(result.stop_reason, result.error)
         observations.append(result.observation)
 
 

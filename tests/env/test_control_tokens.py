@@ -12,9 +12,9 @@ import pytest
 
 from sorl_env import Example, Task, ToolUseEnv
 from sorl_env.parser import ParsedTurn
+from sorl_env.prompts import make_codec
 from sorl_env.tokens import control_tokens, encode_prompt, encode_text
 from sorl_env.tool import as_tool
-from sorl_env.turn_codec import make_codec
 
 from .chat_templates import FAMILIES, make_tokenizer
 

@@ -171,7 +171,7 @@ def test_a_tool_that_is_out_excludes_the_episode(make_task: Callable[..., Task])
     assert (call.ok, call.attempts) == (False, 1)
     env.reset()
     env.begin_turn(SEARCH)
-    assert env.finish_turn([ToolUnavailableError("gone")]).info["tool_calls"] == []
+    assert env.finish_turn([ToolUnavailableError("gone")]).tool_calls == []
 
 
 def test_a_malformed_request_costs_a_turn_and_says_why(make_task: Callable[..., Task]) -> None:
@@ -190,22 +190,21 @@ def test_a_malformed_request_costs_a_turn_and_says_why(make_task: Callable[..., 
 def test_truncation_from_outside(env: ToolUseEnv) -> None:
     env.reset(seed=0)
     before = env.truncate("aborted")
-    assert (before.info["parsed"], before.info["turn"], before.info["stop_reason"]) == (None, -1, "aborted")
+    assert (before.parsed, before.turn, before.stop_reason) == (None, -1, "aborted")
     env.reset(seed=0)
     step = env.step(SEARCH)
     result = env.truncate(StopReason.MAX_TOKENS)
-    assert (result.terminated, result.truncated, result.observation, result.reward) == (False, True, "", 0.0)
-    assert result.info["tool_calls"] == step.info["tool_calls"]
-    assert (result.info["parsed"], result.info["turn"]) == (step.info["parsed"], 0)
-    assert (result.info["stop_reason"], result.info["reward_items"]) == ("max_tokens", {"exact_match": 0.0})
+    assert (result.terminated, result.ended, result.observation, result.reward) == (False, True, "", 0.0)
+    assert (result.parsed, result.turn, result.tool_calls) == (
+        step.info["parsed"],
+        0,
+        step.info["tool_calls"],
+    )
+    assert (result.stop_reason, result.reward_items) == ("max_tokens", {"exact_match": 0.0})
     env.reset(seed=0)
     env.begin_turn(SEARCH)
     result = env.truncate("error", error="the reward raised")
-    assert (result.info["error"], result.info["tool_calls"], result.info["reward_items"]) == (
-        "the reward raised",
-        [],
-        {},
-    )
+    assert (result.error, result.tool_calls, result.reward_items) == ("the reward raised", [], {})
     with pytest.raises(ValueError, match="tired"):
         env.reset(seed=0)
         env.truncate("tired")
@@ -235,7 +234,7 @@ def test_truncation_repeats_the_rewards_of_the_last_turn(
     env = ToolUseEnv(make_task(turn_reward=rewards_of_turn))
     env.reset(options={"index": 0})
     env.step(INVALID)
-    assert env.truncate(reason).info["reward_items"] == items
+    assert env.truncate(reason).reward_items == items
 
 
 def test_infos_belong_to_their_caller(make_task: Callable[..., Task]) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from sorl_env import StepResult, ToolUnavailableError, ToolUseEnv, UserError, load_task, open_env
+from sorl_env import ToolUnavailableError, ToolUseEnv, UserError, load_task, open_env
 from sorl_env.check_task import main as check_main
 from sorl_env.play import main as play_main
+from sorl_env.step import TurnInfo
 from tests.env import text_gyms
 
 WRAPPERS = Path(text_gyms.__file__)
@@ -19,10 +20,10 @@ LAKE: dict[str, Any] = {"wrapper": f"{WRAPPERS}:LakeInWords", "kwargs": {"is_sli
 TO_THE_GOAL = ("down", "down", "right", "right", "down", "right")
 
 
-def play(task: Any, turns: Sequence[str], index: int = 0) -> tuple[str, list[StepResult]]:
+def play(task: Any, turns: Sequence[str], index: int = 0) -> tuple[str, list[TurnInfo]]:
     env = open_env(task)
 
-    async def main() -> tuple[str, list[StepResult]]:
+    async def main() -> tuple[str, list[TurnInfo]]:
         prompt = await env.areset(index, 7)
         return prompt, [await env.astep(turn) for turn in turns]
 
@@ -43,9 +44,9 @@ def test_an_episode_on_the_frozen_lake() -> None:
     assert results[0].observation == "\n\n<information>\nField 4.\n</information>\n\n"
     assert [r.reward for r in results] == [0, 0, 0, 0, 0, 1]
     last = results[-1]
-    assert last.terminated and not last.truncated and last.observation == ""
-    assert last.info["reward_items"] == {"environment": 1.0} and last.info["stop_reason"] == "answer"
-    assert last.info["parsed"].content == "right" and last.info["example_id"] == "seed-0"
+    assert last.terminated and last.observation == ""
+    assert last.reward_items == {"environment": 1.0} and last.stop_reason == "answer"
+    assert last.parsed.content == "right" and last.turn == 5
 
 
 def test_a_turn_of_another_form_is_not_an_action() -> None:
@@ -56,7 +57,7 @@ def test_a_turn_of_another_form_is_not_an_action() -> None:
         *act("LEFT!", "nowhere", "down"),
     ]
     _, results = play(load_task("gym:FrozenLake-v1", **LAKE), turns)
-    assert [r.info["format_error"] for r in results] == [
+    assert [r.format_error for r in results] == [
         "missing_action",
         "trailing_text",
         "missing_action",
@@ -72,8 +73,8 @@ def test_a_turn_of_another_form_is_not_an_action() -> None:
 
 def test_the_turns_are_counted() -> None:
     task = load_task("gym:FrozenLake-v1", **LAKE, max_turns=2)
-    assert play(task, act("left", "left"))[1][-1].info["stop_reason"] == "max_turns"
-    assert play(task, [*act("left"), "?"])[1][-1].info["stop_reason"] == "invalid"
+    assert play(task, act("left", "left"))[1][-1].stop_reason == "max_turns"
+    assert play(task, [*act("left"), "?"])[1][-1].stop_reason == "invalid"
 
 
 def test_our_own_environment_through_gymnasium_is_itself() -> None:
@@ -139,8 +140,8 @@ def test_what_cannot_be_played_is_refused(reference: str, knobs: dict[str, Any],
 def test_a_broken_environment_is_an_outage(action: str, message: str) -> None:
     task = load_task("gym:sorl_tests/Misbehaving-v0", timeout_s=0.2)
     _, (result,) = play(task, act(action))
-    assert result.truncated and result.info["stop_reason"] == "error" and result.reward == 0
-    assert message in result.info["error"]
+    assert result.ended and result.stop_reason == "error" and result.reward == 0
+    assert message in result.error
 
 
 def test_an_episode_that_cannot_begin_is_an_outage() -> None:
@@ -150,8 +151,9 @@ def test_an_episode_that_cannot_begin_is_an_outage() -> None:
 
 def test_ends_and_hostile_text() -> None:
     task = load_task("gym:sorl_tests/Misbehaving-v0")
-    assert play(task, act("end"))[1][0][1:4] == (1.5, True, False)
-    assert play(task, act("cut"))[1][0][1:4] == (1.5, False, True)
+    for action, reason in (("end", "answer"), ("cut", "max_turns")):
+        (result,) = play(task, act(action))[1]
+        assert (result.reward, result.stop_reason) == (1.5, reason)
     observation = play(task, act("tags"))[1][0].observation
     assert observation.count("</information>") == 1 and "<answer>" not in observation
     observation.encode()

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from sorl_env import StepResult, ToolUnavailableError, UserError, load_task, open_env
+from sorl_env import ToolUnavailableError, UserError, load_task, open_env
+from sorl_env.step import TurnInfo
 
 pytest.importorskip("websockets", reason="needs websockets: pip install 'sorl[train]'")
 from websockets.datastructures import Headers
@@ -60,10 +61,10 @@ def server(handle: Handle, action: Any = ECHO, pages: dict[str, bytes] | None = 
             thread.join()
 
 
-def play(url: str, *turns: str, **knobs: Any) -> tuple[str, list[StepResult]]:
+def play(url: str, *turns: str, **knobs: Any) -> tuple[str, list[TurnInfo]]:
     env = open_env(load_task(f"openenv:{url}", **{"timeout_s": 2.0, "wait_s": 0.3, **knobs}))
 
-    async def main() -> tuple[str, list[StepResult]]:
+    async def main() -> tuple[str, list[TurnInfo]]:
         try:
             prompt = await env.areset(0, 0)
             return prompt, [await env.astep(f"<action>{turn}</action>") for turn in turns]
@@ -89,8 +90,8 @@ def test_an_episode() -> None:
     with server(handle) as url:
         prompt, (first, last) = play(url, "abc", "end")
     assert prompt.endswith("begin")
-    assert first[:4] == ("\n\n<information>\ncba\n</information>\n\n", 0.25, False, False)
-    assert last[1:4] == (0.25, True, False)
+    assert first.observation == "\n\n<information>\ncba\n</information>\n\n"
+    assert (first.reward, first.ended, last.reward, last.terminated) == (0.25, False, 0.25, True)
     assert seen[0] == {"type": "reset", "data": {"seed": 0}}
     assert seen[1] == {"type": "step", "data": {"message": "abc"}}
 
@@ -118,8 +119,8 @@ def test_an_episode() -> None:
 def test_a_server_that_fails_is_an_outage_and_no_reward(reply: str, message: str) -> None:
     with server(on_step(reply)) as url:
         _, (result,) = play(url, "go", timeout_s=0.5 if not reply else 20.0)
-    assert result.info["stop_reason"] == "error" and result.reward == 0 and result.truncated
-    assert message in result.info["error"] and len(result.info["error"]) <= 1000
+    assert result.stop_reason == "error" and result.reward == 0 and result.ended
+    assert message in result.error and len(result.error) <= 1000
 
 
 @pytest.mark.parametrize("reply", ["", "close", '{"type": "error", "data": {"code": "CAPACITY_REACHED"}}'])
@@ -135,7 +136,7 @@ def test_what_the_policy_does_wrong_it_reads() -> None:
     refused = '{"type": "error", "data": {"code": "VALIDATION_ERROR", "errors": [{"msg": "too short"}]}}'
     with server(on_step(refused)) as url:
         _, results = play(url, "go", "on")
-    assert all("too short" in r.observation and not r.truncated for r in results)
+    assert all("too short" in r.observation and not r.ended for r in results)
     two = {"properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x", "y"]}
     with server(lambda message: observation(json.dumps(message["data"]), 0), action=two) as url:
         _, results = play(url, '{"x": 1, "y": 2}', "north", "[1]", "{" * 9)

@@ -121,11 +121,11 @@ class TaskEnvironment(Environment[TextAction, TextObservation, TaskState]):
             self.close()
             raise
         self._steps += 1
-        done = result.terminated or result.truncated
-        if done:
+        if result.ended:
             self.close()
+        facts = {KEY: result_to_json(result)}
         return TextObservation(
-            text=result.observation, reward=result.reward, done=done, metadata={KEY: result_to_json(result)}
+            text=result.observation, reward=result.reward, done=result.ended, metadata=facts
         )
 
     def step(self, action: TextAction, timeout_s: float | None = None, **others: Any) -> TextObservation:
