@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.outside import place_of
@@ -18,27 +18,14 @@ from sorl_env.tool_schema import takes_raw_text
 from sorl_env.toolbox import Toolbox
 
 
-class Equipment(NamedTuple):
-    """What an environment is equipped with.
-
-    Attributes:
-        task: the task; its prompt describes the tools that the settings add.
-        owned: names of the tools that were opened for this environment, and that it closes.
-    """
-
-    task: Task
-    toolbox: Toolbox
-    owned: frozenset[str]
-
-
 def equip(
     task: Task, tools: Sequence[ToolLike] | None, settings: ToolSettings, reply_chars: int
-) -> Equipment:
-    """The toolbox with the task's tools, or with ``tools`` in their place, and with those that the settings add.
+) -> tuple[Task, Toolbox, frozenset[str]]:
+    """The task, its toolbox, and the names of the tools that were opened here and that the environment has to close.
 
-    A text in place of a tool names all tools of an MCP server: ``mcp:SERVER`` is shared by all episodes, and
-    ``mcp+episode:SERVER`` gives each episode a connection of its own. ``SERVER`` is an ``http(s)://`` address or a
-    command.
+    The toolbox holds the task's tools, or ``tools`` in their place, and those that the settings add, which the prompt
+    of the returned task describes. A text in place of a tool names all tools of an MCP server, by its ``http(s)://``
+    address or its command: ``mcp:SERVER`` is shared by all episodes, ``mcp+episode:SERVER`` is opened for each of them.
 
     Raises:
         UserError: a text names no tools, their server does not answer, or two tools share a name.
@@ -67,7 +54,7 @@ def equip(
         ask = task.prompt
         task = dataclasses.replace(task, prompt=lambda example: f"{ask(example)}\n\n{about}")
     owned = frozenset(toolbox.names) if is_built else frozenset(tool.name for tool in opened)
-    return Equipment(task, toolbox, owned)
+    return task, toolbox, owned
 
 
 def _build_tools(task: Task, settings: ToolSettings) -> Sequence[ToolLike | str]:
@@ -106,7 +93,6 @@ def _open_tools(
 
 
 def _description(tools: Sequence[Tool]) -> str:
-    """What a policy has to know of tools: their tags, what to write in them, and what they do."""
     lines = []
     for tool in tools:
         inside = next(iter(tool.schema["properties"]), "")

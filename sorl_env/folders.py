@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,21 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is not None:
             error.filename, error.filename2 = str(path), None
         raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to. It becomes ``path`` if the block succeeds and is removed if it raises, so that a reader sees
+    the old or the new content and never a part, even after a crash."""
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.unfinished")
+    try:
+        with naming(path):
+            yield unfinished
+            with unfinished.open("rb+") as stream:
+                os.fsync(stream.fileno())
+            unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path:

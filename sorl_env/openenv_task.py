@@ -51,22 +51,17 @@ def openenv_task(
     """
     check_settings(format, examples, timeout_s=timeout_s, wait_s=wait_s)
     http = _Http(url)
-    schema, state, limits, system_prompt = (
-        http.ask("/schema"),
-        http.ask("/state"),
-        Limits(max_turns=max_turns),
-        None,
-    )
+    schema, state = http.ask("/schema"), http.ask("/state")
     if not isinstance(schema, dict) or not isinstance(state, dict):
         raise UserError(f"{http.where}: that is not what an OpenEnv server says; is the address right?")
-    facts = state.get(KEY)
+    limits, system_prompt = Limits(max_turns=max_turns), None
     to_action: ToAction = lambda text: {"message": text}  # noqa: E731
-    if facts is None:
-        to_action = _action_maker(http.where, schema.get("action"))
-    else:
+    is_sorl = (facts := state.get(KEY)) is not None
+    if is_sorl:
         limits, stop = _read_facts(http.where, facts)
-        instruction, field, system_prompt = "", "text", facts.get("system_prompt")
-    is_sorl = facts is not None
+        instruction, field, system_prompt = "raw", "", "text", facts.get("system_prompt")
+    else:
+        to_action = _action_maker(http.where, schema.get("action"))
     server = Server(http.url, is_sorl, to_action, _text_reader(field), timeout_s, wait_s, http.token)
     return session_task(
         f"openenv:{http.url}",
@@ -74,7 +69,7 @@ def openenv_task(
         limits,
         lambda: OpenEnvSession(server),
         lambda split: _episodes(http, split, examples),
-        format=format if facts is None else "raw",
+        format="raw" if is_sorl else format,
         stop=stop,
         instruction=instruction,
         system_prompt=system_prompt,

@@ -18,10 +18,7 @@ None as the empty string.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sorl_env.errors import UserError
-from sorl_env.folders import naming
+from sorl_env.folders import replacing
 from sorl_env.text import read_json
 from sorl_env.tool import ToolCall
 
@@ -154,7 +151,7 @@ def write_jsonl(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
     Raises:
         UserError: ``metadata`` holds something that JSON cannot.
     """
-    with _replacing(Path(path)) as unfinished, unfinished.open("w", encoding="utf-8", newline="\n") as stream:
+    with replacing(Path(path)) as unfinished, unfinished.open("w", encoding="utf-8", newline="\n") as stream:
         for trajectory in trajectories:
             stream.write(json.dumps(_encode(trajectory), separators=(",", ":")) + "\n")
 
@@ -257,17 +254,3 @@ def _decode_turn(record: Mapping[str, Any]) -> Turn:
         "tool_calls": tuple(ToolCall(**call) for call in read_json(record["tool_calls"])),
     }
     return Turn(**(dict(record) | converted))
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A path to write to. It is renamed to ``path`` if the block succeeds, and removed if it raises."""
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.unfinished")
-    try:
-        with naming(path):
-            yield unfinished
-            with unfinished.open("rb+") as stream:
-                os.fsync(stream.fileno())
-            unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -11,7 +11,6 @@ import fcntl
 import os
 import re
 import socket
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -19,25 +18,15 @@ from typing import Any, BinaryIO
 
 from sorl_env.command import say
 from sorl_env.errors import UserError
-from sorl_env.folders import missing_folders, naming, remove_empty
+from sorl_env.folders import missing_folders, naming, remove_empty, replacing
 from sorl_env.text import read_json
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Write ``path`` so that a reader sees the old or the new content and never a part, even after a crash."""
     data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    with naming(path):
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(data)
     sync(path.parent)  # so that the new name survives a power cut
 
 
