@@ -47,7 +47,9 @@ def raised(error: BaseException) -> str:
     where = "" if frame is None else f" ({frame.filename}:{frame.lineno})"
     said = quoted(str(error), 200)[1:-1]
     return (
-        f"{said if isinstance(error, OutsideError) else f'it raised {type(error).__name__}: {said}'}{where}"
+        f"{said}{where}"
+        if isinstance(error, OutsideError)
+        else f"it raised {type(error).__name__}: {said}{where}"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,30 +9,21 @@ from dataclasses import replace
 from functools import partial
 
 from sorl_env.check import Check, check_episodes, check_tool, describe_checks, raised, requests
-from sorl_env.command import (
-    FAILED,
-    Parser,
-    add_json_option,
-    add_task_options,
-    number,
-    print_json,
-    read_task_args,
-    run_command,
-    whole,
-)
+from sorl_env.command import FAILED, Parser, add_json_option, number, print_json, run_command, whole
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.interrupts import run_async
-from sorl_env.registry import load_task
 from sorl_env.rewards import normalize_answer
 from sorl_env.session_env import ACTION, SessionEnv
-from sorl_env.task import Example, Task, ToolSettings
+from sorl_env.task import Example, Task
+from sorl_env.task_options import add_task_options, open_named_task
 from sorl_env.text import quoted
-from sorl_env.text_env import TextEnv, need_tools, open_env
+from sorl_env.text_env import TextEnv, need_tools
 from sorl_env.tokens import Tokenizer, encode_prompt
 from sorl_env.tool import RESERVED_NAMES, ToolUnavailableError
 
 WRONG_ANSWER = "surely not the answer"
+_CLOSE = 1e-6  # between a reward and what it should be
 _SEEDS = (0, 1, 2)
 _TAG = re.compile(r"</?([A-Za-z_][A-Za-z0-9_-]*)>")
 
@@ -98,7 +88,7 @@ def _contained(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except UserError:
-        raise  # says which contract is broken, and would do so in every check
+        raise  # would be raised in every check
     except Exception as error:  # noqa: BLE001  as the rollout contains it
         return Check(name, False, raised(error))
 
@@ -154,7 +144,7 @@ def _score_answers(
         for answer in given:
             env.reset(options={"index": index})
             result = env.play_turn(f"<think>check</think>\n<answer>{answer}</answer>")
-            if not _is_close(result.reward, expected):
+            if abs(result.reward - expected) > _CLOSE:
                 got = f"{quoted(answer)} scores {result.reward:g} {result.reward_items}"
                 return Check(name, False, f"{where}: {got}, expected {expected:g}")
             scored += 1
@@ -235,21 +225,17 @@ def _check_expert(
             return Check("expert", False, f"{where}, turn {len(observations)}: {raised(error)}{saw}")
         if turn is None:
             given_up += 1
-        elif _is_close(result.reward, 1.0):
+        elif abs(result.reward - 1) <= _CLOSE:
             solved += 1
         elif not failed:
-            reason = None if result.stop_reason is None else result.stop_reason.value
-            why = result.error or result.format_error or reason
+            assert result.stop_reason is not None
+            why = result.error or result.format_error or result.stop_reason.value
             told = f"{where} ends with {why}, reward {result.reward:g}, turn {quoted(turn, 120)}"
             failed = f"; the first that it does not: {told}"
     said = f"solves {solved} of {len(examples)}" + (f", gives up on {given_up}" if given_up else "")
     # without gold answers nothing else shows that a reward of 1 can be reached
     may_give_up = given_up == len(examples) and any(one.golden_answers for one in examples)
     return Check("expert", solved > 0 or may_give_up, said if solved else said + failed)
-
-
-def _is_close(reward: float, expected: float) -> bool:
-    return abs(reward - expected) <= 1e-6
 
 
 def load_tokenizer(folder: str) -> Tokenizer:
@@ -275,31 +261,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command("sorl-check-task", _check, argv, refused=FAILED)
 
 
-def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
+def _check(argv: Sequence[str]) -> int:
     about = "Check a task against its contract."
     parser = Parser(prog="sorl-check-task", description=about, mappings=("task_args",))
     add_task_options(parser)
     add = parser.add_argument
     add("--limit", type=whole(1), default=200, help="examples to check (default 200)")
-    add(
-        "--tokenizer",
-        metavar="FOLDER",
-        help="count prompts in tokens, with the tokenizer of this model folder",
-    )
+    counted = "count prompts in tokens, with the tokenizer of this model folder"
+    add("--tokenizer", metavar="FOLDER", help=counted)
     seconds, waits = number(above=0, high=3600), "for a tool to answer, retries included (default: 10)"
     add("--search.timeout_s", dest="timeout_s", type=seconds, default=10.0, metavar="SECONDS", help=waits)
     add_json_option(parser)
-    args: argparse.Namespace = parser.parse_args(argv)
-    return args
-
-
-def _check(argv: Sequence[str]) -> int:
-    args = _parse_args(argv)
+    args = parser.parse_args(argv)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    settings = ToolSettings(args.corpus, args.search_url, timeout_s=args.timeout_s, tools=tuple(args.tools))
-    task = load_task(args.task, **read_task_args(args))
-    env = open_env(task, data=args.data, split=args.split, tool_settings=settings)
-    given = env.examples
+    (env,) = open_named_task(args, args.split, timeout_s=args.timeout_s)
+    task, given = env.task, env.examples
     if not args.json:
         sample = ", a sample and not the benchmark" if given.is_sample else ""
         print(f"task {task.name}: {len(given)} examples, split {given.split}, {given.source}{sample}")

@@ -23,12 +23,10 @@ from typing import Any, NoReturn
 
 from sorl_env.errors import MAX_SEED, MOST, Bounds, UserError, did_you_mean
 from sorl_env.task_file import user_traceback
-from sorl_env.text import read_json, valid_text
+from sorl_env.text import valid_text
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130  # 130 is what a shell reports for Ctrl-C
 _LONGEST_WORD = 300  # characters; a message shows only both ends of a longer one
-TASK_HELP = "a name, package.module:TASK, a .py file, gym:ID, openenv:URL or reasoning_gym:NAME"
-_ARGUMENT = "task_args."
 # What to do about an error of the system, by its number; about others that name a path, there is `_OTHER_PATH`.
 _ADVICE = dict.fromkeys(
     (errno.ENOSPC, errno.EDQUOT), "free some space there, or choose a folder on another disk"
@@ -171,36 +169,6 @@ def _within(bounds: Bounds, value: float) -> float:
 
 
 seed = whole(0, MAX_SEED)
-
-
-def add_task_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a task, its data and what its search tool searches; see ``read_task_args``, too."""
-    parser.add_argument("task", help=TASK_HELP)
-    parser.add_argument("--task_args.KEY", metavar="JSON", help="an argument of the task")
-    parser.add_argument("--data", help="a .jsonl(.gz) or .parquet file, a folder of them, or hf:owner/name")
-    parser.add_argument("--split", default="train", help="split of the data (default: train)")
-    add_search_options(parser)
-
-
-def read_task_args(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of the task, which a ``Parser(mappings=("task_args",))`` has read: JSON values, or else texts."""
-    found: dict[str, Any] = {}
-    for name, text in vars(args).items():
-        if name.startswith(_ARGUMENT) and name != f"{_ARGUMENT}KEY":
-            try:
-                found[name.removeprefix(_ARGUMENT)] = read_json(text)
-            except ValueError:
-                found[name.removeprefix(_ARGUMENT)] = text
-    return found
-
-
-def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """Add the search tool's corpus and server, by their names in a training config, and further tools."""
-    add = parser.add_argument
-    add("--search.corpus", dest="corpus", metavar="FILE", help="corpus of the search tool")
-    add("--search.url", dest="search_url", metavar="URL", help="retrieval server of the search tool")
-    tools = "further tools: mcp:URL or mcp:COMMAND names those of an MCP server, mcp+episode: one that keeps state"
-    add("--tools", nargs="+", default=[], metavar="TEXT", help=tools)
 
 
 def run_command(

@@ -34,11 +34,7 @@ class HungError(UserError):
 
 
 def call_outside(function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
-    """Call ``function``, which may raise anything.
-
-    Raises:
-        OutsideError: it raised something that is no ``Exception``. Other exceptions pass.
-    """
+    """Call ``function``. Where it raises something that is no ``Exception``, this raises ``OutsideError``."""
     try:
         return function(*arguments, **named)
     except Exception:
@@ -156,11 +152,7 @@ def place_of(function: Any) -> str:
 
 
 def ask_for_prompt(task: str, prompt: Callable[..., Any], *arguments: Any) -> str:
-    """The text of a prompt.
-
-    Raises:
-        UserError: it is no text.
-    """
+    """The text of a prompt. Raises ``UserError`` if the function returns something else."""
     text = call_outside(prompt, *arguments)
     if not isinstance(text, str):
         raise UserError(f"task {task}: its prompt{place_of(prompt)} returned {_said(text)}; return a text")
@@ -168,11 +160,8 @@ def ask_for_prompt(task: str, prompt: Callable[..., Any], *arguments: Any) -> st
 
 
 def ask_for_items(task: str, reward: Callable[..., Any], *arguments: Any) -> dict[str, float]:
-    """The items of a reward.
-
-    Raises:
-        UserError: they are no mapping of names to finite numbers. NaN would make the loss of a whole batch NaN.
-    """
+    """The items of a reward. Raises ``UserError`` unless they map names to finite numbers: a NaN would make the loss of
+    a whole batch NaN."""
     items: Any = call_outside(reward, *arguments)
     # the plain types come first: asking an abstract class takes several times as long, and each episode ends here
     wrong = None if isinstance(items, (dict, Mapping)) else _said(items)

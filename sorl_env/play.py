@@ -8,23 +8,13 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 
-from sorl_env.command import (
-    FAILED,
-    INTERRUPTED,
-    Parser,
-    add_task_options,
-    read_task_args,
-    run_command,
-    seed,
-    whole,
-)
+from sorl_env.command import FAILED, INTERRUPTED, Parser, run_command, seed, whole
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.registry import load_task
 from sorl_env.session_env import ACTION, SessionEnv
 from sorl_env.step import TurnInfo
-from sorl_env.task import ToolSettings
-from sorl_env.text_env import TextEnv, open_env
+from sorl_env.task_options import add_task_options, open_named_task
+from sorl_env.text_env import TextEnv
 from sorl_env.tool import ToolUnavailableError
 
 _RULE = "-" * 80
@@ -86,7 +76,6 @@ def _read(prompt: str) -> str | None:
 
 
 def _expert(env: TextEnv) -> Player:
-    """The task's scripted expert as a player; it prints the turns that it writes."""
     expert = env.task.expert
     if expert is None:
         raise UserError(f"task {env.task.name} has no scripted expert: leave --auto out and play yourself")
@@ -118,8 +107,9 @@ def _summary(env: TextEnv, result: TurnInfo | None, show_answer: bool) -> str:
         lines.append("You left before the end: no reward.")
     else:
         items = ", ".join(f"{name} {value:g}" for name, value in result.reward_items.items()) or "no items"
-        reason = None if result.stop_reason is None else result.stop_reason.value
-        lines.append(f"Reward {result.reward:g} ({items}); ended by {reason} after {result.turn + 1} turns.")
+        assert result.stop_reason is not None
+        ended = f"ended by {result.stop_reason.value} after {result.turn + 1} turns"
+        lines.append(f"Reward {result.reward:g} ({items}); {ended}.")
         if result.error:
             lines.append(f"Error: {result.error}")
     if show_answer:
@@ -141,9 +131,7 @@ def _play(argv: Sequence[str]) -> int:
     parser.add_argument("--show_answer", action="store_true", help="print the right answer at the end")
     parser.add_argument("--auto", choices=["expert"], help="let the task's scripted expert play")
     args = parser.parse_args(argv)
-    settings = ToolSettings(corpus=args.corpus, search_url=args.search_url, tools=tuple(args.tools))
-    task = load_task(args.task, **read_task_args(args))
-    env = open_env(task, data=args.data, split=args.split, tool_settings=settings)
+    (env,) = open_named_task(args, args.split)
     # The loop waits for the environment alone, so that Ctrl-C at a question ends the command at once.
     loop = asyncio.new_event_loop()
     try:
@@ -162,7 +150,7 @@ def _play(argv: Sequence[str]) -> int:
 
 
 def _play_episode(env: TextEnv, args: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> TurnInfo | None:
-    """Play an episode; returns its last step, or None if the player left."""
+    """Returns the last turn of the episode, or None if the player left."""
     count = len(env.examples)
     index = random.Random(args.seed).randrange(count) if args.index is None else args.index
     if index >= count:

@@ -81,10 +81,8 @@ def _family(name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        said = (
-            f"{name} tasks need the package {error.name}: pip install 'sorl[{name.replace('_', '-')},train]'"
-        )
-        raise UserError(said) from error
+        extra = f"sorl[{name.replace('_', '-')},train]"
+        raise UserError(f"{name} tasks need the package {error.name}: pip install '{extra}'") from error
     builder: Callable[..., Any] = getattr(module, function)
     return builder
 
@@ -111,13 +109,11 @@ def register_envs() -> None:
 
 
 def make(task: str, **settings: Any) -> gymnasium.Env[str, str]:
-    """``gymnasium.make`` for any task: a name, ``package.module:TASK`` or the path of a ``.py`` file.
-
-    The same as ``gymnasium.make("sorl/Task-v0", task=task, **settings)``; ``gymnasium.make_vec`` takes this id as well.
+    """The environment of any task: ``gymnasium.make("sorl/Task-v0", task=task, **settings)``.
 
     Args:
-        task: see `load_task`.
-        settings: arguments of `ToolUseEnv` and of ``gymnasium.make``.
+        task: see ``load_task``.
+        settings: arguments of ``ToolUseEnv`` and of ``gymnasium.make``.
 
     Raises:
         UserError: there is no such task.
@@ -184,9 +180,8 @@ def _build(builder: Callable[..., Any], reference: str, knobs: Mapping[str, Any]
     try:
         signature.bind(**knobs)
     except TypeError as error:
-        raise UserError(
-            f"task {reference!r} is built by a function, which got {dict(knobs)}: {error}"
-        ) from error
+        given = f"is built by a function, which got {dict(knobs)}"
+        raise UserError(f"task {reference!r} {given}: {error}") from error
     try:
         built = builder(**knobs)
     except ValueError as error:  # a knob out of range

@@ -32,8 +32,8 @@ _MAX_ERROR_CHARS = 1000  # of an exception's text that a trajectory keeps
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one turn is sampled. Temperature 0 is greedy. A ``stop`` string ends the turn and is part of it; so is and
-    does one of the tokens ``stop_ids``."""
+    """How one turn is sampled. Temperature 0 is greedy. Sampling stops at a ``stop`` string or a ``stop_ids`` token,
+    which the turn keeps."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -45,8 +45,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """What the sampler drew: token ids, and their log-probabilities in the distribution that they came from (after
-    the temperature and ``top_p``), of equal length."""
+    """The sampled token ids, and the log-probability of each after the temperature and ``top_p``."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -89,8 +88,8 @@ class RolloutSettings:
 class TrajectoryBuilder:
     """Builds one trajectory: the prompt, then sampled turns and observations in alternation; it only appends.
 
-    ``prompt`` is what the reset of ``env`` returned. ``known_prompts`` maps prompts to token ids. Trajectories of one
-    task share it, because a group has one prompt.
+    ``prompt`` is what the reset of ``env`` returned. ``known_prompts`` keeps the token ids of prompts for the other
+    trajectories of a group.
     """
 
     def __init__(
@@ -120,10 +119,7 @@ class TrajectoryBuilder:
         self._log_probs.extend(log_probs)
 
     def overflows(self, sampled: SampledTurn, result: TurnInfo) -> bool:
-        """Whether no token would be left for another turn; then the episode has to be truncated before ``append``.
-
-        The environment itself enforces the time budget.
-        """
+        """Whether no token would be left for another turn; then the episode has to be truncated before ``append``."""
         if result.ended:
             return False
         size = len(self.token_ids) + len(sampled.token_ids) + len(self._reply_ids(sampled, result))
@@ -137,12 +133,7 @@ class TrajectoryBuilder:
         return self._encoded[1]
 
     def append(
-        self,
-        sampled: SampledTurn,
-        text: str,
-        result: TurnInfo,
-        generate_s: float = 0.0,
-        tool_s: float = 0.0,
+        self, sampled: SampledTurn, text: str, result: TurnInfo, generate_s: float = 0.0, tool_s: float = 0.0
     ) -> None:
         """Add a sampled turn and the environment's reply to it, for which ``overflows`` is false."""
         start = len(self.token_ids)

@@ -46,7 +46,7 @@ class Reply:
     """What a session replies to an action.
 
     Attributes:
-        parsed, reward_items, tool_calls, stop_reason, error: of a server that is sorl's own and knows them.
+        parsed, reward_items, tool_calls, stop_reason, error: set only by sorl's own server.
     """
 
     text: str
@@ -125,11 +125,7 @@ class SessionEnv:
         return env
 
     async def areset(self, index: int, seed: int) -> str:
-        """Start an episode on example ``index``; returns the prompt.
-
-        Raises:
-            ToolUnavailableError: no episode can begin.
-        """
+        """Start an episode on example ``index``; returns the prompt. Raises ``ToolUnavailableError`` if it cannot."""
         self.end_episode()
         self.example = self.examples.examples[index]
         self._turns, self._items, self._reply = [], {}, Reply("")
@@ -223,11 +219,8 @@ class SessionEnv:
 
 
 def seeded_examples(task: str, split: str, count: int) -> tuple[Example, ...]:
-    """The first examples of a split, each of which is a seed of its environment. No two splits share one.
-
-    Raises:
-        UserError: there is no such split.
-    """
+    """The first examples of a split, each of which is a seed; no two splits share one. Raises ``UserError`` for an
+    unknown split."""
     splits = ("train", "validation", "test")
     if split not in splits:
         raise UserError(f"{task} has no split {split!r}. {did_you_mean(split, splits)}")
@@ -239,7 +232,7 @@ def seeded_examples(task: str, split: str, count: int) -> tuple[Example, ...]:
 
 
 def check_settings(format: str, examples: int, **seconds: float) -> None:
-    """Check what users give for such an environment. Raises ``UserError``."""
+    """Raise ``UserError`` for a setting of such an environment that is out of range."""
     if format not in ("action", "raw"):
         raise UserError(f"format must be action or raw, not {format!r}")
     problems = {"examples": Bounds(1, SEEDS_OF_A_SPLIT).problem(examples)}
@@ -262,11 +255,7 @@ def session_task(
     system_prompt: str | None = None,
     on_close: Callable[[], None] = lambda: None,
 ) -> Task:
-    """A task whose episodes the sessions of ``open_session`` play, see ``SessionEnv``.
-
-    Args:
-        instruction: None explains the format ``action``.
-    """
+    """A task whose episodes are played by sessions, see ``SessionEnv``; ``instruction=None`` explains ``action``."""
     if instruction is None:
         instruction = INSTRUCTION if format == "action" else ""
 

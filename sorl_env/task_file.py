@@ -32,8 +32,7 @@ def import_file(path: Path) -> ModuleType:
     """The module in a ``.py`` file, which may import the files beside it.
 
     Raises:
-        UserError: there is no such file, another module has the name of one beside it, or running it fails; the message
-            then shows the file's own lines.
+        UserError: there is no such file, running it fails, or another module has the name of a file beside it.
     """
     if not path.is_file():
         raise UserError(no_such_file(path, (".py",)))

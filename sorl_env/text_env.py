@@ -16,8 +16,8 @@ from sorl_env.turn_format import FormatName
 class TextEnv(Protocol):
     """A text environment, as rollouts and evaluations use it. ``ToolUseEnv`` and ``SessionEnv`` are the two kinds.
 
-    The calls of an episode are coroutines, because an environment may wait for tools or for a server while other
-    episodes go on. An exception of ``astep`` or ``atruncate`` ends its own trajectory only.
+    Its coroutines wait for tools or for a server while other episodes go on. An exception of ``astep`` or ``atruncate``
+    ends its own trajectory only.
 
     Attributes:
         task: its name, its system prompt, and what else its author declares.
@@ -47,11 +47,7 @@ class TextEnv(Protocol):
         ...
 
     async def areset(self, index: int, seed: int) -> str:
-        """Start an episode on example ``index``; returns the prompt.
-
-        Raises:
-            ToolUnavailableError: no episode can begin, which is not the policy's fault.
-        """
+        """Start an episode on example ``index``; returns the prompt. Raises ``ToolUnavailableError`` if it cannot."""
         ...
 
     async def astep(self, action: str) -> TurnInfo:
@@ -105,11 +101,7 @@ def open_env(
 
 
 def need_tools(env: TextEnv, what: str) -> ToolUseEnv:
-    """``env``, if it is the dialogue with tools that ``what`` needs.
-
-    Raises:
-        UserError: it is an environment of another kind.
-    """
+    """``env``, if it is the dialogue with tools that ``what`` needs; raises ``UserError`` for one of another kind."""
     if isinstance(env, ToolUseEnv):
         return env
     raise UserError(

@@ -237,7 +237,7 @@ def _say(error: Exception) -> str:
 
 
 def _is_outage(error: Exception) -> bool:
-    """Whether another try may help: after a time-out, a lost connection, or a server's 5xx, 408 or 429."""
+    """Whether another try may help: after a time-out, a lost connection, or an HTTP 5xx, 408 or 429."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return status >= 500 or status in (408, 429)

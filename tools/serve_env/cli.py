@@ -7,18 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sorl_env.command import (
-    TASK_HELP,
-    Parser,
-    add_search_options,
-    number,
-    read_task_args,
-    run_command,
-    whole,
-)
-from sorl_env.registry import load_task
-from sorl_env.task import ToolSettings
-from sorl_env.text_env import TextEnv, open_env
+from sorl_env.command import Parser, number, run_command, whole
+from sorl_env.task_options import add_task_options, open_named_task
+from sorl_env.text_env import TextEnv
 from sorl_tools.http_server.options import (
     ServerSettings,
     add_server_options,
@@ -40,12 +31,7 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
         mappings=("task_args",),
     )
     add = parser.add_argument
-    add("task", help=TASK_HELP)
-    add("--data", help="a .jsonl(.gz) or .parquet file, a folder of them, or hf:owner/name")
-    splits = "splits to serve (default: train test)"
-    add("--split", nargs="+", default=["train", "test"], metavar="SPLIT", help=splits)
-    add("--task_args.KEY", metavar="JSON", help='an argument of the task, as --task_args.hops "[1, 2]"')
-    add_search_options(parser)
+    add_task_options(parser, many_splits=True)
     add("--max_sessions", type=whole(1, 65536), default=256, help="most episodes at once (default: 256)")
     idle = "seconds without a message until a session is closed (default: 600)"
     add("--session_idle_s", type=number(above=0, high=86400), default=600.0, help=idle)
@@ -67,9 +53,7 @@ def _serve(argv: Sequence[str]) -> int:
     from sorl_tools.http_server.server import Server
 
     settings = server_settings(args)
-    task = load_task(args.task, **read_task_args(args))
-    tools = ToolSettings(corpus=args.corpus, search_url=args.search_url, tools=tuple(args.tools))
-    envs = {split: open_env(task, data=args.data, split=split, tool_settings=tools) for split in args.split}
+    envs = dict(zip(args.split, open_named_task(args, *args.split), strict=True))
     try:
         with bind(settings.host, settings.port) as bound:
             bound.listen()
