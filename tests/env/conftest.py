@@ -84,23 +84,3 @@ def task(make_task: Callable[..., Task]) -> Task:
 @pytest.fixture
 def env(task: Task) -> ToolUseEnv:
     return ToolUseEnv(task)
-
-
-@pytest.fixture(scope="session")
-def make_task_for_fuzzing() -> Callable[[str], Task]:
-    """A task whose search finds one passage of that text, and whose prompt shows the gold answer in its tags."""
-
-    def make(passage: str) -> Task:
-        return Task(
-            name="fuzzed",
-            prompt=lambda example: (
-                f"For example <answer>{example.golden_answers[0]}</answer>. {example.question}"
-            ),
-            reward=reward,
-            parse_row=lambda row: EXAMPLES[0],
-            tools=[CannedSearch(passage)],
-            embedded=lambda split: EXAMPLES,
-            limits=Limits(max_turns=4),
-        )
-
-    return make

@@ -7,7 +7,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,6 +21,7 @@ from sorl_env.task import Example, Limits, Task
 from sorl_env.tool import as_tool
 from sorl_env.tool_call_parser import calls_as_content
 from sorl_env.trajectory import Trajectory
+from sorl_env.turn_codec import TurnCodec
 
 from .chat_templates import FAMILIES, make_tokenizer
 
@@ -42,7 +43,7 @@ def search(query: str) -> str:
     return REPLIES.get(query, FORGED if query == "forged" else f"nothing about {query}")
 
 
-def _env(tool: Any = search, **limits: int) -> ToolUseEnv:
+def _env() -> ToolUseEnv:
     task = Task(
         name="flux",
         prompt=lambda example: example.question,
@@ -50,16 +51,10 @@ def _env(tool: Any = search, **limits: int) -> ToolUseEnv:
             "right": float(turns[-1].kind == "answer" and turns[-1].content == "Smiljan")
         },
         parse_row=lambda row: Example("0", QUESTION),
-        tools=[tool],
+        tools=[search],
         embedded=lambda split: [Example("0", QUESTION)],
         limits=Limits(
-            **{
-                "max_turns": 5,
-                "max_prompt_tokens": 4096,
-                "max_trajectory_tokens": 8192,
-                "max_observation_tokens": 2000,
-                **limits,
-            }
+            max_turns=5, max_prompt_tokens=4096, max_trajectory_tokens=8192, max_observation_tokens=2000
         ),
     )
     return ToolUseEnv(task, format="tool_calls")
@@ -110,19 +105,44 @@ def _messages(queries: Sequence[str], answer: str) -> list[dict[str, Any]]:
     return [*messages, {"role": "assistant", "content": answer}]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_dialogue_is_the_templates_own_rendering_of_it_to_the_token(family: str) -> None:
-    tokenizer, env = make_tokenizer(family), _env()
-    codec = make_codec(env, tokenizer, use_chat_template=True)
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+class Setting(NamedTuple):
+    """A family's tokenizer, with an environment and the codec that it gets."""
+
+    tokenizer: Any
+    env: ToolUseEnv
+    codec: TurnCodec
+
+    def written(self, *turns: ParsedTurn) -> list[list[int]]:
+        return [self.codec.written_turn(turn, "")[1] for turn in turns]
+
+    def play(self, *turns: Sequence[int]) -> tuple[Trajectory, Scripted]:
+        return _play(self.env, self.tokenizer, turns)
+
+
+def _setting(tokenizer: Any) -> Setting:
+    env = _env()
+    return Setting(tokenizer, env, make_codec(env, tokenizer, use_chat_template=True))
+
+
+@pytest.fixture
+def setting(family: str) -> Setting:
+    return _setting(make_tokenizer(family))
+
+
+def test_the_dialogue_is_the_templates_own_rendering_of_it_to_the_token(
+    family: str, setting: Setting
+) -> None:
+    tokenizer, _, codec = setting
     queries = ["unit of flux density", "Nikola Tesla birthplace"]
-    drawn = [codec.written_turn(_calling(query), "")[1] for query in queries]
-    drawn.append(codec.written_turn(_answering("Smiljan"), "")[1])
-    trajectory, sampler = _play(env, tokenizer, drawn)
-    assert [(turn.kind, turn.content) for turn in trajectory.turns] == [
-        ("tool", queries[0]),
-        ("tool", queries[1]),
-        ("answer", "Smiljan"),
-    ]
+    drawn = setting.written(*map(_calling, queries), _answering("Smiljan"))
+    trajectory, sampler = setting.play(*drawn)
+    assert [turn.kind for turn in trajectory.turns] == ["tool", "tool", "answer"]
+    assert [turn.content for turn in trajectory.turns] == [*queries, "Smiljan"]
     assert trajectory.reward == 1
     messages, tools = _messages(queries, "Smiljan"), [tool_schema(as_tool(search))]
     if "smollm" in family:  # its template has no place for tools and calls
@@ -152,10 +172,9 @@ def _without(tokenizer: Any, ids: list[int], pattern: str) -> list[int]:
 def test_smollm2_itself_gets_calls_as_text(smollm2: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer, env = AutoTokenizer.from_pretrained(smollm2), _env()
-    codec = make_codec(env, tokenizer, use_chat_template=True)
-    call, answer = (codec.written_turn(turn, "")[1] for turn in (_calling("flux"), _answering("Smiljan")))
-    trajectory, sampler = _play(env, tokenizer, [call, answer])
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    setting = _setting(tokenizer)
+    trajectory, sampler = setting.play(*setting.written(_calling("flux"), _answering("Smiljan")))
     assert trajectory.reward == 1 and trajectory.turns[0].content == "flux"
     messages = calls_as_content(_messages(["flux"], "Smiljan"), [tool_schema(as_tool(search))])
     whole = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False))
@@ -163,15 +182,12 @@ def test_smollm2_itself_gets_calls_as_text(smollm2: Path) -> None:
     assert sampler.params[0].stop_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_drawn_tokens_are_never_rendered_again(family: str) -> None:
+def test_drawn_tokens_are_never_rendered_again(setting: Setting) -> None:
     """The same calls in other tokens, one for each byte, stay as they are in all later contexts."""
-    tokenizer, env = make_tokenizer(family), _env()
-    codec = make_codec(env, tokenizer, use_chat_template=True)
-    call, answer = (codec.written_turn(turn, "")[1] for turn in (_calling("flux"), _answering("Smiljan")))
-    slow = [i for token in call for i in _bytes(tokenizer, token)]
+    call, answer = setting.written(_calling("flux"), _answering("Smiljan"))
+    slow = [i for token in call for i in _bytes(setting.tokenizer, token)]
     assert len(slow) > len(call)
-    trajectory, sampler = _play(env, tokenizer, [slow, answer])
+    trajectory, sampler = setting.play(slow, answer)
     assert trajectory.reward == 1 and trajectory.turns[0].content == "flux"
     first, second = sampler.contexts
     assert second[: len(first) + len(slow)] == first + slow
@@ -186,55 +202,41 @@ def _bytes(tokenizer: Any, token: int) -> list[int]:
     return [tokenizer.convert_tokens_to_ids(piece) for piece in tokenizer.convert_ids_to_tokens(token)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_forged_calls_in_replies_and_questions_stay_text(family: str) -> None:
-    tokenizer, env = make_tokenizer(family), _env()
-    codec = make_codec(env, tokenizer, use_chat_template=True)
-    call, answer = (codec.written_turn(turn, "")[1] for turn in (_calling("forged"), _answering("Smiljan")))
-    trajectory, _ = _play(env, tokenizer, [call, answer])
+def test_forged_calls_in_replies_and_questions_stay_text(setting: Setting) -> None:
+    codec = setting.codec
+    call, answer = setting.written(_calling("forged"), _answering("Smiljan"))
+    trajectory, _ = setting.play(call, answer)
     assert [turn.kind for turn in trajectory.turns] == ["tool", "answer"] and trajectory.reward == 1
+
     # the environment's text is harmless; the same text as it came is harmless as tokens, too
-    controls = _controls(tokenizer)
+    def controls(ids: list[int]) -> list[int]:
+        return [token for token in ids if token in setting.tokenizer.added_tokens_decoder]
+
     parsed = _calling("forged")
     plain = codec.reply_ids(call, parsed, "nothing", 10_000)
-    hostile = codec.reply_ids(call, parsed, FORGED, 10_000)
-    assert [i for i in hostile if i in controls] == [i for i in plain if i in controls]
-    asked, harmless = codec.prompt_ids(FORGED, None), codec.prompt_ids("x", None)
-    assert [i for i in asked if i in controls] == [i for i in harmless if i in controls]
+    assert controls(codec.reply_ids(call, parsed, FORGED, 10_000)) == controls(plain)
+    assert controls(codec.prompt_ids(FORGED, None)) == controls(codec.prompt_ids("x", None))
     cut = codec.reply_ids(call, parsed, FORGED, len(plain) + 40)
-    assert len(cut) <= len(plain) + 40 and [i for i in cut if i in controls] == [
-        i for i in plain if i in controls
-    ]
+    assert len(cut) <= len(plain) + 40 and controls(cut) == controls(plain)
 
 
-def _controls(tokenizer: Any) -> set[int]:
-    return set(tokenizer.added_tokens_decoder)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_malformed_message_is_corrected_by_a_user_and_an_unfinished_one_is_ended(family: str) -> None:
-    tokenizer, env = make_tokenizer(family), _env()
-    codec = make_codec(env, tokenizer, use_chat_template=True)
-    answer = codec.written_turn(_answering("Smiljan"), "")[1]
-    bad = [
-        *tokenizer.encode("<think>", add_special_tokens=False),
-        *tokenizer.encode("hm", add_special_tokens=False),
-    ]
-    unfinished = [*codec.written_turn(_calling("flux"), "")[1][:-1]]
-    trajectory, sampler = _play(env, tokenizer, [bad, unfinished, answer])
+def test_a_malformed_message_is_corrected_by_a_user_and_an_unfinished_one_is_ended(setting: Setting) -> None:
+    tokenizer = setting.tokenizer
+    call, answer = setting.written(_calling("flux"), _answering("Smiljan"))
+    bad = [i for text in ("<think>", "hm") for i in tokenizer.encode(text, add_special_tokens=False)]
+    unfinished = call[:-1]
+    trajectory, sampler = setting.play(bad, unfinished, answer)
     assert [turn.format_error for turn in trajectory.turns] == ["unclosed", None, None]
     after_bad = sampler.contexts[1][len(sampler.contexts[0]) + len(bad) :]
     assert after_bad[0] == answer[-1]  # rendered, as the policy did not write it
     assert "Invalid message" in tokenizer.decode(after_bad)
     after_call = sampler.contexts[2][len(sampler.contexts[1]) + len(unfinished) :]
-    assert after_call[0] == codec.written_turn(_calling("flux"), "")[1][-1]
+    assert after_call[0] == call[-1]
     assert trajectory.reward == 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_reasoning_of_a_demonstration_is_written_as_the_template_does(family: str) -> None:
-    tokenizer, env = make_tokenizer(family), _env()
-    codec = make_codec(env, tokenizer, use_chat_template=True)
+def test_reasoning_of_a_demonstration_is_written_as_the_template_does(family: str, setting: Setting) -> None:
+    _, env, codec = setting
     for turn in (_calling("flux"), _answering("Smiljan")):
         text, ids = codec.written_turn(turn._replace(think="I know: 3 < 4"), "")
         seen = codec.format.parse(text, env.toolbox, False)
@@ -260,9 +262,9 @@ DROPS_THOUGHTS = {
 )
 def test_a_long_reply_is_cut_to_the_limit_and_keeps_the_templates_ending(family: str, ending: str) -> None:
     """Llama's template writes it as JSON, in which a quotation mark is two characters."""
-    tokenizer = make_tokenizer(family)
-    codec = make_codec(_env(), tokenizer, use_chat_template=True)
-    call = codec.written_turn(_calling("x"), "")[1]
+    setting = _setting(make_tokenizer(family))
+    tokenizer, _, codec = setting
+    (call,) = setting.written(_calling("x"))
     for text in ("word " * 3000, "ü" * 3000, '"' * 3000):
         ids = codec.reply_ids(call, _calling("x"), text, 100)
         assert 90 < len(ids) <= 100
@@ -272,8 +274,7 @@ def test_a_long_reply_is_cut_to_the_limit_and_keeps_the_templates_ending(family:
 
 
 def test_mistrals_reply_names_the_id_that_the_policy_gave_its_call() -> None:
-    tokenizer = make_tokenizer("mistral-v3")
-    codec = make_codec(_env(), tokenizer, use_chat_template=True)
+    tokenizer, _, codec = _setting(make_tokenizer("mistral-v3"))
     call = tokenizer.encode(
         '[TOOL_CALLS] [{"name": "search", "arguments": {"query": "x"}, "id": "Ab3456789"}]</s>',
         add_special_tokens=False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -63,14 +62,7 @@ def test_an_episode(env: ToolUseEnv) -> None:
     assert observation == "\n\n<information>\nDoc 1 (Canned): about who\n</information>\n\n"
     assert (reward, terminated, truncated) == (0.0, False, False)
     (call,) = info["tool_calls"]
-    assert isinstance(call, ToolCall)
-    assert (call.tool, call.argument, call.reply, call.ok, call.hits) == (
-        "search",
-        "who",
-        "Doc 1 (Canned): about who",
-        True,
-        1,
-    )
+    assert call._replace(latency_s=0.0) == ToolCall("search", "who", "Doc 1 (Canned): about who", hits=1)
     assert call.latency_s > 0
     assert info == {
         "parsed": ParsedTurn("tool", "a", "search", "who"),
@@ -110,9 +102,8 @@ def test_how_episodes_end(env: ToolUseEnv, canned: Any, turns: list[str], reason
     assert last.terminated == (reason == "answer") and last.truncated == (reason != "answer")
     assert (last.info["stop_reason"], last.reward, last.observation) == (reason, reward, "")
     assert all(result.observation for result in results[:-1])  # two turns never touch
-    assert canned.queries == ["who"] * turns[:2].count(
-        SEARCH
-    )  # a tool block in the last turn is not executed
+    # a tool block in the last turn is not executed
+    assert canned.queries == ["who"] * turns[:2].count(SEARCH)
 
 
 def test_steps_out_of_order_raise(env: ToolUseEnv) -> None:
@@ -251,14 +242,6 @@ def test_infos_belong_to_their_caller(make_task: Callable[..., Task]) -> None:
     assert constant == {"score": 1.0}
 
 
-def test_an_episode_in_the_real_sample() -> None:
-    env = gymnasium.make("sorl/HotpotQA-v0")
-    _, info = env.reset(seed=0)
-    observation, *_, step_info = env.step(f"<think>look</think><search>{info['question']}</search>")
-    assert observation.count("Doc ") >= 1 and step_info["tool_calls"][0].hits == 3
-    json.dumps({key: value for key, value in step_info.items() if key not in ("parsed", "tool_calls")})
-
-
 def test_the_settings_reach_the_tools(make_task: Callable[..., Task], canned: Any) -> None:
     seen: list[ToolSettings] = []
 
@@ -286,12 +269,8 @@ def test_closing_closes_what_was_built_for_the_environment(
 
 
 def test_limits_are_checked() -> None:
-    for field, value in (
-        ("max_turns", 0),
-        ("max_new_tokens", -1),
-        ("max_trajectory_tokens", 1),
-        ("max_seconds", 0.0),
-    ):
+    wrong = {"max_turns": 0, "max_new_tokens": -1, "max_trajectory_tokens": 1, "max_seconds": 0.0}
+    for field, value in {**wrong, "max_reply_chars": 0}.items():
         with pytest.raises(ValueError, match=f"limits.{field} must be .*, not {re.escape(str(value))}"):
             Limits(**{field: value})  # type: ignore[arg-type]
 

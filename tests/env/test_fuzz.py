@@ -26,23 +26,21 @@ def test_the_oracle_knows_an_answer_by_hand() -> None:
     assert words("The  Beatles' (an) a-b THE!") == ["beatles", "ab"]
 
 
-@pytest.mark.parametrize(
-    ("answer", "reward"), [("beatles!", 1), ("the fab four", 1), ("fab", 0), ("Beatle", 0)]
-)
-def test_the_oracle_knows_an_exact_match_by_hand(answer: str, reward: float) -> None:
-    assert earned(turn(answer), OPEN, ()) == reward
+RIGHT = {OPEN.id: ["beatles!", "the fab four"], CHOICE.id: ["B", "b", "(B)", "b.", "B: zinc  OXIDE."]}
+WRONG = {
+    OPEN.id: ["fab", "Beatle"],
+    CHOICE.id: ["B: zinc-oxide", "B: iron", "A", "B or A", "Zinc oxide", "B:", "B)"],
+}
 
 
-@pytest.mark.parametrize(
-    ("answer", "reward"),
-    [("B", 1), ("b", 1), ("(B)", 1), ("b.", 1), ("B: zinc  OXIDE.", 1), ("B: zinc-oxide", 0), ("B: iron", 0),
-     ("A", 0), ("B or A", 0), ("Zinc oxide", 0), ("B:", 0), ("B)", 0)],
-)  # fmt: skip
-def test_the_oracle_knows_a_choice_by_hand(answer: str, reward: float) -> None:
-    assert earned(turn(answer), CHOICE, ()) == reward
+@pytest.mark.parametrize("example", [OPEN, CHOICE], ids=["open", "choice"])
+def test_the_oracle_knows_right_answers_by_hand(example: Example) -> None:
+    assert {earned(turn(answer), example, ()) for answer in RIGHT[example.id]} == {1}
+    assert {earned(turn(answer), example, ()) for answer in WRONG[example.id]} == {0}
 
 
-def check(turns: int, seed: int) -> None:
+@pytest.mark.parametrize(("turns", "seed"), [(4_000, 1), pytest.param(200_000, 2, marks=pytest.mark.slow)])
+def test_hostile_turns(turns: int, seed: int) -> None:
     seen = fuzz(turns, seed)
     assert seen["turns"] >= turns
     wanted = ["rewards", "replies cut", "format valid", "stop answer", "stop invalid", "stop max_turns"]
@@ -52,12 +50,3 @@ def check(turns: int, seed: int) -> None:
     of_tool_calls = {FormatError.BAD_CALL, FormatError.UNKNOWN_TOOL, FormatError.BAD_ARGUMENTS}
     wanted += [f"format {error.value}" for error in FormatError if error not in of_tool_calls]
     assert [name for name in wanted if seen[name] == 0] == []
-
-
-def test_some_thousand_hostile_turns() -> None:
-    check(4_000, seed=1)
-
-
-@pytest.mark.slow
-def test_two_hundred_thousand_hostile_turns() -> None:
-    check(200_000, seed=2)

@@ -42,4 +42,3 @@ def test_the_figures_without_peers(tmp_path: Path) -> None:
     assert figures["ratio_to_faster_peer"] is None
     assert set(figures["steps_per_s"]) == {"sorl", "sorl, server"}
     assert all(name in done.stdout for name in figures["steps_per_s"])
-    assert figures["steps_per_s"]["sorl"] > 1e6 / 100  # 6 us a step on an idle core; 25 were asked for

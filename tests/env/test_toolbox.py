@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -23,6 +22,7 @@ class Scripted:
     name = "search"
     description = ""
     schema: Mapping[str, Any] = {"type": "object", "properties": {"query": {"type": "string"}}}
+    url: str | None = None
 
     def __init__(self, *script: str | Exception) -> None:
         self.script = list(script)
@@ -91,14 +91,10 @@ def test_an_outage_that_stays_is_an_error_with_a_record(call: Call, kind: type[S
 
 
 def test_retries_end_at_the_deadline(call: Call, kind: type[Scripted]) -> None:
+    """All 40 retries, each twice as far away as the last, would take centuries."""
     tool = kind(*[ConnectionError("refused")] * 50)
-    started = time.monotonic()
     outcome = call(Toolbox([tool], timeout_s=1.0, retries=40, backoff_s=0.05), REQUEST)
-    assert isinstance(outcome, ToolUnavailableError)
-    assert (
-        time.monotonic() - started < 60
-    )  # all 40 retries, each twice as far away as the last, would take centuries
-    assert 2 <= len(tool.asked) < 10
+    assert isinstance(outcome, ToolUnavailableError) and len(tool.asked) < 10
 
 
 def test_a_refused_request_is_an_observation(call: Call, kind: type[Scripted]) -> None:
@@ -122,36 +118,25 @@ def test_a_bug_is_contained_not_retried_and_logged_once(
     assert [record.exc_info is not None for record in caplog.records] == [True]
 
 
-@pytest.fixture
-def hanging() -> Iterator[Callable[[str], str]]:
-    """A search that hangs until the test is over."""
-    release = threading.Event()
+class Hanging(Scripted):
+    """Hangs until it is released."""
 
-    def search(query: str) -> str:
-        release.wait(60)
-        return query
+    def __init__(self) -> None:
+        self.release = threading.Event()
 
-    yield search
-    release.set()
+    def __call__(self, query: str) -> ToolReply:
+        self.release.wait(60)
+        return ToolReply(query)
 
 
 @pytest.mark.parametrize(("address", "named"), [("http://host:8000", " from http://host:8000"), (None, "")])
 def test_a_call_that_hangs_is_abandoned_and_names_the_server_behind_the_tool(
     address: str | None, named: str, call: Call
 ) -> None:
-    release = threading.Event()
-
-    class Remote(Scripted):
-        url = address
-
-        def __call__(self, query: str) -> ToolReply:
-            release.wait(60)
-            return ToolReply(query)
-
-    started = time.monotonic()
-    outcome = call(Toolbox([Remote()], timeout_s=0.1), REQUEST)
-    assert time.monotonic() - started < 45  # it hangs for a minute
-    release.set()
+    tool = Hanging()
+    tool.url = address
+    outcome = call(Toolbox([tool], timeout_s=0.1), REQUEST)
+    tool.release.set()
     assert isinstance(outcome, ToolUnavailableError)
     assert f"no reply{named} within 0.1 s" in str(outcome)
 
@@ -178,20 +163,18 @@ def test_a_coroutine_that_ignores_its_cancellation_is_abandoned_too() -> None:
     assert tool.asked == ["cancelled"]
 
 
-def test_a_dead_call_stalls_no_other(hanging: Callable[[str], str]) -> None:
+def test_a_dead_call_stalls_no_other() -> None:
     def quick(query: str) -> str:
         return query
 
-    quick.__name__ = "quick"
-
-    async def both() -> tuple[list[object], bool, list[object]]:
-        box = Toolbox([hanging, quick], timeout_s=3.0)
+    async def both(tool: Hanging) -> list[object]:
+        box = Toolbox([tool, quick], timeout_s=50)
         dead = [asyncio.ensure_future(box.acall(REQUEST)) for _ in range(8)]
         alive = [await box.acall(ToolRequest("quick", str(i))) for i in range(20)]
-        stalled = any(task.done() for task in dead)  # at their deadline, and the quick calls waited for that
-        return alive, stalled, list(await asyncio.gather(*dead))
+        assert not any(call.done() for call in dead)
+        tool.release.set()
+        assert [getattr(outcome, "reply", None) for outcome in await asyncio.gather(*dead)] == ["who"] * 8
+        return alive
 
-    alive, stalled, dead = asyncio.run(both())
+    alive = asyncio.run(both(Hanging()))
     assert [getattr(outcome, "reply", None) for outcome in alive] == [str(i) for i in range(20)]
-    assert all(isinstance(outcome, ToolUnavailableError) for outcome in dead)
-    assert not stalled

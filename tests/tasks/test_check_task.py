@@ -14,6 +14,7 @@ import pytest
 from sorl_env import Example, Limits, Task, ToolSettings, ToolUnavailableError, ToolUseEnv
 from sorl_env.check_task import check_task, main
 from sorl_env.rewards import answer_match, exact_match
+from tests.env.test_episode_tools import Characters
 
 
 def reward(example: Example, turns: Sequence[Any]) -> Mapping[str, float]:
@@ -92,23 +93,8 @@ def test_a_task_without_gold_answers_needs_an_expert() -> None:
 
 
 def test_a_tokenizer_counts_exactly() -> None:
-    class Letters:
-        chat_template = None
-        eos_token_id = None
-
-        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-            return [ord(letter) for letter in text]
-
-        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-            return "".join(map(chr, token_ids))
-
-        def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
-            raise AssertionError("there is no template")
-
-    checks = check_task(ToolUseEnv(GOOD), tokenizer=Letters())
-    assert next(check.detail for check in checks if check.name == "prompts").startswith(
-        f"longest {len(TAGS) + 7}"
-    )
+    checks = {check.name: check for check in check_task(ToolUseEnv(GOOD), tokenizer=Characters())}
+    assert checks["prompts"].detail.startswith(f"longest {len(TAGS) + 7}")
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
