@@ -59,7 +59,7 @@ def openenv_task(
     is_sorl = (facts := state.get(KEY)) is not None
     if is_sorl:
         limits, stop = _read_facts(http.where, facts)
-        instruction, field, system_prompt = "raw", "", "text", facts.get("system_prompt")
+        instruction, field, system_prompt = "", "text", facts.get("system_prompt")
     else:
         to_action = _action_maker(http.where, schema.get("action"))
     server = Server(http.url, is_sorl, to_action, _text_reader(field), timeout_s, wait_s, http.token)
