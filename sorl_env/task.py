@@ -162,8 +162,7 @@ class Task:
         tool_call_prompt: the first context in format ``tool_calls``, which does not speak of tags; None: ``prompt``.
         vocabulary: texts with every word that can occur in the task, for a word-level tokenizer.
         environment: builds the environment from the task, its examples and the limits, where the episodes are not
-            ``ToolUseEnv``'s dialogues with tools; see ``sorl_env.text_env``. ``prompt`` and ``reward`` are then not
-            used.
+            ``ToolUseEnv``'s dialogues with tools; see ``TextEnv``. ``prompt`` and ``reward`` are then not used.
 
     Raises:
         UserError: a field is of another kind.
