@@ -56,12 +56,13 @@ def openenv_task(
         raise UserError(f"{http.where}: that is not what an OpenEnv server says; is the address right?")
     limits, system_prompt = Limits(max_turns=max_turns), None
     to_action: ToAction = lambda text: {"message": text}  # noqa: E731
-    is_sorl = (facts := state.get(KEY)) is not None
-    if is_sorl:
+    facts = state.get(KEY)
+    if facts is None:
+        to_action = _action_maker(http.where, schema.get("action"))
+    else:
         limits, stop = _read_facts(http.where, facts)
         instruction, field, system_prompt = "", "text", facts.get("system_prompt")
-    else:
-        to_action = _action_maker(http.where, schema.get("action"))
+    is_sorl = facts is not None
     server = Server(http.url, is_sorl, to_action, _text_reader(field), timeout_s, wait_s, http.token)
     return session_task(
         f"openenv:{http.url}",

@@ -109,19 +109,19 @@ class TurnInfo(NamedTuple):
 
     def for_gymnasium(self, example_id: str) -> StepResult:
         """The same as the five values of ``step``."""
+        observation, parsed, turn, items, calls, reason, error = self
         info = {
-            "parsed": self.parsed,
-            "format_error": self.format_error,
-            "reward_items": self.reward_items,
-            "tool_calls": self.tool_calls,
-            "turn": self.turn,
-            "stop_reason": None if self.stop_reason is None else self.stop_reason.value,
-            "error": self.error,
+            "parsed": parsed,
+            "format_error": None if parsed is None or parsed.error is None else parsed.error.value,
+            "reward_items": items,
+            "tool_calls": calls,
+            "turn": turn,
+            "stop_reason": None if reason is None else reason.value,
+            "error": error,
             "example_id": example_id,
         }
-        return StepResult(
-            self.observation, self.reward, self.terminated, self.ended and not self.terminated, info
-        )
+        answered = reason is StopReason.ANSWER
+        return StepResult(observation, self.reward, answered, reason is not None and not answered, info)
 
 
 class EpisodeClock:

@@ -27,17 +27,10 @@ class TextEnv(Protocol):
         stop: strings that end a turn of the policy.
     """
 
-    @property
-    def task(self) -> Task: ...
-
-    @property
-    def limits(self) -> Limits: ...
-
-    @property
-    def examples(self) -> ExampleSet: ...
-
-    @property
-    def example(self) -> Example: ...
+    task: Task
+    limits: Limits
+    examples: ExampleSet
+    example: Example
 
     @property
     def stop(self) -> tuple[str, ...]: ...

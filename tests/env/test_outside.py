@@ -27,12 +27,10 @@ from sorl_env import (
     outside,
 )
 from sorl_env.outside import OutsideError, ask_for_items, ask_for_prompt
-from sorl_env.rollout import RolloutJob, RolloutSettings, collect
 from sorl_env.tool import as_tool
-from sorl_env.trajectory import StopReason, Trajectory
 
 from ..waiting import wait_until
-from .test_episode_tools import Characters, Scripted
+from .test_episode_tools import roll_out
 
 REQUEST = ToolRequest("search", "q")
 RAISED = [
@@ -107,13 +105,6 @@ def test_ctrl_c_in_the_main_thread_is_the_users_and_elsewhere_the_tools() -> Non
     assert "raised KeyboardInterrupt()" in str(outcome)
 
 
-def play(task: Task, count: int = 4) -> list[Trajectory]:
-    scripts = {str(i): [f"<think>b</think><answer>gold {i}</answer>"] for i in range(count)}
-    jobs = [RolloutJob(name, name, int(name), seed=0) for name in scripts]
-    settings = RolloutSettings(use_chat_template=False)
-    return asyncio.run(collect(ToolUseEnv(task), Characters(), Scripted(scripts), jobs, settings))
-
-
 @pytest.mark.parametrize("field", ["reward", "turn_reward"])
 @pytest.mark.parametrize("raised", [SystemExit(0), KeyboardInterrupt(), asyncio.CancelledError()])
 def test_a_reward_that_ends_python_ends_its_own_trajectory(
@@ -124,14 +115,13 @@ def test_a_reward_that_ends_python_ends_its_own_trajectory(
             raise raised
         return {"exact_match": 1.0}
 
-    found: list[Any] = []
+    env, found = ToolUseEnv(make_task(**{field: reward})), list[Any]()
+    scripts = {str(i): [f"<think>b</think><answer>gold {i}</answer>"] for i in range(4)}
     # a dead event loop would take the others with it; in a thread, because Ctrl-C in the main thread is the user's
-    thread = threading.Thread(target=lambda: found.extend(play(make_task(**{field: reward}))))
+    thread = threading.Thread(target=lambda: found.extend(roll_out(env, scripts)))
     thread.start()
     thread.join()
-    assert [one.stop_reason for one in found] == [
-        StopReason.ERROR if i == 2 else StopReason.ANSWER for i in range(4)
-    ]
+    assert [one.stop_reason for one in found] == ["answer", "answer", "error", "answer"]
     assert type(raised).__name__ in found[2].error
 
 
@@ -187,12 +177,8 @@ def test_a_run_ends_where_a_tool_hangs_too_often(
 
     env = ToolUseEnv(make_task(tools=[search]))
     env.toolbox.timeout_s = 0.01
-    scripts = {str(i): ["<think>a</think><search>who</search>"] for i in range(4)}
-    jobs = [RolloutJob(name, name, int(name), seed=0) for name in scripts]
     with pytest.raises(UserError, match="tool search: 2 calls have not returned"):
-        asyncio.run(
-            collect(env, Characters(), Scripted(scripts), jobs, RolloutSettings(use_chat_template=False))
-        )
+        roll_out(env, {str(i): ["<think>a</think><search>who</search>"] for i in range(4)})
     release.set()
 
 

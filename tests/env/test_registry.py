@@ -97,10 +97,6 @@ def test_knobs_reach_a_builder(tmp_path: Path) -> None:
     assert load_task(str(file), name="again").name == "again"
     with pytest.raises(UserError, match="task 'medqa': it has no knobs, but got hops"):
         load_task("medqa", hops=3)
-
-
-def test_knobs_out_of_range_are_the_users_error(tmp_path: Path) -> None:
-    file = tmp_path / "picky.py"
     file.write_text(
         SOURCE + "\ndef TASK(hops=1):\n    raise ValueError(f'hops={hops} is too many')\n", encoding="utf-8"
     )

@@ -59,19 +59,7 @@ def test_schema_from_type_hints() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("function", "problem"),
-    [
-        (lambda query: query, "parameter 'query' needs a type hint"),
-        (eval, "no signature|no type hints|needs a type hint|cannot be passed by name"),
-    ],
-)
-def test_functions_without_types_are_refused(function: Any, problem: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=problem):
-        as_tool(function)
-
-
-def test_other_signatures_are_refused() -> None:
+def test_signatures_without_usable_types_are_refused() -> None:
     def variadic(*queries: str) -> str:
         return ""
 
@@ -89,8 +77,10 @@ def test_other_signatures_are_refused() -> None:
         (exotic, "exotic: query: no JSON schema for <class 'bytes'>"),
         (later, "later is a coroutine: give an object"),
         (object(), "is not a tool: give a function"),
+        (lambda query: query, "parameter 'query' needs a type hint"),
+        (eval, "no signature|no type hints|needs a type hint|cannot be passed by name"),
     ):
-        with pytest.raises(TypeError, match=problem):
+        with pytest.raises((TypeError, ValueError), match=problem):
             as_tool(function)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"cannot be named 'answer'.*information, think are reserved"):
         as_tool(answer)
