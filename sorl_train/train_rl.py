@@ -107,5 +107,6 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     facts = {"steps": engine.step, "parameters": engine.num_parameters, "is_sample": is_sample}
     summary = engine.recorder.finish(facts)
     if engine.recorder.ended:
-        display.message(f"{engine.recorder.ended}. {next_moves(config, run_dir, summary['best_step'])}")
+        moves = next_moves(config.optim.lr, config.update.trust_kl, run_dir, summary["best_step"])
+        display.message(f"{engine.recorder.ended}. {moves}")
     return summary

@@ -7,8 +7,9 @@ from typing import get_args
 
 from sorl_env.errors import UserError
 from sorl_train.algorithms import ALGORITHMS, RatioLevel
+from sorl_train.config.run_settings import CorrectionConfig, ReplayConfig, RolloutConfig
 from sorl_train.config.schema import as_text, flatten, unread
-from sorl_train.config.settings import TrainConfig
+from sorl_train.config.settings import LossConfig, TrainConfig
 
 
 def validate(config: TrainConfig, given: Collection[str] = ()) -> None:
@@ -21,8 +22,17 @@ def validate(config: TrainConfig, given: Collection[str] = ()) -> None:
     if config.stage == "rl":  # supervised training reads none of these
         problems += [*_batch_problems(config), *_without_effect(config, given)]
         if {"loss.kl_coef", "loss.kl_type", "loss.kl_in"} & set(given):
-            problems += _kl_doubts(config)
-        problems += [*_correction_problems(config), *_replay_problems(config)]
+            problems += _kl_doubts(config.loss)
+        problems += _correction_problems(
+            config.correction, config.sampler.top_p, config.algo, config.algorithm.ratio
+        )
+        if config.replay.size:
+            problems += _replay_problems(config.replay, config.rollout)
+            if config.algorithm.needs_critic:
+                problems.append(
+                    f"replay.size {config.replay.size} lets past rollouts join new ones, but algo {config.algo} does "
+                    "not compare rollouts: use an algorithm with group advantages, such as so_grpo, or replay.size=0"
+                )
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
@@ -83,60 +93,57 @@ def _batch_problems(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _correction_problems(config: TrainConfig) -> Iterator[str]:
-    mode, level, top_p = config.correction.mode, config.correction.level, config.sampler.top_p
-    ratio, levels = config.algorithm.ratio, get_args(RatioLevel)  # from the finest on
-    if config.correction.is_on and top_p < 1:
+def _correction_problems(
+    correction: CorrectionConfig, top_p: float, algo: str, ratio: RatioLevel
+) -> Iterator[str]:
+    mode, level, levels = correction.mode, correction.level, get_args(RatioLevel)  # from the finest on
+    if correction.is_on and top_p < 1:
         yield (
-            f"correction.mode={mode}, correction.sequence_mask={config.correction.sequence_mask}: with sampler.top_p "
+            f"correction.mode={mode}, correction.sequence_mask={correction.sequence_mask}: with sampler.top_p "
             f"{top_p:g} each weight would be off by the mass that was cut. Use sampler.top_p=1, or "
             "correction.mode=none without a sequence_mask"
         )
     if level != "auto" and mode != "none" and levels.index(level) < levels.index(ratio):
         yield (
-            f"correction.level={level} is finer than the importance ratio of algo {config.algo}, which is one a "
+            f"correction.level={level} is finer than the importance ratio of algo {algo}, which is one a "
             f"{ratio}. Use correction.level=auto"
         )
 
 
-def _replay_problems(config: TrainConfig) -> Iterator[str]:
-    replay, rollout, size = config.replay, config.rollout, config.replay.size
-    if not size:
-        return
-    if config.algorithm.needs_critic:
-        yield (
-            f"replay.size {size} lets past rollouts join new ones, but algo {config.algo} does not compare rollouts: "
-            "use an algorithm with group advantages, such as so_grpo, or replay.size=0"
-        )
+def _replay_problems(replay: ReplayConfig, rollout: RolloutConfig) -> Iterator[str]:
     if rollout.dynamic_sampling:
         yield (
-            f"replay.size {size} and rollout.dynamic_sampling {rollout.dynamic_sampling} both replace groups without a "
-            "signal: set one of them to 0"
+            f"replay.size {replay.size} and rollout.dynamic_sampling {rollout.dynamic_sampling} both replace groups "
+            "without a signal: set one of them to 0"
         )
     if replay.mode == "success" and replay.per_group >= rollout.group_size > 1:
         yield (
             f"replay.per_group {replay.per_group} leaves none of the {rollout.group_size} new rollouts of a group "
             "(rollout.group_size) to compare with: make it smaller"
         )
-    if replay.per_group > size:
-        yield f"replay.per_group {replay.per_group} is more than the buffer holds (replay.size {size}): make it smaller"
+    if replay.per_group > replay.size:
+        yield (
+            f"replay.per_group {replay.per_group} is more than the buffer holds (replay.size {replay.size}): make it "
+            "smaller"
+        )
 
 
 def doubts(config: TrainConfig) -> list[str]:
     """What a config that several algorithms share has and this run does not use, or not well: a sentence each."""
+    if config.stage != "rl":
+        return []
     here, default = flatten(config), flatten(TrainConfig())
     by_need: dict[str, list[str]] = {}
-    for name, need in _unread(config).items():
+    for name, need in unread(config.algorithm, here).items():
         if here[name] != default[name]:
             by_need.setdefault(need, []).append(name)
     found = [f"{' and '.join(names)} (for want of {need})" for need, names in by_need.items()]
-    return ([f"no effect on {config.algo}: {', '.join(found)}"] if found else []) + _kl_doubts(config)
+    return ([f"no effect on {config.algo}: {', '.join(found)}"] if found else []) + _kl_doubts(config.loss)
 
 
-def _kl_doubts(config: TrainConfig) -> list[str]:
+def _kl_doubts(loss: LossConfig) -> list[str]:
     """What is wrong with the estimator of the KL where it stands (``losses.terms``)."""
-    loss = config.loss
-    if config.stage != "rl" or not loss.kl_coef or (loss.kl_type == "k1") == (loss.kl_in == "reward"):
+    if not loss.kl_coef or (loss.kl_type == "k1") == (loss.kl_in == "reward"):
         return []
     if loss.kl_in == "loss":
         return ["loss.kl_type k1 has no effect in the loss, where its gradient is 0 in expectation: use k2"]
@@ -148,15 +155,10 @@ def _kl_doubts(config: TrainConfig) -> list[str]:
 def _without_effect(config: TrainConfig, given: Collection[str]) -> Iterator[str]:
     """A line for each setting of ``given`` that this run would not read; None and {} ask for nothing."""
     values = flatten(config)
-    for name, need in _unread(config).items():
+    for name, need in unread(config.algorithm, values).items():
         if name in given and values[name] not in (None, {}):
             readers = [algo for algo, row in ALGORITHMS.items() if name not in unread(row, values)]
             which = f"algo {config.algo}" if readers else "this run"
             other = f", or use --algo {' or '.join(readers)}" if readers else ""
             value = as_text(values[name])
             yield f"{name} {value} has no effect on {which}: it needs {need}. Leave it out{other}"
-
-
-def _unread(config: TrainConfig) -> dict[str, str]:
-    """``unread`` of the config; supervised fine-tuning reads few settings and is not asked."""
-    return unread(config.algorithm, flatten(config)) if config.stage == "rl" else {}

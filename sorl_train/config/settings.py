@@ -285,7 +285,7 @@ class TrainConfig:
     """Split of the training data."""
     run_dir: Annotated[str | None, RESUMABLE, PLACE] = None
     """Run folder; None: runs/{config or task}-{algo or sft}-s{seed}."""
-    seed: Annotated[int, Strict(), Ge(0), Le(MAX_SEED), PLACE] = 0
+    seed: Annotated[int, Strict(), Ge(0), Le(MAX_SEED), TRAINED] = 0
     """Seed of all randomness; a CPU run repeats bit for bit."""
     tools: Texts | None = None
     """Further tools beside the task's, described at the end of the prompt: mcp:URL or mcp:COMMAND names those

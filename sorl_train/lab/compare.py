@@ -19,12 +19,11 @@ from sorl_env.errors import UserError
 from sorl_env.text import markdown_table
 from sorl_train.lab.study import Run, Study
 from sorl_train.run.folder import NON_FINITE, RunDir
-from sorl_train.run.stability import step_seconds, success_curve
+from sorl_train.run.stability import COLLAPSED, step_seconds, success_curve
 
 RATE = "optim.lr"
 TIMES = 10.0
 GOOD = 0.9  # success that ``steps_to`` waits for
-LOST = 0.5  # a run has collapsed that ends below this share of its peak
 CLOSE = 0.05  # two rates are the same if they differ by at most this share, as 1.6e-3 and 10 times 1.58e-4
 
 
@@ -88,8 +87,7 @@ def with_lost(study: Study, results: Sequence[Mapping[str, Any]], folder: Path) 
             continue
         curve = success_curve(path) if RunDir(path).metrics.is_file() else []
         peak = max((success for _, success in curve), default=1.0)
-        what = {"cell": run.cell, "arm": run.arm, **dict(run.point), "seed": run.seed, "id": run.id}
-        found.append({**what, "final": 0.0, "peak": peak or 1.0, "curve": curve, "lost": True})
+        found.append({**run.facts, "final": 0.0, "peak": peak or 1.0, "curve": curve, "lost": True})
     return found
 
 
@@ -117,7 +115,7 @@ def table(study: Study, results: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for arm, rate in best.items():
         own, tenfold = _at(results, arm, rate), _at(results, arm, rates[rate])
-        lost = sum(run["final"] < LOST * run["peak"] for run in tenfold)
+        lost = sum(run["final"] < COLLAPSED * run["peak"] for run in tenfold)
         steps = [steps_to(run) for run in own]
         row = [
             arm,

@@ -59,6 +59,11 @@ class Run:
         """Arm and point as text; runs that differ in the seed alone share it."""
         return ", ".join([self.arm, *(f"{name}={_setting_text(value)}" for name, value in self.point)])
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Which run it is, as a line of results says it."""
+        return {"cell": self.cell, "arm": self.arm, **dict(self.point), "seed": self.seed, "id": self.id}
+
     @functools.cached_property
     def id(self) -> str:
         """The name of the run's folder; different settings give different names."""
@@ -201,8 +206,7 @@ def write_results(study: Study, folder: Path) -> list[dict[str, Any]]:
             figures = {
                 name: value if math.isfinite(value) else None for name, value in measure(run_dir).items()
             }
-            what = {"cell": run.cell, "arm": run.arm, **dict(run.point), "seed": run.seed, "id": run.id}
-            results.append(what | figures | {"curve": success_curve(run_dir)})
+            results.append(run.facts | figures | {"curve": success_curve(run_dir)})
     atomic_write(folder / "results.jsonl", "".join(f"{json.dumps(line)}\n" for line in results))
     return results
 

@@ -106,7 +106,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         raise UserError(_breakdown(process.returncode, run_dir))
     summary: dict[str, Any] = json.loads(run_dir.summary.read_text(encoding="utf-8"))
     if summary["steps"] < config.update.steps:
-        display.message(next_moves(config, run_dir, summary["best_step"]))
+        display.message(next_moves(config.optim.lr, config.update.trust_kl, run_dir, summary["best_step"]))
     return summary
 
 

@@ -141,7 +141,8 @@ def _data(run: Run) -> Iterator[Finding]:
             fix = "give --eval_data, or --data a folder with a file for each split"
         hashes.add(examples.sha256)
         yield Finding(name, "warn" if fix else "ok", detail, fix)
-        if name == "data" and (caution := repeats(config, len(examples))):
+        is_asked = name == "data" and config.stage == "rl"
+        if is_asked and (caution := repeats(config.rollout, len(examples))):
             yield Finding("questions", "warn", caution)
 
 

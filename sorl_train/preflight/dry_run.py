@@ -40,7 +40,7 @@ def plan_text(config: TrainConfig) -> str:
             check_model(config, shape)
         tokenizer = load_tokenizer(folder)
         longest = check_prompts(envs, tokenizer, use_chat_template=config.chat_template)
-        prompt = _prompt(config, env, tokenizer, longest)
+        prompt = _prompt(env, tokenizer, config.chat_template, longest)
         tools = _tools(env)
     parts: list[tuple[str, list[str]]] = [
         ("Dry run: nothing is trained, no run folder is made.", []),
@@ -48,10 +48,21 @@ def plan_text(config: TrainConfig) -> str:
         ("Checks", [line for finding in findings for line in finding.as_text().splitlines()]),
         ("Data", [*(_source(name, env) for name, env in zip(("train", "eval"), envs, strict=True)), *prompt]),
         ("Tools", tools),
-        ("Model", _model(config, shape, origin)),
+        ("Model", _model(shape, origin)),
     ]
+    if config.stage == "rl" and config.algorithm.needs_critic:
+        parts[-1][1].append(f"critic: {shape.critic_parameters:,} parameters")
+    if config.stage == "rl" and config.loss.kl_coef > 0:
+        parts[-1][1].append("reference: a frozen copy of the policy (none with loss.kl_coef=0)")
     if config.engine == "openrlhf":
-        parts += openrlhf_parts(config, shape, env.limits, start_folder(config))
+        memory, model = estimate_cluster_memory(config, shape, env.limits), start_folder(config)
+        where = "of each process, all in host memory" if config.hardware.device == "cpu" else "per GPU"
+        parts += [
+            ("Placement", _placement(config, model)),
+            ("OpenRLHF flags", _command(config, env.limits, model)),
+            (f"Memory {where}, upper bound", _cluster_memory(config, memory, env.limits)),
+            ("Memory of the host, per node", [row("together", memory.host)]),
+        ]
     else:
         parts.append(("Memory, upper bound", _memory(config, shape, env)))
     parts.append(("Steps", _steps(config)))
@@ -73,10 +84,10 @@ def _source(name: str, env: TextEnv) -> str:
     return f"{name}: {examples.source}, split {examples.split}, {count}, sha256 {examples.sha256[:16]}"
 
 
-def _prompt(config: TrainConfig, env: TextEnv, tokenizer: Any, longest: int) -> list[str]:
+def _prompt(env: TextEnv, tokenizer: Any, use_chat_template: bool, longest: int) -> list[str]:
     first = env.examples.examples[0]
     text = env.prompt(first) if isinstance(env, ToolUseEnv) else env.task.prompt(first)
-    codec = make_codec(env, tokenizer, use_chat_template=config.chat_template)
+    codec = make_codec(env, tokenizer, use_chat_template=use_chat_template)
     size = len(codec.prompt_ids(text, env.task.system_prompt))
     shown = textwrap.shorten(text, 600, placeholder=" ...")
     return [
@@ -92,17 +103,12 @@ def _tools(env: TextEnv) -> list[str]:
     return [textwrap.shorten(text, 110, placeholder=" ..") for text in tools] or ["none"]
 
 
-def _model(config: TrainConfig, shape: ModelShape, origin: str) -> list[str]:
-    lines = [
+def _model(shape: ModelShape, origin: str) -> list[str]:
+    return [
         f"policy: {origin}",
         f"{shape.parameters:,} parameters, {shape.trained:,} trained; {shape.layers} layers of width {shape.hidden}, "
         f"{shape.vocabulary:,} words",
     ]
-    if config.algorithm.needs_critic and config.stage == "rl":
-        lines.append(f"critic: {shape.critic_parameters:,} parameters")
-    if config.loss.kl_coef > 0 and config.stage == "rl":
-        lines.append("reference: a frozen copy of the policy (none with loss.kl_coef=0)")
-    return lines
 
 
 def _memory(config: TrainConfig, shape: ModelShape, env: TextEnv) -> list[str]:
@@ -134,26 +140,12 @@ def _steps(config: TrainConfig) -> list[str]:
     ]
 
 
-Part = tuple[str, list[str]]
-
 # The settings to change when a phase does not fit, the cheapest first.
 KNOBS = {
     "sampling": "cluster.vllm_memory, cluster.zero_stage=3, cluster.offload_optimizer",
     "scoring": "update.log_prob_micro_batch_size",
     "update": "update.micro_batch_size, hardware.gradient_checkpointing, cluster.offload_optimizer",
 }
-
-
-def openrlhf_parts(config: TrainConfig, shape: ModelShape, limits: Limits, model: str) -> list[Part]:
-    """Titles and lines for a run that loads ``model``, on H100s."""
-    memory = estimate_cluster_memory(config, shape, limits)
-    where = "of each process, all in host memory" if config.hardware.device == "cpu" else "per GPU"
-    return [
-        ("Placement", _placement(config, model)),
-        ("OpenRLHF flags", _command(config, limits, model)),
-        (f"Memory {where}, upper bound", _cluster_memory(config, memory, limits)),
-        ("Memory of the host, per node", [row("together", memory.host)]),
-    ]
 
 
 def _placement(config: TrainConfig, model: str) -> list[str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from sorl_env.data import load_examples, read_rows
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
+from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.config.settings import TINY, TrainConfig
 
 if TYPE_CHECKING:
@@ -58,10 +59,10 @@ def check_inputs(config: TrainConfig) -> None:
     load_examples(task, config.eval_data or config.data, config.eval.split)
 
 
-def repeats(config: TrainConfig, examples: int) -> str:
+def repeats(rollout: RolloutConfig, examples: int) -> str:
     """A caution where one step asks the same question in several groups; empty where there are enough questions."""
-    prompts = config.rollout.batch_size // config.rollout.group_size
-    if config.stage != "rl" or prompts <= examples:
+    prompts = rollout.batch_size // rollout.group_size
+    if prompts <= examples:
         return ""
     return (
         f"each step asks {prompts} prompts (rollout.batch_size / rollout.group_size) of {examples} questions, so it "

@@ -23,7 +23,8 @@ import yaml
 
 from sorl_env.text import duration
 from sorl_train.report.groups import Group, choices, setting_text
-from sorl_train.report.run import ALARM, MetricRow, ReportRun, is_number
+from sorl_train.report.run import MetricRow, ReportRun, is_number
+from sorl_train.run.alarm import ALARM
 
 
 @dataclass(frozen=True)

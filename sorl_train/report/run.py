@@ -14,7 +14,8 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_env.text import read_json
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.find_algorithm import short_name
-from sorl_train.config.schema import flatten, unread
+from sorl_train.config.run_settings import STEPS, TRAINED
+from sorl_train.config.schema import fields, flatten, unread
 from sorl_train.config.settings import TrainConfig
 from sorl_train.report.dialogues import COUNT, Dialogue, choose_dialogues, step_files
 from sorl_train.run.folder import RunDir
@@ -23,17 +24,7 @@ from sorl_train.run.stability import measure
 MetricRow = Mapping[str, Any]  # a line of metrics.jsonl: metrics by name, with their step
 _T = TypeVar("_T")
 
-# the settings to show first
-_KEY_SETTINGS = (
-    "algo task model seed update.steps optim.lr optim.critic_lr rollout.batch_size rollout.group_size "
-    "update.mini_batch_size update.epochs rollout.max_staleness loss.clip_eps loss.clip_eps_high loss.dual_clip "
-    "loss.sapo_tau_pos loss.sapo_tau_neg "
-    "loss.clip_bias_norm loss.clip_bias_target loss.clip_bias_delta loss.kl_coef update.trust_kl "
-    "replay.size replay.mode replay.per_group replay.max_age "
-    "correction.mode correction.level correction.sequence_mask overlong.buffer overlong.exclude"
-).split()
-EVENTS = "events.jsonl"
-ALARM = "collapse_alarm"  # the kind of event that the success figure marks
+_LEARNING = ("optim.", "update.", "rollout.", "replay.", "correction.", "overlong.")
 
 
 @dataclass(frozen=True)
@@ -115,11 +106,17 @@ class ReportRun:
 
     @property
     def key_settings(self) -> Mapping[str, Any]:
-        """The settings to show first, without those that its algorithm does not read."""
-        known = ALGORITHMS.get(str(self.config.get("algo")))
-        hidden = unread(known, {**flatten(TrainConfig()), **self.config}) if known else ()
-        names = (name for name in _KEY_SETTINGS if name not in hidden)
-        return {name: self.config[name] for name in names if self.config.get(name) is not None}
+        """The settings to show first, if its algorithm reads them: those that most runs touch, those of the loss, and
+        others about learning that have not their default."""
+        known, default = ALGORITHMS.get(str(self.config.get("algo"))), flatten(TrainConfig())
+        hidden = unread(known, {**default, **self.config}) if known else ()
+        shown = {}
+        for field in fields():
+            value, is_common = self.config.get(field.name), field.common in (TRAINED.heading, STEPS.heading)
+            changed = field.name.startswith(_LEARNING) and value != default[field.name]
+            if value is not None and (is_common or changed or field.name.startswith("loss.")):
+                shown[field.name] = value
+        return {name: value for name, value in shown.items() if name not in hidden}
 
 
 def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = None) -> ReportRun:
@@ -152,7 +149,7 @@ def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = 
         metrics=metrics,
         timings=timings,
         results=_success_so_far(metrics) | _numbers(summary) | _stability(path),
-        events=_events(path / EVENTS, notes),
+        events=_events(run.events, notes),
         finished=bool(summary),
         data_samples=sorted(set(_samples(manifest))),
         dialogues=choose_dialogues(run.trajectories, notes, dialogues) if dialogues else (),

@@ -40,7 +40,8 @@ def write_policy_card(
     ``best``: it is kept because its evaluation is the best so far."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    manifest, method = run_dir.read_manifest(), _method(config)
+    manifest = run_dir.read_manifest()
+    method = "supervised fine-tuning" if config.stage == "sft" else short_name(config.algo)
     data, git = manifest.get("data", {}), manifest.get("git")
     versions = ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())
     if git:
@@ -71,7 +72,7 @@ def write_policy_card(
         about=f"{which} step {step}: a language model that answers in several turns"
         + (f" and calls tools in between ({tools})" if tools else "")
         + ", trained with sorl.",
-        facts=_facts(data, config, task, _training(manifest, config, step)),
+        facts=_facts(manifest, config, method, task, step),
         figures=_evaluated(run_dir, evaluations[:1] + evaluations[1:][-1:], step),
         best=best,
         is_sample=asked.get("is_sample"),
@@ -81,7 +82,9 @@ def write_policy_card(
         else f" --data {source if source.startswith(_HUB) else 'QUESTIONS'}",
         format=tags if config.format == "tags" else calls,
         versions=versions,
-        decoding=_decoding(config),
+        decoding=f"sampled at temperature {config.eval.temperature:g}"
+        if config.eval.temperature
+        else "greedy",
         is_medical=task.name in _MEDICAL,
     )
     atomic_write(folder / CARD, f"{card}\n")
@@ -106,37 +109,31 @@ def usage_options(config: TrainConfig) -> list[str]:
     return [word for option in given for word in option]
 
 
-def _facts(data: Mapping[str, Any], config: TrainConfig, task: Task, more: Mapping[str, str]) -> str:
+def _facts(manifest: Mapping[str, Any], config: TrainConfig, method: str, task: Task, step: int) -> str:
+    """A table of the settings that matter most, and of those that a resume has changed."""
     base = f"`{_public_name(config.model)}`" + (", a local folder" if Path(config.model).is_dir() else "")
     if config.model == TINY:
         base = "none: a small transformer with random weights, taught by the task's scripted expert"
-    facts = {
-        "base model": base,
-        "task": f"`{task.name}`" + (f": {task.description}" if task.description else ""),
-        "training data": _data_text(data.get("train")),
-        "evaluation data": _data_text(data.get("eval")),
-        **more,
-        "seed": str(config.seed),
-    }
-    return markdown_table(("", ""), [(name, text) for name, text in facts.items() if text])
-
-
-def _training(manifest: Mapping[str, Any], config: TrainConfig, step: int) -> dict[str, str]:
-    """The settings that matter most, and those that a resume has changed."""
-    sft, resumes = config.sft, manifest.get("resumes", [])
+    sft, data, resumes = config.sft, manifest.get("data", {}), manifest.get("resumes", [])
     changes = [c for resume in resumes for c in resume["changes"] if c.startswith(("eval.", "update."))]
     source = f"`{_public_name(sft.demos)}`" if sft.demos else "the task's scripted expert"
     steps, rate = f"{sft.steps}, of {sft.batch_size} demonstrations of {source}", sft.lr
     if config.stage == "rl":
         steps = f"{step} of {config.update.steps}, of {config.rollout.batch_size} trajectories"
         rate = config.optim.lr
-    return {
-        "method": _method(config),
+    facts = {
+        "base model": base,
+        "task": f"`{task.name}`" + (f": {task.description}" if task.description else ""),
+        "training data": _data_text(data.get("train")),
+        "evaluation data": _data_text(data.get("eval")),
+        "method": method,
         "steps": steps,
         "rate": f"{rate:g}",
         "all settings": f"`config.yaml` of the run, whose settings have the SHA-256 `{config_hash(config)}`",
         "changed on the way": ", ".join(changes),
+        "seed": str(config.seed),
     }
+    return markdown_table(("", ""), [(name, text) for name, text in facts.items() if text])
 
 
 def _evaluated(run_dir: RunDir, evaluations: Sequence[Mapping[str, Any]], step: int) -> str:
@@ -160,15 +157,6 @@ def _data_text(facts: Mapping[str, Any] | None) -> str:
     where = "embedded in the task" if source == "embedded" else f"`{_public_name(source)}`"
     sample = ", a sample and **not the benchmark**" if facts.get("is_sample") else ""
     return f"{where}, split `{facts['split']}`, {facts['examples']:,} questions{sample}, SHA-256 `{facts['sha256']}`"
-
-
-def _method(config: TrainConfig) -> str:
-    return "supervised fine-tuning" if config.stage == "sft" else short_name(config.algo)
-
-
-def _decoding(config: TrainConfig) -> str:
-    temperature = config.eval.temperature
-    return "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
 
 
 def _hub_name(facts: Mapping[str, Any]) -> str | None:

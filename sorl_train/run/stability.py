@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
-from sorl_train.config.settings import TrainConfig
 from sorl_train.run.files import free_name, read_jsonl
 from sorl_train.run.folder import RunDir
 
@@ -249,9 +248,10 @@ def in_vain(metrics: Mapping[str, float]) -> str:
     )
 
 
-def next_moves(config: TrainConfig, run_dir: RunDir, best_step: int | None) -> str:
-    """What to do after a run that ended before its last step: its own settings would lead to the same place again."""
-    change, trust_kl = f"--optim.lr {config.optim.lr / 2:g}", config.update.trust_kl
+def next_moves(rate: float, trust_kl: float | None, run_dir: RunDir, best_step: int | None) -> str:
+    """What to do after a run, with this learning rate and trust region, that ended before its last step: its own
+    settings would lead to the same place again."""
+    change = f"--optim.lr {rate / 2:g}"
     if trust_kl is None:
         lower, change = change, "--update.trust_kl 0.01"
         advice = f"a trust region ({change}), which takes bad steps back, or a lower rate ({lower})"

@@ -51,8 +51,7 @@ def test_the_alarm_stops_a_run_and_gives_the_command_that_goes_on(tmp_path: Path
     first, best = (read_metrics(path / "metrics.jsonl") for path in (further, run_dir.path))
     assert first[0]["eval/success"] == max(line["eval/success"] for line in best if "eval/success" in line)
     assert first[-1]["step"] == 1
-    inside = short_config(update__trust_kl=0.02, optim__lr=0.001)
-    assert "--optim.lr 0.0005" in next_moves(inside, run_dir, 1)
+    assert "--optim.lr 0.0005" in next_moves(0.001, 0.01, run_dir, 1)
 
 
 def test_a_run_that_is_killed_between_its_last_checkpoint_and_its_summary_ends_when_it_is_resumed(

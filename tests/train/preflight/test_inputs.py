@@ -15,6 +15,7 @@ from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_train.cli import main
 from sorl_train.config.files import load_config
+from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.policy import ModelShape
 from sorl_train.models.tiny import build_tiny_policy
@@ -88,13 +89,10 @@ def test_vllms_rules(heads: int, key_value_heads: int, intermediate: int, parts:
 
 # -- more prompts than questions --------------------------------------------------------------------------------
 def test_a_step_that_asks_each_question_several_times() -> None:
-    config = load_config("quickstart", {"rollout.batch_size": 512, "update.mini_batch_size": 64})
-    assert "512 prompts" in repeats(config, 160) and "3.2 times" in repeats(config, 160)
-    assert not repeats(config, 512)
-    groups = load_config(
-        "quickstart", {"algo": "so_grpo", "rollout.batch_size": 512, "rollout.group_size": 8}
-    )
-    assert not repeats(groups, 160)  # 64 prompts
+    rollout = RolloutConfig(batch_size=512)
+    assert "512 prompts" in repeats(rollout, 160) and "3.2 times" in repeats(rollout, 160)
+    assert not repeats(rollout, 512)
+    assert not repeats(RolloutConfig(batch_size=512, group_size=8), 160)  # 64 prompts
 
 
 def test_supervised_training_is_not_refused_for_what_it_does_not_read() -> None:
@@ -107,4 +105,4 @@ def test_supervised_training_is_not_refused_for_what_it_does_not_read() -> None:
     settings |= {"update.critic_warmup_steps": 999, "overlong.penalty": 2.0, "correction.high": 3.0}
     with pytest.raises(UserError, match="settings do not fit"):
         load_config("quickstart", settings)
-    assert not repeats(load_config("quickstart", settings | {"stage": "sft"}), 1)
+    load_config("quickstart", settings | {"stage": "sft"})
