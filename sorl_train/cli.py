@@ -62,19 +62,16 @@ def _settings(arguments: Arguments) -> TrainConfig:
     folder = arguments.overrides.get("run_dir") if from_saved else None
     if folder is None:
         config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
-        folder = config.run_dir or _default_run_dir(config, arguments)
+        # such as runs/quickstart-so_ppo-s0, named after the config, or after a --task that is given
+        origin = arguments.config or arguments.overrides.get("task") or DEFAULT_CONFIG
+        kind = short_name(config.algo) if config.stage == "rl" else config.stage
+        name = re.sub(r"[^a-zA-Z0-9_.]+", "_", Path(origin).stem)
+        folder = config.run_dir or f"runs/{name}-{kind}-s{config.seed}"
     if from_saved:
         from sorl_train.run.folder import saved_config
 
         config = saved_config(folder, arguments.overrides)
     return dataclasses.replace(config, run_dir=folder)
-
-
-def _default_run_dir(config: TrainConfig, arguments: Arguments) -> str:
-    """A folder such as ``runs/quickstart-so_ppo-s0``, named after the config, or after a --task that is given."""
-    origin = arguments.config or arguments.overrides.get("task") or DEFAULT_CONFIG
-    kind = short_name(config.algo) if config.stage == "rl" else config.stage
-    return f"runs/{re.sub(r'[^a-zA-Z0-9_.]+', '_', Path(origin).stem)}-{kind}-s{config.seed}"
 
 
 def _train(config: TrainConfig, arguments: Arguments) -> int:

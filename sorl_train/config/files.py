@@ -214,7 +214,6 @@ def nest(dotted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names(nested: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted names of all values."""
     for key, value in nested.items():
         yield f"{prefix}{key}"
         if isinstance(value, Mapping):

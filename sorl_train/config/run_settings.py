@@ -80,7 +80,6 @@ _DEVICE = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,3})?")
 
 
 def _names(text: str) -> frozenset[str]:
-    """The names in a text with commas between them."""
     return frozenset(name.strip() for name in text.split(",") if name.strip())
 
 

@@ -103,10 +103,7 @@ def _read_records(path: Path) -> list[Recorded]:
     for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             run = read_json(text)
-            names = [
-                "step",
-                *(name for name in run if name.partition("/")[2]),
-            ]  # metrics have a slash in their name
+            names = ["step", *(name for name in run if "/" in name)]  # the metrics
             rows = zip(*(run[name] for name in names), strict=True)
             lines = [
                 {k: None if v == NOT_FINITE else v for k, v in zip(names, row, strict=True) if v is not None}
@@ -152,14 +149,7 @@ def table(runs: Sequence[Recorded], judged: Sequence[Judged]) -> str:
     for run, one in zip(runs, judged, strict=True):
         success = [line[SUCCESS] for line in run.lines if line.get(SUCCESS) is not None]
         steps = run.lines[-1]["step"] if run.lines else 0
-        row = [
-            run.cell,
-            run.seed,
-            steps,
-            max(success, default=None),
-            success[-1] if success else None,
-            one.lost,
-        ]
+        row = [run.cell, run.seed, steps, max(success, default=None), *(success[-1:] or [None]), one.lost]
         row += [one.alarm.step if one.alarm else None, one.lead, one.strain]
         row.append(", ".join(one.alarm.signals) if one.alarm else None)
         rows.append(["" if v is None else figure(v) if isinstance(v, float) else v for v in row])

@@ -70,7 +70,6 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _study(arguments: argparse.Namespace) -> tuple[Study, Path]:
-    """The study with the seeds that were asked for, and its folder."""
     study = load_study(arguments.config)
     folder = arguments.out or Path("runs/studies") / study.name
     if arguments.table and not folder.is_dir():

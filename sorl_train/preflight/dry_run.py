@@ -56,11 +56,14 @@ def plan_text(config: TrainConfig) -> str:
         parts[-1][1].append("reference: a frozen copy of the policy (none with loss.kl_coef=0)")
     if config.engine == "openrlhf":
         memory, model = estimate_cluster_memory(config, shape, env.limits), start_folder(config)
-        where = "of each process, all in host memory" if config.hardware.device == "cpu" else "per GPU"
+        on_cpu = config.hardware.device == "cpu"
+        where = "of each process, all in host memory" if on_cpu else "per GPU"
+        ranks = Placement.of(config).ranks if on_cpu else 0
+        each = -(-config.rollout.batch_size // config.cluster.vllm_engines)
         parts += [
             ("Placement", _placement(config, model)),
             ("OpenRLHF flags", _command(config, env.limits, model)),
-            (f"Memory {where}, upper bound", _cluster_memory(config, memory, env.limits)),
+            (f"Memory {where}, upper bound", _cluster_memory(memory, env.limits, ranks, each)),
             ("Memory of the host, per node", [row("together", memory.host)]),
         ]
     else:
@@ -193,9 +196,10 @@ def _command(config: TrainConfig, limits: Limits, model: str) -> list[str]:
     return [*(f"{line} \\" for line in lines[:-1]), lines[-1], *notes]
 
 
-def _cluster_memory(config: TrainConfig, memory: Memory, limits: Limits) -> list[str]:
-    if config.hardware.device == "cpu":
-        lines = [*memory.lines(), f"{_count(Placement.of(config).ranks, 'rank')} on this machine"]
+def _cluster_memory(memory: Memory, limits: Limits, ranks: int, each: int) -> list[str]:
+    """``ranks`` on a CPU, or 0; ``each`` vLLM engine gets so many trajectories in a step."""
+    if ranks:
+        lines = [*memory.lines(), f"{_count(ranks, 'rank')} on this machine"]
     else:
         lines = memory.lines(f" of {gigabytes(H100)}")
         for phase in memory.phases:
@@ -203,7 +207,6 @@ def _cluster_memory(config: TrainConfig, memory: Memory, limits: Limits) -> list
                 change = next(knobs for word, knobs in KNOBS.items() if word in phase)
                 lines.append(f"CAUTION: {phase!r} does not fit, {gigabytes(over)} too much: change {change}")
     full = memory.cache_tokens // limits.max_trajectory_tokens
-    each = -(-config.rollout.batch_size // config.cluster.vllm_engines)
     lines.append(
         f"vLLM takes {gigabytes(memory.vllm)}; the cache of an engine holds {memory.cache_tokens:,} tokens, {full:,} "
         f"full trajectories; a step gives it {each:,}"

@@ -143,7 +143,6 @@ def estimate_memory(config: TrainConfig, shape: ModelShape, limits: Limits, comp
 
 
 def _action_tokens(limits: Limits) -> int:
-    """The most tokens of one trajectory that the policy can write."""
     return min(limits.max_turns * limits.max_new_tokens, limits.max_trajectory_tokens)
 
 

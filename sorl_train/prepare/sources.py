@@ -88,7 +88,6 @@ def _read_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _load(name: str, label: str, configs: Sequence[str | None], split: str, revision: str | None) -> Source:
-    """All configurations of a data set in order, read with ``datasets``."""
     import datasets
 
     rows, digest = [], hashlib.sha256()

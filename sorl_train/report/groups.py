@@ -77,7 +77,6 @@ def _runs_of_study(path: Path) -> list[RunFolder]:
 
 
 def _cells(results: Path) -> dict[str, str]:
-    """The cell of each run in the results."""
     cells = {}
     for number, line in enumerate(results.read_bytes().splitlines(), start=1):
         try:

@@ -128,7 +128,6 @@ def stage_seconds(run: ReportRun) -> dict[str, float]:
 
 
 def _joined(run: ReportRun) -> list[MetricRow]:
-    """One row per step, with its metrics and timings."""
     rows: dict[int, dict[str, Any]] = {}
     for row in (*run.metrics, *run.timings):
         rows.setdefault(int(row["step"]), {}).update(row)

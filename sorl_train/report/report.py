@@ -135,7 +135,6 @@ def _labels(paths: Sequence[Path]) -> list[str]:
 
 
 def _viewer_address(run: Path, out: Path) -> str | None:
-    """The address of a run's viewer relative to the page; None if there is no viewer."""
     if not (run / VIEWER).is_file():
         return None
     return urllib.parse.quote(

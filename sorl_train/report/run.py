@@ -159,7 +159,6 @@ def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = 
 
 
 def _read(file: Path, parse: Callable[[Path], _T], notes: list[str]) -> _T | None:
-    """The result of ``parse``; None and a note if the file is missing or damaged."""
     try:
         return parse(file)
     except FileNotFoundError:

@@ -223,14 +223,7 @@ def _plain(value: float) -> float | None:
 
 
 NAME = "viewer.html"
-_SCRIPTS = (
-    "page.js",
-    "viewer_data.js",
-    "viewer_list.js",
-    "viewer_tokens.js",
-    "viewer_dialogue.js",
-    "viewer.js",
-)
+_SCRIPTS = ("page.js", *(f"viewer{part}.js" for part in ("_data", "_list", "_tokens", "_dialogue", "")))
 
 
 def write_viewer(run_dir: Path, out: Path | None = None, *, most: int = MOST_DIALOGUES) -> Path:

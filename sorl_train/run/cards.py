@@ -137,7 +137,6 @@ def _facts(manifest: Mapping[str, Any], config: TrainConfig, method: str, task: 
 
 
 def _evaluated(run_dir: RunDir, evaluations: Sequence[Mapping[str, Any]], step: int) -> str:
-    """A table of evaluations; empty if there are none."""
     names = [name for name in _FIGURES if any(line.get(name) is not None for line in evaluations)]
     rows = []
     for line in evaluations:
@@ -150,7 +149,6 @@ def _evaluated(run_dir: RunDir, evaluations: Sequence[Mapping[str, Any]], step: 
 
 
 def _data_text(facts: Mapping[str, Any] | None) -> str:
-    """What the manifest says about a set of questions."""
     if not facts:
         return ""
     source = str(facts["source"])
@@ -160,7 +158,6 @@ def _data_text(facts: Mapping[str, Any] | None) -> str:
 
 
 def _hub_name(facts: Mapping[str, Any]) -> str | None:
-    """The name of the data set that the facts are about, if it is on the hub."""
     source = str(facts.get("source", ""))
     return source[len(_HUB) :].partition(":")[0] if source.startswith(_HUB) else None
 

@@ -305,7 +305,6 @@ def find_damage(folder: Path, run_id: str | None = None, *, allow_more: bool = F
 
 
 def _damage_of(path: Path, written: dict[str, Any]) -> str:
-    """What is wrong with one file; empty if nothing is."""
     try:
         if (size := path.stat().st_size) != written["bytes"]:
             return f"has {size:,} bytes, not {written['bytes']:,}"

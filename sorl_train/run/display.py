@@ -87,7 +87,6 @@ class Display:
             self.message(line)
 
     def _time_left(self) -> str:
-        """From the mean duration of the newest steps."""
         (first, begun), (last, now) = self._ends[0], self._ends[-1]
         return duration((now - begun) / (last - first) * (self._steps - last)) if last > first else "-"
 
@@ -146,13 +145,8 @@ class LiveDisplay(Display):
 
     def _bars(self) -> Progress:
         if self._progress is None:
-            columns = (
-                "{task.description:<10}",
-                BarColumn(bar_width=32),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-            )
-            self._progress = Progress(*columns, console=self._console)
+            columns = (BarColumn(bar_width=32), MofNCompleteColumn(), TimeElapsedColumn())
+            self._progress = Progress("{task.description:<10}", *columns, console=self._console)
             self._progress.start()
         return self._progress
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+import psutil
+
 from sorl_env.command import say
 from sorl_env.errors import UserError
 from sorl_env.folders import missing_folders, naming, remove_empty, replacing
@@ -181,7 +183,7 @@ class FolderLock:
         holders = re.findall(r"^(\d+) (\S+)$", file.read().decode(errors="replace"), re.MULTILINE)
         who, end = " on ".join(["another process", *(host for _, host in holders[:1])]), "end it"
         for number, host in reversed(holders):
-            if host == socket.gethostname() and _is_alive(int(number)):
+            if host == socket.gethostname() and psutil.pid_exists(int(number)):
                 who, end = f"process {number}", f"end it (kill -INT {number})"
         return f"{self.folder} is in use by {who}: wait until it has ended, {end}, or give another {self._option}"
 
@@ -203,13 +205,3 @@ def join_lock() -> None:
 
 def _sign(descriptor: int) -> None:
     os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
-
-
-def _is_alive(number: int) -> bool:
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # another user's
-    return True

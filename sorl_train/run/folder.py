@@ -57,9 +57,7 @@ class RunDir:
     def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
         self.path = path
         self.lock = lock
-        self.begun = (
-            False  # whether this start or resume was accepted, so that the folder is its own to change
-        )
+        self.begun = False  # whether this start or resume was accepted: then the folder is its own to change
         self.moved: Path | None = None  # where ``overwrite`` has moved an earlier run
         self._accepted: tuple[dict[str, Any], str] | None = None  # what ``begin_resume`` writes
         self.config = path / "config.yaml"

@@ -265,7 +265,6 @@ class Recorder:
 
 
 def _is_due(step: int, every: int) -> bool:
-    """Whether ``step`` is a multiple of ``every``; never if that is 0."""
     return every > 0 and step % every == 0
 
 

@@ -158,9 +158,8 @@ def measure(run_dir: Path) -> dict[str, float]:
     # means of evaluations in a row; the evaluations themselves if there are not more, as one mean loses nothing
     width = WINDOW if len(success) > WINDOW else 1
     means = [math.fsum(success[i : i + width]) / width for i in range(len(success) - width + 1)]
-    questions = min(
-        line.get("eval/questions", math.nan) for line in evaluated
-    )  # older versions did not log it
+    # older versions did not log it
+    questions = min(line.get("eval/questions", math.nan) for line in evaluated)
     is_known = steps[0] == 0 and not math.isnan(questions)
 
     def mean(name: str) -> float:
@@ -185,7 +184,6 @@ def measure(run_dir: Path) -> dict[str, float]:
 
 
 def _kept(curve: Sequence[float]) -> float:
-    """The last value divided by the highest; 0 if that is next to nothing."""
     return curve[-1] / max(curve) if max(curve) >= SMALLEST_PEAK else 0.0
 
 
@@ -221,11 +219,7 @@ def step_events(metrics: Mapping[str, float], rounds: int) -> Iterator[tuple[str
     if reason := in_vain(metrics):
         yield IN_VAIN, reason, True
     if metrics.get("rollout/overlong_filtered_frac") == 1.0:
-        yield (
-            "no_step",
-            "every trajectory was filtered by overlong.exclude, nothing was trained on",
-            True,
-        )
+        yield "no_step", "every trajectory was filtered by overlong.exclude, nothing was trained on", True
 
 
 def in_vain(metrics: Mapping[str, float]) -> str:

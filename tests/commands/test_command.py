@@ -94,19 +94,18 @@ def read(kind: object, text: str) -> object:
     return parser.parse_args([f"--n={text}"]).n
 
 
+@pytest.mark.parametrize("text", ["", "x", "0x10", "1_0", "9" * 5000])
 @pytest.mark.parametrize(
-    "text",
-    ["", "x", "1.5", "1e3", "0x10", "1_0", "\u0661", "\u00b2", "9" * 5000],
+    ("kind", "what", "others"),
+    [
+        (whole(), "a whole number", ("1.5", "1e3", "\u0661", "\u00b2")),
+        (number(), "a finite number", ("nan", "-inf", "1e999", "\uff11.\uff15")),
+    ],
 )
-def test_no_whole_number(text: str) -> None:
-    with pytest.raises(UserError, match=r"--n must be a whole number, it is '"):
-        read(whole(), text)
-
-
-@pytest.mark.parametrize("text", ["", "x", "nan", "-inf", "1e999", "1_0", "\uff11.\uff15", "9" * 5000])
-def test_no_finite_number(text: str) -> None:
-    with pytest.raises(UserError, match=r"--n must be a finite number, it is '"):
-        read(number(), text)
+def test_no_number(kind: object, what: str, others: tuple[str, ...], text: str) -> None:
+    for wrong in (text, *others):
+        with pytest.raises(UserError, match=rf"--n must be {what}, it is '"):
+            read(kind, wrong)
 
 
 @pytest.mark.parametrize(

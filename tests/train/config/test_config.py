@@ -83,11 +83,6 @@ def test_each_layer_wins_over_the_one_below(tmp_path: Path) -> None:
     assert (other.optim.critic_lr, other.rollout.group_size, other.update.steps) == (2e-3, 1, 7)
 
 
-def test_a_base_may_be_a_packaged_config(tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.yaml", "base: quickstart\nseed: 3\n")
-    assert load_config(path) == dataclasses.replace(load_config("quickstart"), seed=3)
-
-
 def test_another_task_drops_what_belongs_to_the_old_one(tmp_path: Path) -> None:
     path = write(
         tmp_path / "c.yaml", "task: minihop\ntask_args: {hops: [1]}\ndata: a.jsonl\neval_data: b.jsonl\n"
@@ -248,21 +243,6 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
 )
 def test_suggestions(name: str, suggestion: str) -> None:
     assert suggestion in suggest_key(name)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"update__mini_batch_size": 100}, "mini_batch_size 100 does not divide rollout.batch_size 512"),
-        ({"optim__lr": 0.0}, "optim.lr should be greater than 0, it is 0"),
-        ({"optim__beta2": 1.0}, "optim.beta2 should be less than 1"),
-        ({"loss__gamma": 1.5}, "loss.gamma should be less than or equal to 1, it is 1.5"),
-        ({"limits__max_turns": 0}, "limits.max_turns should be greater than or equal to 1"),
-    ],
-)
-def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        checked(**values)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,10 @@
-"""Every run of the paper: what it changes from its base, its plan, and two real steps of it, shrunk."""
+"""Every run of the paper: what it changes from its base, its plan, and two real steps of each task, shrunk."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +14,15 @@ pytest.importorskip("transformers")
 
 import torch
 
-from sorl_env import Example, ToolUseEnv
-from sorl_env.registry import load_task
 from sorl_train.config.files import config_folder, load_config, packaged_configs
 from sorl_train.config.schema import flatten
-from sorl_train.models.policy import load_policy, load_tokenizer
-from sorl_train.models.tiny import build_tiny_policy
+from sorl_train.models.policy import load_policy
 from sorl_train.preflight.dry_run import plan_text
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
-from sorl_train.sft.fine_tune import expert_demos, fine_tune
+from sorl_train.train_rl import run
+
+from ..conftest import QuietDisplay
 
 NQ, HOTPOTQA, ALPHAMED = "nq_so_ppo_8gpu", "hotpotqa_so_ppo_8gpu", "alphamed_so_ppo_8gpu"
 GROUPED = {"rollout.group_size": 8}
@@ -89,74 +85,6 @@ SHRUNK: dict[str, Any] = {
     "eval.num_examples_final": 2,
     "log.tensorboard": False,
 }
-
-
-class Silent:
-    """A display that shows nothing."""
-
-    def start(self, title: str, steps: int, first_step: int = 0) -> None: ...
-
-    def step(self, step: int, metrics: Any) -> None: ...
-
-    @contextmanager
-    def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        yield lambda done: None
-
-    def message(self, text: str) -> None: ...
-
-    def close(self, summary: Any = None) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of a few thousand weights. It knows no word of these questions, so it only stands in for a policy."""
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tiny_policy(load_task("minihop"), folder, hidden_size=32, num_layers=1, num_heads=4)
-    return folder
-
-
-def guess(example: Example, observations: Sequence[str]) -> str:
-    """One of a few answers, whatever is asked: right now and then, which is all a step needs."""
-    number = sum(map(ord, example.id)) // 2
-    options = [*example.options] if example.options else ["Paris", "Rome"]
-    return f"<think> so </think> <answer> {options[number % len(options)]} </answer>"
-
-
-@pytest.fixture(scope="module")
-def guessing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """Task -> model and data: a policy that has learned to guess, and questions on which that is right at times."""
-    made: dict[str, dict[str, Any]] = {}
-
-    def build(name: str) -> dict[str, Any]:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            data = None
-            if name != "alphamed19k":
-                cities = ("Paris", "Rome")
-                rows = [
-                    {"id": f"q{i}", "question": f"City {i}?", "golden_answers": [cities[i % 2]]}
-                    for i in range(8)
-                ]
-                data = str(folder / "questions.jsonl")
-                Path(data).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-            task = replace(load_task(name), expert=guess, vocabulary=lambda: ["Paris Rome A B C D so"])
-            build_tiny_policy(task, folder / "policy", hidden_size=32, num_layers=1, num_heads=2)
-            learn(ToolUseEnv(task, data=data), folder / "policy")
-            made[name] = {"model": str(folder / "policy"), "data": data, "eval_data": None}
-        return made[name]
-
-    return build
-
-
-def learn(env: ToolUseEnv, folder: Path) -> None:
-    """Supervised steps on the guesses."""
-    config = load_config(
-        "quickstart", {"sft.steps": 60, "sft.batch_size": 8, "sft.micro_batch_size": 8, "sft.lr": 1e-2}
-    )
-    tokenizer, model = load_tokenizer(str(folder)), load_policy(str(folder))
-    demos = expert_demos(env, tokenizer, 64, use_chat_template=False)
-    fine_tune(model, demos, config, tokenizer.pad_token_id, lambda step, metrics: None)
-    model.save_pretrained(folder)
 
 
 # --- what the files say ---------------------------------------------------------------------------------------
@@ -225,31 +153,23 @@ def test_the_page_has_every_table_figure_and_equation_of_the_paper(shared_data: 
 
 # --- what they do ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", EVERY_RUN)
-def test_dry_run(name: str, tiny: Path) -> None:
-    overrides = {"model": str(tiny), "data": None, "eval_data": None, "run_dir": "runs/x"}
+def test_dry_run(name: str, tiny_folder: str) -> None:
+    overrides = {"model": tiny_folder, "data": None, "eval_data": None, "run_dir": "runs/x"}
     text = plan_text(load_config(f"paper/{name}", overrides))
     assert "Placement" in text and "OpenRLHF flags" in text and "Memory per GPU" in text
 
 
-# The others are these once they are shrunk: their mini-batches and placement are.
-SHRUNK_RUNS = [name for name in EVERY_RUN if not re.search("mini128|2nodes|async", name)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHRUNK_RUNS)
-def test_two_real_steps(name: str, guessing: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
-    from sorl_train.train_rl import run
-
+@pytest.mark.parametrize("name", [NQ, HOTPOTQA, ALPHAMED])
+def test_two_real_steps(name: str, tiny_folder: str, tmp_path: Path) -> None:
+    """Of each task; that every algorithm trains is tested on a task which a tiny policy can solve."""
     start = load_config(f"paper/{name}")
-    grouped = {"rollout.group_size": 4} if start.algorithm.needs_groups else {}
-    config = load_config(f"paper/{name}", {**SHRUNK, **guessing(start.task), **grouped})
+    config = load_config(f"paper/{name}", {**SHRUNK, "model": tiny_folder, "data": None, "eval_data": None})
     run_dir = RunDir.create(tmp_path / "run", config)
-    assert run(config, run_dir, Silent(), False)["steps"] == 2
+    assert run(config, run_dir, QuietDisplay(), False)["steps"] == 2
     lines = list(read_jsonl(run_dir.metrics))
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
-    reward = "reward/multiple_choice" if start.task == "alphamed19k" else "reward/exact_match"
-    assert any(0 < line[reward] < 1 for line in lines[1:])
     assert any(line["loss/grad_norm"] > 0 for line in lines[1:])
     before = load_policy(config.model).state_dict()
     after = load_policy(str(run_dir.checkpoints / "step_000002" / "policy")).state_dict()

@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 
 from sorl_env.registry import load_task
 from sorl_train.config.files import load_config
-from sorl_train.models.tiny import build_tiny_policy
 from sorl_train.openrlhf.flags import as_arguments, openrlhf_flags
 from sorl_train.preflight.dry_run import plan_text
 from sorl_train.rollout.environments import limits
@@ -35,23 +34,16 @@ QWEN_7B = {
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tiny_policy(load_task("minihop"), folder, hidden_size=64, num_layers=2, num_heads=4)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+def qwen(tmp_path_factory: pytest.TempPathFactory, tiny_folder: str) -> Path:
     """A folder with a 7B model's configuration and some tokenizer, without weights."""
     folder = tmp_path_factory.mktemp("qwen")
-    for file in tiny.glob("tokenizer*"):
+    for file in Path(tiny_folder).glob("tokenizer*"):
         (folder / file.name).write_bytes(file.read_bytes())
     (folder / "config.json").write_text(json.dumps(QWEN_7B))
     return folder
 
 
-def plan(name: str, model: Path, **overrides: Any) -> str:
+def plan(name: str, model: Path | str, **overrides: Any) -> str:
     """The plan of a packaged config with the task's embedded questions; ``a__b=1`` overrides ``a.b``."""
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
     return plan_text(load_config(name, {"model": str(model), "data": None, "run_dir": "runs/x"} | dotted))
@@ -109,14 +101,14 @@ PLACEMENT = {
 
 
 @pytest.mark.parametrize("name", PLACEMENT)
-def test_the_plan_of_a_paper_config(name: str, tiny: Path) -> None:
-    placement = part(plan(name, tiny), "Placement").splitlines()
+def test_the_plan_of_a_paper_config(name: str, tiny_folder: str) -> None:
+    placement = part(plan(name, tiny_folder), "Placement").splitlines()
     assert {f"  {line}" for line in PLACEMENT[name]} <= set(placement)
 
 
 # --- the command ----------------------------------------------------------------------------------------------
-def test_the_plan_shows_the_command_that_is_run(tiny: Path) -> None:
-    given = {"model": str(tiny), "data": None, "run_dir": "runs/with space"}
+def test_the_plan_shows_the_command_that_is_run(tiny_folder: str) -> None:
+    given = {"model": tiny_folder, "data": None, "run_dir": "runs/with space"}
     given["cluster.flags"] = {"ds.overlap_comm": True}
     config = load_config("paper/nq_so_ppo_8gpu", given)
     shown = part(plan_text(config), "OpenRLHF flags").splitlines()[1:]
@@ -128,7 +120,7 @@ def test_the_plan_shows_the_command_that_is_run(tiny: Path) -> None:
     )
     words = subprocess.run(["bash", "-c", echo], capture_output=True, text=True, check=True).stdout
     task_limits = limits(load_task("nq"), config.limits)
-    flags = openrlhf_flags(config, RunDir(Path("runs/with space")), str(tiny), task_limits, resume=None)
+    flags = openrlhf_flags(config, RunDir(Path("runs/with space")), tiny_folder, task_limits, resume=None)
     assert words.splitlines() == as_arguments(flags)
     assert f"SORL_RUN_DIR='{Path('runs/with space').absolute()}'" in command[0]
     assert "--ds.overlap_comm" in words

@@ -9,13 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
-from sorl_env.registry import load_task
 from sorl_tools.index.build.build import build
-from sorl_train.models.tiny import build_tiny_policy
 from sorl_train.preflight import checks as doctor_checks
 from sorl_train.preflight import doctor
 
@@ -33,18 +32,11 @@ class World(NamedTuple):
         return [part for name, value in options.items() for part in (f"--{name}", value)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    build_tiny_policy(load_task("minihop"), str(folder), seed=0)
-    return folder
-
-
 @pytest.fixture
-def world(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+def world(tmp_path: Path, tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(doctor_checks, "_free_memory", lambda: FREE)
-    shutil.copytree(model, tmp_path / "model")
+    shutil.copytree(tiny_folder, tmp_path / "model")
     rows = [{"id": str(i), "question": f"who {i}?", "golden_answers": ["x"]} for i in range(4)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "test.jsonl").write_text('{"id": "t", "question": "what?", "golden_answers": ["y"]}\n')
@@ -215,38 +207,37 @@ def test_a_warning(world: World, examine: Examine, lacking: str, check: str, say
     assert status == 0 and says in found[check]
 
 
-def test_packages_of_another_version(world: World, examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sorl_train.openrlhf.checks.installed", lambda name: "0.1")
-    status, found = examine(world(engine="openrlhf"))
-    assert status == 1 and "ray 2.55.0 is needed, 0.1 is installed" in found["versions"]
+CHECKS = "sorl_train.preflight.checks"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "engine", "check", "says"),
+    [
+        ("sorl_train.openrlhf.checks.installed", lambda name: "0.1", "openrlhf", "versions", "ray 2.55.0"),
+        (f"{CHECKS}._free_memory", lambda: 10**8, "local", "memory", "0.10 GB free -> sorl-train --dry_run"),
+        ("shutil.disk_usage", lambda _: SimpleNamespace(free=10**6), "local", "disk", "-> give a --run_dir"),
+        (f"{CHECKS}.cache_folder", lambda: Path("/proc/no"), "local", "cache", "-> set SORL_CACHE"),
+    ],
+)
+def test_what_this_machine_lacks(
+    world: World,
+    examine: Examine,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    value: Any,
+    engine: str,
+    check: str,
+    says: str,
+) -> None:
+    monkeypatch.setattr(place, value)
+    status, found = examine(world(engine=engine))
+    assert status == 1 and says in found[check]
 
 
 def test_a_task_that_takes_no_corpus(examine: Examine, world: World) -> None:
-    options = ["--search.corpus", world.options["search.corpus"]]
-    status, found = examine(options)
+    status, found = examine(["--search.corpus", world.options["search.corpus"]])
     assert status == 1 and "minihop searches the world it generates" in found["search"]
     assert "-> leave out --search.corpus and --search.url" in found["search"]
-
-
-def test_too_little_memory(world: World, examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "_free_memory", lambda: 100_000_000)
-    status, found = examine(world())
-    assert status == 1 and "0.10 GB free" in found["memory"] and "--dry_run" in found["memory"]
-
-
-def test_too_little_disk(world: World, examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(world.folder)
-    monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
-    status, found = examine(world())
-    assert status == 1 and "1.0 MB free" in found["disk"] and "-> give a --run_dir" in found["disk"]
-
-
-def test_a_cache_folder_that_is_a_file(
-    world: World, examine: Examine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SORL_CACHE", "/proc/nothing/here")
-    status, found = examine(world())
-    assert status == 1 and "-> set SORL_CACHE" in found["cache"]
 
 
 def test_an_index_as_it_was_built_and_a_damaged_one(world: World, index: Path, examine: Examine) -> None:
@@ -300,10 +291,3 @@ def test_a_server_that_holds_another_index(world: World, index: Path, examine: E
     assert status == 0
     status, found = examine(with_server(world, f"{wrong},{right}")())
     assert status == 1 and "they hold different indexes" in found["servers"]
-
-
-def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(["--serch.url", "x"]) == 2
-    assert "Did you mean '--search.url'?" in capsys.readouterr().err
-    assert doctor.main(["--rollout.batch_size", "7", "--rollout.group_size", "2"]) == 2
-    assert "does not divide" in capsys.readouterr().err

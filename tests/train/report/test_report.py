@@ -84,12 +84,6 @@ def test_everything_from_the_run_is_escaped(
     assert len(re.findall(r"<script", text)) == 6
 
 
-def test_several_runs(make_run: MakeRun, tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / "a" / "run", seed=3), make_run(tmp_path / "b" / "run", algo="ppo", steps=20)]
-    text = text_of(write_report(runs, tmp_path / "report.html"))
-    assert all(words in text for words in ("<h1>2 runs</h1>", "a/run", "b/run", "2 settings that differ"))
-
-
 # --- runs that are not whole ---------------------------------------------------------------------
 def test_a_running_run_shows_what_there_is(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=25, finished=False)
