@@ -18,7 +18,6 @@ from sorl_train.config.files import (
     nest,
     packaged_configs,
     parse_yaml,
-    read_resolved,
     remarks,
     to_yaml,
     value_from_text,
@@ -120,14 +119,6 @@ def test_what_an_algorithm_brings_and_a_saved_config_has_otherwise_is_named(tmp_
     assert remarks(load_config(saved, {"algo": "cispo", "stage": "sft"})) == []
 
 
-def test_a_resumed_run_keeps_the_settings_that_its_algorithm_brought(tmp_path: Path) -> None:
-    started = load_config("quickstart", {"algo": "cispo", "loss.clip_eps_high": 0.3})
-    path = write(tmp_path / "config.yaml", to_yaml(started))
-    assert read_resolved(path) == started
-    plain = write(tmp_path / "plain.yaml", to_yaml(load_config("quickstart", {"algo": "cispo"})))
-    assert read_resolved(plain, {"update.steps": 3}).loss.clip_eps_high == 4.0
-
-
 @pytest.mark.parametrize("algo", ["ppo", "turn_ppo", "s_ppo", "so_ppo", "grpo", "gspo", "so_grpo"])
 def test_the_papers_algorithms_bring_no_settings(algo: str) -> None:
     """What gspo's own paper publishes is documented and not applied, so recorded runs stay comparable."""
@@ -181,13 +172,8 @@ def test_loading_leaves_its_input_alone() -> None:
     [
         ("optim: {lrr: 1}", ["unknown key 'optim.lrr'", "Did you mean 'optim.lr'?"]),
         ("lr: 1e-4", ["unknown key 'lr'", "'optim.lr'"]),
-        ("optimm: {lr: 1}", ["unknown key 'optimm'"]),
         ("optim.lr: 1", ["unknown key 'optim.lr'", "Write it nested: optim: {lr: ...}"]),
-        ("1: 2", ["unknown key '1'"]),
-        ("optim: {lr: fast}", ["optim.lr should be a valid number, it is 'fast'"]),
         ("optim: {lr: .nan}", ["optim.lr should be a finite number, it is nan"]),
-        ("tiny: {hiden_size: 8}", ["unknown key 'tiny.hiden_size'", "'tiny.hidden_size'"]),
-        ("optim: 3", ["optim is a section of settings, it cannot be 3"]),
         ("update: {epochs: 1.5}", ["update.epochs should be a valid integer, it is 1.5"]),
         ("update: {epochs: true}", ["update.epochs should be a valid integer, it is True"]),
         ("update: {epochs: null}", ["update.epochs should be a valid integer, it is None"]),
@@ -203,13 +189,10 @@ def test_loading_leaves_its_input_alone() -> None:
             ["algos.grpo: rollout.group_size should be a valid integer"],
         ),
         ("algos: {grpo: {algo: ppo}}", ["'algos.grpo' cannot change 'algo'"]),
-        ("algos: [grpo]", ["'algos' maps algorithms to settings"]),
-        ("base: [a]", ["'base' is the name or the path of one config"]),
         ("base: c.yaml", ["'base' comes back to itself: c.yaml -> c.yaml"]),
         ("base: nowhere", ["unknown config 'nowhere'"]),
         ("seed: 1\noptim: {lr: 1\n", ["line 3: not valid YAML"]),
         ("seed: 1\nseed: 2\n", ["line 2", "'seed' is given twice"]),
-        ("- a", ["a config maps keys to values, this is list"]),
     ],
 )
 def test_mistakes_in_a_file(tmp_path: Path, text: str, parts: list[str]) -> None:

@@ -113,9 +113,10 @@ def test_the_papers_settings(name: str) -> None:
     assert (loss.kl_type, loss.kl_in) == ("k3", "loss")
 
 
-def test_steps_are_four_epochs_of_alphamed19k_and_table_1_is_kept() -> None:
-    config = load_config(f"paper/{ALPHAMED}")
-    assert config.update.steps == 4 * 19_778 // 512
+def test_steps_are_four_epochs_and_table_1_of_alphamed19k_is_kept() -> None:
+    for name, questions in ((NQ, 79_168), (HOTPOTQA, 90_447), (ALPHAMED, 19_778)):
+        config = load_config(f"paper/{name}")
+        assert config.update.steps == 4 * questions // 512
     table_1 = 150 * 256 // 512  # the paper's 150 steps count mini-batches
     saved = [
         *range(config.checkpoint.every, config.update.steps, config.checkpoint.every),

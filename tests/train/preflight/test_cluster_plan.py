@@ -69,12 +69,6 @@ def test_a_paper_config_has_the_papers_limits() -> None:
     assert config.search.url  # never the task's few passages by accident
 
 
-@pytest.mark.parametrize(("name", "questions"), [("nq", 79_168), ("hotpotqa", 90_447)])
-def test_steps_are_four_epochs(name: str, questions: int) -> None:
-    config = load_config(f"paper/{name}_so_ppo_8gpu")
-    assert config.update.steps == 4 * questions // config.rollout.batch_size
-
-
 PLACEMENT = {
     "paper/nq_so_ppo_8gpu": (
         "cluster: 1 node x 8 GPUs = 8 GPUs",

@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 from sorl_env.errors import UserError
 from sorl_env.registry import load_task
 from sorl_train.cli import main
-from sorl_train.config.files import load_config
 from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.policy import ModelShape
@@ -93,16 +92,3 @@ def test_a_step_that_asks_each_question_several_times() -> None:
     assert "512 prompts" in repeats(rollout, 160) and "3.2 times" in repeats(rollout, 160)
     assert not repeats(rollout, 512)
     assert not repeats(RolloutConfig(batch_size=512, group_size=8), 160)  # 64 prompts
-
-
-def test_supervised_training_is_not_refused_for_what_it_does_not_read() -> None:
-    settings = {
-        "algo": "so_grpo",
-        "rollout.group_size": 1,
-        "rollout.batch_size": 64,
-        "update.mini_batch_size": 256,
-    }
-    settings |= {"update.critic_warmup_steps": 999, "overlong.penalty": 2.0, "correction.high": 3.0}
-    with pytest.raises(UserError, match="settings do not fit"):
-        load_config("quickstart", settings)
-    load_config("quickstart", settings | {"stage": "sft"})

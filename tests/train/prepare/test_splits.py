@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("offline")
 def test_training_on_a_test_split_is_refused(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = load_task("nq")
+    task, command = load_task("nq"), ["--task", "nq", "--model", "x"]
     assert len(load_examples(task, prepared, "train")) == 4
     assert len(load_examples(task, prepared / "test.jsonl", "test")) == 2
     copy = tmp_path / "train.jsonl"  # a copy under a harmless name is still test data
@@ -28,28 +28,20 @@ def test_training_on_a_test_split_is_refused(
     for path in (prepared / "test.jsonl", copy):
         with pytest.raises(UserError, match=r"jsonl:1: this is a test question .* training on it is refused"):
             load_examples(task, path, "train")
-        assert (
-            train_main(
-                ["--task", "nq", "--model", "x", "--data", str(path), "--run_dir", str(tmp_path / "run")]
-            )
-            == 2
-        )
+        assert train_main([*command, "--data", str(path), "--run_dir", str(tmp_path / "run")]) == 2
         assert "sorl-train: " in (error := capsys.readouterr().err) and "this is a test question" in error
         assert not (tmp_path / "run").exists()
     # nor does calling the split by its name help; to evaluate on it is what it is for
     config = TrainConfig(task="nq", data=str(prepared), split="test")
-    with pytest.raises(
-        UserError,
-        match=r"split 'test' of .*test\.jsonl contains test questions .* training on them is refused",
-    ):
-        make_env(config)
-    with pytest.raises(
-        UserError, match="training on them is refused"
-    ):  # where OpenRLHF takes its prompts from
-        training_examples(config)
+    refused = r"split 'test' of .*test\.jsonl contains test questions .* training on them is refused"
+    for read in (make_env, training_examples):  # the latter is where OpenRLHF takes its prompts from
+        with pytest.raises(UserError, match=refused):
+            read(config)
     assert len(training_examples(replace(config, split="train"))) == 4
-    command = ["--task", "nq", "--model", "x", "--data", str(prepared), "--split", "test", "--dry_run"]
-    assert train_main(command) == 2 and "training on them is refused" in capsys.readouterr().err
+    assert (
+        train_main([*command, "--data", str(prepared), "--split", "test", "--dry_run"]) == 2
+        and "training on them is refused" in capsys.readouterr().err
+    )
     assert len(make_env(replace(config, split="train"), evaluation=True).examples) == 2
     with pytest.raises(UserError, match="no rows of nq for split 'train'"):
         made("nq", tmp_path / "again", f"train={prepared / 'test.jsonl'}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -139,6 +138,3 @@ class Browser:
           }));
         })"""
         return float(self.run(f"{script}({selector!r})"))
-
-    def screenshot(self) -> bytes:
-        return base64.b64decode(self.send("Page.captureScreenshot")["data"])

@@ -42,7 +42,8 @@ def cells(row: TableRow) -> dict[str, tuple[str, str]]:
 def test_a_study_stands_for_its_runs(make_run: MakeRun, tmp_path: Path) -> None:
     study = tmp_path / "study"
     names = ["so_ppo-s0-aa", "ppo-s10-bb", "ppo-s2-cc"]
-    for name in names:
+    aside = "ppo-s0-0123456789-2"  # an earlier start, which sorl-lab has moved aside
+    for name in (*names, aside):
         make_run(study / "runs" / name, algo=name.partition("-")[0], steps=2, batch=3)
     (study / "runs" / "logs").mkdir()
     results = [{"id": "ppo-s2-cc", "cell": "ppo, optim.lr=0.0003"}]
@@ -55,13 +56,6 @@ def test_a_study_stands_for_its_runs(make_run: MakeRun, tmp_path: Path) -> None:
         RunFolder(study / "runs" / "so_ppo-s0-aa", "so_ppo"),
         RunFolder(other),
     ]
-
-
-def test_an_earlier_start_that_was_moved_aside_is_no_seed(make_run: MakeRun, tmp_path: Path) -> None:
-    """sorl-lab starts a run that never came to a checkpoint anew, and moves what there was aside."""
-    run = make_run(tmp_path / "runs" / "ppo-s0-0123456789", algo="ppo", steps=2, batch=3)
-    make_run(tmp_path / "runs" / "ppo-s0-0123456789-2", algo="ppo", steps=1, batch=3, finished=False)
-    assert find_runs([tmp_path]) == [RunFolder(run, "ppo")]
 
 
 def test_a_run_that_ended_early_says_so(make_run: MakeRun, tmp_path: Path) -> None:

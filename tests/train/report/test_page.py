@@ -59,6 +59,10 @@ def test_the_page_draws_itself_alone(
     assert len(painted) == all_of_them - (2 if name == "broken" else 0)
     assert all(colours > 10 for colours in painted.values()), painted  # axes, grid and antialiased curves
     assert browser.run("document.documentElement.scrollWidth") <= width
+    if name == "one":  # the metrics that no figure has are drawn when they are asked for
+        browser.run("document.getElementById('more').open = true")
+        browser.wait_for("document.querySelectorAll('#more-figures figure canvas').length > 5")
+        assert all(colours > 10 for _, colours in browser.run(COUNT_PAINTED))
     assert browser.complaints() == []
     assert browser.requests() == [pages[name].as_uri()]
 
@@ -92,7 +96,6 @@ def background(browser: Any) -> int:
 def test_light_and_dark(browser: Any, pages: dict[str, Path]) -> None:
     browser.open(pages["one"], scheme="dark")
     assert background(browser) < 150
-    dark = browser.screenshot()
     seen = []
     for _ in range(3):
         browser.run("document.getElementById('theme').click()")
@@ -103,7 +106,6 @@ def test_light_and_dark(browser: Any, pages: dict[str, Path]) -> None:
     browser.open(pages["one"], scheme="light")
     assert background(browser) > 700
     assert browser.run(ink) == "rgb(47, 111, 219)"
-    assert browser.screenshot() != dark
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -245,11 +247,3 @@ def test_alarms_are_marked_and_listed(browser: Any, pages: dict[str, Path]) -> N
     assert browser.run(column) > 40
     browser.run("document.querySelectorAll('.run-toggle')[1].click()")
     assert browser.run(column) == 0
-
-
-def test_other_metrics_are_drawn_when_asked_for(browser: Any, pages: dict[str, Path]) -> None:
-    browser.open(pages["one"])
-    browser.run("document.getElementById('more').open = true")
-    browser.wait_for("document.querySelectorAll('#more-figures figure canvas').length > 5")
-    assert all(colours > 10 for _, colours in browser.run(COUNT_PAINTED))
-    assert browser.complaints() == []
