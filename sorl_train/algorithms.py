@@ -49,7 +49,7 @@ class Algorithm:
         normalize: scale steps down when the clipping bias is large (eq:ST_PPO_mc, eq:GRPO_MC).
         about: one line for ``--help`` and docs/algorithms.md.
         equation: label of the objective in the paper, or where else it comes from.
-        surrogate: the objective of each token: a name of ``sorl_train.losses.surrogates.SURROGATES``, or a function of
+        surrogate: the objective of each token: a name of ``sorl_train.losses.policy.SURROGATES``, or a function of
             importance ratios (N,), advantages (N,) and a ``ClipRange`` that returns (N,) values to maximize. None
             stands for PPO's clipped surrogate.
         defaults: settings by dotted name that come with the algorithm, such as the clip range that its paper

@@ -18,16 +18,16 @@ from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import Trajectory, write_jsonl
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.advantages import batch_metrics
-from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.backend import Backend, TorchBackend
+from sorl_train.learner.batch import Batch, Collected, collate, load_waiting, save_waiting
 from sorl_train.learner.dapo import num_groups, shape_and_filter, with_signal
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit
-from sorl_train.learner.optimizer_step import Means, NonFiniteError, adamw
+from sorl_train.learner.optimizer_step import Means, NonFiniteError, adamw, load_optimizers, save_optimizers
 from sorl_train.learner.replay import Mixed, ReplayBuffer
-from sorl_train.learner.scoring import score, token_records
-from sorl_train.learner.settings import is_on_policy, learning_rate, mini_batches, steps_of_batch
-from sorl_train.learner.state import Collected, load_optimizers, load_waiting, save_optimizers, save_waiting
+from sorl_train.learner.scoring import score, token_records, with_scores
 from sorl_train.learner.trust_region import final_kl_sample
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
+from sorl_train.learner.update_settings import is_on_policy, mini_batches, steps_of_batch
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_adapters, load_critic, load_policy, load_tokenizer, save_policy
 from sorl_train.rollout.environments import answers_of, make_env, without_tools
@@ -61,7 +61,7 @@ class LocalEngine:
         self.step = 0  # training steps done
         self.waiting: deque[Collected] = deque()  # batches to train on, oldest first
         self.replay = ReplayBuffer(config.replay, is_success)
-        # of a step whose trajectories are kept: its batch, and what the update saw of each trajectory
+        # the batch of the last update, with log-probabilities and entropies by trajectory, if this step is saved
         self.last_update_stats: tuple[Batch, dict[str, tuple[Tensor, Tensor]]] | None = None
 
     def load(self, folder: Path | None) -> None:
@@ -89,17 +89,18 @@ class LocalEngine:
                 self.policy, self.tokenizer, sampler.max_concurrency, hardware.dtype
             )
         optimizer = adamw(self.policy, config.optim, config.optim.lr)
-        self.policy_update = PolicyUpdate(self.policy, optimizer, config)
+        how: Any = {"dtype": hardware.dtype, "temperature": sampler.temperature}
+        self.policy_update = PolicyUpdate(TorchBackend(self.policy, optimizer, **how), config)
         self.optimizers = {"actor": optimizer}
         self.critic_update: CriticUpdate | None = None
         if config.algorithm.needs_critic:
             critic = load_critic(str(folder / "critic") if folder else config.critic or source, **loading)
             self.optimizers["critic"] = adamw(critic, config.optim, config.optim.critic_lr)
-            self.critic_update = CriticUpdate(critic, self.optimizers["critic"], config)
-        self.reference = None
+            self.critic_update = CriticUpdate(TorchBackend(critic, self.optimizers["critic"], **how), config)
+        self.reference: TorchBackend | None = None
         if config.loss.kl_coef > 0:
-            self.reference = load_policy(self.model_folder, **loading)
-            self.reference.requires_grad_(False).eval()
+            reference = load_policy(self.model_folder, **loading)
+            self.reference = TorchBackend(reference.requires_grad_(False).eval(), **how)
         self._check_models()
         if folder:
             self.replay.load(folder)
@@ -124,11 +125,11 @@ class LocalEngine:
                 f"padding is computed, too, because this model's rows cannot be packed: {why}"
             )
         if self.reference is not None:
-            check_policy(self.reference, self.longest, sampled=False, trained=False)
-            try_packing(self.reference, self.longest)
+            check_policy(self.reference.model, self.longest, sampled=False, trained=False)
+            try_packing(self.reference.model, self.longest)
         if self.critic_update is not None:
-            check_critic(self.critic_update.critic, self.longest)
-            try_packing_critic(self.critic_update.critic, self.longest)
+            check_critic(self.critic_update.backend.model, self.longest)
+            try_packing_critic(self.critic_update.backend.model, self.longest)
 
     # -- the parts of a step, in the order of ``train`` -----------------------------------------------------------
 
@@ -207,13 +208,13 @@ class LocalEngine:
     def score(self, batch: Batch) -> Batch:
         """Fill in old (unless ``on_policy``) and reference log-probabilities and values."""
         self.policy.eval()
-        critic = None if self.critic_update is None else self.critic_update.critic
-        if critic is not None:
-            critic.eval()
-        models = {} if self.on_policy else {"old_log_probs": self.policy}
+        backends: dict[str, Backend] = {} if self.on_policy else {"old_log_probs": self.policy_update.backend}
         if self.reference is not None:
-            models["ref_log_probs"] = self.reference
-        return score(batch, models, critic, self.config, self.device)
+            backends["ref_log_probs"] = self.reference
+        if self.critic_update is not None:
+            backends["values"] = self.critic_update.backend
+            self.critic_update.backend.model.eval()
+        return with_scores(batch, score(batch, backends, self.config.update.log_prob_micro_batch_size))
 
     def check_mismatch(self, batch: Batch, step: int) -> None:
         """End the run if the sampler and its weights disagree about the log-probabilities of ``batch``."""
@@ -236,48 +237,39 @@ class LocalEngine:
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimizer steps on one rollout batch; returns ``loss/`` metrics."""
         config, means = self.config, Means()
-        trains_policy = train_policy = step > config.critic_warmup_steps
+        trains_policy = step > config.critic_warmup_steps
         if trains_policy:
-            batch = self._begin_batch(batch)
-        batches = list(mini_batches(batch, config, step))
-        per_step = steps_of_batch(config)
-        total = per_step * config.update.steps
-        optim = config.optim
+            batch = self._with_start(batch)
+        minis, done = list(mini_batches(batch, config, step)), (step - 1) * steps_of_batch(config)
         seen: dict[str, tuple[Tensor, Tensor]] = {}  # by trajectory: its last log-probabilities and entropies
-        self.policy.train()  # without it gradient checkpointing is off
-        if self.critic_update is not None:
-            self.critic_update.critic.train()
-        with self.recorder.stage("update", len(batches)) as advance:
-            for number, mini in enumerate(batches):
-                done = (step - 1) * per_step + number
-                if self.critic_update is not None:
-                    lr = learning_rate(optim, optim.critic_lr, optim.critic_warmup_ratio, done, total)
-                    self.critic_update.step(mini, lr, means)
-                if train_policy:
-                    lr = learning_rate(optim, optim.lr, optim.warmup_ratio, done, total)
-                    log_probs, entropies = self.policy_update.step(mini, lr, means)
+        critic = self.critic_update
+        with self.recorder.stage("update", len(minis) * (trains_policy + (critic is not None))) as advance:
+            if critic is not None:
+                critic.backend.model.train()
+                for _ in critic.steps(minis, done, means):
+                    advance(1)
+            if trains_policy:
+                self.policy.train()  # without it gradient checkpointing is off
+                for mini, log_probs, entropies in self.policy_update.steps(minis, done, means):
                     if self.recorder.is_saved(step):
                         seen |= zip(mini.ids, zip(log_probs, entropies, strict=True), strict=True)
                     if self.on_policy:
                         batch = mini.with_fields(old_log_probs=log_probs)
                         self.check_mismatch(batch, step)
-                    train_policy = not self.policy_update.past_target_kl
-                advance(1)
-            if trains_policy:
+                    advance(1)
                 self.policy_update.end_batch(batch.rows(final_kl_sample(batch.loss_mask)), means)
         self.last_update_stats = (batch, seen) if seen else None
         return means.result() | batch_metrics(batch)
 
-    def _begin_batch(self, batch: Batch) -> Batch:
-        """Begin the policy's trust region, and add what it and ``update.target_kl`` measure from if older weights
-        sampled some of the batch."""
-        self.policy_update.begin_batch()
+    def _with_start(self, batch: Batch) -> Batch:
+        """Add what ``update.trust_kl`` and ``update.target_kl`` measure from if older weights sampled some of it."""
         is_older = self.config.rollout.max_staleness > 0 or batch.replayed is not None
         update = self.config.update
         if not is_older or (update.trust_kl is None and update.target_kl is None):
             return batch
         self.policy.eval()
-        return score(batch, {"start_log_probs": self.policy}, None, self.config, self.device)
+        backends = {"start_log_probs": self.policy_update.backend}
+        return with_scores(batch, score(batch, backends, update.log_prob_micro_batch_size))
 
     def evaluate(self, limit: int, search_off: bool = False) -> dict[str, float]:
         """``eval/`` metrics of the policy on at most ``limit`` questions of the evaluation split."""
@@ -317,7 +309,7 @@ class LocalEngine:
 
     def _save_rest(self, folder: Path) -> None:
         if self.critic_update is not None:
-            self.critic_update.critic.save(folder / "critic")  # type: ignore[operator]
+            self.critic_update.backend.model.save(folder / "critic")
         save_optimizers(folder / "optimizer.safetensors", self.optimizers)
         save_waiting(folder, self.waiting)
         self.replay.save(folder)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sorl_env.trajectory import Trajectory
+from sorl_env.trajectory import Trajectory, read_jsonl, write_jsonl
 from sorl_train.algorithms import AnchorState
 
 
@@ -192,3 +194,36 @@ def state_keys(trajectory: Trajectory, anchor_state: AnchorState) -> list[Hashab
         keys.append(said[-1] if anchor_state == "observation" else tuple(said))
         end = turn.end
     return keys
+
+
+@dataclass(frozen=True)
+class Collected:
+    """One step's trajectories, and the tensors of those to train on (None if there are none)."""
+
+    trajectories: list[Trajectory]
+    batch: Batch | None
+
+
+_SCORES = ("old_log_probs", "ref_log_probs", "values")
+
+
+def save_waiting(folder: Path, waiting: Iterable[Collected]) -> None:
+    """Write the batches that wait, with their scores: the weights that computed these are gone after a resume."""
+    for number, item in enumerate(waiting):
+        write_jsonl(folder / f"stale_{number}.jsonl", item.trajectories)
+        if item.batch is not None:
+            scores = ((name, getattr(item.batch, name)) for name in _SCORES)
+            found = {name: values for name, values in scores if values is not None}
+            save_file(found, folder / f"stale_{number}.safetensors")
+
+
+def load_waiting(folder: Path, usable: Callable[[list[Trajectory]], Batch | None]) -> list[Collected]:
+    """Inverse of ``save_waiting``; ``usable`` makes the tensors of those trajectories that are trained on."""
+    waiting: list[Collected] = []
+    while (path := folder / f"stale_{len(waiting)}.jsonl").is_file():
+        trajectories = list(read_jsonl(path))
+        batch = usable(trajectories)
+        if batch is not None:
+            batch = batch.with_fields(**load_file(path.with_suffix(".safetensors")))
+        waiting.append(Collected(trajectories, batch))
+    return waiting

@@ -1,17 +1,20 @@
-"""What the optimizer steps of policy and critic share: micro-batches, denominators, the step, means of metrics."""
+"""What the optimizer steps of policy and critic share: AdamW and its file, micro-batches, means of metrics."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sorl_train.algorithms import Aggregation
 from sorl_train.config.settings import OptimConfig
+from sorl_train.learner.backend import Backend
 from sorl_train.learner.batch import Batch
 from sorl_train.losses.terms import loss_denominator, sum_over_ranks
 
@@ -52,52 +55,54 @@ def adamw(model: nn.Module, optim: OptimConfig, lr: float = 1e-3) -> torch.optim
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=optim.adam_eps, fused=True)
 
 
+def save_optimizers(path: Path, optimizers: dict[str, torch.optim.Optimizer]) -> None:
+    """Write moments and step counters of named optimizers, made by ``adamw``, into one safetensors file.
+
+    Names have a parameter's position in the model, whichever parameters are together in a group.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, optimizer in optimizers.items():
+        positions = _positions(optimizer)
+        for index, state in optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                tensors[f"{name}.{positions[index]}.{key}"] = (
+                    torch.as_tensor(value).detach().cpu().contiguous()
+                )
+    save_file(tensors, path)
+
+
+def load_optimizers(path: Path, optimizers: dict[str, torch.optim.Optimizer]) -> None:
+    """Inverse of ``save_optimizers``. Learning rates are not in the file: the schedule sets them at each step."""
+    states: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in optimizers}
+    index_of = {
+        name: {position: index for index, position in enumerate(_positions(optimizer))}
+        for name, optimizer in optimizers.items()
+    }
+    for full_name, tensor in load_file(path).items():
+        name, position, key = full_name.split(".")
+        states[name].setdefault(index_of[name][int(position)], {})[key] = tensor
+    for name, optimizer in optimizers.items():
+        optimizer.load_state_dict(
+            {"state": states[name], "param_groups": optimizer.state_dict()["param_groups"]}
+        )
+
+
+def _positions(optimizer: torch.optim.Optimizer) -> list[int]:
+    """For each parameter in the optimizer's order, its position in the model's."""
+    return [position for group in optimizer.param_groups for position in group["positions"]]
+
+
 def mean_over(mini: Batch, aggregation: Aggregation) -> dict[str, Any]:
     """Arguments that make every loss of a micro-batch its part of the mean over the whole mini-batch."""
     (denominator,) = sum_over_ranks(loss_denominator(mini.loss_mask, aggregation))
     return {"aggregation": aggregation, "denominator": denominator}
 
 
-def on_device(
-    mini: Batch, size: int, parameters: Sequence[Tensor], *, by_group: bool = False
-) -> Iterator[tuple[Tensor, Batch, bool]]:
-    """The micro-batches of ``mini``: their rows in it, themselves on the parameters' device, whether it is the last."""
-    micros = list(mini.micro_batches(size, by_group=by_group))
+def on_device(mini: Batch, size: int, backend: Backend) -> Iterator[tuple[Tensor, Batch, bool]]:
+    """The micro-batches of ``mini``: their rows in it, themselves on the backend's device, whether it is the last."""
+    micros = list(mini.micro_batches(size, by_group=backend.packs))
     for number, (rows, micro) in enumerate(micros, start=1):
-        yield rows, micro.to(parameters[0].device), number == len(micros)
-
-
-def take_step(
-    parameters: Sequence[Tensor],
-    optimizer: torch.optim.Optimizer,
-    lr: float,
-    limit: float | None,
-    what: str,
-    ids: tuple[str, ...],
-    grad_scale: float = 1.0,
-) -> float:
-    """Multiply the gradient by ``grad_scale``, clip it to ``limit``, step; returns the gradient's norm before both.
-
-    If that norm is not finite, no step is taken: ``NonFiniteError``, with ``what`` and ``ids``.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    grad_norm = float(nn.utils.get_total_norm(gradients))
-    if not math.isfinite(grad_norm):
-        raise NonFiniteError(what, ids)
-    if grad_scale != 1.0:
-        torch._foreach_mul_(gradients, grad_scale)
-    if limit is not None:
-        nn.utils.clip_grad_norm_(parameters, limit)
-    set_lr(optimizer, lr)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return grad_norm
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give all groups of parameters the same learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+        yield rows, micro.to(backend.device), number == len(micros)
 
 
 PEAKS = ("grad_norm", "clip_bias_norm")  # metrics whose largest value is reported beside their mean

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from sorl_env.trajectory import Trajectory, read_jsonl, write_jsonl
 from sorl_train.config.run_settings import ReplayConfig
-from sorl_train.learner.batch import Batch
-from sorl_train.learner.state import Collected
+from sorl_train.learner.batch import Batch, Collected
 
 _SCORES = ("old_log_probs", "ref_log_probs")  # the fields of a batch that are kept with a trajectory
 

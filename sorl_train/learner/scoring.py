@@ -3,52 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.backend import Backend
 from sorl_train.learner.batch import Batch
-from sorl_train.learner.optimizer_step import NonFiniteError
+from sorl_train.learner.optimizer_step import NonFiniteError, on_device
 from sorl_train.losses.policy import LossSettings
 from sorl_train.losses.segments import Segments, importance_ratio
-from sorl_train.models.forward import action_stats, autocast
-from sorl_train.models.packed_attention import packs
 from sorl_train.run.metrics_log import TokenRecord
+
+_WHAT = {"rollout_log_probs": "a sampled log-probability", "old_log_probs": "a recomputed log-probability"}
 
 
 @torch.no_grad()
-def score(
-    batch: Batch, policies: Mapping[str, Any], critic: Any, config: TrainConfig, device: torch.device
-) -> Batch:
-    """Fill in log-probabilities, one field for each of ``policies``, and the critic's values if there is one.
+def score(batch: Batch, backends: Mapping[str, Backend], size: int) -> dict[str, Tensor]:
+    """Fields of the batch, (B, T) float32 on the CPU, each computed by its backend in micro-batches of ``size`` rows.
 
-    Raises ``NonFiniteError`` if a log-probability of the sampler or of the policy is NaN or infinite.
+    A critic computes ``values``; the other fields are log-probabilities of the policy's tokens.
     """
-    fields = {name: torch.zeros(batch.action_mask.shape) for name in policies}
-    if critic is not None:
-        fields["values"] = torch.zeros(batch.action_mask.shape)
-    models = [*policies.values(), *([] if critic is None else [critic.backbone])]
-    by_group = all(map(packs, models))
-    for index, micro in batch.micro_batches(config.update.log_prob_micro_batch_size, by_group=by_group):
-        micro = micro.to(device)
-        columns = slice(0, micro.action_mask.shape[1])
-        with autocast(config.hardware.dtype, device):
-            for name, model in policies.items():
-                temperature = config.sampler.temperature
-                stats = action_stats(model, micro.token_ids, micro.action_mask, temperature=temperature)
-                fields[name][index, columns] = stats.log_probs.float().cpu()
-            if critic is not None:
-                fields["values"][index, columns] = critic(micro.token_ids, micro.action_mask).float().cpu()
-    checked = {"a sampled": batch.rollout_log_probs, "a recomputed": fields.get("old_log_probs")}
-    for name, figures in checked.items():
-        if figures is None:
-            continue
-        broken = (~torch.isfinite(figures)).any(dim=1)
-        if broken.any():
-            ids = tuple(batch.ids[i] for i in broken.nonzero()[:, 0].tolist())
-            raise NonFiniteError(f"{name} log-probability", ids)
+    fields = {name: torch.zeros(batch.action_mask.shape) for name in backends}
+    for name, backend in backends.items():
+        for rows, micro, _ in on_device(batch, size, backend):
+            mask = micro.action_mask
+            part = (
+                backend.values(micro, mask) if name == "values" else backend.log_probs(micro, mask).log_probs
+            )
+            fields[name][rows, : mask.shape[1]] = part.float().cpu()
+    return fields
+
+
+def with_scores(batch: Batch, fields: Mapping[str, Tensor]) -> Batch:
+    """The batch with these fields; raises ``NonFiniteError`` if one of them, or of the sampler's, is not finite."""
+    for name, figures in {"rollout_log_probs": batch.rollout_log_probs, **fields}.items():
+        broken = (~torch.isfinite(figures)).any(dim=1).nonzero()[:, 0].tolist()
+        if broken:
+            raise NonFiniteError(_WHAT.get(name, f"one of the {name}"), tuple(batch.ids[i] for i in broken))
     return batch.with_fields(**fields)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sorl_env.errors import UserError
+from sorl_train.learner.backend import HeldWeights
 from sorl_train.learner.batch import Batch
 from sorl_train.losses.terms import sum_over_ranks
 
@@ -91,17 +92,13 @@ class TrustRegion:
         for start, now in zip(self._start, weights, strict=True):
             start.copy_(now.detach())
 
-    def pull_inside(
-        self, weights: Sequence[Tensor], measure: Callable[[], float], moved: Callable[[], None]
-    ) -> float:
+    def pull_back_until_inside(self, held: HeldWeights, measure: Callable[[], float]) -> float:
         """Move the weights back until they are inside the region; returns their KL there.
 
-        Args:
-            measure: computes the KL at the current weights. The first call after ``begin`` comes before the first step.
-            moved: brings copies of the weights up to date after a move.
+        ``measure`` computes the KL at the current weights, and may add up a gradient, which a move back discards. The
+        first call after ``begin`` comes before the first step.
 
-        Raises:
-            UserError: the KL was above half of the limit at the weights that began the batch.
+        Raises UserError if the KL was above half of the limit at the weights that began the batch.
         """
         kl = measure()
         if not self._moved:
@@ -111,8 +108,9 @@ class TrustRegion:
             self.largest = max(self.largest, kl)
             if kl <= self.limit:
                 break
-            self.go_back(weights, kl, move)
-            moved()
+            self.go_back(held.weights(), kl, move)
+            held.discard_gradient()
+            held.sync_weights()
             kl = measure()
         else:
             self._check_noise(kl)

@@ -1,35 +1,32 @@
 """One collected batch becomes optimizer steps: micro-batches, normalization, gradient clipping.
 
-The batch's advantages come from ``advantages``, its mini-batches and their learning rates from ``schedule``.
-
-The classes here are the algorithm; as they are they train a plain torch module on one device. An engine that holds
-weights and gradients in another way overrides the methods that touch them: ``stats``, ``_may_have_gradient``,
-``_backward``, ``_apply``, and for the trust region ``_weights``, ``_weights_moved`` and ``_discard_gradient``. Sums
-over a mini-batch run over its micro-batches and, where torch.distributed runs, over its ranks.
+The batch's advantages come from ``advantages``, its mini-batches and their learning rates from ``update_settings``. A
+``Backend`` holds weights and gradients. Sums over a mini-batch run over its micro-batches and, where torch.distributed
+runs, over its ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.backend import Backend
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.diagnostics import RatioDiagnostics, diagnose_ratios
-from sorl_train.learner.optimizer_step import Means, NonFiniteError, mean_over, on_device, take_step
-from sorl_train.learner.settings import loss_settings
+from sorl_train.learner.optimizer_step import Means, NonFiniteError, mean_over, on_device
 from sorl_train.learner.trust_region import TrustRegion, token_kl
+from sorl_train.learner.update_settings import learning_rates, loss_settings
 from sorl_train.losses.clip_bias import LossStats, Normalization, normalization
 from sorl_train.losses.log_probs import TokenStats
 from sorl_train.losses.policy import LossOutput, policy_loss
 from sorl_train.losses.terms import aggregate, kl_penalty, sum_over_ranks, value_loss
-from sorl_train.models.forward import action_stats, autocast, disable_dropout
-from sorl_train.models.packed_attention import packs
+from sorl_train.models.forward import disable_dropout
 
 
 class _Totals:
@@ -39,7 +36,7 @@ class _Totals:
         self.log_probs, self.entropies = torch.zeros(shape), torch.zeros(shape)
         self.losses: dict[str, float] = defaultdict(float)
         self.stats: LossStats | None = None
-        self.not_finite: tuple[str, ...] = ()  # trajectories of micro-batches whose loss is not
+        self.not_finite: tuple[str, ...] = ()  # trajectories of micro-batches with a non-finite loss
 
     def add(self, rows: Tensor, found: TokenStats, output: LossOutput, losses: Mapping[str, Tensor]) -> None:
         """Add a micro-batch, which is the ``rows`` of the mini-batch."""
@@ -57,29 +54,43 @@ class PolicyUpdate:
 
     Attributes:
         past_target_kl: whether the newest mini-batch found the policy further than ``update.target_kl`` from the one
-            that the update of its batch began with (``token_kl``). An engine then takes no more steps on the batch.
+            that the update of its batch began with (``token_kl``).
+        trust: the trust region; None: there is none.
     """
 
     past_target_kl = False
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
+    def __init__(self, backend: Backend, config: TrainConfig) -> None:
         is_rl = config.stage == "rl"  # supervised fine-tuning has dropout, and no trust region
         if is_rl:
-            disable_dropout(model)
-        self.model = model
-        self.optimizer = optimizer
+            disable_dropout(backend.model)
+        self.backend = backend
         self.config = config
         self.loss_settings = loss_settings(config)
         self.normalize = config.algorithm.normalize
         self.kl_coef = config.loss.kl_coef if config.loss.kl_in == "loss" else 0.0
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
         limit = config.update.trust_kl if is_rl else None
         self.trust = None if limit is None else TrustRegion(limit, config.update.trust_max_scale)
 
     def begin_batch(self) -> None:
         """Called before the first step on a rollout batch."""
         if self.trust is not None:
-            self.trust.begin(self._weights())
+            self.trust.begin(self.backend.weights())
+
+    def steps(
+        self, minis: Iterable[Batch], done: int, means: Means
+    ) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+        """The steps on a rollout batch, up to ``update.target_kl``; ``done`` steps came before. ``end_batch`` follows.
+
+        Yields each mini-batch after its step, with what ``step`` returns.
+        """
+        self.begin_batch()
+        optim = self.config.optim
+        rates = learning_rates(self.config, optim.lr, optim.warmup_ratio, done)
+        for mini, lr in zip(minis, rates, strict=False):
+            yield mini, *self.step(mini, lr, means)
+            if self.past_target_kl:
+                break
 
     def step(self, mini: Batch, lr: float, means: Means) -> tuple[Tensor, Tensor]:
         """One optimizer step on the mini-batch ``mini``, the same however it is cut into micro-batches.
@@ -98,11 +109,12 @@ class PolicyUpdate:
         names, values = totals.losses.keys(), sum_over_ranks(*totals.losses.values())
         stats = totals.stats.all_reduce()
         scales = self._normalization(stats)
-        # nothing asks for such a step, and a trust region could not see what it does to other questions
+        # without advantages Adam's momentum would move the weights, unseen by the trust region
         skips = self.config.update.skip_without_signal or self.trust is not None
         if not float(stats.tokens) or (skips and not float(stats.signal)):
             scales = dataclasses.replace(scales, update_scale=0.0)
-        grad_norm = self._apply(scales, lr, mini)
+        rate, clip = lr * scales.update_scale, self.config.optim.max_grad_norm
+        grad_norm = _finite(self.backend.step(rate, clip, scales.grad_scale), "the policy gradient", mini)
         means.add(
             **dict(zip(names, values, strict=True)),
             grad_norm=grad_norm,
@@ -111,7 +123,7 @@ class PolicyUpdate:
             normalized_frac=float(scales.factor < 1.0),
             clip_bias_norm=scales.norm,
             lr=scheduled,
-            effective_lr=lr * scales.update_scale,
+            effective_lr=rate,
             **{f"clip_bias_{name}": value for name, value in stats.norms().items()},
             **stats.metrics(),
             **self._diagnose(mini, totals.log_probs).metrics(),
@@ -122,8 +134,8 @@ class PolicyUpdate:
         """Called after the last step on a rollout batch, with the trajectories of ``final_kl_sample``, if any."""
         if self.trust is None or not len(sample):
             return
-        self.model.eval()
-        kl = self.trust.pull_inside(self._weights(), lambda: self._kl(sample), self._weights_moved)
+        self.backend.model.eval()
+        kl = self.trust.pull_back_until_inside(self.backend, lambda: self._kl(sample))
         if means.any("signal_frac"):
             self.trust.end()
         means.add(
@@ -138,7 +150,7 @@ class PolicyUpdate:
         """Mean token KL of the current policy to the one that the batch's update began with."""
         log_probs = torch.zeros(batch.loss_mask.shape)
         for rows, micro, _ in self._micro_batches(batch):
-            found = self.stats(micro, micro.loss_mask).log_probs.float().cpu()
+            found = self.backend.log_probs(micro, micro.loss_mask).log_probs.float().cpu()
             log_probs[rows, : found.shape[1]] = found
         return token_kl(log_probs, batch)
 
@@ -151,11 +163,7 @@ class PolicyUpdate:
             totals = self._accumulate(mini)
             return token_kl(totals.log_probs, mini)
 
-        def moved() -> None:
-            self._discard_gradient()
-            self._weights_moved()
-
-        trust.pull_inside(self._weights(), measure, moved)
+        trust.pull_back_until_inside(self.backend, measure)
         assert totals is not None
         return totals
 
@@ -168,7 +176,7 @@ class PolicyUpdate:
             assert micro.advantages is not None
             learns = self._may_have_gradient(micro)
             with torch.set_grad_enabled(learns):
-                found = self.stats(micro, micro.loss_mask, entropy=True, logit_scale=True)
+                found = self.backend.log_probs(micro, micro.loss_mask, entropy=True, logit_scale=True)
             assert found.entropy is not None
             output = policy_loss(
                 found.log_probs,
@@ -192,10 +200,10 @@ class PolicyUpdate:
             if not torch.isfinite(losses["policy"]):
                 totals.not_finite += micro.ids
             if learns:
-                self._backward(losses["policy"], last)
+                self.backend.backward(losses["policy"], last)
             totals.add(rows, found, output, losses)
         if not self._may_have_gradient(mini):  # then Adam gets gradients of zero, and not none
-            for parameter in self.parameters:
+            for parameter in self.backend.parameters:
                 parameter.grad = torch.zeros_like(parameter)
         return totals
 
@@ -206,13 +214,14 @@ class PolicyUpdate:
         is not.
         """
         assert micro.advantages is not None
-        if self.config.loss.entropy_coef or (self.kl_coef and micro.ref_log_probs is not None):
+        if self.backend.always_backward or self.config.loss.entropy_coef:
+            return True
+        if self.kl_coef and micro.ref_log_probs is not None:
             return True
         return bool((micro.advantages[micro.loss_mask] != 0).any())
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, Batch, bool]]:
-        size = self.config.update.micro_batch_size
-        return on_device(batch, size, self.parameters, by_group=packs(self.model))
+        return on_device(batch, self.config.update.micro_batch_size, self.backend)
 
     def _diagnose(self, mini: Batch, log_probs: Tensor) -> RatioDiagnostics:
         assert mini.advantages is not None
@@ -226,33 +235,6 @@ class PolicyUpdate:
             settings=self.loss_settings,
         ).all_reduce()
 
-    def stats(self, micro: Batch, mask: Tensor, **wanted: bool) -> TokenStats:
-        """Log-probabilities of the tokens of ``mask``, and the other ``TokenStats`` that are wanted, (B, T)."""
-        temperature = self.config.sampler.temperature
-        with autocast(self.config.hardware.dtype, micro.token_ids.device):
-            return action_stats(self.model, micro.token_ids, mask, temperature=temperature, **wanted)
-
-    def _backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of one micro-batch; ``last`` is True for the last one of the mini-batch."""
-        loss.backward()
-
-    def _weights(self) -> Sequence[Tensor]:
-        """The weights that the optimizer steps on, as this rank holds them, each time in the same order."""
-        return self.parameters
-
-    def _weights_moved(self) -> None:
-        """Bring copies of ``_weights`` up to date after they were moved back."""
-
-    def _discard_gradient(self) -> None:
-        """Forget the gradient of a mini-batch whose last micro-batch has gone through ``_backward``."""
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
-        """Scale and clip the gradient and take the step; returns the norm of the gradient before both."""
-        limit, rate = self.config.optim.max_grad_norm, lr * scales.update_scale
-        what = "the policy gradient"
-        return take_step(self.parameters, self.optimizer, rate, limit, what, mini.ids, scales.grad_scale)
-
     def _normalization(self, stats: LossStats) -> Normalization:
         loss = self.config.loss
         norm = loss.clip_bias_norm
@@ -264,12 +246,18 @@ class PolicyUpdate:
 class CriticUpdate:
     """Optimizer steps of the critic."""
 
-    def __init__(self, critic: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
-        disable_dropout(critic)
-        self.critic = critic
-        self.optimizer = optimizer
+    def __init__(self, backend: Backend, config: TrainConfig) -> None:
+        disable_dropout(backend.model)
+        self.backend = backend
         self.config = config
-        self.parameters = list(critic.parameters())
+
+    def steps(self, minis: Iterable[Batch], done: int, means: Means) -> Iterator[Batch]:
+        """The steps on a rollout batch; ``done`` steps came before. Yields each mini-batch after its step."""
+        optim = self.config.optim
+        rates = learning_rates(self.config, optim.critic_lr, optim.critic_warmup_ratio, done)
+        for mini, lr in zip(minis, rates, strict=False):
+            self.step(mini, lr, means)
+            yield mini
 
     def step(self, mini: Batch, lr: float, means: Means) -> None:
         """One optimizer step towards the returns; none without loss tokens, where Adam would follow its momentum."""
@@ -277,35 +265,25 @@ class CriticUpdate:
         if not how["denominator"]:  # on any rank
             return
         total, clip = 0.0, self.config.loss.value_clip
-        by_group = packs(getattr(self.critic, "backbone", None))  # OpenRLHF's critic has none
-        size = self.config.update.critic_micro_batch_size
-        for _, micro, last in on_device(mini, size, self.parameters, by_group=by_group):
+        for _, micro, last in on_device(mini, self.config.update.critic_micro_batch_size, self.backend):
             assert micro.returns is not None
-            values = self.values(micro)
+            values = self.backend.values(micro, micro.loss_mask)
             loss = value_loss(
                 values, micro.returns, micro.loss_mask, old_values=micro.values, clip_eps=clip, **how
             )
             if not torch.isfinite(loss):
                 raise NonFiniteError("the value loss", micro.ids)
-            self._backward(loss, last)
+            self.backend.backward(loss, last)
             total += float(loss.detach())
         (total,) = sum_over_ranks(total)
-        means.add(value=total, critic_grad_norm=self._apply(lr, mini))
+        grad_norm = self.backend.step(lr, self.config.optim.max_grad_norm)
+        means.add(value=total, critic_grad_norm=_finite(grad_norm, "the critic's gradient", mini))
 
-    def values(self, micro: Batch) -> Tensor:
-        """Values (B, T) of the loss tokens."""
-        with autocast(self.config.hardware.dtype, micro.token_ids.device):
-            values: Tensor = self.critic(micro.token_ids, micro.loss_mask)
-        return values
 
-    def _backward(self, loss: Tensor, last: bool) -> None:
-        """As ``PolicyUpdate._backward``."""
-        loss.backward()
-
-    def _apply(self, lr: float, mini: Batch) -> float:
-        """Clip the gradient and take the step; returns the norm of the gradient."""
-        limit, what = self.config.optim.max_grad_norm, "the critic's gradient"
-        return take_step(self.parameters, self.optimizer, lr, limit, what, mini.ids)
+def _finite(grad_norm: float, what: str, mini: Batch) -> float:
+    if not math.isfinite(grad_norm):
+        raise NonFiniteError(what, mini.ids)
+    return grad_norm
 
 
 def _old_log_probs(batch: Batch, current: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def main() -> None:
     from openrlhf.trainer.ray import ppo_actor, ppo_critic, vllm_engine
 
     from sorl_train.openrlhf import trainers, workers
-    from sorl_train.openrlhf.watch import started_workers, watched
+    from sorl_train.openrlhf.worker_watchdog import started_workers, watched
     from sorl_train.run.files import join_lock
 
     join_lock()

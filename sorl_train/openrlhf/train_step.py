@@ -28,12 +28,13 @@ from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.dapo import overlong_metrics, shape_and_filter
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit, sampled_by
 from sorl_train.learner.optimizer_step import NonFiniteError
-from sorl_train.learner.settings import mini_batches, steps_of_batch
+from sorl_train.learner.scoring import with_scores
 from sorl_train.learner.trust_region import final_kl_sample
+from sorl_train.learner.update_settings import mini_batches, steps_of_batch
 from sorl_train.models.policy import model_shape
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.prompts import evaluation_loader, exclude_older
-from sorl_train.openrlhf.shares import by_rank, put_together, rows_by_rank
+from sorl_train.openrlhf.rank_shards import by_rank, put_together, rows_by_rank
 from sorl_train.openrlhf.workers import ACTOR, CRITIC, run_config, run_folder
 from sorl_train.rollout.environments import answers_of, make_env, training_examples
 from sorl_train.rollout.metrics import (
@@ -212,11 +213,7 @@ class TrainStep:
             fields["values"] = values.masked_fill_(~batch.action_mask, 0.0)
         if self.reference_model_group is not None:
             fields["ref_log_probs"] = self.reference_log_probs(batch)
-        for name, figures in fields.items():
-            broken = (~torch.isfinite(figures)).any(dim=1).nonzero()[:, 0].tolist()
-            if broken:
-                raise NonFiniteError(f"one of the {name}", tuple(batch.ids[i] for i in broken))
-        return batch.with_fields(**fields)
+        return with_scores(batch, fields)
 
     def check_mismatch(self, batch: Batch, trajectories: Sequence[Trajectory], step: int) -> None:
         """End the run if vLLM and the newest weights disagree about turns that these weights sampled."""

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 
-from sorl_train.learner.settings import steps_of_batch
+from sorl_train.learner.update_settings import steps_of_batch
 from sorl_train.openrlhf.prompts import JobLoader, training_loader
 from sorl_train.openrlhf.train_step import TrainStep, TrajectoryGenerator
 from sorl_train.openrlhf.workers import run_config

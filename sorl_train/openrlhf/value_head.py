@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from sorl_env.errors import UserError
 from sorl_train.config.settings import OptimConfig
-from sorl_train.learner.optimizer_step import adamw, set_lr
-from sorl_train.learner.state import load_optimizers, save_optimizers
+from sorl_train.learner.backend import set_lr
+from sorl_train.learner.optimizer_step import adamw, load_optimizers, save_optimizers
 from sorl_train.models.policy import VALUE_HEAD_FILE
 
 OPTIMIZER_FILE = "value_head_optimizer.safetensors"

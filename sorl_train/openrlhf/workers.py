@@ -1,13 +1,10 @@
-"""OpenRLHF's model workers with our losses: the updates of ``learner.update`` on DeepSpeed engines."""
+"""OpenRLHF's model workers, with the updates of ``learner.update`` on their DeepSpeed engines."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
-import math
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +15,13 @@ from torch import Tensor
 
 from sorl_train.config.files import read_resolved
 from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.backend import Backend
 from sorl_train.learner.batch import Batch
-from sorl_train.learner.optimizer_step import Means, NonFiniteError
-from sorl_train.learner.settings import learning_rate, steps_of_batch
+from sorl_train.learner.optimizer_step import Means
+from sorl_train.learner.scoring import score
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
-from sorl_train.losses.clip_bias import Normalization
-from sorl_train.losses.log_probs import TokenStats
-from sorl_train.models.forward import logit_stats
 from sorl_train.models.policy import VALUE_HEAD_FILE
-from sorl_train.openrlhf.deepspeed_step import DeepSpeedStep
+from sorl_train.openrlhf.deepspeed_backend import DeepSpeedBackend
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.value_head import ValueHead
 from sorl_train.run.folder import RunDir
@@ -52,91 +47,22 @@ def run_config() -> TrainConfig:
     return dataclasses.replace(config, update=sizes)
 
 
-class DeepSpeedPolicyUpdate(PolicyUpdate):
-    """``PolicyUpdate`` on a DeepSpeed engine around a causal language model."""
-
-    def __init__(self, engine: Any, config: TrainConfig) -> None:
-        super().__init__(engine.module, engine.optimizer, config)
-        self._deepspeed = DeepSpeedStep(engine)
-
-    def stats(self, micro: Batch, mask: Tensor, **wanted: bool) -> TokenStats:
-        """As the base class's, through the engine, which gathers sharded weights."""
-        logits = self._deepspeed.engine(input_ids=micro.token_ids[:, :-1], use_cache=False).logits[mask]
-        temperature = self.config.sampler.temperature
-        return logit_stats(logits, micro.token_ids, mask, temperature=temperature, **wanted)
-
-    def _may_have_gradient(self, micro: Batch) -> bool:
-        return True  # all ranks have to go through the backward pass together
-
-    def _backward(self, loss: Tensor, last: bool) -> None:
-        self._deepspeed.backward(loss, last)
-
-    def _apply(self, scales: Normalization, lr: float, mini: Batch) -> float:
-        limit, rate = self.config.optim.max_grad_norm, lr * scales.update_scale
-        grad_norm = self._deepspeed.apply(rate, scales.grad_scale, limit)
-        return _finite(grad_norm, "the policy gradient", mini)
-
-    def _weights(self) -> list[Tensor]:
-        return self._deepspeed.weights()
-
-    def _weights_moved(self) -> None:
-        self._deepspeed.copy_weights()
-
-    def _discard_gradient(self) -> None:
-        self._deepspeed.discard_gradient()
+def policy_update(engine: Any, config: TrainConfig) -> PolicyUpdate:
+    """The update of a DeepSpeed engine around a causal language model."""
+    return PolicyUpdate(DeepSpeedBackend(engine, temperature=config.sampler.temperature), config)
 
 
-class DeepSpeedCriticUpdate(CriticUpdate):
-    """``CriticUpdate`` on a DeepSpeed engine around OpenRLHF's critic."""
-
-    def __init__(self, engine: Any, config: TrainConfig) -> None:
-        super().__init__(engine.module, engine.optimizer, config)
-        self._deepspeed = DeepSpeedStep(engine)
-        self.head = ValueHead(engine, config.optim)
-
-    def values(self, micro: Batch) -> Tensor:
-        """Values (B, T), float32, 0 off the policy's tokens."""
-        columns = torch.arange(micro.token_ids.shape[1], device=micro.token_ids.device)
-        lengths = micro.lengths.to(micro.token_ids.device)
-        # without an action mask OpenRLHF's critic returns the outputs of its backbone and skips its bfloat16 head
-        outputs = self._deepspeed.engine(
-            micro.token_ids, attention_mask=(columns < lengths[:, None]).long(), return_output=True
-        )
-        mask = micro.action_mask
-        values = self.head(outputs.last_hidden_state[:, :-1][mask])
-        return torch.zeros(mask.shape, device=values.device).masked_scatter(mask, values)
-
-    def _backward(self, loss: Tensor, last: bool) -> None:
-        self._deepspeed.backward(loss, last)
-
-    def _apply(self, lr: float, mini: Batch) -> float:
-        finite = self.head.average_gradient()
-        norm = _finite(self._deepspeed.apply(lr) if finite else math.nan, "the critic's gradient", mini)
-        self.head.step(lr, norm)
-        return norm
+def critic_update(engine: Any, config: TrainConfig) -> tuple[CriticUpdate, ValueHead]:
+    """The update of a DeepSpeed engine around OpenRLHF's critic, and the head that takes the place of its own."""
+    head = ValueHead(engine, config.optim)
+    return CriticUpdate(DeepSpeedBackend(engine, head=head), config), head
 
 
-def _finite(grad_norm: float, what: str, mini: Batch) -> float:
-    if not math.isfinite(grad_norm):
-        raise NonFiniteError(what, mini.ids)
-    return grad_norm
-
-
-def _rates(config: TrainConfig, base: float, warmup: float, done: int) -> Iterator[float]:
-    """The learning rates of the optimizer steps after the first ``done`` of the run."""
-    total = config.update.steps * steps_of_batch(config)
-    return (learning_rate(config.optim, base, warmup, number, total) for number in itertools.count(done))
-
-
-@torch.no_grad()
-def _score(batch: Batch, size: int, compute: Callable[[Batch], Tensor]) -> Tensor:
-    """Values (B, T) that ``compute`` returns for micro-batches of ``size`` rows, as float32 on the CPU."""
-    rows = torch.zeros(batch.action_mask.shape)
-    for index, micro in batch.micro_batches(size):
-        part = compute(micro.to(torch.device(torch.cuda.current_device())))
-        rows[index, : part.shape[1]] = part.float().cpu()
+def _score(batch: Batch, name: str, backend: Backend, config: TrainConfig) -> Tensor:
+    """Values or log-probabilities (B, T) of the policy's tokens, as ``score`` computes the field ``name``."""
+    found = score(batch, {name: backend}, config.update.log_prob_micro_batch_size)[name]
     torch.cuda.empty_cache()
-    return rows
+    return found
 
 
 class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
@@ -147,13 +73,12 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
         super().init_model_from_pretrained(*args, **kwargs)
         self.config = run_config()
         _check_loaded(self.actor.model, self.strategy.args)
-        self.update = DeepSpeedPolicyUpdate(self.actor.model, self.config)
+        self.update = policy_update(self.actor.model, self.config)
 
     def score(self, batch: Batch) -> Tensor:
         """Log-probabilities (B, T) of the policy's tokens."""
         self.actor.eval()
-        size = self.config.update.log_prob_micro_batch_size
-        return _score(batch, size, lambda micro: self.update.stats(micro, micro.action_mask).log_probs)
+        return _score(batch, "log_probs", self.update.backend, self.config)
 
     def train_on(
         self, minis: list[Batch], done: int, sample: Batch, trust: dict[str, float] | None
@@ -169,14 +94,11 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
             Metrics over all ranks, and the trust region's new state.
         """
         self.actor.train()
-        update, optim, means = self.update, self.config.optim, Means()
+        update, means = self.update, Means()
         if update.trust is not None and trust is not None:
             update.trust.load(trust)
-        update.begin_batch()
-        for mini, lr in zip(minis, _rates(self.config, optim.lr, optim.warmup_ratio, done), strict=False):
-            update.step(mini, lr, means)
-            if update.past_target_kl:
-                break
+        for _ in update.steps(minis, done, means):
+            pass
         update.end_batch(sample, means)
         torch.cuda.empty_cache()  # several processes share the GPU, and torch would keep this one's peak
         return means.result(), None if update.trust is None else update.trust.state()
@@ -201,31 +123,30 @@ class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
         super().init_model_from_pretrained(*args, **kwargs)
         self.config, arguments = run_config(), self.strategy.args
         _check_loaded(self.critic, arguments)
-        self.update = DeepSpeedCriticUpdate(self.critic, self.config)
+        self.update, self.head = critic_update(self.critic, self.config)
         start = Path(arguments.critic.model_name_or_path)
         if arguments.ckpt.load_enable:
-            self.update.head.load(Path(arguments.ckpt.path) / CRITIC)
+            self.head.load(Path(arguments.ckpt.path) / CRITIC)
         elif (start / VALUE_HEAD_FILE).is_file():
-            self.update.head.load(start)
+            self.head.load(start)
 
     def save_state(self, folder: str, states: dict[str, Any]) -> None:
         """Write this rank's shards; the first rank also writes the value head."""
         self.critic.save_checkpoint(folder, tag=SHARDS, client_state=states)
         if dist.get_rank() == 0:
-            self.update.head.save(Path(folder))
+            self.head.save(Path(folder))
 
     def score(self, batch: Batch) -> Tensor:
         """Values (B, T) of the policy's tokens."""
         self.critic.eval()
-        return _score(batch, self.config.update.log_prob_micro_batch_size, self.update.values)
+        return _score(batch, "values", self.update.backend, self.config)
 
     def train_on(self, minis: list[Batch], done: int) -> dict[str, float]:
         """See ``PolicyWorker.train_on``."""
         self.critic.train()
-        optim, means = self.config.optim, Means()
-        rates = _rates(self.config, optim.critic_lr, optim.critic_warmup_ratio, done)
-        for mini, lr in zip(minis, rates, strict=False):
-            self.update.step(mini, lr, means)
+        means = Means()
+        for _ in self.update.steps(minis, done, means):
+            pass
         torch.cuda.empty_cache()  # as in ``PolicyWorker.train_on``
         return means.result()
 

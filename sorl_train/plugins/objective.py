@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from sorl_train.algorithms import ALGORITHMS, Aggregation, Algorithm, RatioLevel, check_choice
-from sorl_train.losses.policy import LossOutput, LossSettings, policy_loss
+from sorl_train.losses.policy import SURROGATES, ClipRange, LossOutput, LossSettings, policy_loss
 from sorl_train.losses.segments import Segments, importance_ratio
-from sorl_train.losses.surrogates import SURROGATES, ClipRange
 from sorl_train.plugins.step_scale import StepScale
 
 # What these rows change lies in the advantages alone, and how a trainer gets the same from its own.

@@ -20,7 +20,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sorl_train.algorithms import ALGORITHMS, Aggregation, Algorithm, RatioLevel
 from sorl_train.learner.trust_region import TrustRegion
-from sorl_train.losses.surrogates import ClipRange
+from sorl_train.losses.policy import ClipRange
 from sorl_train.losses.terms import aggregate, kl_penalty
 from sorl_train.plugins.objective import Objective, clip_range, loss_algorithms
 from sorl_train.plugins.trl_trust import TrustedSteps

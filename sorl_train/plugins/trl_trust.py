@@ -15,6 +15,23 @@ from sorl_train.losses.terms import sum_over_ranks
 from sorl_train.models.forward import disable_dropout
 
 
+class TrlWeights:
+    """``HeldWeights`` of a trainer with ``SorlMixin``."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def weights(self) -> list[Tensor]:
+        return [p for p in self._trainer.model.parameters() if p.requires_grad]
+
+    def sync_weights(self) -> None:
+        """There are no copies: ``TrustedSteps`` refuses weights that are split."""
+
+    def discard_gradient(self) -> None:
+        self._trainer.model.zero_grad()
+        self._trainer.objective.steps.clear()
+
+
 class TrustedSteps:
     """Asks the trust region before each optimizer step and after the last one on a rollout batch.
 
@@ -37,6 +54,7 @@ class TrustedSteps:
         disable_dropout(trainer.model)  # its noise would count as a KL
         self.region = region
         self._trainer = trainer
+        self._held = TrlWeights(trainer)
         self._mini_batch: list[dict[str, Any]] = []  # its micro-batches so far
         self._batch: list[
             tuple[dict[str, Any], Tensor]
@@ -48,7 +66,7 @@ class TrustedSteps:
     def before_micro_batch(self) -> None:
         """Begin a rollout batch where this is its first micro-batch, or the first one after a resume."""
         if self._trainer._step % self._length == 0 or not self._began:
-            self.region.begin(self._weights())
+            self.region.begin(self._held.weights())
             self._batch, self._signal, self._began = [], False, True
 
     def begin_mini_batch(self) -> None:
@@ -68,10 +86,12 @@ class TrustedSteps:
         steps = self._trainer.objective.steps
 
         def measure() -> float:
+            if not steps.pending:  # discarded, because the weights were moved back
+                self._compute_again(model)
             kl = steps.totals().metrics()["approx_kl"]
             return kl if math.isfinite(kl) else math.inf
 
-        self.region.pull_inside(self._weights(), measure, lambda: self._compute_again(model))
+        self.region.pull_back_until_inside(self._held, measure)
         self._signal |= bool(steps.totals().signal)
         steps.rate = self.region.scale
 
@@ -80,7 +100,7 @@ class TrustedSteps:
         trainer = self._trainer
         if trainer._step % self._length:
             return
-        kl = self.region.pull_inside(self._weights(), self._kl, lambda: None)
+        kl = self.region.pull_back_until_inside(self._held, self._kl)
         if self._signal:
             self.region.end()
         region = self.region
@@ -93,13 +113,8 @@ class TrustedSteps:
         """Micro-batches between two generations."""
         return int(self._trainer.args.steps_per_generation * self._trainer.num_iterations)
 
-    def _weights(self) -> list[Tensor]:
-        return [p for p in self._trainer.model.parameters() if p.requires_grad]
-
     def _compute_again(self, model: Any) -> None:
         trainer = self._trainer
-        model.zero_grad()
-        trainer.objective.steps.clear()
         self._again = True
         try:
             for number, inputs in enumerate(self._mini_batch, start=1):

@@ -16,7 +16,7 @@ from sorl_train.config.files import load_config, read_resolved
 from sorl_train.config.find_algorithm import algorithm_facts, find_algorithm, short_name
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
-from sorl_train.learner.settings import loss_settings
+from sorl_train.learner.update_settings import loss_settings
 from sorl_train.report.report import main as report
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import saved_config

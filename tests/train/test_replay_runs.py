@@ -48,7 +48,7 @@ class Watched:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.batches: dict[int, Batch] = {}
         self.started: dict[int, Batch] = {}
-        update, begin = LocalEngine.update, LocalEngine._begin_batch
+        update, begin = LocalEngine.update, LocalEngine._with_start
 
         def watched(engine: LocalEngine, batch: Batch, step: int) -> dict[str, float]:
             self.batches[step] = batch
@@ -59,7 +59,7 @@ class Watched:
             return self.started[engine.step + 1]
 
         patch.setattr(LocalEngine, "update", watched)
-        patch.setattr(LocalEngine, "_begin_batch", began)
+        patch.setattr(LocalEngine, "_with_start", began)
 
     def replayed(self) -> list[tuple[int, str]]:
         """Step and id of every replayed trajectory."""

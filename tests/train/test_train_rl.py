@@ -138,7 +138,7 @@ def test_gradient_checkpointing_recomputes_both_models_and_scoring_is_in_eval_mo
     def load_and_watch(engine: LocalEngine, folder: Path | None) -> None:
         load(engine, folder)
         assert engine.critic_update is not None
-        critic: Any = engine.critic_update.critic
+        critic: Any = engine.critic_update.backend.model
         for name, layer in (
             ("policy", engine.policy.base_model.layers[0]),
             ("critic", critic.backbone.layers[0]),

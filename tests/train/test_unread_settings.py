@@ -27,6 +27,7 @@ from sorl_train.config.schema import fields, flatten, unread
 from sorl_train.config.settings import TrainConfig
 from sorl_train.engine import LocalEngine
 from sorl_train.learner.advantages import correct, estimate_advantages
+from sorl_train.learner.backend import TorchBackend
 from sorl_train.learner.batch import collate
 from sorl_train.learner.dapo import drop_rows_without_loss
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
@@ -122,16 +123,18 @@ def update(config: TrainConfig) -> tuple[Tensor, dict[str, float]]:
     with torch.no_grad():  # older weights sampled the batch
         began = action_stats(policy, batch.token_ids, batch.action_mask, temperature=1.0).log_probs
     batch = batch.with_fields(start_log_probs=began)
-    engine, settings = object.__new__(LocalEngine), config
+    engine = object.__new__(LocalEngine)
 
     def adamw(model: Any) -> Any:
         return torch.optim.AdamW(model.parameters(), eps=config.optim.adam_eps)
 
     engine.config, engine.policy, engine.recorder = config, policy, NoRecorder()  # type: ignore[assignment]
     engine.step, engine.device = 0, torch.device("cpu")
-    engine.policy_update = PolicyUpdate(policy, adamw(policy), settings)
+    engine.policy_update = PolicyUpdate(TorchBackend(policy, adamw(policy)), config)
     critic = Critic(backbone.model) if config.algorithm.needs_critic else None
-    engine.critic_update = None if critic is None else CriticUpdate(critic, adamw(critic), settings)
+    engine.critic_update = (
+        None if critic is None else CriticUpdate(TorchBackend(critic, adamw(critic)), config)
+    )
     metrics = engine.update(batch, 1)
     models = [policy, *([] if critic is None else [critic])]
     return torch.cat([p.detach().flatten() for m in models for p in m.parameters()]), metrics

@@ -15,7 +15,7 @@ from sorl_train.config.settings import LossConfig
 from sorl_train.learner.advantages import estimate_advantages, prepare
 from sorl_train.learner.batch import collate
 from sorl_train.learner.dapo import drop_rows_without_loss, overlong_metrics, punishment, shape_and_filter
-from sorl_train.learner.settings import mini_batches
+from sorl_train.learner.update_settings import mini_batches
 from sorl_train.run.files import read_jsonl as read_lines
 
 from ..conftest import short_config, train_short

@@ -15,11 +15,10 @@ from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.run_settings import OverlongConfig, ReplayConfig
 from sorl_train.config.settings import LossConfig
 from sorl_train.learner.advantages import estimate_advantages
-from sorl_train.learner.batch import collate
+from sorl_train.learner.batch import Collected, collate
 from sorl_train.learner.dapo import shape_and_filter
 from sorl_train.learner.replay import Mixed, ReplayBuffer, replay_metrics
-from sorl_train.learner.settings import mini_batches, steps_of_batch
-from sorl_train.learner.state import Collected
+from sorl_train.learner.update_settings import mini_batches, steps_of_batch
 from sorl_train.losses.policy import LossSettings, policy_loss
 from sorl_train.rollout.metrics import is_success
 

@@ -6,7 +6,7 @@ import pytest
 
 from sorl_train.config.seeds import generator
 from sorl_train.learner.batch import collate
-from sorl_train.learner.settings import mini_batches, steps_of_batch
+from sorl_train.learner.update_settings import mini_batches, steps_of_batch
 
 from ..conftest import short_config
 from .test_batch import trajectory

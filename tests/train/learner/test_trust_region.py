@@ -13,6 +13,7 @@ from torch import Tensor
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.backend import TorchBackend
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.optimizer_step import Means, NonFiniteError
 from sorl_train.learner.trust_region import (
@@ -58,7 +59,7 @@ def update_of(model: Any, settings: TrainConfig, *, sgd: bool = False) -> Policy
         if sgd
         else torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0)
     )
-    return PolicyUpdate(model, optimizer, settings)
+    return PolicyUpdate(TorchBackend(model, optimizer), settings)
 
 
 def train_on(update: PolicyUpdate, minis: list[Batch], look: Batch, lr: float) -> dict[str, float]:

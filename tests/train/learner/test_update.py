@@ -13,10 +13,11 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, collect
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.backend import TorchBackend
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.optimizer_step import Means, NonFiniteError
-from sorl_train.learner.settings import learning_rate
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
+from sorl_train.learner.update_settings import learning_rate
 from sorl_train.models import packing
 from sorl_train.models.forward import action_stats
 from sorl_train.models.packed_attention import enable_packing
@@ -50,7 +51,7 @@ def step(
     if packed:
         enable_packing(model)
     kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
-    update = PolicyUpdate(model, kind(model.parameters(), lr=0.1), config)
+    update = PolicyUpdate(TorchBackend(model, kind(model.parameters(), lr=0.1)), config)
     means = Means()
     update.step(batch, 0.1, means)
     return torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()
@@ -70,18 +71,14 @@ def test_micro_batches_do_not_matter(
     assert one["loss/clip_frac"] > 0.1
 
 
-class Counting(PolicyUpdate):
-    """Counts backward passes; ``always`` takes them through micro-batches without advantages, too."""
+class Counting(TorchBackend):
+    """Counts backward passes."""
 
-    always = False
     backwards = 0
 
-    def _may_have_gradient(self, micro: Batch) -> bool:
-        return self.always or super()._may_have_gradient(micro)
-
-    def _backward(self, loss: torch.Tensor, last: bool) -> None:
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
         self.backwards += 1
-        super()._backward(loss, last)
+        super().backward(loss, last)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +107,12 @@ def test_the_backward_pass_of_micro_batches_without_advantages_is_left_out(
     found = []
     for always in (True, False):
         model = load_policy(tiny_folder, "cpu")
-        update = Counting(model, torch.optim.AdamW(model.parameters(), lr=0.1), config)
-        update.always = always
-        means = Means()
+        backend = Counting(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        backend.always_backward = always
+        update, means = PolicyUpdate(backend, config), Means()
         for _ in range(2):
             update.step(batch, 0.01, means)
-        assert update.backwards == 2 * (4 if always else expected)
+        assert backend.backwards == 2 * (4 if always else expected)
         found.append((torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
@@ -194,7 +191,7 @@ def test_a_mini_batch_without_advantages_moves_nothing_if_asked(
     config = short_config(**{"update.skip_without_signal": skip, "optim.max_grad_norm": None})
     model = load_policy(tiny_folder, config.hardware.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
-    update = PolicyUpdate(model, optimizer, config)
+    update = PolicyUpdate(TorchBackend(model, optimizer), config)
     batch = off_policy(collate(trajectories))
     means = Means()
     update.step(batch, 1e-3, means)
@@ -212,7 +209,7 @@ def test_a_mini_batch_without_loss_tokens_does_not_move_the_critic(
     """Its gradient is zero, but Adam would follow the momentum of the steps before; the optimizer is left as it is."""
     critic = load_critic(tiny_folder, "cpu")
     optimizer = torch.optim.AdamW(critic.parameters(), lr=0.01)
-    update, means = CriticUpdate(critic, optimizer, short_config()), Means()
+    update, means = CriticUpdate(TorchBackend(critic, optimizer), short_config()), Means()
     batch = collate(trajectories).with_fields(
         returns=torch.ones_like(collate(trajectories).rollout_log_probs)
     )
@@ -239,7 +236,7 @@ def test_the_target_kl_is_measured_from_the_weights_that_began_the_batch(
     now = action_stats(model, batch.token_ids, batch.action_mask, temperature=1.0).log_probs.detach()
 
     def is_past(batch: Batch, settings: TrainConfig = config) -> bool:
-        update = PolicyUpdate(model, torch.optim.SGD(model.parameters(), lr=0.0), settings)
+        update = PolicyUpdate(TorchBackend(model, torch.optim.SGD(model.parameters(), lr=0.0)), settings)
         update.step(batch, 0.0, Means())
         return update.past_target_kl
 

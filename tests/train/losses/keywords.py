@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from sorl_train.losses import policy
-from sorl_train.losses.policy import LossOutput, LossSettings
-from sorl_train.losses.surrogates import ClipRange
+from sorl_train.losses.policy import ClipRange, LossOutput, LossSettings
 
 
 def policy_loss(

@@ -12,8 +12,7 @@ from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.find_algorithm import find_algorithm
 from sorl_train.losses.advantages import gae, group_advantages
 from sorl_train.losses.clip_bias import normalization
-from sorl_train.losses.policy import LossOutput
-from sorl_train.losses.surrogates import ClipRange
+from sorl_train.losses.policy import ClipRange, LossOutput
 from sorl_train.losses.terms import aggregate, loss_denominator
 
 from .keywords import policy_loss

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sorl_train.learner.diagnostics import RatioDiagnostics, diagnose_ratios
-from sorl_train.losses.policy import LossOutput, LossSettings
-from sorl_train.losses.surrogates import SURROGATES
+from sorl_train.losses.policy import SURROGATES, LossOutput, LossSettings
 from sorl_train.losses.terms import loss_denominator, value_loss
 
 from .keywords import policy_loss

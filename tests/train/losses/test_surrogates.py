@@ -12,9 +12,17 @@ import torch
 from torch import Tensor
 
 from sorl_train.algorithms import SurrogateName
-from sorl_train.losses.policy import LossSettings, policy_loss
+from sorl_train.losses.policy import (
+    SURROGATES,
+    ClipRange,
+    LossSettings,
+    Surrogate,
+    cispo,
+    policy_loss,
+    sapo,
+    topr,
+)
 from sorl_train.losses.segments import MAX_LOG_RATIO
-from sorl_train.losses.surrogates import SURROGATES, ClipRange, Surrogate, cispo, sapo, topr
 
 from .test_theory import Case, case, ratio_of
 

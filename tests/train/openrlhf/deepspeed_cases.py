@@ -27,9 +27,10 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.optimizer_step import Means, NonFiniteError
 from sorl_train.learner.trust_region import MOST_MOVES, TrustRegion
-from sorl_train.openrlhf.shares import by_rank
+from sorl_train.learner.update import PolicyUpdate
+from sorl_train.openrlhf.rank_shards import by_rank
 from sorl_train.openrlhf.value_head import ValueHead
-from sorl_train.openrlhf.workers import DeepSpeedCriticUpdate, DeepSpeedPolicyUpdate
+from sorl_train.openrlhf.workers import critic_update, policy_update
 
 Case = dict[str, Any]
 
@@ -81,7 +82,7 @@ def policy(case: Case) -> Case:
         engine.module.get_output_embeddings().register_forward_hook(_poison)
     means, not_finite = Means(), None
     try:
-        DeepSpeedPolicyUpdate(engine, config).step(share_of(batch), case["lr"], means)
+        policy_update(engine, config).step(share_of(batch), case["lr"], means)
     except NonFiniteError as error:
         not_finite = error.what
     return {"metrics": means.result(), "parameters": parameters_of(engine), "not_finite": not_finite}
@@ -105,15 +106,15 @@ def critic(case: Case) -> Case:
     """Metrics of the steps, parameters after them, values before, and whether head and optimizer came back."""
     config, batch = case["config"], case["batch"]
     engine = engine_of(case, len(batch), config.update.critic_micro_batch_size)
-    update = DeepSpeedCriticUpdate(engine, config)
-    update.head.load(Path(case["model"]))
+    update, head = critic_update(engine, config)
+    head.load(Path(case["model"]))
     if case["sgd"]:
-        update.head.optimizer = torch.optim.SGD(update.head.linear.parameters(), lr=case["lr"])
+        head.optimizer = torch.optim.SGD(head.linear.parameters(), lr=case["lr"])
     if is_poisoned(case):
-        update.head.linear.weight.register_hook(lambda gradient: gradient * torch.nan)
+        head.linear.weight.register_hook(lambda gradient: gradient * torch.nan)
     result: Case = {"metrics": [], "not_finite": None}
     with torch.no_grad():
-        result["values"] = update.values(batch)
+        result["values"] = update.backend.values(batch, batch.action_mask)
     try:
         for _ in range(case["steps"]):
             means = Means()
@@ -124,8 +125,8 @@ def critic(case: Case) -> Case:
     names = [(name, p) for name, p in engine.module.named_parameters() if not name.startswith("score")]
     with deepspeed.zero.GatheredParameters([p for _, p in names]):
         result["parameters"] = {name.removeprefix("model."): p.detach().float().clone() for name, p in names}
-    result["head"] = {name: p.detach().clone() for name, p in update.head.linear.named_parameters()}
-    result["came_back"] = case["sgd"] or came_back(update.head, engine, config)
+    result["head"] = {name: p.detach().clone() for name, p in head.linear.named_parameters()}
+    result["came_back"] = case["sgd"] or came_back(head, engine, config)
     return result
 
 
@@ -175,7 +176,7 @@ def trust(case: Case) -> Case:
     largest error of a move back against the interpolation by hand, and of these weights against the optimizer's."""
     config = case["config"]
     engine = engine_of(case, len(case["minis"][0]), config.update.micro_batch_size)
-    update = DeepSpeedPolicyUpdate(engine, config)
+    update = policy_update(engine, config)
     update.trust = region = Checked(config.update.trust_kl, config.update.trust_max_scale)
     found, behind = [], 0.0
     for rate in (case["lr"], 100 * case["lr"]):  # in the second batch the scale is small already
@@ -196,9 +197,11 @@ def trust(case: Case) -> Case:
 
 
 @torch.no_grad()
-def from_here(update: DeepSpeedPolicyUpdate, batch: Batch) -> Batch:
+def from_here(update: PolicyUpdate, batch: Batch) -> Batch:
     """The batch as an update gets it that begins with these weights; all ranks compute all rows."""
-    return batch.with_fields(start_log_probs=update.stats(batch, batch.loss_mask).log_probs.float())
+    return batch.with_fields(
+        start_log_probs=update.backend.log_probs(batch, batch.loss_mask).log_probs.float()
+    )
 
 
 def main(folder: Path) -> None:

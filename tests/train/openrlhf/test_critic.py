@@ -11,6 +11,7 @@ import torch
 from sorl_env.env import ToolUseEnv
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.backend import TorchBackend
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.optimizer_step import Means
 from sorl_train.learner.update import CriticUpdate
@@ -93,7 +94,7 @@ def results(folder: str, batch: Batch, tmp_path_factory: pytest.TempPathFactory)
 def local(folder: str, batch: Batch, config: TrainConfig) -> tuple[Critic, list[dict[str, float]]]:
     """Two steps of plain SGD by the local engine."""
     critic = load_critic(folder, "cpu")
-    update = CriticUpdate(critic, torch.optim.SGD(critic.parameters(), lr=LR), config)
+    update = CriticUpdate(TorchBackend(critic, torch.optim.SGD(critic.parameters(), lr=LR)), config)
     metrics = []
     for _ in range(2):
         means = Means()

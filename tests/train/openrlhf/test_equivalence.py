@@ -15,6 +15,7 @@ from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.advantages import correct
+from sorl_train.learner.backend import TorchBackend
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.optimizer_step import Means
 from sorl_train.learner.update import PolicyUpdate
@@ -89,7 +90,7 @@ def local_step(
     """Parameters before and after a step of plain SGD, and the metrics."""
     model = load_policy(folder, config.hardware.device)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    update = PolicyUpdate(model, torch.optim.SGD(model.parameters(), lr=LR), config)
+    update = PolicyUpdate(TorchBackend(model, torch.optim.SGD(model.parameters(), lr=LR)), config)
     means = Means()
     update.step(batch, LR, means)
     return before, torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()

@@ -7,7 +7,7 @@ import torch
 
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.trust_region import final_kl_sample
-from sorl_train.openrlhf.shares import by_rank, put_together, rows_by_rank
+from sorl_train.openrlhf.rank_shards import by_rank, put_together, rows_by_rank
 
 from ..learner.test_overlong import of_length
 

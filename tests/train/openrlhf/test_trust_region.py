@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sorl_train.learner.backend import TorchBackend
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.optimizer_step import Means
 from sorl_train.learner.update import PolicyUpdate
@@ -62,7 +63,7 @@ def local(tiny_folder: str, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, l
     """Weights before and after, and metrics, of the same updates by the local engine's class with plain SGD."""
     case, model, found = case_of(tiny_folder, batch, 4), load_policy(tiny_folder), []
     before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
-    update = PolicyUpdate(model, torch.optim.SGD(model.parameters(), lr=RATE), case["config"])
+    update = PolicyUpdate(TorchBackend(model, torch.optim.SGD(model.parameters(), lr=RATE)), case["config"])
     for rate in (RATE, 100 * RATE):  # in the second batch the scale is small already
         means = Means()
         *minis, sample = (

@@ -38,7 +38,7 @@ def test_the_death_of_a_worker_ends_a_wait_for_another(remote: Any) -> None:
     import ray
     from ray.exceptions import ActorDiedError
 
-    from sorl_train.openrlhf.watch import watched
+    from sorl_train.openrlhf.worker_watchdog import watched
 
     victim, waiting = remote.options(name="victim").remote(), remote.remote()
     process_id = ray.get(victim.process_id.remote())
@@ -58,7 +58,7 @@ def test_the_watcher_goes_on_after_a_worker_was_out_of_reach(
     import ray
     from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-    from sorl_train.openrlhf.watch import watched
+    from sorl_train.openrlhf.worker_watchdog import watched
 
     victim, waiting, get, lost = remote.remote(), remote.remote(), ray.get, threading.Event()
     process_id = get(victim.process_id.remote())
@@ -82,7 +82,7 @@ def test_the_death_of_a_worker_that_is_still_starting_ends_a_wait_for_another(re
     from openrlhf.trainer.ray import launcher
     from ray.exceptions import ActorDiedError
 
-    from sorl_train.openrlhf.watch import started_workers, watched
+    from sorl_train.openrlhf.worker_watchdog import started_workers, watched
 
     class Dies:
         def __init__(self, *rank: Any) -> None:
@@ -100,7 +100,7 @@ def test_the_death_of_a_worker_that_is_still_starting_ends_a_wait_for_another(re
 def test_an_exception_of_a_live_worker_passes_through(remote: Any) -> None:
     import ray
 
-    from sorl_train.openrlhf.watch import watched
+    from sorl_train.openrlhf.worker_watchdog import watched
 
     worker = remote.remote()
     with pytest.raises(ValueError, match="a bad batch"), watched([worker], poll_s=0.2):

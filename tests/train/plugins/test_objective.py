@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sorl_train.algorithms import ALGORITHMS, Algorithm
-from sorl_train.losses.policy import LossSettings, policy_loss
-from sorl_train.losses.surrogates import SURROGATES, ClipRange
+from sorl_train.losses.policy import SURROGATES, ClipRange, LossSettings, policy_loss
 from sorl_train.plugins.objective import Objective, clip_range, loss_algorithms, turn_ids_of
 
 

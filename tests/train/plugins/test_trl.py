@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.backend import TorchBackend
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.optimizer_step import Means
 from sorl_train.learner.update import PolicyUpdate
@@ -179,7 +180,7 @@ def by_our_engine(
     """The model after two steps, and the means of their metrics."""
     model = load_policy(str(policy.folder), "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-5, weight_decay=0.0)
-    update = PolicyUpdate(model, optimizer, config)
+    update = PolicyUpdate(TorchBackend(model, optimizer), config)
     update.begin_batch()
     means = Means()
     for _ in range(2):

@@ -15,8 +15,7 @@ from verl.workers.config import ActorConfig
 
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.losses.clip_bias import normalization
-from sorl_train.losses.policy import LossSettings, policy_loss
-from sorl_train.losses.surrogates import SURROGATES, ClipRange
+from sorl_train.losses.policy import SURROGATES, ClipRange, LossSettings, policy_loss
 from sorl_train.plugins import verl as plugin
 from sorl_train.plugins.objective import objective_of_process, turn_ids_of
 

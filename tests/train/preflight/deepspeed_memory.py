@@ -28,7 +28,7 @@ from sorl_train.config.run_settings import HardwareConfig
 from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.optimizer_step import Means
-from sorl_train.openrlhf.workers import DeepSpeedCriticUpdate, DeepSpeedPolicyUpdate
+from sorl_train.openrlhf.workers import critic_update, policy_update
 
 STEPS = 2  # Adam's moments are there from the second one on
 
@@ -144,10 +144,10 @@ def measure(held: Held, role: str, case: dict[str, Any], batch: Batch) -> dict[s
     before = held.now
     if role == "policy":
         engine = build_engine(case, LlamaForCausalLM)
-        update = DeepSpeedPolicyUpdate(engine, config)
+        update = policy_update(engine, config)
     else:
         engine = build_engine(case, _get_critic_model(LlamaPreTrainedModel, LlamaModel))
-        update = DeepSpeedCriticUpdate(engine, config)
+        update, _ = critic_update(engine, config)
     for _ in range(STEPS):
         gc.collect()
         held.restart()
@@ -160,9 +160,9 @@ def measure(held: Held, role: str, case: dict[str, Any], batch: Batch) -> dict[s
     with torch.no_grad():
         for _, micro in batch.micro_batches(case["micro"]):
             if role == "policy":
-                update.stats(micro, micro.action_mask)
+                update.backend.log_probs(micro, micro.action_mask)
             else:
-                update.values(micro)
+                update.backend.values(micro, micro.action_mask)
     found[f"scoring, {role}"] = held.restart() - before
     found[f"{role} parameters"] = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     return found

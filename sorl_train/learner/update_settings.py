@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -15,8 +16,7 @@ from sorl_env.outside import call_outside
 from sorl_train.config.seeds import generator
 from sorl_train.config.settings import OptimConfig, TrainConfig
 from sorl_train.learner.batch import Batch
-from sorl_train.losses.policy import LossSettings
-from sorl_train.losses.surrogates import SURROGATES, ClipRange, Surrogate
+from sorl_train.losses.policy import SURROGATES, ClipRange, LossSettings, Surrogate
 
 
 def loss_settings(config: TrainConfig) -> LossSettings:
@@ -88,6 +88,14 @@ def is_on_policy(config: TrainConfig, step: int) -> bool:
     kl_in_reward = loss.kl_coef > 0 and loss.kl_in == "reward"
     asked_for = kl_in_reward or config.correction.is_on or config.replay.size > 0
     return one_step and config.rollout.max_staleness == 0 and not asked_for
+
+
+def learning_rates(config: TrainConfig, base: float, warmup_ratio: float, done: int) -> Iterator[float]:
+    """The learning rates of the optimizer steps after the first ``done`` of the run."""
+    total = config.update.steps * steps_of_batch(config)
+    return (
+        learning_rate(config.optim, base, warmup_ratio, number, total) for number in itertools.count(done)
+    )
 
 
 def learning_rate(optim: OptimConfig, base: float, warmup_ratio: float, done: int, total: int) -> float:
