@@ -42,6 +42,13 @@ class Common(NamedTuple):
     heading: str
 
 
+class LocalOnly(NamedTuple):
+    """engine=openrlhf refuses all values of the setting but ``others``; ``why`` ends the message."""
+
+    others: tuple[Any, ...]
+    why: str
+
+
 class Needs(NamedTuple):
     """Only some runs read the setting: what they need, and whether a run has it, given the values of all settings."""
 
@@ -103,7 +110,7 @@ def check_device(name: str) -> str:
 class LoraConfig:
     """LoRA adapters (with the package peft) in place of training all weights."""
 
-    rank: Annotated[NonNegativeInt, Le(65536)] = 0
+    rank: Annotated[NonNegativeInt, Le(65536), LocalOnly((0,), ": use 0")] = 0
     """Rank of the adapters; 0: no adapters, all weights are trained."""
     alpha: PositiveInt = 32
     """Scale of the adapters: they are multiplied by alpha / rank."""
@@ -151,7 +158,9 @@ class RolloutConfig:
     """Trajectories in one training step. Paper: 512."""
     group_size: Annotated[PositiveInt, STEPS] = 1
     """Rollouts of each prompt; group advantages need 2 or more. It divides batch_size."""
-    dynamic_sampling: Annotated[NonNegativeInt, Le(1000)] = 0
+    dynamic_sampling: Annotated[
+        NonNegativeInt, Le(1000), LocalOnly((0,), ", OpenRLHF hands out a fixed list of prompts: use 0")
+    ] = 0
     """Replace groups whose rewards are all equal with groups of other prompts, in at most this many further
     rounds (DAPO); 0: off."""
     max_staleness: NonNegativeInt = 0
@@ -164,7 +173,7 @@ class RolloutConfig:
 class ReplayConfig:
     """A buffer of past trajectories, which join the new rollouts of the same question."""
 
-    size: NonNegativeInt = 0
+    size: Annotated[NonNegativeInt, LocalOnly((0,), ", whose checkpoints hold the buffer: use 0")] = 0
     """Trajectories in the buffer, from which the oldest are dropped; 0: no replay."""
     mode: Annotated[Literal["success", "recent"], needs("replay.size")] = "success"
     """success: where all rollouts of a question fail, past successes take the place of some of them (ARPO);
@@ -221,7 +230,10 @@ class OverlongConfig:
 class HardwareConfig:
     """The device that computes, and how."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        LocalOnly(("auto", "bfloat16"), ": OpenRLHF trains in bfloat16, leave it at auto"),
+    ] = "auto"
     """Precision of forward passes; weights stay in float32. auto: bfloat16 on a GPU, float32 on a CPU."""
     device: Annotated[str, AfterValidator(check_device)] = "auto"
     """auto (the first GPU if there is one), cpu, mps, cuda, cuda:1."""

@@ -15,14 +15,14 @@ from pydantic_core import ErrorDetails
 
 from sorl_env.errors import UserError
 from sorl_train.algorithms import Algorithm
-from sorl_train.config.run_settings import RESUMABLE, Common, Needs
+from sorl_train.config.run_settings import RESUMABLE, Common, LocalOnly, Needs
 from sorl_train.config.settings import TrainConfig
 
 
 class ConfigField(NamedTuple):
     """A field that is no section: its dotted name, its type without bounds and None, whether it may be None, its
-    docstring, what a run has to have to read it, whether it may change when a run is resumed, and the heading below
-    which a bare ``--help`` shows it (empty: it does not)."""
+    docstring, what a run has to have to read it, whether it may change when a run is resumed, the heading below which
+    a bare ``--help`` shows it (empty: it does not), and what engine=openrlhf refuses."""
 
     name: str
     type: Any
@@ -31,6 +31,7 @@ class ConfigField(NamedTuple):
     needs: tuple[Needs, ...]
     resumable: bool
     common: str
+    local_only: LocalOnly | None
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -65,7 +66,9 @@ def _fields(cls: Any, prefix: str, facts: tuple[Any, ...]) -> Iterable[ConfigFie
             needs = tuple(fact for fact in own if isinstance(fact, Needs))
             about = " ".join((info.description or "").split())
             common = next((fact.heading for fact in own if isinstance(fact, Common)), "")
-            yield ConfigField(f"{prefix}{name}", kind, optional, about, needs, RESUMABLE in own, common)
+            local_only = next((fact for fact in own if isinstance(fact, LocalOnly)), None)
+            resumable = RESUMABLE in own
+            yield ConfigField(f"{prefix}{name}", kind, optional, about, needs, resumable, common, local_only)
 
 
 def _bare(hint: Any) -> tuple[Any, bool]:

@@ -54,6 +54,7 @@ from sorl_train.config.run_settings import (
     Float,
     HardwareConfig,
     Int,
+    LocalOnly,
     LogConfig,
     LoraConfig,
     NonNegativeFloat,
@@ -260,7 +261,7 @@ class TrainConfig:
 
     algo: Annotated[str, TRAINED] = "so_ppo"
     """Algorithm; for one of your own the path of a .py file, or package.module:NAME."""
-    stage: Annotated[Literal["rl", "sft"], TRAINED] = "rl"
+    stage: Annotated[Literal["rl", "sft"], TRAINED, LocalOnly(("rl",), "")] = "rl"
     """rl: reinforcement learning; sft: supervised fine-tuning alone."""
     engine: Annotated[Literal["local", "openrlhf"], PLACE] = "local"
     """local: PyTorch on one machine; openrlhf: Ray, vLLM and DeepSpeed on many GPUs. Paper: openrlhf."""

@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 from sorl_env.errors import UserError
+from sorl_train.config.schema import fields, flatten
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.policy import ModelShape
 from sorl_train.openrlhf.flags import Placement, problems_of
@@ -47,19 +48,10 @@ def check(config: TrainConfig) -> None:
 def _problems(config: TrainConfig) -> Iterator[str]:
     device, top_p, correction = config.hardware.device, config.sampler.top_p, config.correction
     is_async, staleness = config.cluster.async_rollout, config.rollout.max_staleness
-    if config.stage != "rl":
-        yield "stage: sft runs on engine=local"
-    if config.rollout.dynamic_sampling > 0:
-        yield (
-            f"rollout.dynamic_sampling={config.rollout.dynamic_sampling} is for engine=local, OpenRLHF hands out a "
-            "fixed list of prompts: use 0"
-        )
-    if config.replay.size > 0:
-        yield f"replay.size={config.replay.size} is for engine=local, whose checkpoints hold the buffer: use 0"
-    if config.lora.rank > 0:
-        yield "lora.rank is for engine=local"
-    if config.hardware.dtype == "float32":
-        yield "hardware.dtype=float32 is for engine=local: OpenRLHF trains in bfloat16, leave it at auto"
+    values = flatten(config)
+    for field in fields():
+        if field.local_only and values[field.name] not in field.local_only.others:
+            yield f"{field.name}={values[field.name]} is for engine=local{field.local_only.why}"
     if device not in ("auto", "cpu", "cuda"):
         yield (
             f"hardware.device={device} names one GPU: Ray places the processes, choose the GPUs with "

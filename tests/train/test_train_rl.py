@@ -21,10 +21,10 @@ from sorl_env.errors import UserError
 from sorl_env.tool import ToolReply, ToolUnavailableError
 from sorl_env.toolbox import Toolbox
 from sorl_env.trajectory import read_jsonl
+from sorl_train import engine
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.cli import main
 from sorl_train.engine import LocalEngine
-from sorl_train.learner import scoring
 from sorl_train.run import recorder
 from sorl_train.run.files import read_jsonl as read_metrics
 from sorl_train.run.folder import RunDir
@@ -292,9 +292,9 @@ def test_non_finite_numbers_stop_the_run_and_keep_the_last_checkpoint(
 def test_one_on_policy_step_needs_no_scoring_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its own log-probabilities are the old ones: the same metrics as with a pass before it."""
     settings = {"algo": "so_ppo", "update__mini_batch_size": 16, "rollout__group_size": 4}
-    calls: list[int] = []
-    stats = scoring.action_stats
-    monkeypatch.setattr(scoring, "action_stats", lambda *args, **kw: calls.append(1) or stats(*args, **kw))
+    calls: list[str] = []
+    score = engine.score
+    monkeypatch.setattr(engine, "score", lambda *args: calls.extend(args[1]) or score(*args))
     run_dir, _ = train_short(tmp_path / "without", **settings)
     assert not calls
     without = read_metrics(run_dir.metrics)

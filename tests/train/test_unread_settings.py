@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sorl_env.errors import UserError
-from sorl_train.algorithms import Algorithm
+from sorl_train.algorithms import ALGORITHMS, Algorithm
 from sorl_train.cli import main
 from sorl_train.config.files import (
     load_config,
@@ -85,6 +87,7 @@ SHOWN = {
     "loss.clip_bias_target": "gradient",
     "loss.clip_bias_delta": 0.02,
 }
+ROOT = Path(__file__).resolve().parents[2]
 ALGOS = ("so_ppo", "grpo", "mt_grpo", "gigpo", "sapo", "topr")  # every kind of row
 
 
@@ -154,6 +157,46 @@ def others(values: dict[str, Any]) -> dict[str, Any]:
             other = [choice for choice in choices if choice != values[field.name]]
             found[field.name] = OTHER[field.name] if field.name in OTHER else other[0]
     return found
+
+
+def modules_of(*roots: str) -> dict[str, str]:
+    """The source of the modules that these ones import, themselves included."""
+    found: dict[str, str] = {}
+    names = list(roots)
+    while names:
+        name = names.pop()
+        path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+        if name not in found and path.is_file():
+            found[name] = path.read_text(encoding="utf-8")
+            for node in ast.walk(ast.parse(found[name])):
+                if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("sorl"):
+                    names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
+
+
+OPENRLHF = [f"sorl_train.openrlhf.{path.stem}" for path in ROOT.glob("sorl_train/openrlhf/*.py")]
+
+
+@pytest.mark.parametrize(("engine", "roots"), [("local", ["sorl_train.train_rl"]), ("openrlhf", OPENRLHF)])
+def test_every_setting_is_read_by_each_engine_or_refused(engine: str, roots: list[str]) -> None:
+    """``Needs`` beside a setting says that an engine does not read it, ``LocalOnly`` that OpenRLHF refuses it."""
+    given = flatten(TrainConfig()) | {"engine": engine}
+    modules = modules_of(*roots)
+    known = {name for name in modules if name.startswith("sorl_train.config.")} - {
+        "sorl_train.config.settings"
+    }
+    source = "".join(text for name, text in modules.items() if name not in known)
+    missing = []
+    for field in fields():
+        of_engines = [need for need in field.needs if need.text.startswith("engine=")]
+        section, _, leaf = field.name.rpartition(".")
+        is_read = section == "alarm" or re.search(  # which reads its limits by name
+            rf"\.{leaf}\b|\b{leaf}=|asdict\(config\.{section}\)", source
+        )
+        refused = engine == "openrlhf" and (field.local_only or section == "replay")
+        if not is_read and not refused and all(need.is_met(ALGORITHMS["ppo"], given) for need in of_engines):
+            missing.append(field.name)
+    assert not missing
 
 
 @pytest.mark.parametrize("algo", ALGOS)

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from sorl_train.config.settings import OptimConfig
-from sorl_train.learner.optimizer_step import adamw, load_optimizers, save_optimizers, set_lr
+from sorl_train.learner.backend import set_lr
+from sorl_train.learner.optimizer_step import adamw, load_optimizers, save_optimizers
 from sorl_train.models.policy import load_critic
 
 OPTIM = OptimConfig(weight_decay=0.5)
