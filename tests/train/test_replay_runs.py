@@ -133,22 +133,6 @@ def test_a_success_of_an_earlier_step_is_trained_on_where_all_fail(
     assert "Replay" in page.read_text()
 
 
-def test_recent_rollouts_join_every_question_that_comes_back(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """All questions have been asked once after two steps, and each rollout batch is one optimizer step all the same.
-    The buffer holds three steps: what joins is at most so old."""
-    seen = Watched(monkeypatch)
-    run_dir, _ = train_short(tmp_path / "run", **RECENT)
-    lines = read_lines(run_dir.metrics)[1:]
-    assert [line["rollout/replay_size"] for line in lines] == [8, 16, 24, 24, 24]
-    assert [line["rollout/replay_share"] for line in lines] == [0, 0, 0.5, 0.5, 0.5]
-    assert all(line["loss/policy_updates"] == 1 for line in lines)
-    assert all(0 < line["rollout/replay_age_max"] <= 3 for line in lines[2:])
-    assert all(line["loss/approx_kl"] > 1e-6 for line in lines[2:])  # of the age, before the only step
-    assert len(seen.replayed()) == 24 and all(len(batch) == 16 for batch in list(seen.batches.values())[2:])
-
-
 @pytest.mark.parametrize(
     ("settings", "at"),
     [

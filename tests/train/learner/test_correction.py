@@ -54,16 +54,3 @@ def test_a_run_in_bfloat16_on_policy_is_corrected(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     assert report([str(run_dir.path), "--out", str(page)]) in (0, None)
     assert "Correction for the sampler" in page.read_text()
-
-
-def test_stale_batches_are_corrected_to_the_weights_that_sampled_them(tmp_path: Path) -> None:
-    """With max_staleness the old log-probabilities wait with their batch, in a checkpoint too."""
-    settings = {
-        "rollout__max_staleness": 1,
-        "update__steps": 3,
-        "optim__lr": 3e-3,
-        "optim__warmup_ratio": 0.0,
-    }
-    run_dir, _ = train_short(tmp_path / "run", correction__mode="truncate", **settings)
-    for line in read_jsonl(run_dir.metrics)[1:]:
-        assert line["loss/correction_mean"] == pytest.approx(1.0, abs=1e-5)

@@ -188,11 +188,6 @@ def test_no_tokens_at_all_is_zero_and_not_nan(level: str, shape: tuple[int, int]
     assert normalization(output.stats).update_scale == 1.0
 
 
-def test_zero_advantage_is_not_clipped() -> None:
-    output = hand_loss("token", advantages=torch.zeros(2, 6, dtype=F64))
-    assert output.stats.metrics()["clip_frac"] == 0.0
-
-
 @pytest.mark.parametrize("level", ["token", "turn", "sequence"])
 @pytest.mark.parametrize("gap", [50.0, 1e4, math.inf])
 def test_extreme_log_ratios_stay_finite(level: str, gap: float) -> None:
@@ -274,12 +269,6 @@ def test_a_surrogate_of_ones_own_replaces_the_clipped_one(level: str) -> None:
     assert output.stats.norms() == hand_loss(level).stats.norms()
     with pytest.raises(ValueError, match=r"surrogate has shape \(\), the first input \(7,\)"):
         hand_loss(level, surrogate=lambda ratio, advantage, clip: (ratio * advantage).sum())
-
-
-@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
-def test_gradients_are_those_of_finite_differences(level: str) -> None:
-    for options in ({}, {"dual_clip": 1.5}, {"aggregation": "token_mean"}):
-        torch.autograd.gradcheck(lambda lp, how=options: hand_loss(level, lp, **how).loss, log_probs())
 
 
 def test_aggregate_by_hand() -> None:

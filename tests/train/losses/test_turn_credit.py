@@ -82,20 +82,6 @@ GROUPS = torch.tensor([5, 5, 5, 5, 2])
 INCLUDED = torch.tensor([1, 1, 1, 0, 1], dtype=torch.bool)
 
 
-def test_turn_group_by_hand() -> None:
-    """Outcomes 1, 0, 1; first turns .2, .2, 0; of the second turns two are early ones, .2 and 0."""
-    found = turn_group_advantages(REWARDS, THERE, GROUPS, INCLUDED, weight=0.5, std=False)
-    good, bad, hit, miss = 1 / 3, -2 / 3, 0.5 * (0.2 - 0.4 / 3), -0.5 * 0.4 / 3
-    expected = [
-        [good + hit, good + 0.05, good],
-        [bad + hit, bad - 0.05, bad],
-        [good + miss, good, 0],  # its second turn is its last one, and compared by the outcome alone
-        [0, 0, 0],
-        [0, 0, 0],  # a group of one
-    ]
-    assert found.tolist() == [pytest.approx(row) for row in expected]
-
-
 # -- returns of turns ---
 
 
@@ -159,19 +145,6 @@ def test_when_to_stop_is_learned_from_returns_and_not_from_turns_with_the_same_n
 
 
 # -- GiGPO ---
-
-
-def test_state_group_by_hand() -> None:
-    """Two rollouts: the first meets state 7 twice, the second once; states 8 and 9 are met once."""
-    rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]], dtype=F64)
-    there = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
-    states = torch.tensor([[7, 7, 8], [7, 9, 0]])
-    found = state_group_advantages(
-        rewards, there, states, torch.zeros(2), all_in(2), gamma=0.5, weight=2.0, std=False
-    )
-    mean = (0.25 + 0.5 + 0.0) / 3  # returns of state 7: .25 and .5 in the first rollout, 0 in the second
-    expected = [[0.5 + 2 * (0.25 - mean), 0.5 + 2 * (0.5 - mean), 0.5], [-0.5 + 2 * (0 - mean), -0.5, 0]]
-    assert found.tolist() == [pytest.approx(row) for row in expected]
 
 
 def test_state_group_divides_by_the_deviation_and_leaves_out_the_excluded() -> None:

@@ -60,11 +60,6 @@ def test_the_papers_placement() -> None:
     assert resumed["ckpt.load_enable"] and resumed["ckpt.path"] == "/runs/x/checkpoints/step_000040"
 
 
-def test_the_kls_estimator_is_the_configs_and_k2_where_it_says_nothing() -> None:
-    assert flags(settings())["algo.kl.estimator"] == "k2"
-    assert flags(settings(loss__kl_coef=0.1, loss__kl_type="k3"))["algo.kl.estimator"] == "k3"
-
-
 def test_asynchronous_sampling_has_gpus_of_its_own() -> None:
     config = settings(
         cluster__async_rollout=True, cluster__vllm_engines=1, rollout__max_staleness=2, cluster__nodes=1
@@ -138,10 +133,6 @@ def test_what_it_cannot_do_is_refused(overrides: dict[str, Any], complaint: str)
     with pytest.raises(UserError) as caught:
         check(settings(**overrides))
     assert complaint in str(caught.value)
-
-
-def test_truncated_sampling_is_fine_where_ratios_are_to_the_trainers_own_log_probabilities() -> None:
-    check(settings(sampler__top_p=0.9))
 
 
 def test_a_flag_that_follows_from_a_setting_names_one_that_exists() -> None:
