@@ -50,8 +50,7 @@ class Algorithm:
         about: one line for ``--help`` and docs/algorithms.md.
         equation: label of the objective in the paper, or where else it comes from.
         surrogate: the objective of each token: a name of ``sorl_train.losses.policy.SURROGATES``, or a function of
-            importance ratios (N,), advantages (N,) and a ``ClipRange`` that returns (N,) values to maximize. None
-            stands for PPO's clipped surrogate.
+            importance ratios (N,), advantages (N,) and a ``ClipRange`` that returns (N,) values to maximize.
         defaults: settings by dotted name that come with the algorithm, such as the clip range that its paper
             publishes. A config file and the command line win over them.
         published: settings that its paper publishes and that are not applied. The documentation shows them.
@@ -67,7 +66,7 @@ class Algorithm:
     normalize: bool = False
     about: str = ""
     equation: str = ""
-    surrogate: Callable[..., Any] | SurrogateName | None = None
+    surrogate: Callable[..., Any] | SurrogateName = "clipped"
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     published: Mapping[str, Any] = field(default_factory=dict, hash=False)
     source: str = ""
@@ -80,7 +79,7 @@ class Algorithm:
             raise ValueError(f"normalize is True or False, not {self.normalize!r}")
         if isinstance(self.surrogate, str):
             check_choice("surrogate", self.surrogate, get_args(SurrogateName))
-        elif self.surrogate is not None and not callable(self.surrogate):
+        elif not callable(self.surrogate):
             raise ValueError(f"the surrogate is a function or its name, not {self.surrogate!r}")
 
     @property
@@ -91,9 +90,7 @@ class Algorithm:
     @property
     def surrogate_name(self) -> SurrogateName | None:
         """The name of its surrogate; None for a function from outside."""
-        if callable(self.surrogate):
-            return None
-        return self.surrogate or "clipped"
+        return None if callable(self.surrogate) else self.surrogate
 
     @property
     def needs_groups(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,13 @@ class LocalEngine:
         if config.loss.kl_coef > 0:
             reference = load_policy(self.model_folder, **loading)
             self.reference = TorchBackend(reference.requires_grad_(False).eval(), **how)
+        self.check_mismatch = partial(
+            check_mismatch,
+            limit=mismatch_limit(config, compute_dtype(hardware.dtype, self.device)),
+            top_p=sampler.top_p,
+            decode=self.tokenizer.decode,
+            folder=self.run_dir.path,
+        )
         self._check_models()
         if folder:
             self.replay.load(folder)
@@ -141,7 +149,7 @@ class LocalEngine:
         with self.recorder.stage("log_probs"), stop_on_non_finite(self.recorder, step, trajectories):
             batch = self.score(usable)
         if batch.old_log_probs is not None:  # otherwise ``update`` is the first to compute them
-            self.check_mismatch(batch, step)
+            self.check_mismatch(batch.old_log_probs, batch, batch.loss_mask, step)
         return Collected(trajectories, batch)
 
     def _draw(self, step: int) -> tuple[list[Trajectory], Batch | None]:
@@ -216,20 +224,6 @@ class LocalEngine:
             self.critic_update.backend.model.eval()
         return with_scores(batch, score(batch, backends, self.config.update.log_prob_micro_batch_size))
 
-    def check_mismatch(self, batch: Batch, step: int) -> None:
-        """End the run if the sampler and its weights disagree about the log-probabilities of ``batch``."""
-        assert batch.old_log_probs is not None
-        check_mismatch(
-            batch.old_log_probs,
-            batch,
-            batch.loss_mask,
-            limit=mismatch_limit(self.config, compute_dtype(self.config.hardware.dtype, self.device)),
-            top_p=self.config.sampler.top_p,
-            decode=self.tokenizer.decode,
-            path=self.run_dir.path / f"mismatch_{step:06d}.jsonl",
-            step=step,
-        )
-
     def mix(self, collected: Collected) -> Mixed:
         """What to train on: the collected batch, and past trajectories of the same questions if replay is on."""
         return self.replay.step(collected, self.step, self.collate)
@@ -255,7 +249,7 @@ class LocalEngine:
                         seen |= zip(mini.ids, zip(log_probs, entropies, strict=True), strict=True)
                     if self.on_policy:
                         batch = mini.with_fields(old_log_probs=log_probs)
-                        self.check_mismatch(batch, step)
+                        self.check_mismatch(log_probs, batch, batch.loss_mask, step)
                     advance(1)
                 self.policy_update.end_batch(batch.rows(final_kl_sample(batch.loss_mask)), means)
         self.last_update_stats = (batch, seen) if seen else None

@@ -127,18 +127,8 @@ def collate(
     classify: Callable[[Trajectory], NDArray[np.int8]] | None = None,
     anchor_state: AnchorState | None = None,
 ) -> Batch:
-    """Pad trajectories to the longest; ``classify`` fills in ``token_classes``, ``anchor_state`` the ``state_ids``.
-
-    A turn's reward items go on the turn's last token, where ``gae`` expects them.
-
-    Args:
-        anchor_state: when two turns started in the same state (``state_keys``); None: no one asks.
-
-    Raises:
-        ValueError: there is no trajectory.
-    """
-    if not trajectories:
-        raise ValueError("collate needs at least one trajectory")
+    """Pad one or more trajectories to the longest; a turn's reward items go on its last token, where ``gae`` expects
+    them. ``classify`` fills in ``token_classes``, ``anchor_state`` the ``state_ids`` (``state_keys``)."""
     size, length = len(trajectories), max(len(t.token_ids) for t in trajectories)
     token_ids = np.full((size, length), pad_id, dtype=np.int64)
     turn_ids = np.full((size, length), -1, dtype=np.int64)

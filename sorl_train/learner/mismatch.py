@@ -91,23 +91,18 @@ def check_mismatch(
     log_probs: Tensor,
     batch: Batch,
     mask: Tensor,
+    step: int,
     *,
     limit: float,
     top_p: float,
     decode: Callable[[list[int]], str],
-    path: Path,
-    step: int,
+    folder: Path,
 ) -> None:
     """Compare the trainer's ``log_probs`` (B, T) with the sampler's, over the tokens of ``mask``.
 
-    Args:
-        limit: for the mean; 0 turns the check off.
-        top_p: what the sampler drew with; by as much as it explains, the two may differ.
-        decode: makes text of token ids, for the file.
-        path: the file for the worst trajectories if a limit is exceeded, one JSON object a line.
-
-    Raises:
-        UserError: a limit is exceeded; the message names the trajectories, the file and likely causes.
+    ``limit`` is that of the mean difference, 0 turns the check off. By as much as ``top_p`` explains, which the sampler
+    drew with, the two may differ. If a limit is exceeded, the worst trajectories are written to a file of ``folder``,
+    one JSON object a line, with the text that ``decode`` makes of token ids; ``UserError`` names file and causes.
     """
     if not limit or not mask.any():
         return
@@ -119,6 +114,7 @@ def check_mismatch(
     by_row = turns.max(dim=1).values
     order = torch.argsort(by_row, descending=True, stable=True).tolist()
     bad = [row for row in order if not float(by_row[row]) <= TURN_FACTOR * limit] or order
+    path = folder / f"mismatch_{step:06d}.jsonl"
     records = [_record(row, log_probs, batch, mask, turns, decode) for row in bad[:MAX_SAVED]]
     atomic_write(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     names = ", ".join(record["id"] for record in records[:8]) + (", .." if len(bad) > 8 else "")

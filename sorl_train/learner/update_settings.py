@@ -27,7 +27,7 @@ def loss_settings(config: TrainConfig) -> LossSettings:
         _try_surrogate(config.algo, algorithm.surrogate, clip)
         surrogate: Surrogate = functools.partial(call_outside, algorithm.surrogate)
     else:
-        surrogate = SURROGATES[algorithm.surrogate or "clipped"]
+        surrogate = SURROGATES[algorithm.surrogate]
     return LossSettings(algorithm.ratio, surrogate, clip, loss.aggregation)
 
 

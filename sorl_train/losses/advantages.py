@@ -97,13 +97,9 @@ def group_advantages(
 
         r_i - sum_{j != i} r_j / (n - 1)  =  n / (n - 1) (r_i - mean)
 
-    Args:
-        rewards: (B,), the total reward of each trajectory.
-        group_ids: (B,) int, equal for rollouts of the same prompt, in any order.
-        included: (B,) bool. Other trajectories do not enter mean and std, and their advantage is 0.
-
-    Returns:
-        (B,). All are 0 in a group whose rewards are equal, and in a group with one included trajectory.
+    ``rewards`` (B,) are total rewards of trajectories, ``group_ids`` (B,) int equal for rollouts of the same prompt.
+    Only trajectories ``included`` (B,) bool enter mean and std. Returns (B,), which is 0 for the others, in a group of
+    equal rewards, and in a group with one included trajectory.
     """
     kept = included.nonzero().squeeze(1)
     dtype = torch.promote_types(rewards.dtype, torch.float32)

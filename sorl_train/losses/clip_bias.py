@@ -117,11 +117,8 @@ def loss_stats(
 ) -> LossStats:
     """The statistics of a micro-batch, for ``policy_loss``.
 
-    Args:
-        log_ratio, ratio, advantage: (N,) of each loss token: its own log-ratio, the ratio of its segment, and its
-            advantage times the correction.
-        bias: (N,) c_t, 0 where it is not clipped.
-        logit_scale: (B, T) or None.
+    (N,) of each loss token: its own log-ratio, the ratio of its segment, its advantage times the correction, and the
+    bias c_t, 0 where it is not clipped. ``logit_scale`` is (B, T).
     """
     dtype, lengths = bias.dtype, segments.row_lengths
     logit_square = bias.new_tensor(torch.nan)

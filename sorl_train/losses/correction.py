@@ -89,13 +89,8 @@ def correction_weights(
 ) -> Correction:
     """The weight of each loss token. Means over segments and trajectories run over their loss tokens.
 
-    Args:
-        old_log_probs: (B, T), the trainer's, of the policy that sampled.
-        rollout_log_probs: (B, T), the sampler's.
-        loss_mask, turn_ids: (B, T), as for ``policy_loss``.
-
-    Raises:
-        ValueError: the shapes differ, or there is no loss token.
+    All tensors are (B, T): the log-probabilities of trainer and sampler under the policy that sampled, and mask and
+    turn ids as for ``policy_loss``. Raises ValueError if shapes differ, or if there is no loss token.
     """
     check_shapes(old_log_probs, rollout_log_probs=rollout_log_probs, loss_mask=loss_mask, turn_ids=turn_ids)
     segments = Segments.of(settings.level, loss_mask, turn_ids)

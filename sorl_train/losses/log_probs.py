@@ -104,14 +104,9 @@ def token_log_probs(
 ) -> TokenStats:
     """Statistics of each target under softmax(logits / temperature), without a float32 copy of the logits.
 
-    Args:
-        logits: (B, T, V), or any leading shape. A view that is not contiguous, such as ``logits[:, :-1]``, is copied
-            first; slice the hidden states instead.
-        targets: (B, T) int64, in [0, V).
-        temperature: that of the sampler, so that ratios compare the distributions that tokens are drawn from.
-
-    Raises:
-        ValueError: for shapes that do not match, or a temperature that is not positive.
+    ``logits`` are (B, T, V), or of any leading shape; a view that is not contiguous, such as ``logits[:, :-1]``, is
+    copied first. ``targets`` (B, T) are int64. The temperature is that of the sampler, so that ratios compare the
+    distributions that tokens are drawn from. Raises ValueError if shapes do not match, or if it is not positive.
     """
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, logits {tuple(logits.shape)}")

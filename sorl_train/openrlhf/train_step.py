@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,13 @@ class TrainStep:
         self.config, self.run_dir = run_config(), run_folder()
         self.place = Placement.of(self.config)
         self.trust: dict[str, float] | None = None  # the workers' trust region after the last step
+        self.check_mismatch = partial(
+            check_mismatch,
+            limit=mismatch_limit(self.config, torch.bfloat16),
+            top_p=self.config.sampler.top_p,
+            decode=self.tokenizer.decode,
+            folder=self.run_dir.path,
+        )
         self.classify = TokenClassifier(self.tokenizer)
         self.eval_env = make_env(self.config, evaluation=True)
         self.answers = answers_of(training_examples(self.config))
@@ -132,7 +140,9 @@ class TrainStep:
             try:
                 with self.recorder.stage("log_probs"):
                     batch = self.score(batch)
-                self.check_mismatch(batch, trajectories, step)
+                assert batch.began_log_probs is not None
+                newest = sampled_by(self.version, trajectories, batch)
+                self.check_mismatch(batch.began_log_probs, batch, newest, step)
                 batch, prepared = prepare(batch, self.config)
                 with self.recorder.stage("update"):
                     metrics |= prepared | self.update(batch, step) | batch_metrics(batch)
@@ -214,20 +224,6 @@ class TrainStep:
         if self.reference_model_group is not None:
             fields["ref_log_probs"] = self.reference_log_probs(batch)
         return with_scores(batch, fields)
-
-    def check_mismatch(self, batch: Batch, trajectories: Sequence[Trajectory], step: int) -> None:
-        """End the run if vLLM and the newest weights disagree about turns that these weights sampled."""
-        assert batch.began_log_probs is not None
-        check_mismatch(
-            batch.began_log_probs,
-            batch,
-            sampled_by(self.version, trajectories, batch),
-            limit=mismatch_limit(self.config, torch.bfloat16),
-            top_p=self.config.sampler.top_p,
-            decode=self.tokenizer.decode,
-            path=self.run_dir.path / f"mismatch_{step:06d}.jsonl",
-            step=step,
-        )
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
         """Log-probabilities (B, T) from OpenRLHF's reference workers, which take micro-batches."""

@@ -83,15 +83,10 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
     def train_on(
         self, minis: list[Batch], done: int, sample: Batch, trust: dict[str, float] | None
     ) -> tuple[dict[str, float], dict[str, float] | None]:
-        """Train on this rank's share of a training step's mini-batches, up to ``update.target_kl``.
+        """Train on this rank's share of a training step's mini-batches, after ``done`` optimizer steps.
 
-        Args:
-            done: optimizer steps before this training step.
-            sample: this rank's share of the trajectories of ``final_kl_sample``.
-            trust: the trust region's state after the training step before; None in the first.
-
-        Returns:
-            Metrics over all ranks, and the trust region's new state.
+        ``sample`` is its share of ``final_kl_sample``, ``trust`` the trust region's state after the training step
+        before (None in the first). Returns metrics over all ranks, and the trust region's new state.
         """
         self.actor.train()
         update, means = self.update, Means()

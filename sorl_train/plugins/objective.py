@@ -112,22 +112,15 @@ class Objective:
         correction: Tensor | None = None,
         turn_ids: Tensor | None = None,
     ) -> LossOutput:
-        """The loss of one micro-batch, whose clipping bias counts towards the next optimizer step.
+        """The loss of one micro-batch, whose clipping bias counts towards the next optimizer step, unless no gradient
+        is computed, as in an evaluation.
 
-        It does not count where no gradient is computed, as in an evaluation.
-
-        Args:
-            log_probs, old_log_probs, advantages: (B, T), as for ``policy_loss``.
-            mask: (B, T) bool or 0 and 1: the tokens that enter the loss.
-            aggregation, denominator: the trainer's mean; see ``policy_loss``.
-            correction: (B, T), weights that correct for the sampler, or None.
-            turn_ids: (B, T); None: the runs of ones in ``mask``.
-
-        Raises:
-            ValueError: for shapes that differ, or turn ids that break their contract.
+        Arguments, (B, T) each, and errors are those of ``policy_loss``. ``mask``, bool or 0 and 1, has the tokens that
+        enter the loss; None as ``turn_ids`` takes its runs of ones; ``aggregation`` and ``denominator`` are the
+        trainer's mean.
         """
         surrogate = self.algorithm.surrogate
-        function = surrogate if callable(surrogate) else SURROGATES[surrogate or "clipped"]
+        function = surrogate if callable(surrogate) else SURROGATES[surrogate]
         settings = LossSettings(self.algorithm.ratio, function, self.clip, aggregation)
         output = policy_loss(
             log_probs,

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepScale:
-    """Adds up what the losses of a mini-batch say, and scales the optimizer's step by it.
+    """Adds up the statistics of a mini-batch's losses, and scales the optimizer's step by them.
 
     The scale is delta / max(||C||, delta) of an algorithm that is normalized, times ``rate``. It is 0, which is no
     step, for a mini-batch without loss tokens, and for one whose ratios are not finite, which is logged.

@@ -19,15 +19,10 @@ from sorl_train.plugins.objective import clip_range, loss_algorithms, objective_
 
 
 def register(name: str, algorithm: str | Algorithm, **options: Any) -> None:
-    """Register a policy loss with verl.
+    """Register a policy loss with verl as the ``loss_mode`` ``name``; ValueError if verl knows that name already.
 
-    Args:
-        name: its ``loss_mode``.
-        algorithm: a name of ``loss_algorithms``, or an ``Algorithm`` of your own.
-        options: those of ``Objective``: ``ratio``, ``clip_bias_norm``, ``clip_bias_delta``.
-
-    Raises:
-        ValueError: verl knows the name already.
+    ``algorithm`` is a name of ``loss_algorithms``, or an ``Algorithm`` of your own. ``options`` are those of
+    ``Objective``: ``ratio``, ``clip_bias_norm``, ``clip_bias_delta``.
     """
     if name in POLICY_LOSS_REGISTRY:
         raise ValueError(f"verl has a loss_mode {name!r} already: take another name, such as 'sorl_{name}'")
@@ -48,8 +43,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of one micro-batch as verl asks for it, tensors (B, T), and its metrics.
 
-    Raises:
-        ValueError: an unknown ``loss_agg_mode``, or a normalized algorithm with Megatron.
+    Raises ValueError for an unknown ``loss_agg_mode``, or a normalized algorithm with Megatron.
     """
     row = ALGORITHMS[algorithm] if isinstance(algorithm, str) else algorithm
     if row.normalize and config.strategy == "megatron":

@@ -132,7 +132,7 @@ def update(config: TrainConfig) -> tuple[Tensor, dict[str, float]]:
         return torch.optim.AdamW(model.parameters(), eps=config.optim.adam_eps)
 
     engine.config, engine.policy, engine.recorder = config, policy, NoRecorder()  # type: ignore[assignment]
-    engine.step, engine.device = 0, torch.device("cpu")
+    engine.step = 0
     engine.policy_update = PolicyUpdate(TorchBackend(policy, adamw(policy)), config)
     critic = Critic(backbone.model) if config.algorithm.needs_critic else None
     engine.critic_update = (

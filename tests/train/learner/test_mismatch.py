@@ -135,8 +135,7 @@ def trajectories(tiny_folder: str, minihop_env: Any) -> list[Trajectory]:
 def check(
     batch: Batch, log_probs: torch.Tensor, path: Path, limit: float = 0.001, top_p: float = 1.0
 ) -> None:
-    how: dict[str, Any] = {"decode": str, "path": path / "mismatch.jsonl", "step": 3}
-    check_mismatch(log_probs, batch, batch.loss_mask, limit=limit, top_p=top_p, **how)
+    check_mismatch(log_probs, batch, batch.loss_mask, 3, limit=limit, top_p=top_p, decode=str, folder=path)
 
 
 def test_limits_on_the_mean_and_on_the_worst_turn(trajectories: list[Trajectory], tmp_path: Path) -> None:

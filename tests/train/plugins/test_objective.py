@@ -46,9 +46,7 @@ def test_the_loss_is_that_of_the_table(name: str) -> None:
         denominator=7.0,
         correction=correction,
     )
-    settings = LossSettings(
-        row.ratio, SURROGATES[row.surrogate_name or "clipped"], clip_range(row), "token_mean"
-    )
+    settings = LossSettings(row.ratio, SURROGATES[row.surrogate_name], clip_range(row), "token_mean")
     expected = policy_loss(
         log_probs,
         old,

@@ -89,7 +89,7 @@ def test_the_loss_is_ours(mode: str, seed: int) -> None:
     row = ALGORITHMS[name]
     mask = data["response_mask"].bool()
     clip = ClipRange(0.2, 0.3) if row.ratio == "sequence" else CLIP
-    surrogate = SURROGATES[row.surrogate_name or "clipped"]
+    surrogate = SURROGATES[row.surrogate_name]
     expected = policy_loss(
         data["log_prob"],
         data["old_log_prob"],
