@@ -83,7 +83,7 @@ class TorchBackend:
         temperature: float = 1.0,
     ) -> None:
         self.model = model
-        self.parameters: list[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
+        self.parameters: Sequence[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
         self.device: torch.device = next(model.parameters()).device
         self._optimizer = optimizer
         self._dtype = dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class DeepSpeedBackend:
     def __init__(self, engine: Any, *, temperature: float = 1.0, head: ValueHead | None = None) -> None:
         self.engine = engine
         self.model = engine.module
-        self.parameters: list[nn.Parameter] = list(engine.module.parameters())
+        self.parameters: Sequence[nn.Parameter] = list(engine.module.parameters())
         self.device: torch.device = self.parameters[0].device
         self._temperature = temperature
         self._head = head
