@@ -112,7 +112,7 @@ def test_the_users_own_flags_come_last_and_win() -> None:
             {"update__mini_batch_size": 4, "rollout__batch_size": 4},
             "mini_batch_size 4 does not divide over 8 GPUs",
         ),
-        ({"stage": "sft"}, "runs on engine=local"),
+        ({"stage": "sft"}, "stage=sft is for engine=local"),
         ({"hardware__device": "cuda:1"}, "hardware.device=cuda:1 names one GPU"),
         (ASYNC | {"sampler__top_p": 0.9}, "sampler.top_p=0.9 does not go with cluster.async_rollout"),
         (
