@@ -77,7 +77,7 @@ class _Frame:
 
 
 class ChatCodec:
-    """Implements ``turn_codec.TurnCodec`` for tool calls.
+    """The tokens of tool calls, with the methods of ``TagCodec``.
 
     Raises:
         UserError: the template renders calls in a form that ``tool_call_parser`` does not know, or cannot render a

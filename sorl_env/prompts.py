@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sorl_env.chat_codec import chat_codec
+from sorl_env.chat_codec import ChatCodec, chat_codec
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Limits
 from sorl_env.text import quoted, valid_text
 from sorl_env.text_env import TextEnv
-from sorl_env.tokens import Tokenizer
-from sorl_env.turn_codec import TagCodec, TurnCodec
+from sorl_env.tokens import TagCodec, Tokenizer
 
+TurnCodec = TagCodec | ChatCodec  # ``TagCodec`` says what their methods do
 _SHOWN = 5  # rows that a message names
 _MANY = 20_000  # prompts: counting so many takes seconds, which are announced
 

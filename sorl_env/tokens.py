@@ -1,4 +1,4 @@
-"""Encode text as token ids: the prompt once, then each observation. Sampled turns are never encoded again.
+"""The tokens of the format ``tags``: the prompt once, then each observation. Sampled turns are never encoded again.
 
 Text from outside must not become a control token such as ``<|im_end|>``, so each one in it gets a blank.
 """
@@ -9,7 +9,9 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from sorl_env.parser import ParsedTurn
 from sorl_env.text import valid_text
+from sorl_env.turn_format import TAGS, TurnFormat
 
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], ControlTokens]] = weakref.WeakKeyDictionary()
 
@@ -58,7 +60,7 @@ class ControlTokens:
         return min([at, *(start for start in starts if start >= 0)])
 
 
-TAGS = ("think", "answer", "information")  # of the turn format, beside those of the tools
+_OWN_TAGS = ("think", "answer", "information")  # of the turn format, beside those of the tools
 
 
 class Tokenizer(Protocol):
@@ -92,7 +94,7 @@ def encode_prompt(
     Args:
         tools: names of tools, whose tags stay as they are where the tokenizer has tokens for them.
     """
-    control = control_tokens(tokenizer, (*TAGS, *tools))
+    control = control_tokens(tokenizer, (*_OWN_TAGS, *tools))
     given = [system_prompt, prompt] if system_prompt else [prompt]
     texts = [control.harmless(valid_text(text)) for text in given]
     if use_chat_template and tokenizer.chat_template:
@@ -106,5 +108,72 @@ def encode_prompt(
 
 def encode_text(tokenizer: Tokenizer, text: str, tools: Collection[str] = ()) -> list[int]:
     """Token ids of a text from outside within a dialogue, such as a reply of the environment: no control tokens."""
-    control = control_tokens(tokenizer, (*TAGS, *tools))
+    control = control_tokens(tokenizer, (*_OWN_TAGS, *tools))
     return tokenizer.encode(control.harmless(text), add_special_tokens=False)
+
+
+class TagCodec:
+    """The tokens of the format ``tags``: observations are plain text inside one long assistant message.
+
+    Attributes:
+        format: the format as text.
+        stop: strings that end a turn.
+        stop_ids: tokens that end a turn, beside the model's own.
+    """
+
+    format: TurnFormat = TAGS
+    stop_ids: tuple[int, ...] = ()
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...], *, use_chat_template: bool, is_raw: bool
+    ) -> None:
+        self.stop = stop
+        self._tokenizer = tokenizer
+        self._is_raw = is_raw  # the environment writes its own markup, so its replies are encoded as they are
+        self._tools = tuple(end.strip("</>") for end in stop if end.startswith("</"))
+        self._use_chat_template = use_chat_template
+
+    def prompt_ids(self, prompt: str, system_prompt: str | None) -> list[int]:
+        """The first context, up to where the policy's first turn begins."""
+        template = self._use_chat_template
+        return encode_prompt(
+            self._tokenizer, prompt, system_prompt, use_chat_template=template, tools=self._tools
+        )
+
+    def turn_text(self, ids: Sequence[int]) -> str:
+        """The text of a sampled turn, for the environment."""
+        return turn_text(self._tokenizer, ids, self.stop)
+
+    def reply_ids(
+        self, ids: Sequence[int], parsed: ParsedTurn | None, observation: str, max_tokens: int
+    ) -> list[int]:
+        """The tokens between a sampled turn ``ids`` and the next one: the observation, cut to ``max_tokens``, and what
+        the template writes around it."""
+        if self._is_raw:
+            return self._tokenizer.encode(observation, add_special_tokens=False)[:max_tokens]
+        return tag_reply_ids(self._tokenizer, observation, max_tokens)
+
+    def written_turn(self, parsed: ParsedTurn, text: str) -> tuple[str, list[int]]:
+        """A turn of the task's expert, which writes tags, as this format's text and tokens."""
+        return text, encode_text(self._tokenizer, text, self._tools)
+
+
+def tag_reply_ids(tokenizer: Tokenizer, observation: str, max_tokens: int) -> list[int]:
+    """Token ids of an observation between tags, at most ``max_tokens``; one that is cut keeps its closing tag."""
+    whole = encode_text(tokenizer, observation)
+    if len(whole) <= max_tokens:
+        return whole
+    body, tag, rest = observation.rpartition("\n</information>")
+    tail = encode_text(tokenizer, tag + rest) if tag else []
+    return encode_text(tokenizer, body)[: max(0, max_tokens - len(tail))] + tail
+
+
+def turn_text(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> str:
+    """The turn as text, cut after its first stop string.
+
+    The token that completes a stop string may hold more characters (``>\\n``, ``>.``). They are removed, because the
+    sampler stopped there and the policy is not to blame for them.
+    """
+    text = valid_text(tokenizer.decode(ids, skip_special_tokens=True))
+    ends = [text.find(word) + len(word) for word in stop if word in text]
+    return text[: min(ends)] if ends else text

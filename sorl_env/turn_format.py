@@ -1,7 +1,8 @@
 """The two turn formats as text: how a prompt asks, how a turn is read, and how a reply of the environment reads.
 
 ``tags``: blocks such as ``<search>..</search>`` in one long assistant message, as in Search-R1 and the paper.
-``tool_calls``: the tool calls of the model's own chat template. The tokens of both are in ``turn_codec``.
+``tool_calls``: the tool calls of the model's own chat template. The tokens of both are in ``tokens`` and
+``chat_codec``.
 """
 
 from __future__ import annotations

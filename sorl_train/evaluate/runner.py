@@ -27,10 +27,9 @@ from sorl_env.prompts import make_codec
 from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, SamplingParams, run_trajectory
 from sorl_env.task import Example, Task
 from sorl_env.text_env import TextEnv, format_of, need_tools
-from sorl_env.tokens import Tokenizer, encode_prompt, encode_text
+from sorl_env.tokens import Tokenizer, encode_prompt, encode_text, turn_text
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.trajectory import Trajectory
-from sorl_env.turn_codec import turn_text
 from sorl_train.config.seeds import derive_seed, generator
 from sorl_train.evaluate.endpoint import TextTokenizer
 from sorl_train.evaluate.results import (

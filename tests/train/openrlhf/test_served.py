@@ -19,8 +19,7 @@ import pytest
 import torch
 
 from sorl_env.registry import load_task
-from sorl_env.tokens import encode_prompt
-from sorl_env.turn_codec import tag_reply_ids
+from sorl_env.tokens import encode_prompt, tag_reply_ids
 from sorl_train.evaluate.results import EvalResult, read_folder
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.openrlhf.launch import CPU_ENVIRONMENT
