@@ -121,7 +121,10 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
 
 
 # They run inside OpenRLHF's own processes and nowhere else.
-WORKERS = {f"sorl_train.openrlhf.{name}" for name in ("agent", "train_step", "trainers", "watch", "workers")}
+WORKERS = {
+    f"sorl_train.openrlhf.{name}"
+    for name in ("agent", "train_step", "trainers", "worker_watchdog", "workers")
+}
 
 
 def test_training_imports_distributed_engines_lazily() -> None:

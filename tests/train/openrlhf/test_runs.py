@@ -158,7 +158,7 @@ def test_a_run_that_an_error_ends_between_two_steps_is_saved(tmp_path: Path) -> 
 
 
 def test_a_killed_worker_ends_the_run_and_it_resumes(tmp_path: Path) -> None:
-    """A vLLM engine, to which the trainer's workers broadcast; test_watch.py ends workers of any kind."""
+    """A vLLM engine, to which the trainer's workers broadcast; test_worker_watchdog.py ends workers of any kind."""
     run_dir = tmp_path / "run"
     process = launch(command(run_dir, update__steps=400, checkpoint__every=1))
     wait_until_step(run_dir, 2, process, saved=True)
