@@ -50,10 +50,8 @@ def choice_task(
 
 
 def letter_at(index: Any, count: int, column: str) -> str:
-    """The letter of a numbered option, counted from 0.
-
-    Raises:
-        ValueError: it is not the number of one of ``count`` options; -1 marks an answer that is withheld.
+    """The letter of a numbered option, counted from 0. Raises ``ValueError`` if it is not the number of one of
+    ``count`` options; -1 marks an answer that is withheld.
     """
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
         raise ValueError(f"column {column!r} must number one of {count} options from 0, not {index!r}")

@@ -63,10 +63,7 @@ def parse_qa_row(row: Mapping[str, Any]) -> Example:
     """An example from a row with ``question`` and ``golden_answers`` (as Search-R1 publishes them) or ``answer``.
 
     Answers are a text or a list of texts. ``id`` is used if the row has one; the columns in `_KEPT` become metadata.
-
-    Raises:
-        KeyError: a column is missing.
-        ValueError: a column is empty or of another type.
+    Raises ``KeyError`` if a column is missing, and ``ValueError`` if a column is empty or of another type.
     """
     question = text_column(row, "question")
     column = "answer" if "golden_answers" not in row and "answer" in row else "golden_answers"
@@ -85,11 +82,8 @@ _KEPT = ("type", "level", "supporting_facts", "gold_titles", "gold_ids")
 
 
 def text_column(row: Mapping[str, Any], name: str) -> str:
-    """A column that must hold a text.
-
-    Raises:
-        KeyError: there is no such column.
-        ValueError: it is empty, or is not a text.
+    """A column that must hold a text. Raises ``KeyError`` if there is no such column, and ``ValueError`` if it is
+    empty, or is not a text.
     """
     value = row[name]
     if not isinstance(value, str) or not value.strip():
@@ -98,10 +92,8 @@ def text_column(row: Mapping[str, Any], name: str) -> str:
 
 
 def row_id(row: Mapping[str, Any], question: str) -> str:
-    """The row's ``id``, or else a hash of the question, which is the same in every data set.
-
-    Raises:
-        ValueError: it is neither a text nor a whole number.
+    """The row's ``id``, or else a hash of the question, which is the same in every data set. Raises ``ValueError`` if
+    it is neither a text nor a whole number.
     """
     name = row.get("id")
     if isinstance(name, (str, int)) and not isinstance(name, bool) and name != "":

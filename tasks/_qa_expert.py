@@ -54,8 +54,7 @@ def searched_task(name: str, env_id: str, description: str, hub: HubSource, hast
             imitates it learns both forms that the instruction allows, an answer with a search and without one. Which of
             them pays is left to reinforcement learning.
 
-    Raises:
-        UserError: ``hasty`` is not a share.
+    Raises ``UserError`` if ``hasty`` is not a share.
     """
     if not 0 <= hasty <= 1:
         raise UserError(f"hasty={hasty}: give a share between 0 and 1")

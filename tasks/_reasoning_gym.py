@@ -33,8 +33,7 @@ def reasoning_gym_task(
         seed: of the questions; each split has seeds of its own.
         settings: the data set's own configuration, such as ``{"min_terms": 2}``.
 
-    Raises:
-        UserError: reasoning-gym is not installed, or has no such data set or setting.
+    Raises ``UserError`` if reasoning-gym is not installed, or has no such data set or setting.
     """
     for what, value, bounds in (("examples", examples, Bounds(1, _LARGEST)), ("seed", seed, Bounds(0, MOST))):
         if problem := bounds.problem(value):

@@ -67,11 +67,8 @@ def reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]
 
 
 def parse_row(row: Mapping[str, Any]) -> Example:
-    """An example from a row in one of the two forms that this module's docstring describes.
-
-    Raises:
-        KeyError: a column is missing.
-        ValueError: a column is empty, or the options and the answer do not match.
+    """An example from a row in one of the two forms that this module's docstring describes. Raises ``KeyError`` if a
+    column is missing, and ``ValueError`` if a column is empty, or the options and the answer do not match.
     """
     question = text_column(row, "question")
     if row.get("options") is not None:
@@ -112,8 +109,7 @@ def split_options(question: str) -> tuple[str, dict[str, str]]:
     >>> split_options("Which vitamin?\nA: C\nB: D")
     ('Which vitamin?', {'A': 'C', 'B': 'D'})
 
-    Raises:
-        ValueError: there are fewer than two options.
+    Raises ``ValueError`` if there are fewer than two options.
     """
     labels: list[re.Match[str]] = []
     for match in _LABEL.finditer(question):

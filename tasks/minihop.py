@@ -72,8 +72,7 @@ def minihop(
         search_off: the search tool finds nothing, which shows how much can be guessed.
         hit_reward, valid_reward: what the turns of an episode earn at most before the answer, see `turn_reward`.
 
-    Raises:
-        UserError: a knob is out of range, or the world has too few names or questions.
+    Raises ``UserError`` if a knob is out of range, or the world has too few names or questions.
     """
     hops = tuple(hops)
     _check_knobs(hops, top_k, reasoning, hasty)
@@ -153,11 +152,8 @@ def _turn_reward(
 
 
 def parse_row(row: Mapping[str, Any]) -> Example:
-    """An example from a row with ``id``, ``question``, ``names`` and ``relations`` (see `Chain`).
-
-    Raises:
-        KeyError: a column is missing.
-        ValueError: the names and the relations do not make a chain.
+    """An example from a row with ``id``, ``question``, ``names`` and ``relations`` (see `Chain`). Raises ``KeyError``
+    if a column is missing, and ``ValueError`` if the names and the relations do not make a chain.
     """
     for column in ("names", "relations"):
         words = row[column]

@@ -52,10 +52,8 @@ _CONSTANTS: dict[str, Number] = {"pi": math.pi, "e": math.e}
 def calculator(expression: str) -> str:
     """Evaluate an arithmetic expression, for example (3 + 4) * 2.5 or sqrt(2) ** 3.
 
-    It knows + - * / // % **, parentheses, abs, log, max, min, round, sqrt, pi and e. Floats come with 12 digits.
-
-    Raises:
-        ToolInputError: the expression is malformed, too large, or has no real value.
+    It knows + - * / // % **, parentheses, abs, log, max, min, round, sqrt, pi and e. Floats come with 12 digits. Raises
+    ``ToolInputError`` if the expression is malformed, too large, or has no real value.
     """
     if (length := len(expression)) > MAX_CHARACTERS:
         raise ToolInputError(f"The expression has {length} characters, at most {MAX_CHARACTERS} are allowed.")

@@ -37,10 +37,8 @@ class Passage:
         r"""A passage from ``{"id": .., "contents": "\"Title\"\ntext"}``, the schema of Search-R1's corpora and servers.
 
         Rows with ``text``, and perhaps a ``title``, are read as well. ``id`` is a text, a whole number, or missing.
-
-        Raises:
-            KeyError: there is neither ``contents`` nor ``text``.
-            TypeError: a column is null or of another type; the message names the column and the value.
+        Raises ``KeyError`` if there is neither ``contents`` nor ``text``, and ``TypeError`` if a column is null or of
+        another type; the message names the column and the value.
         """
         name = row.get("id")
         if name is not None and (not isinstance(name, (str, int)) or isinstance(name, bool)):
@@ -76,10 +74,8 @@ def format_passages(passages: Sequence[Passage]) -> ToolReply:
 
 
 def read_corpus(path: Path) -> Iterator[Passage]:
-    """The passages of a ``.jsonl`` or ``.jsonl.gz`` file.
-
-    Raises:
-        UserError: there is no such file, it is of another kind, or a line is not a passage (named by file and line).
+    """The passages of a ``.jsonl`` or ``.jsonl.gz`` file. Raises ``UserError`` if there is no such file, it is of
+    another kind, or a line is not a passage (named by file and line).
     """
     check_corpus(path)
     with name_damage(path), open_bytes(path) as lines:

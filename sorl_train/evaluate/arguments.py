@@ -98,10 +98,8 @@ def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 
 def find_source(args: argparse.Namespace, model: str | None) -> PolicySource | None:
-    """The local policy that the options name, or None for a served one.
-
-    Raises:
-        UserError: the options name neither a local nor a served policy, or both.
+    """The local policy that the options name, or None for a served one. Raises ``UserError`` if the options name
+    neither a local nor a served policy, or both.
     """
     if args.endpoint and model:
         raise UserError(f"both a model ({model}) and --endpoint {args.endpoint}: give one of them")
@@ -137,11 +135,9 @@ def rollout_settings(args: argparse.Namespace, source: PolicySource | None) -> R
 
 
 def make_policy(args: argparse.Namespace, source: PolicySource | None, envs: Iterable[TextEnv]) -> Policy:
-    """Load the model and check it on the longest trajectory of ``envs`` (see ``model_check``), or prepare the client
-    of a served one. Only the former, or a tokenizer, imports torch and transformers.
-
-    Raises:
-        UserError: the model cannot be loaded, or our sampler would not compute what the model itself computes.
+    """Load the model and check it on the longest trajectory of ``envs`` (see ``model_check``), or prepare the client of
+    a served one. Only the former, or a tokenizer, imports torch and transformers. Raises ``UserError`` if the model
+    cannot be loaded, or our sampler would not compute what the model itself computes.
     """
     settings = rollout_settings(args, source)
     if source is None:
@@ -187,10 +183,8 @@ def make_envs(
     args: argparse.Namespace, references: Sequence[str], config: TrainConfig | None
 ) -> dict[str, TextEnv]:
     """An environment for each task, by the task's name; without ``references`` for the task of the run that made the
-    policy, whose settings (``config``) apply to that run's own task only.
-
-    Raises:
-        UserError: no task, the same task twice, or a setting that is wrong or names another task.
+    policy, whose settings (``config``) apply to that run's own task only. Raises ``UserError`` for no task, the same
+    task twice, or a setting that is wrong or names another task.
     """
     references = references or ([config.task] if config is not None else [])
     if not references:

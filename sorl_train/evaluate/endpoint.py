@@ -100,10 +100,8 @@ class EndpointSampler:
                 self._client = None
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        """Sample one turn (see ``Sampler.generate``).
-
-        Raises:
-            UserError: the server refuses the request, or does not answer for ``timeout_s``.
+        """Sample one turn (see ``Sampler.generate``). Raises ``UserError`` if the server refuses the request, or does
+        not answer for ``timeout_s``.
         """
         as_text = isinstance(self._tokenizer, TextTokenizer)
         body = {

@@ -165,10 +165,8 @@ def check_search(envs: Mapping[str, TextEnv], modes: Sequence[str]) -> None:
 def run_evaluation(
     policy: Policy, envs: Mapping[str, TextEnv], jobs: Sequence[Job], on_result: Callable[[EvalResult], None]
 ) -> None:
-    """Answer all ``jobs`` in a new event loop; ``on_result`` gets each result when it is there.
-
-    Raises:
-        UserError: a prompt is too long, or the policy cannot be reached.
+    """Answer all ``jobs`` in a new event loop; ``on_result`` gets each result when it is there. Raises ``UserError`` if
+    a prompt is too long, or the policy cannot be reached.
     """
     in_session(policy, lambda: _run_all(policy, envs, jobs, on_result))
 

@@ -44,10 +44,8 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention that transformers calls in each layer: (b, heads, n, d) to (b, n, heads, d).
 
-    With ``packed``, b is 1, and the n tokens are those of all branches. Without, it computes what torch's does.
-
-    Raises:
-        TypeError: packed rows, and an attention with more than scores, a window and a scale.
+    With ``packed``, b is 1, and the n tokens are those of all branches. Without, it computes what torch's does. Raises
+    ``TypeError`` for packed rows and an attention with more than scores, a window and a scale.
     """
     if packed is None:
         is_plain = kwargs.keys() <= PLAIN and not kwargs.get("dropout")

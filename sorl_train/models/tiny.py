@@ -63,8 +63,8 @@ def build_tiny_policy(
         num_dialogues: how many dialogues of the expert add their words to the task's vocabulary.
         format: with ``tool_calls`` the tokenizer gets ``CHAT_TEMPLATE``.
 
-    Raises:
-        UserError: the task lacks expert or vocabulary, or ``hidden_size`` does not split into heads of even width.
+    Raises ``UserError`` if the task lacks expert or vocabulary, or ``hidden_size`` does not split into heads of even
+    width.
     """
     if hidden_size < 1 or hidden_size % (2 * num_heads):
         raise UserError(f"tiny.hidden_size={hidden_size} does not split into {num_heads} heads of even width")
@@ -179,10 +179,8 @@ def word_tokenizer(
 def task_texts(task: Task, num_dialogues: int) -> Iterator[str]:
     """Texts with every word that may occur in a dialogue of the task.
 
-    These are the task's vocabulary, the first dialogues of its expert, and the reply to a malformed turn.
-
-    Raises:
-        UserError: the task has no expert or no vocabulary.
+    These are the task's vocabulary, the first dialogues of its expert, and the reply to a malformed turn. Raises
+    ``UserError`` if the task has no expert or no vocabulary.
     """
     if task.vocabulary is None or task.expert is None:
         missing = "vocabulary" if task.vocabulary is None else "expert"

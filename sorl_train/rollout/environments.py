@@ -31,11 +31,8 @@ _WRITTEN = (".py", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".md")
 
 
 def make_env(config: TrainConfig, *, evaluation: bool = False) -> TextEnv:
-    """The environment for training or for evaluation.
-
-    Raises:
-        UserError: training on test questions, or with settings that the task or its examples do not fit
-            (``refuse_unsuitable_task``).
+    """The environment for training or for evaluation. Raises ``UserError`` for training on test questions, or with
+    settings that the task or its examples do not fit (``refuse_unsuitable_task``).
     """
     task = load_task(config.task, **config.task_args)
     env = open_env(
@@ -170,10 +167,8 @@ def _is_file(path: Path) -> bool:
 
 
 def record_sources(config: TrainConfig, run_dir: RunDir, task: Task) -> None:
-    """Record the ``source_facts`` of a run's start; at a resume, compare those that were recorded.
-
-    Raises:
-        UserError: a file has changed.
+    """Record the ``source_facts`` of a run's start; at a resume, compare those that were recorded. Raises ``UserError``
+    if a file has changed.
     """
     known = run_dir.read_manifest().get("sources")
     facts = source_facts(config, task, known or ())

@@ -24,10 +24,8 @@ class RowCache:
     It replaces a transformers ``Cache``: the model calls ``update`` once in each layer. Before a forward pass,
     ``select`` says which rows it covers and where their new tokens go. The mask that it returns hides what lies beyond
     a row's length, and what lies before a layer's window. Hidden values must be finite all the same: NaN times an
-    attention weight of 0 is NaN.
-
-    Raises:
-        UserError: the model keeps more than keys and values (see ``AttentionMasks.of``).
+    attention weight of 0 is NaN. Raises ``UserError`` if the model keeps more than keys and values (see
+    ``AttentionMasks.of``).
     """
 
     def __init__(self, model: Any, rows: int, dtype: torch.dtype, capacity: int) -> None:
@@ -194,11 +192,7 @@ class Slots:
         return list(self._rows.values())
 
     def admit(self, session: str) -> ActiveRollout:
-        """Give a session its row, in a free slot.
-
-        Raises:
-            ValueError: all slots are taken.
-        """
+        """Give a session its row, in a free slot. Raises ``ValueError`` if all slots are taken."""
         if len(self._rows) == len(self._by_slot):
             raise ValueError(
                 f"session {session}: more than max_concurrency={len(self._by_slot)} trajectories in flight"

@@ -55,8 +55,7 @@ def check_policy(model: Any, max_tokens: int, *, sampled: bool, trained: bool) -
         sampled: whether ``TransformersSampler`` samples from it.
         trained: whether it is trained, so that log-probabilities are also computed in training mode, without dropout.
 
-    Raises:
-        UserError: they differ; the message has the reason, the size of the difference and what to do.
+    Raises ``UserError`` if they differ; the message has the reason, the size of the difference and what to do.
     """
     check_length(model, max_tokens)
     with _undisturbed(model), short_spans(model, SPAN):

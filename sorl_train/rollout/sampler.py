@@ -75,10 +75,8 @@ class TransformersSampler:
     def session(self) -> Iterator[TransformersSampler]:
         """Around one batch: puts the model into evaluation mode; at the end cancels what is in flight.
 
-        The memory of a large cache is given back at the end.
-
-        Raises:
-            RuntimeError: a session is open already; the end of one would drop the rows of both.
+        The memory of a large cache is given back at the end. Raises ``RuntimeError`` if a session is open already; the
+        end of one would drop the rows of both.
         """
         if self._is_open:
             raise RuntimeError("the sampler's session is open already: one batch at a time")

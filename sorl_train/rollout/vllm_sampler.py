@@ -34,8 +34,7 @@ class VllmSampler:
         folder: the model folder or hub name from which vLLM builds the same model.
         max_tokens: tokens of the longest trajectory.
 
-    Raises:
-        UserError: vLLM is not installed, or refuses the model.
+    Raises ``UserError`` if vLLM is not installed, or refuses the model.
     """
 
     def __init__(self, model: Any, folder: str, max_tokens: int, config: TrainConfig) -> None:

@@ -51,8 +51,7 @@ class Agent:
         seed: of the sampling, for requests without one.
         max_waiting: dialogues that may wait for one of the policy's ``max_concurrency`` places; more are refused.
 
-    Raises:
-        UserError: the policy's chat template does not fit the environment's turn format.
+    Raises ``UserError`` if the policy's chat template does not fit the environment's turn format.
     """
 
     def __init__(self, policy: Policy, env: ToolUseEnv, *, seed: int = 0, max_waiting: int = 256) -> None:

@@ -110,8 +110,7 @@ def file_demos(
     Args:
         tools: names of the task's tools, see ``encode_prompt``.
 
-    Raises:
-        UserError: a row of another form or with more than ``max_tokens``; the message names file and line.
+    Raises ``UserError`` for a row of another form or with more than ``max_tokens``; the message names file and line.
     """
     demos = []
     for where, row in read_rows(path):

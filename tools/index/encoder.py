@@ -57,8 +57,7 @@ def open_encoder(
         passage_prefix: text before a passage, likewise.
         device: torch device, for a model in this process; None takes a GPU if there is one.
 
-    Raises:
-        UserError: no model is named, there is no such model, or the server does not answer.
+    Raises ``UserError`` if no model is named, there is no such model, or the server does not answer.
     """
     if not model:
         raise UserError("a dense index needs --model: a model folder, or a name such as intfloat/e5-base-v2")

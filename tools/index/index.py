@@ -161,10 +161,8 @@ class Index:
         """For each query at most ``top_k`` passages, best first; equal scores in the order of the corpus.
 
         With BM25, a passage that shares no word with a query is never a hit. A batch of queries is embedded at once;
-        its size affects how scores of vectors are rounded.
-
-        Raises:
-            UserError: ``top_k`` is less than 1, or the encoder does not answer.
+        its size affects how scores of vectors are rounded. Raises ``UserError`` if ``top_k`` is less than 1, or the
+        encoder does not answer.
         """
         if top_k < 1:
             raise UserError(f"top_k={top_k}: ask for 1 passage or more")
@@ -200,8 +198,8 @@ def open_index(path: str | Path, *, model: str | None = None, device: str | None
             ignores it.
         device: torch device that embeds the queries, such as ``cuda:0``; None takes a GPU if there is one.
 
-    Raises:
-        UserError: there is no index, it is unfinished or damaged, or a package or model that it needs is missing.
+    Raises ``UserError`` if there is no index, it is unfinished or damaged, or a package or model that it needs is
+    missing.
     """
     folder = Path(path).expanduser()
     manifest = read_manifest(folder)

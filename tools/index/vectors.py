@@ -18,11 +18,7 @@ EXTRA = 8
 
 
 def faiss_module() -> Any:
-    """The module ``faiss``.
-
-    Raises:
-        UserError: it is not installed, or is too old to memory-map its files.
-    """
+    """The module ``faiss``. Raises ``UserError`` if it is not installed, or is too old to memory-map its files."""
     try:
         import faiss
     except ModuleNotFoundError as error:
@@ -40,9 +36,8 @@ class DensePart:
         model: folder or name of the embedding model, or address of its server, if not what the manifest says.
         device: torch device of the model.
 
-    Raises:
-        UserError: a file cannot be read, or the model is missing or is not the one that the index was built with.
-        ValueError: the vectors are not those of so many passages.
+    Raises ``UserError`` if a file cannot be read, or the model is missing or is not the one that the index was built
+    with, and ``ValueError`` if the vectors are not those of so many passages.
     """
 
     def __init__(

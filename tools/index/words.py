@@ -43,11 +43,7 @@ def tokenize(text: str) -> list[str]:
 
 
 def index_words(passages: Sequence[Passage]) -> Any:
-    """A ``bm25s.BM25`` of titles and texts, in memory.
-
-    Raises:
-        UserError: no passage has a word in it.
-    """
+    """A ``bm25s.BM25`` of titles and texts, in memory. Raises ``UserError`` if no passage has a word in it."""
     import bm25s
 
     words = [tokenize(f"{passage.title}\n{passage.text}") for passage in passages]
@@ -59,11 +55,8 @@ def index_words(passages: Sequence[Passage]) -> Any:
 
 
 def open_words(folder: Path, passages: int) -> Any:
-    """A ``bm25s.BM25`` that was saved; its postings are memory-mapped, so processes share one copy of them.
-
-    Raises:
-        ValueError: the postings are not those of so many passages.
-        OSError: a file cannot be read.
+    """A ``bm25s.BM25`` that was saved; its postings are memory-mapped, so processes share one copy of them. Raises
+    ``ValueError`` if the postings are not those of so many passages, and ``OSError`` if a file cannot be read.
     """
     import bm25s
 

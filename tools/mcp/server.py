@@ -46,8 +46,7 @@ class Target:
         server: an ``http(s)://`` address (streamable HTTP), a command that speaks MCP on its standard input and output,
             or a server object of the ``mcp`` package, which runs in this process.
 
-    Raises:
-        UserError: the package ``mcp`` is missing, or the text is neither an address nor a command that exists.
+    Raises ``UserError`` if the package ``mcp`` is missing, or the text is neither an address nor a command that exists.
     """
 
     def __init__(self, server: Any) -> None:

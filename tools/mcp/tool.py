@@ -106,8 +106,8 @@ def mcp_tools(server: Any, timeout_s: float = 30.0, *, per_episode: bool = False
         per_episode: the server remembers earlier calls, so each episode gets a connection of its own. Otherwise all
             episodes share one.
 
-    Raises:
-        UserError: no server answers, it has no tools, two of its tools have the same tag, or a schema is unreadable.
+    Raises ``UserError`` if no server answers, it has no tools, two of its tools have the same tag, or a schema is
+    unreadable.
     """
     connection = McpServer(server, timeout_s)
     where = connection.target.name

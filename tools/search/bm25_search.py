@@ -21,10 +21,8 @@ from sorl_tools.search.http import DESCRIPTION, SCHEMA, HttpSearch, ReplyCache, 
 
 def search_tool(settings: ToolSettings, sample: Path) -> BM25Search | HttpSearch:
     """The search tool that the settings ask for, over the task's embedded ``sample`` if they name nothing to search.
-
-    Raises:
-        UserError: both a corpus and a server are named, the one that is named cannot be used, or there is a cache file
-            but no server.
+    Raises ``UserError`` if both a corpus and a server are named, the one that is named cannot be used, or there is a
+    cache file but no server.
     """
     if settings.corpus is not None and settings.search_url is not None:
         raise UserError(f"corpus={settings.corpus} and search_url={settings.search_url}: give one of them")
@@ -51,8 +49,7 @@ class BM25Search:
         fingerprint: identifies the corpus in a run's manifest; None takes a hash of the passages.
         is_sample: the passages are a task's embedded sample; the environment warns if the questions are real.
 
-    Raises:
-        UserError: no passage has a word in it.
+    Raises ``UserError`` if no passage has a word in it.
     """
 
     name = "search"
@@ -83,10 +80,8 @@ class BM25Search:
         """Search a ``.jsonl`` or ``.jsonl.gz`` corpus.
 
         The index is built once for each content of the file and kept in the cache folder (see ``cache_folder``). It is
-        memory-mapped from there, so that several processes share one copy.
-
-        Raises:
-            UserError: the file cannot be read, or the cache folder cannot be written.
+        memory-mapped from there, so that several processes share one copy. Raises ``UserError`` if the file cannot be
+        read, or the cache folder cannot be written.
         """
         index, digest = open_bm25(Path(path).expanduser())
         return cls(index.passages, top_k, words=index.words, fingerprint=digest)

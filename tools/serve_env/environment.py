@@ -79,10 +79,8 @@ class TaskEnvironment(Environment[TextAction, TextObservation, TaskState]):
         index: int | None = None,
         **others: Any,
     ) -> TextObservation:
-        """Start an episode: on example ``index`` of ``split``, or else on the one that ``seed`` chooses.
-
-        Raises:
-            ValueError: there is no such example.
+        """Start an episode: on example ``index`` of ``split``, or else on the one that ``seed`` chooses. Raises
+        ``ValueError`` if there is no such example.
         """
         split = self._first if split is None else split
         size = self.num_tasks(split)

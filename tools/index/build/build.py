@@ -81,8 +81,7 @@ def build(
         depth: see ``rrf_k``.
         restart: delete the index in ``out`` first, finished or not.
 
-    Raises:
-        UserError: the corpus cannot be read, an option does not fit, or ``out`` holds something else.
+    Raises ``UserError`` if the corpus cannot be read, an option does not fit, or ``out`` holds something else.
     """
     corpus = Corpus(sources)
     options: dict[str, dict[str, Any]] = {}

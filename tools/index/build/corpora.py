@@ -25,8 +25,7 @@ class Corpus:
         sources: files (.jsonl, .tsv, .parquet, .txt, .md; the first two also .gz), or folders of them. Files in folders
             are read in the order of their paths.
 
-    Raises:
-        UserError: a source does not exist, is of another kind, or is a folder without such files.
+    Raises ``UserError`` if a source does not exist, is of another kind, or is a folder without such files.
     """
 
     def __init__(self, sources: Sequence[Path]) -> None:
@@ -35,10 +34,8 @@ class Corpus:
         self.files = [(path, name) for source in self.sources for path, name in _files(source)]
 
     def passages(self) -> Iterator[Passage]:
-        """All passages, file by file.
-
-        Raises:
-            UserError: a row is not a passage; the message names file and line (Parquet: row).
+        """All passages, file by file. Raises ``UserError`` if a row is not a passage; the message names file and line
+        (Parquet: row).
         """
         for path, name in self.files:
             with name_damage(path):

@@ -52,10 +52,8 @@ class DenseOptions:
 
 
 def check_options(options: DenseOptions) -> Encoder:
-    """The encoder, if all options can be met; checked before the corpus is read.
-
-    Raises:
-        UserError: an option cannot be met.
+    """The encoder, if all options can be met; checked before the corpus is read. Raises ``UserError`` if an option
+    cannot be met.
     """
     faiss_module()
     factory_string(options.faiss, 2, 1)
@@ -71,10 +69,7 @@ def factory_string(kind: str, dim: int, passages: int) -> str:
 
     ``sq4``, ``pq`` and ``ivfpq`` store each element of a vector in four bits, an eighth of float32. ``pq`` gives each
     element 16 levels of its own, which are trained in seconds; pairs of elements in a byte would have 256 centroids,
-    whose training takes hours.
-
-    Raises:
-        UserError: the kind is not known.
+    whose training takes hours. Raises ``UserError`` if the kind is not known.
     """
     if re.search(r"[A-Z]", kind):
         return kind
@@ -106,8 +101,7 @@ def write_vectors(
     Args:
         begun: file of the vectors that an interrupted build has embedded, and to which this one adds.
 
-    Raises:
-        UserError: the encoder does not answer, or the vectors do not match the passages.
+    Raises ``UserError`` if the encoder does not answer, or the vectors do not match the passages.
     """
     folder.mkdir()
     factory = factory_string(options.faiss, encoder.dim, len(passages))
