@@ -28,6 +28,7 @@ _FAMILIES = {
 }
 _TASK_PACKAGE = "sorl_tasks"
 _DECLARES_TASK = re.compile("^TASK( =|:)", re.MULTILINE)
+_MEDICAL = ("medmcqa", "medqa", "medxpertqa", "mmlu_medical", "pubmedqa")  # one module declares them
 
 # These ids are known before any task is imported, so that `import sorl_env` stays fast. Others are added on loading.
 _ENV_IDS = {
@@ -51,7 +52,7 @@ def load_task(reference: str, **knobs: Any) -> Task:
     """Find a task.
 
     Args:
-        reference: a name (of a module of ``sorl_tasks``, or of an entry point of the group ``sorl.tasks``),
+        reference: a name (of a task of ``sorl_tasks``, or of an entry point of the group ``sorl.tasks``),
             ``package.module:ATTRIBUTE``, the path of a ``.py`` file with or without ``:ATTRIBUTE``, an environment
             id, or one of a family: ``gym:ID``, ``openenv:URL``, ``reasoning_gym:NAME``.
         knobs: keyword arguments for a task that is built, such as ``minihop``. The function that builds it is the
@@ -134,6 +135,8 @@ def _register(env_id: str) -> None:
 
 def _find_by_name(name: str) -> tuple[str, str | None]:
     """The module of a task, and the attribute that holds it, where that is known."""
+    if name in _MEDICAL:
+        return f"{_TASK_PACKAGE}.medical", name.upper()
     if name in _packaged_names():
         return f"{_TASK_PACKAGE}.{name}", None
     for point in entry_points(group=ENTRY_POINT_GROUP):
@@ -147,11 +150,12 @@ def _find_by_name(name: str) -> tuple[str, str | None]:
 
 
 def _packaged_names() -> list[str]:
-    """Modules of the task package that declare a ``TASK``, found in their source without importing them."""
+    """Those of ``medical``, and modules of the task package that declare a ``TASK``, found without importing them."""
     spec = importlib.util.find_spec(_TASK_PACKAGE)
     folders = (spec.submodule_search_locations or ()) if spec else ()
     files = [file for folder in folders for file in Path(folder).glob("[!_]*.py")]
-    return [file.stem for file in files if _DECLARES_TASK.search(file.read_text(encoding="utf-8"))]
+    declare = [file.stem for file in files if _DECLARES_TASK.search(file.read_text(encoding="utf-8"))]
+    return [*declare, *_MEDICAL]
 
 
 def _pick(module: ModuleType, attribute: str | None, reference: str, knobs: Mapping[str, Any]) -> Task:

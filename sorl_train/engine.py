@@ -31,9 +31,9 @@ from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.learner.update_settings import is_on_policy, mini_batches, steps_of_batch
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_adapters, load_critic, load_policy, load_tokenizer, save_policy
-from sorl_train.rollout.environments import answers_of, make_env, without_tools
+from sorl_train.rollout.environments import make_env, without_tools
 from sorl_train.rollout.jobs import LocalSampler, evaluation_jobs, further_jobs, run_jobs, training_jobs
-from sorl_train.rollout.metrics import eval_metrics, is_success, search_off_metrics
+from sorl_train.rollout.metrics import answers_of, eval_metrics, is_success, search_off_metrics
 from sorl_train.rollout.model_check import check_critic, check_policy, try_packing, try_packing_critic
 from sorl_train.rollout.sampler import TransformersSampler
 from sorl_train.run.display import Display

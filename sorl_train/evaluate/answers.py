@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from sorl_env.rewards import exact_match, f1, multiple_choice, normalize_answer, substring_match
+from sorl_env.rewards import exact_match, f1, multiple_choice, substring_match
 
 
 class Answer(NamedTuple):
@@ -98,13 +98,6 @@ def scores(answer: str | None, golds: Sequence[str], options: Mapping[str, str] 
         return {"choice": 0.0 if answer is None else multiple_choice(answer, golds[0], options)}
     rules = {"em": exact_match, "f1": f1, "subem": substring_match}
     return {name: 0.0 if answer is None else rule(answer, golds) for name, rule in rules.items()}
-
-
-def answer_in_text(text: str, golds: Iterable[str], options: Mapping[str, str] | None) -> bool:
-    """Whether retrieved text contains a gold answer, or the right option's text, as whole words."""
-    sought = [options.get(gold, "") for gold in golds] if options else list(golds)
-    padded = f" {normalize_answer(text)} "
-    return any(words and f" {words} " in padded for words in map(normalize_answer, sought))
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -28,7 +28,8 @@ from sorl_env.task import Example
 from sorl_env.text import read_json
 from sorl_env.tool import ToolCall
 from sorl_env.trajectory import StopReason, Trajectory, Turn
-from sorl_train.evaluate.answers import answer_in_text, read_answer, scores
+from sorl_train.evaluate.answers import read_answer, scores
+from sorl_train.rollout.metrics import holds_answer
 from sorl_train.run.files import LOCK, append_line, atomic_write
 from sorl_train.run.manifest import environment_facts
 
@@ -215,6 +216,7 @@ def _about(job: Job, example: Example, answer: str | None, calls: Sequence[ToolC
     """What all results have in common: the question, the answer with its scores, and the searches."""
     found = "\n".join(call.reply for call in calls if call.ok)
     golds, options = example.golden_answers, example.options
+    sought = [options.get(gold, "") for gold in golds] if options else golds
     return {
         **dataclasses.asdict(job),
         "example_id": example.id,
@@ -224,7 +226,7 @@ def _about(job: Job, example: Example, answer: str | None, calls: Sequence[ToolC
         "answer": answer,
         "scores": scores(answer, golds, options),
         "searches": len(calls),
-        "answer_in_retrieved": answer_in_text(found, golds, options) if calls else None,
+        "answer_in_retrieved": holds_answer(found, sought) if calls else None,
     }
 
 

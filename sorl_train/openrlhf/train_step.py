@@ -37,8 +37,9 @@ from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.prompts import evaluation_loader, exclude_older
 from sorl_train.openrlhf.rank_shards import by_rank, put_together, rows_by_rank
 from sorl_train.openrlhf.workers import ACTOR, CRITIC, run_config, run_folder
-from sorl_train.rollout.environments import answers_of, make_env, training_examples
+from sorl_train.rollout.environments import make_env, training_examples
 from sorl_train.rollout.metrics import (
+    answers_of,
     eval_metrics,
     rollout_metrics,
     search_off_metrics,

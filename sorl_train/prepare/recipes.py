@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_tasks.mmlu_medical import SUBJECTS
+from sorl_tasks.medical import SUBJECTS
 
 Row = Mapping[str, Any]
 

@@ -22,7 +22,6 @@ from sorl_env.text_env import TextEnv, need_tools, open_env
 from sorl_env.tool import ToolReply
 from sorl_env.toolbox import Toolbox
 from sorl_tools.index.index import hash_file
-from sorl_tools.search.stats import findable_answers
 from sorl_train.config.settings import LimitsConfig, TrainConfig
 from sorl_train.run.folder import RunDir
 
@@ -96,14 +95,6 @@ def refuse_unsuitable_task(config: TrainConfig, env: TextEnv) -> None:
             f"steps (update.steps) of {prompts} questions ask none of the {examples} questions twice. Take more steps "
             "or fewer questions, or replay.size=0"
         )
-
-
-def answers_of(examples: Sequence[Example]) -> dict[str, tuple[str, ...]]:
-    """For each example id, the answers that can be looked for in passages. For metrics; the policy never sees them."""
-    answers: dict[str, tuple[str, ...]] = {}
-    for example in examples:  # the data may have a question twice
-        answers[example.id] = answers.get(example.id, ()) + findable_answers(example)
-    return answers
 
 
 def without_tools(env: TextEnv) -> ToolUseEnv:

@@ -7,10 +7,12 @@ from statistics import fmean
 
 import numpy as np
 
+from sorl_env.rewards import normalize_answer
+from sorl_env.task import Example
 from sorl_env.tool import ToolCall
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_tools.search.stats import search_metrics
 
+_ANYWHERE = {"yes", "no", "maybe"}
 _SEARCH = "search"  # the name of every search tool, in process or over HTTP
 
 
@@ -37,7 +39,7 @@ def rollout_metrics(
     """``rollout/``, ``reward/`` and ``tool/`` metrics of one step's trajectories.
 
     When all trajectories are excluded, metrics such as the success rate are missing: an outage is no success rate of 0.
-    ``answers`` has, for each example id, those to look for in retrieved passages (``environments.answers_of``)."""
+    ``answers`` has, for each example id, those to look for in retrieved passages (``answers_of``)."""
     counted = [t for t in trajectories if not t.excluded]
     calls = [call for t in trajectories for call in _calls(t)]
     metrics = {
@@ -63,10 +65,45 @@ def rollout_metrics(
         metrics[f"rollout/stop_{reason.value}"] = fmean(t.stop_reason is reason for t in trajectories)
     for name in sorted({name for t in counted for name in t.reward_items}):
         metrics[f"reward/{name}"] = fmean(t.reward_items.get(name, 0.0) for t in counted)
+    return metrics | _search_metrics(trajectories, answers)
+
+
+def _search_metrics(
+    trajectories: Sequence[Trajectory], answers: Mapping[str, Sequence[str]]
+) -> dict[str, float]:
+    """Of a step's searches the share whose query was asked before, by any trajectory, whatever its case and white space.
+    Of the trajectories that have answers to look for and searched, the share that found one."""
     searches = [[call for call in _calls(t) if call.tool == _SEARCH] for t in trajectories]
-    # an excluded trajectory's queries count, but not which answers they found
-    wanted = [() if t.excluded else answers.get(t.example_id, ()) for t in trajectories]
-    return metrics | search_metrics(list(zip(searches, wanted, strict=True)))
+    queries = [" ".join(call.argument.split()).lower() for calls in searches for call in calls]
+    if not queries:
+        return {}
+    metrics = {"tool/duplicate_query_rate": 1.0 - len(set(queries)) / len(queries)}
+    found = []
+    for trajectory, calls in zip(trajectories, searches, strict=True):
+        # an excluded trajectory's queries count, but not which answers they found
+        wanted = () if trajectory.excluded else answers.get(trajectory.example_id, ())
+        if calls and wanted:
+            found.append(any(holds_answer(call.reply, wanted) for call in calls if call.ok))
+    if found:
+        metrics["tool/answer_in_top_k"] = sum(found) / len(found)
+    return metrics
+
+
+def answers_of(examples: Sequence[Example]) -> dict[str, tuple[str, ...]]:
+    """For each example id, the golden answers that can be looked for in passages: for multiple choice the texts of the
+    right options, and never yes, no or maybe, which many texts contain. The policy does not see them."""
+    answers: dict[str, tuple[str, ...]] = {}
+    for example in examples:  # the data may have a question twice
+        texts = ((example.options or {}).get(answer, answer) for answer in example.golden_answers)
+        wanted = tuple(text for text in texts if normalize_answer(text) not in _ANYWHERE)
+        answers[example.id] = answers.get(example.id, ()) + wanted
+    return answers
+
+
+def holds_answer(text: str, answers: Sequence[str]) -> bool:
+    """Whether a text contains one of the answers as whole words, both normalized as for exact match."""
+    padded = f" {normalize_answer(text)} "
+    return any(words and f" {words} " in padded for words in map(normalize_answer, answers))
 
 
 def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:

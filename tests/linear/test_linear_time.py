@@ -21,16 +21,16 @@ from sorl_env.parser import parse_turn
 from sorl_env.rewards import multiple_choice, normalize_answer, substring_match
 from sorl_env.text import read_json
 from sorl_env.token_classes import classify_text, token_spans
-from sorl_env.tool import ToolCall, as_tool
+from sorl_env.tool import as_tool
 from sorl_env.tool_call_parser import SYNTAXES, parse_message
 from sorl_env.turn_format import neutralise_controls
 from sorl_tasks import minihop
 from sorl_tools.index import words
-from sorl_tools.search.stats import holds_answer, search_metrics
 from sorl_train.evaluate import ask
-from sorl_train.evaluate.answers import answer_in_text, read_answer
+from sorl_train.evaluate.answers import read_answer
 from sorl_train.openrlhf import launch
 from sorl_train.report.dialogues import segments
+from sorl_train.rollout.metrics import holds_answer
 
 LENGTH, SECONDS = 60_000, 2  # the slowest reader takes an eighth of a second
 METALS = {"A": "Iron", "B": "Zinc", "C": "A reduction in the B", "D": "iron iron iron iron zinc"}
@@ -63,9 +63,7 @@ READERS: Mapping[str, Callable[[str], Any]] = {
     "read_answer of a choice": lambda text: read_answer(text, "cot", METALS),
     "read_answer cot": lambda text: read_answer(text, "cot"),
     "read_answer direct": lambda text: read_answer(text, "direct"),
-    "answer_in_text": lambda text: answer_in_text(text, ["A"], METALS),
-    "holds_answer": lambda text: holds_answer([ToolCall("search", text, text)], ["Paris of 1900"]),
-    "search_metrics": lambda text: search_metrics([([ToolCall("search", text, text)], ["Paris"])]),
+    "holds_answer": lambda text: holds_answer(text, ["A reduction in the B", "Paris of 1900"]),
     "segments": segments,
     "classify_text": classify_text,
     "token_spans": lambda text: token_spans(text, [text[i : i + 3] for i in range(0, len(text), 3)]),

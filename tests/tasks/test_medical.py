@@ -11,10 +11,10 @@ import pytest
 from sorl_env import Example, Task, ToolUseEnv, UserError, load_examples, load_task, parse_turn
 from sorl_env.check_task import check_task
 from sorl_env.rewards import normalize_answer
-from sorl_tasks import _medical, alphamed19k, bioasq, medmcqa, medxpertqa, mmlu_medical, pubmedqa
+from sorl_tasks import alphamed19k, bioasq, medical
 from sorl_tools.corpus import read_corpus
 
-SAMPLES = Path(_medical.__file__).parent / "samples"
+SAMPLES = Path(medical.__file__).parent / "samples"
 CHOICE = ("medqa", "medmcqa", "pubmedqa", "mmlu_medical", "medxpertqa")
 REAL = {  # file of the shared data, questions in it
     "medqa": ("medqa_test", 626),
@@ -103,13 +103,13 @@ def test_medmcqa_published_row() -> None:
         "subject_name": "Biochemistry",
         "topic_name": None,
     }
-    example = medmcqa.TASK.parse_row(row)
+    example = medical.MEDMCQA.parse_row(row)
     assert example.options == {"A": "A", "B": "B1", "C": "C", "D": "D"}
     assert (example.id, example.golden_answers) == ("e9ad821a", ("C",))
     assert example.metadata == {"subject": "Biochemistry"}
     for withheld in (-1, 4, "2", None, True):
         with pytest.raises(ValueError, match="'cop' must number one of 4 options from 0"):
-            medmcqa.TASK.parse_row({**row, "cop": withheld})
+            medical.MEDMCQA.parse_row({**row, "cop": withheld})
 
 
 def test_pubmedqa_published_row() -> None:
@@ -119,24 +119,24 @@ def test_pubmedqa_published_row() -> None:
         "context": {"contexts": ["x"]},
         "final_decision": "maybe",
     }
-    example = pubmedqa.TASK.parse_row(row)
+    example = medical.PUBMEDQA.parse_row(row)
     assert (example.id, example.golden_answers) == ("21645374", ("C",))
     assert example.options == {"A": "yes", "B": "no", "C": "maybe"}
     with pytest.raises(ValueError, match="'final_decision' must be yes, no or maybe, not 'perhaps'"):
-        pubmedqa.TASK.parse_row({**row, "final_decision": "perhaps"})
+        medical.PUBMEDQA.parse_row({**row, "final_decision": "perhaps"})
     with pytest.raises(UserError, match="task pubmedqa has no data set on the hub"):
-        load_examples(pubmedqa.TASK, "hf:")
+        load_examples(medical.PUBMEDQA, "hf:")
 
 
 def test_mmlu_published_row() -> None:
     row = {"question": "How many?", "subject": "anatomy", "choices": ["1", "2", "3", "4"], "answer": 3}
-    example = mmlu_medical.TASK.parse_row(row)
+    example = medical.MMLU_MEDICAL.parse_row(row)
     assert (example.golden_answers, example.metadata) == (("D",), {"subject": "anatomy"})
     assert example.options == {"A": "1", "B": "2", "C": "3", "D": "4"}
     with pytest.raises(ValueError, match="'answer' must number one of 4"):
-        mmlu_medical.TASK.parse_row({**row, "answer": 4})
+        medical.MMLU_MEDICAL.parse_row({**row, "answer": 4})
     with pytest.raises(ValueError, match="'choices' must be a list of texts"):
-        mmlu_medical.TASK.parse_row({**row, "choices": "1234"})
+        medical.MMLU_MEDICAL.parse_row({**row, "choices": "1234"})
 
 
 MEDXPERT = {
@@ -149,17 +149,17 @@ MEDXPERT = {
 
 
 def test_medxpertqa_published_rows_of_both_places() -> None:
-    on_the_hub = medxpertqa.TASK.parse_row(MEDXPERT)
+    on_the_hub = medical.MEDXPERTQA.parse_row(MEDXPERT)
     listed = [{"letter": "A", "content": "Gout"}, {"letter": "B", "content": "Rash"}]
-    in_the_repository = medxpertqa.TASK.parse_row({**MEDXPERT, "options": listed, "label": ["B"]})
+    in_the_repository = medical.MEDXPERTQA.parse_row({**MEDXPERT, "options": listed, "label": ["B"]})
     assert on_the_hub == in_the_repository
     assert (on_the_hub.question, on_the_hub.golden_answers) == ("What is it?", ("B",))
     with pytest.raises(ValueError, match="'label' must hold one letter"):
-        medxpertqa.TASK.parse_row({**MEDXPERT, "label": ["A", "B"]})
+        medical.MEDXPERTQA.parse_row({**MEDXPERT, "label": ["A", "B"]})
 
 
 def test_medxpertqa_cuts_only_the_choices() -> None:
-    kept = medxpertqa.TASK.parse_row({**MEDXPERT, "question": "Answer Choices: what are they?"})
+    kept = medical.MEDXPERTQA.parse_row({**MEDXPERT, "question": "Answer Choices: what are they?"})
     assert kept.question == "Answer Choices: what are they?"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from sorl_env import load_examples, load_task
 from sorl_env.rewards import multiple_choice
-from sorl_train.evaluate.answers import answer_in_text, ks, pass_at_k, read_answer, scores
+from sorl_train.evaluate.answers import ks, pass_at_k, read_answer, scores
 
 OPTIONS = {"A": "Iron", "B": "Zinc", "C": "Vitamin B12", "D": "Vitamin B"}
 FILES = {
@@ -165,14 +165,6 @@ def test_f1_by_hand(answer: str | None, golds: list[str], expected: float) -> No
 
 def test_no_answer_scores_nothing_even_where_the_gold_is_an_article() -> None:
     assert scores(None, ["the"], None) == {"em": 0.0, "f1": 0.0, "subem": 0.0}
-
-
-def test_an_answer_in_retrieved_text_stands_there_as_whole_words() -> None:
-    assert answer_in_text("Doc 1 (X): in the Paris, of 1900", ["Paris of 1900"], None)
-    assert not answer_in_text("comparisons", ["Paris"], None)
-    assert answer_in_text("low zinc levels", ["B"], {"A": "Iron", "B": "Zinc"})
-    assert not answer_in_text("B is a letter", ["B"], {"A": "Iron", "B": "Zinc"})
-    assert not answer_in_text("anything", ["the"], None)  # nothing is left of it
 
 
 @pytest.mark.parametrize(("n", "c"), [(4, 0), (4, 1), (4, 3), (5, 2), (1, 1)])

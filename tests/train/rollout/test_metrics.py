@@ -10,9 +10,10 @@ import pytest
 from sorl_env.task import Example
 from sorl_env.tool import ToolCall
 from sorl_env.trajectory import StopReason, Trajectory, Turn
-from sorl_train.rollout.environments import answers_of
 from sorl_train.rollout.metrics import (
+    answers_of,
     eval_metrics,
+    holds_answer,
     rollout_metrics,
     search_off_metrics,
     tool_timings,
@@ -105,6 +106,19 @@ def test_an_outage_is_not_a_success_rate_of_zero() -> None:
     assert summary.final_success == 0.8 and summary.evaluations_below == 0  # no sign of a collapse
 
 
-def test_answers_of_a_question_that_is_there_twice() -> None:
-    twice = [Example("q", "?", ("Rome",)), Example("q", "?", ("Roma", "no"))]
-    assert answers_of(twice) == {"q": ("Rome", "Roma")}
+def test_the_answers_to_look_for() -> None:
+    options = {"A": "Aspirin", "B": "Heparin"}
+    examples = [
+        Example("twice", "?", ("Rome",)),
+        Example("twice", "?", ("Roma", "No.", "Norway", "Yes")),
+        Example("choice", "?", ("B",), options),
+        Example("yes", "?", ("A",), {"A": "yes", "B": "no"}),
+    ]
+    assert answers_of(examples) == {"twice": ("Rome", "Roma", "Norway"), "choice": ("Heparin",), "yes": ()}
+
+
+def test_answers_are_whole_words() -> None:
+    assert holds_answer("Doc 1 (The Beatles): An English band.", ["the beatles!"])
+    assert holds_answer("Doc 1 (X): in the Paris, of 1900", ["Rome", "Paris of 1900"])
+    assert not holds_answer("Doc 1: Romeo and Juliet", ["Rome"])
+    assert not holds_answer("Doc 1: a", ["the", ""])  # nothing is left of them

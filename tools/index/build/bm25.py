@@ -68,8 +68,7 @@ class PostingsBuilder:
         self._lengths.append(lengths)
 
     def write(self, out: Path, k1: float, b: float) -> dict[str, Any]:
-        """Save the index; returns the parameters for the manifest. Raises ``UserError`` if no passage has a word in it.
-        """
+        """Save the index; returns the manifest's parameters. Raises ``UserError`` if no passage has a word in it."""
         import bm25s
 
         self._ids.clear()  # the stems suffice
