@@ -35,7 +35,7 @@ from torch import nn
 
 from sorl_env import Example, FormatError, Limits, ParsedTurn, Task, ToolUseEnv, parse_turn
 from sorl_env.prompts import make_codec
-from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder
+from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, TrajectoryBuilder
 from sorl_env.tokens import turn_text
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.files import load_config
@@ -259,14 +259,19 @@ def compare_rollouts(model: str, config: TrainConfig, args: argparse.Namespace) 
     if why := try_packing(policy, env.limits.max_trajectory_tokens, sampled=True):  # as the engine does
         raise SystemExit(f"the policy keeps torch's attention: {why}")
     sampler = TransformersSampler(policy, tokenizer, config.sampler.max_concurrency, config.hardware.dtype)
+    settings = RolloutSettings(
+        top_p=config.sampler.top_p,
+        use_chat_template=config.chat_template,
+        max_concurrency=config.sampler.max_concurrency,
+    )
     sides: tuple[Callable[[Sequence[RolloutJob]], list[Trajectory]], ...] = (
-        lambda jobs: run_jobs(env, tokenizer, sampler, jobs, config, temperature=1.0),
+        lambda jobs: run_jobs(env, tokenizer, sampler, jobs, settings),
         lambda jobs: generate_rollouts(env, tokenizer, theirs, jobs),
     )
     pairs: list[tuple[float, float]] = []
     torch.manual_seed(config.seed)
     for number in range(args.rounds + args.warm_up):
-        jobs = training_jobs(config, len(env.examples.examples), number + 1)
+        jobs = training_jobs(config.rollout, config.seed, len(env.examples.examples), number + 1)
         speeds = [0.0, 0.0]
         for side in (0, 1) if number % 2 else (1, 0):
             started = time.perf_counter()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sorl_env.prompts import check_prompts
-from sorl_env.rollout import RolloutJob
+from sorl_env.rollout import RolloutJob, RolloutSettings
 from sorl_env.text_env import TextEnv
 from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import Trajectory, write_jsonl
@@ -159,7 +159,7 @@ class LocalEngine:
         half was excluded: then a tool is out.
         """
         rollout, examples = self.config.rollout, len(self.env.examples.examples)
-        jobs, visited = training_jobs(self.config, examples, step), set[int]()
+        jobs, visited = training_jobs(rollout, self.config.seed, examples, step), set[int]()
         trajectories: list[Trajectory] = []
         for number in range(1, rollout.dynamic_sampling + 2):
             newest = self._run("rollout", self.env, jobs, self.config.sampler.temperature)
@@ -170,7 +170,7 @@ class LocalEngine:
             if number > rollout.dynamic_sampling or not missing or is_out:
                 break
             visited |= {job.example_index for job in jobs}
-            jobs = further_jobs(self.config, examples, step, number, visited, missing)
+            jobs = further_jobs(rollout, self.config.seed, examples, step, number, visited, missing)
             if not jobs:
                 break
         return trajectories, usable
@@ -179,16 +179,14 @@ class LocalEngine:
         self, stage: str, env: TextEnv, jobs: Sequence[RolloutJob], temperature: float
     ) -> list[Trajectory]:
         self.sampler.policy_version = self.step
+        settings = RolloutSettings(
+            temperature=temperature,
+            top_p=self.config.sampler.top_p if temperature else 1.0,
+            use_chat_template=self.config.chat_template,
+            max_concurrency=self.config.sampler.max_concurrency,
+        )
         with self.recorder.stage(stage, len(jobs)) as advance:
-            return run_jobs(
-                env,
-                self.tokenizer,
-                self.sampler,
-                jobs,
-                self.config,
-                temperature=temperature,
-                on_finish=lambda _: advance(1),
-            )
+            return run_jobs(env, self.tokenizer, self.sampler, jobs, settings, lambda _: advance(1))
 
     def usable(self, trajectories: list[Trajectory]) -> Batch | None:
         """The tensors of those to train on: not of excluded ones, and with dynamic sampling of groups with a signal."""
@@ -268,7 +266,7 @@ class LocalEngine:
     def evaluate(self, limit: int, search_off: bool = False) -> dict[str, float]:
         """``eval/`` metrics of the policy on at most ``limit`` questions of the evaluation split."""
         env = without_tools(self.eval_env) if search_off else self.eval_env
-        jobs = evaluation_jobs(self.config, len(env.examples.examples), limit)
+        jobs = evaluation_jobs(self.config.seed, len(env.examples.examples), limit)
         trajectories = self._run("eval", env, jobs, self.config.eval.temperature)
         if search_off:
             return search_off_metrics(trajectories)

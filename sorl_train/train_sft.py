@@ -24,7 +24,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         torch.set_num_threads(config.hardware.threads)
     engine = LocalEngine(config, run_dir, display, resolve_model(config, display))
     env, recorder = engine.env, engine.recorder
-    demos = load_demos(config, env, engine.tokenizer)
+    demos = load_demos(config.sft, env, engine.tokenizer, use_chat_template=config.chat_template)
     run_dir.record("data", {"train": env_facts(env), "demos": len(demos)})
     started = time.monotonic()
     engine.load(None)

@@ -206,7 +206,7 @@ def make_envs(
             task,
             data=data.get(reference) or own.eval_data or own.data,
             split=args.split or own.eval.split,
-            tool_settings=tool_settings(settings),
+            tool_settings=tool_settings(settings.search, settings.tools),
             limits=limits(task, settings.limits),
             format=written,
         )

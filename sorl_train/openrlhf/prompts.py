@@ -44,7 +44,7 @@ def training_loader(config: TrainConfig, num_examples: int) -> JobLoader:
     """All prompts of the run, step by step."""
     labels: list[str] = []
     for step in range(1, config.update.steps + 1):
-        jobs = training_jobs(config, num_examples, step)
+        jobs = training_jobs(config.rollout, config.seed, num_examples, step)
         groups = {job.group_id: job.example_index for job in jobs}
         labels.extend(_label("train", group, index) for group, index in groups.items())
     return JobLoader(labels)
@@ -52,7 +52,7 @@ def training_loader(config: TrainConfig, num_examples: int) -> JobLoader:
 
 def evaluation_loader(config: TrainConfig, num_examples: int, limit: int, kind: str = "eval") -> JobLoader:
     """The examples of an evaluation, the same ones in each evaluation of a run."""
-    jobs = evaluation_jobs(config, num_examples, limit)
+    jobs = evaluation_jobs(config.seed, num_examples, limit)
     return JobLoader([_label(kind, job.group_id, job.example_index) for job in jobs])
 
 

@@ -125,7 +125,7 @@ def _data(run: Run) -> Iterator[Finding]:
         try:
             examples = load_examples(run.task, source, split)
             if name == "data":
-                refuse_test_questions(config, examples)
+                refuse_test_questions(examples)
         except UserError as error:
             fix = f"correct {option} or the file it names, --task or the split"
             yield Finding(name, "fail", str(error), fix)

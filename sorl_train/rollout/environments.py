@@ -22,7 +22,7 @@ from sorl_env.text_env import TextEnv, need_tools, open_env
 from sorl_env.tool import ToolReply
 from sorl_env.toolbox import Toolbox
 from sorl_tools.index.index import hash_file
-from sorl_train.config.settings import LimitsConfig, TrainConfig
+from sorl_train.config.settings import LimitsConfig, SearchConfig, TrainConfig
 from sorl_train.run.folder import RunDir
 
 # Endings of files that a person writes. Others that a task's argument names may be large, or written by the run.
@@ -38,7 +38,7 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> TextEnv:
         task,
         data=(config.eval_data or config.data) if evaluation else config.data,
         split=config.eval.split if evaluation else config.split,
-        tool_settings=tool_settings(config),
+        tool_settings=tool_settings(config.search, config.tools),
         limits=limits(task, config.limits),
         format=config.format,
     )
@@ -47,7 +47,7 @@ def make_env(config: TrainConfig, *, evaluation: bool = False) -> TextEnv:
             f"eval.search_off: task {task.name} has no tools that could be switched off; give --eval.search_off false"
         )
     if not evaluation:
-        refuse_test_questions(config, env.examples)
+        refuse_test_questions(env.examples)
         refuse_unsuitable_task(config, env)
     return env
 
@@ -56,15 +56,15 @@ def training_examples(config: TrainConfig) -> Sequence[Example]:
     """The examples to train on, without making an environment and its tools. Raises as ``make_env`` does."""
     task = load_task(config.task, **config.task_args)
     examples = load_examples(task, config.data, config.split)
-    refuse_test_questions(config, examples)
+    refuse_test_questions(examples)
     return examples.examples
 
 
-def refuse_test_questions(config: TrainConfig, examples: ExampleSet) -> None:
+def refuse_test_questions(examples: ExampleSet) -> None:
     """Raise ``UserError`` when the examples to train on are test questions, whatever their split is called."""
     if examples.is_test:
         raise UserError(
-            f"split {config.split!r} of {examples.source} contains test questions (their column 'split' is 'test'); "
+            f"split {examples.split!r} of {examples.source} contains test questions (their column 'split' is 'test'); "
             "training on them is refused. Choose another split or file"
         )
 
@@ -115,10 +115,10 @@ def limits(task: Task, config: LimitsConfig) -> Limits:
     )
 
 
-def tool_settings(config: TrainConfig) -> ToolSettings:
-    """The search settings, in the form that a task's tools take."""
-    given = dataclasses.asdict(config.search)
-    return ToolSettings(search_url=given.pop("url"), tools=tuple(config.tools or ()), **given)
+def tool_settings(search: SearchConfig, tools: Sequence[str] | None) -> ToolSettings:
+    """The settings of search and tools, in the form that a task's tools take."""
+    given = dataclasses.asdict(search)
+    return ToolSettings(search_url=given.pop("url"), tools=tuple(tools or ()), **given)
 
 
 @dataclasses.dataclass(eq=False)

@@ -13,7 +13,7 @@ from sorl_env.text_env import TextEnv
 from sorl_env.tokens import Tokenizer
 from sorl_env.trajectory import Trajectory
 from sorl_train.config.seeds import derive_seed, generator
-from sorl_train.config.settings import TrainConfig
+from sorl_train.config.run_settings import RolloutConfig
 
 
 class LocalSampler(Sampler, Protocol):
@@ -27,52 +27,58 @@ class LocalSampler(Sampler, Protocol):
         ...
 
 
-def training_jobs(config: TrainConfig, num_examples: int, step: int) -> list[RolloutJob]:
+def training_jobs(rollout: RolloutConfig, seed: int, num_examples: int, step: int) -> list[RolloutJob]:
     """The rollouts of a training step, counted from 1. Each example is visited once before any is visited again."""
-    num_prompts = config.rollout.batch_size // config.rollout.group_size
+    num_prompts = rollout.batch_size // rollout.group_size
     jobs = []
     for prompt in range(num_prompts):
         epoch, place = divmod((step - 1) * num_prompts + prompt, num_examples)
-        index = _order(config.seed, epoch, num_examples)[place]
-        jobs += _group(config, f"s{step}-p{prompt}", index, "rollout", step, prompt)
+        index = _order(seed, epoch, num_examples)[place]
+        jobs += _group(rollout.group_size, f"s{step}-p{prompt}", index, seed, "rollout", step, prompt)
     return jobs
 
 
 def further_jobs(
-    config: TrainConfig, num_examples: int, step: int, number: int, visited: Collection[int], prompts: int
+    rollout: RolloutConfig,
+    seed: int,
+    num_examples: int,
+    step: int,
+    number: int,
+    visited: Collection[int],
+    prompts: int,
 ) -> list[RolloutJob]:
     """The rollouts of a further round of dynamic sampling: of ``prompts`` examples that the step has not visited yet.
 
     They are the next ones of an order that seed and step determine, not the examples of later steps: so nothing has to
     be remembered for a resume, and the run's own order still visits each example once. There are fewer rollouts where
-    the examples run out.
-    The round's ``number`` counts from 1."""
-    order = _order(config.seed, step, num_examples, stream="dynamic_sampling")
+    the examples run out. The round's ``number`` counts from 1."""
+    order = _order(seed, step, num_examples, stream="dynamic_sampling")
     left = [index for index in order if index not in visited][:prompts]
     jobs = []
     for prompt, index in enumerate(left):
-        jobs += _group(config, f"s{step}-r{number}-p{prompt}", index, "dynamic", step, number, prompt)
+        group = f"s{step}-r{number}-p{prompt}"
+        jobs += _group(rollout.group_size, group, index, seed, "dynamic", step, number, prompt)
     return jobs
 
 
-def _group(config: TrainConfig, group: str, index: int, stream: str, *counters: int) -> list[RolloutJob]:
+def _group(size: int, group: str, index: int, seed: int, stream: str, *counters: int) -> list[RolloutJob]:
     """The rollouts of one prompt."""
     return [
         RolloutJob(
             id=f"{group}/{member}",
             group_id=group,
             example_index=index,
-            seed=derive_seed(config.seed, stream, *counters, member),
+            seed=derive_seed(seed, stream, *counters, member),
         )
-        for member in range(config.rollout.group_size)
+        for member in range(size)
     ]
 
 
-def evaluation_jobs(config: TrainConfig, num_examples: int, limit: int) -> list[RolloutJob]:
+def evaluation_jobs(seed: int, num_examples: int, limit: int) -> list[RolloutJob]:
     """Rollouts of ``limit`` examples: a seeded sample, the same in every evaluation of a run."""
-    order = _order(config.seed, 0, num_examples, stream="eval")[:limit]
+    order = _order(seed, 0, num_examples, stream="eval")[:limit]
     return [
-        RolloutJob(id=f"e{i}", group_id=f"e{i}", example_index=i, seed=derive_seed(config.seed, "eval", i))
+        RolloutJob(id=f"e{i}", group_id=f"e{i}", example_index=i, seed=derive_seed(seed, "eval", i))
         for i in order
     ]
 
@@ -89,18 +95,10 @@ def run_jobs(
     tokenizer: Tokenizer,
     sampler: LocalSampler,
     jobs: Sequence[RolloutJob],
-    config: TrainConfig,
-    *,
-    temperature: float,
+    settings: RolloutSettings,
     on_finish: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
     """Collect the trajectories of all ``jobs``, in an event loop of their own."""
-    settings = RolloutSettings(
-        temperature=temperature,
-        top_p=config.sampler.top_p if temperature else 1.0,
-        use_chat_template=config.chat_template,
-        max_concurrency=config.sampler.max_concurrency,
-    )
     trajectories: list[Trajectory] = []
 
     # returns nothing: run_async would format a result only to throw the text away

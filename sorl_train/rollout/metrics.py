@@ -71,7 +71,7 @@ def rollout_metrics(
 def _search_metrics(
     trajectories: Sequence[Trajectory], answers: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
-    """Of a step's searches the share whose query was asked before, by any trajectory, whatever its case and white space.
+    """Of a step's searches the share whose query was asked before, by any trajectory, whatever its case and spaces.
     Of the trajectories that have answers to look for and searched, the share that found one."""
     searches = [[call for call in _calls(t) if call.tool == _SEARCH] for t in trajectories]
     queries = [" ".join(call.argument.split()).lower() for calls in searches for call in calls]

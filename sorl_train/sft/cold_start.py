@@ -77,7 +77,7 @@ def _build(config: TrainConfig, display: Display, folder: Path) -> None:
     check_prompts([env], tokenizer, use_chat_template=config.chat_template)
     hardware = config.hardware
     model = load_policy(str(folder), hardware.device, gradient_checkpointing=hardware.gradient_checkpointing)
-    demos = load_demos(config, env, tokenizer)
+    demos = load_demos(config.sft, env, tokenizer, use_chat_template=config.chat_template)
     display.message(
         f"cold start: {config.sft.steps} supervised steps on {len(demos)} demonstrations, cached for later runs"
     )

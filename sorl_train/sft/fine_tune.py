@@ -147,18 +147,16 @@ def _dialogue(row: Mapping[str, Any], where: str) -> tuple[str, Sequence[tuple[b
     )
 
 
-def load_demos(config: TrainConfig, env: TextEnv, tokenizer: Any) -> list[Demo]:
+def load_demos(sft: SftConfig, env: TextEnv, tokenizer: Any, *, use_chat_template: bool) -> list[Demo]:
     """Demonstrations from ``sft.demos`` or, without it, from the task's scripted expert."""
-    template = config.chat_template
-    if config.sft.demos is None:
+    if sft.demos is None:
         played = need_tools(env, "a scripted expert (sft.demos without a file)")
-        return expert_demos(played, tokenizer, config.sft.num_demos, use_chat_template=template)
-    limit = env.limits.max_trajectory_tokens
+        return expert_demos(played, tokenizer, sft.num_demos, use_chat_template=use_chat_template)
     return file_demos(
-        config.sft.demos,
+        sft.demos,
         tokenizer,
-        limit,
-        use_chat_template=template,
+        env.limits.max_trajectory_tokens,
+        use_chat_template=use_chat_template,
         system_prompt=env.task.system_prompt,
         tools=env.toolbox.names if isinstance(env, ToolUseEnv) else (),
     )

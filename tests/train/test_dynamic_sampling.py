@@ -51,21 +51,26 @@ def test_groups_with_a_signal_by_hand() -> None:
 
 def test_further_prompts_are_new_in_their_step_and_the_same_in_each_run() -> None:
     config = short_config(**GROUPS)
-    first = training_jobs(config, 48, 3)
+    rollout, seed = config.rollout, config.seed
+    first = training_jobs(rollout, seed, 48, 3)
     visited = {job.example_index for job in first}
-    jobs = further_jobs(config, 48, 3, 1, visited, 2)
+    jobs = further_jobs(rollout, seed, 48, 3, 1, visited, 2)
     again = visited | {job.example_index for job in jobs}
-    more = further_jobs(config, 48, 3, 2, again, 3)
+    more = further_jobs(rollout, seed, 48, 3, 2, again, 3)
     assert [job.group_id for job in jobs[::4]] == ["s3-r1-p0", "s3-r1-p1"] and len(jobs) == 8
     assert len(again | {job.example_index for job in more}) == 4 + 2 + 3
     every = [*first, *jobs, *more]
     assert len({job.id for job in every}) == len({job.seed for job in every}) == len(every)
-    assert jobs == further_jobs(config, 48, 3, 1, visited, 2)
+    assert jobs == further_jobs(rollout, seed, 48, 3, 1, visited, 2)
     assert {job.example_index for job in jobs} != {
-        job.example_index for job in further_jobs(config, 48, 4, 1, visited, 2)
+        job.example_index for job in further_jobs(rollout, seed, 48, 4, 1, visited, 2)
     }
-    assert len(further_jobs(config, 48, 3, 1, set(range(47)), 5)) == 4  # the examples run out
-    assert further_jobs(config, 48, 3, 1, range(48), 5) == further_jobs(config, 48, 3, 1, visited, 0) == []
+    assert len(further_jobs(rollout, seed, 48, 3, 1, set(range(47)), 5)) == 4  # the examples run out
+    assert (
+        further_jobs(rollout, seed, 48, 3, 1, range(48), 5)
+        == further_jobs(rollout, seed, 48, 3, 1, visited, 0)
+        == []
+    )
 
 
 def rewards_of(run_dir: RunDir, step: int) -> dict[str, set[float]]:

@@ -235,7 +235,9 @@ def test_prompts_come_in_the_local_engines_order_and_a_loader_resumes() -> None:
     assert len(loader) == 3 * 128
     places = [json.loads(labels[0]) for _, _, labels, _ in loader]
     for step in (1, 2, 3):
-        jobs = {job.group_id: job.example_index for job in training_jobs(config, 1000, step)}
+        jobs = {
+            job.group_id: job.example_index for job in training_jobs(config.rollout, config.seed, 1000, step)
+        }
         ours = places[(step - 1) * 128 : step * 128]
         assert {place["group"]: place["index"] for place in ours} == jobs
     again = training_loader(config, num_examples=1000)
