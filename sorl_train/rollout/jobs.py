@@ -12,8 +12,8 @@ from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, collect
 from sorl_env.text_env import TextEnv
 from sorl_env.tokens import Tokenizer
 from sorl_env.trajectory import Trajectory
-from sorl_train.config.seeds import derive_seed, generator
 from sorl_train.config.run_settings import RolloutConfig
+from sorl_train.config.seeds import derive_seed, generator
 
 
 class LocalSampler(Sampler, Protocol):
