@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,6 @@ import pytest
 from sorl_env import ToolUseEnv
 from sorl_env.check_task import main as check
 from sorl_env.play import main as play
-from sorl_env.trajectory import read_jsonl
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "add_a_task.md"
 
@@ -52,42 +48,3 @@ def test_rewards_of_turns(path: str) -> None:
     turns = ("<shelf> elm A 1 </shelf>", "<shelf> elm A 1 </shelf>", "<answer> 37 </answer>")
     assert [env.step(f"<think> x </think> {turn}").reward for turn in turns] == [0.3, 0.0, 1.0]
     assert check([path]) == 0
-
-
-@pytest.mark.slow
-def test_two_steps_of_training_by_path(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
-    settings = {
-        "update.steps": 2,
-        "update.mini_batch_size": 8,
-        "rollout.batch_size": 16,
-        "tiny.hidden_size": 48,
-        "tiny.num_layers": 2,
-        "tiny.num_heads": 4,
-        "sft.steps": 200,
-        "sft.lr": 1e-2,
-        "sft.num_demos": 256,
-        "eval.num_examples_final": 8,
-    }
-    flags = [part for name, value in settings.items() for part in (f"--{name}", json.dumps(value))]
-    run_dir = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "sorl_train.cli",
-        "--task",
-        path,
-        "--algo",
-        "so_ppo",
-        "--run_dir",
-        str(run_dir),
-    ]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in metrics] == [0, 1, 2]
-    assert metrics[2]["loss/grad_norm"] > 0
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["task"], summary["steps"]) == ("stockroom", 2)
-    trajectories = list(read_jsonl(run_dir / "trajectories" / "step_000002.jsonl"))
-    assert any(turn.kind == "tool" and turn.observation for t in trajectories for turn in t.turns)

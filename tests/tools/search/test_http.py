@@ -132,8 +132,12 @@ def test_a_wrong_address_or_request_is_not_tried_again(
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://host/retrieve", "http://", "http://host:port/", "retrieve"]
+    "url",
+    [
+        *("localhost:8000", "ftp://host/retrieve", "http://", "http://host:port/", "retrieve"),
+        *("", "http://a,", "http://a/retrieve,http://a", ["http://a", "ftp://b"], []),
+    ],
 )
-def test_addresses_that_cannot_be(url: str) -> None:
+def test_addresses_that_cannot_be(url: str | list[str]) -> None:
     with pytest.raises(UserError, match="search_url="):
         HttpSearch(url)

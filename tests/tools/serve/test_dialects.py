@@ -72,23 +72,6 @@ def test_skyrl(server: Any) -> None:
     assert reply is None and "422" in error
 
 
-def test_an_episode_of_skyrl(server: Any) -> None:
-    gym = pytest.importorskip("skyrl_gym", reason="needs skyrl-gym: pip install 'sorl[interop]'")
-    from skyrl_gym.envs.search.env import SearchEnvConfig
-
-    env = gym.make(
-        "search",
-        env_config=SearchEnvConfig(search_url=server.url, topk=1),
-        extras={"reward_spec": {"ground_truth": {"target": ["Salzburg"]}}, "max_turns": 3},
-    )
-    env.init([])
-    first = env.step(f"<search> {QUERY} </search>")
-    assert "The composer Mozart was born in Salzburg." in first["observations"][0]["content"]
-    assert not first["done"]
-    last = env.step("<answer> Salzburg </answer>")
-    assert (last["done"], last["reward"]) == (True, 1)
-
-
 def test_a_token_in_the_address(start: Any, tmp_path: Path) -> None:
     search = pytest.importorskip(
         "skyrl_gym.tools.search", reason="needs skyrl-gym: pip install 'sorl[interop]'"
@@ -103,11 +86,6 @@ def test_a_token_in_the_address(start: Any, tmp_path: Path) -> None:
     for wrong in ("any:other@", "s3%2Fcret%3Ax@", ":@"):
         reply, error = search.call_search_api(server.url.replace("http://", f"http://{wrong}"), QUERY)
         assert reply is None and "401" in error
-
-
-def test_slime_and_torchtitan(server: Any) -> None:
-    """Their clients ask for no scores, and read the documents themselves."""
-    assert server.retrieve(queries=[QUERY], topk=2, return_scores=False).json == {"result": [FOUND]}
 
 
 def test_messagepack_on_the_wire(server: Any) -> None:

@@ -27,36 +27,6 @@ def alone(random_policy: tuple[Any, Any], ids: list[int], params: SamplingParams
         return asyncio.run(sampler.generate("alone", ids, params))
 
 
-def test_a_slot_that_nobody_owns_and_that_holds_something_admits_nobody(
-    random_policy: tuple[Any, Any],
-) -> None:
-    sampler = opened(random_policy, 4)
-
-    async def two() -> None:
-        await sampler.generate("first", [3, 4], ONE)
-        sampler._cache.lengths[2] = 5
-        with pytest.raises(AssertionError, match="slot 2 has no owner, but holds 5 tokens"):
-            await sampler.generate("second", [3, 4], ONE)
-
-    with sampler.session():
-        asyncio.run(two())
-
-
-def test_a_row_whose_slot_holds_other_tokens_is_not_fed(random_policy: tuple[Any, Any]) -> None:
-    sampler = opened(random_policy, 4)
-
-    async def two_turns() -> None:
-        await sampler.generate("first", [3, 4], ONE)
-        sampler._cache.lengths[0] = 1
-        await sampler.generate("first", [3, 4, 5], ONE)
-
-    with (
-        sampler.session(),
-        pytest.raises(AssertionError, match=r"hold \[1\] tokens, but their rows have read \[2\]"),
-    ):
-        asyncio.run(two_turns())
-
-
 @pytest.mark.parametrize(
     ("ids", "rows", "said"),
     [

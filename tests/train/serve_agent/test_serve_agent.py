@@ -281,6 +281,26 @@ def test_what_cannot_be_had_is_refused_by_name(body: Any, status: int, param: st
     assert error_content(caught.value)["error"]["type"] == "invalid_request_error"
 
 
+def test_half_surrogate_pairs_in_a_request_are_replaced() -> None:
+    body = asking("who \ud800?", sorl={"options": {"A": "\ude00\ud83d", "B": "\ud83d\ude00"}})
+    request = parse_request(json.dumps(body).encode(), "agent")
+    assert request.question == "who \ufffd?"
+    assert request.sorl.options == {"A": "\ufffd\ufffd", "B": "\U0001f600"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"[" * 100_000, b'{"model": ' * 5000, b'{"n": ' + b"1" * 5000 + b"}"),
+        *(b"\xff", b'{"' + b"m" * 999_999 + b'": 1}'),
+    ],
+)
+def test_hostile_json_in_a_request_is_refused(body: bytes) -> None:
+    with pytest.raises(ChatError) as found:
+        parse_request(body, "agent")
+    assert found.value.status == 400 and len(str(found.value)) < 1000
+
+
 def test_what_asks_for_nothing_is_taken() -> None:
     parts = [{"type": "text", "text": "Which?"}, {"type": "text", "text": "Now."}]
     body = asking("", user="me", n=1, stop=None, tools=[], presence_penalty=0, max_tokens=9, temperature=0)

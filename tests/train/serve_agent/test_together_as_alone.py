@@ -12,7 +12,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,7 @@ from sorl_env.trajectory import Trajectory
 from sorl_train.evaluate.arguments import find_source, make_envs, make_policy
 from sorl_train.evaluate.ask import _parser as ask_parser
 from sorl_train.evaluate.cli import main
-from sorl_train.evaluate.results import EvalResult, Key
-from sorl_train.evaluate.runner import Policy, plan_jobs, run_evaluation
+from sorl_train.evaluate.runner import Policy
 from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.app import agent_app
 
@@ -176,30 +174,10 @@ def evaluate(run: Path, task: Path, out: Path, at_once: int, *options: str) -> b
     return (out / "results.jsonl").read_bytes()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_evaluation_of_mixed_modes(cold_started_run: Path, task: Path, temperature: float) -> None:
-    """A question of mode ``rag`` takes its row after its search, so that rows are free while others wait for tools."""
-
-    def rows_of(at_once: int) -> dict[Key, EvalResult]:
-        policy, env = policy_of(cold_started_run, task, at_once)
-        settings = RolloutSettings(temperature=temperature, max_concurrency=at_once)
-        jobs = plan_jobs({"minihop": env}, ["agent", "rag"], 48, 1, seed=0)
-        random.Random(0).shuffle(jobs)
-        rows: dict[Key, EvalResult] = {}
-        mixed = replace(policy, settings=settings)
-        run_evaluation(mixed, {"minihop": env}, jobs, lambda row: rows.update({row.key: row}))
-        return rows
-
-    alone = rows_of(1)
-    assert len(alone) == 96 and sum(row.searches for row in alone.values()) > 48
-    for at_once in (4, 7, 16):
-        assert rows_of(at_once) == alone
-
-
 def test_an_evaluation(cold_started_run: Path, task: Path, tmp_path: Path) -> None:
-    """The results are the same, byte for byte."""
-    options = ("--mode", "agent", "--limit", "10")
+    """The results are the same, byte for byte. A question of mode ``rag`` takes its row after its search, so that rows
+    are free while others wait for tools."""
+    options = ("--mode", "agent", "rag", "--limit", "10")
     rows = evaluate(cold_started_run, task, tmp_path / "alone", 1, *options)
     assert len({json.loads(row)["stop_reason"] for row in rows.splitlines()}) > 1
     assert evaluate(cold_started_run, task, tmp_path / "together", 5, *options) == rows

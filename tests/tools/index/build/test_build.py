@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_env.text import duration
 from sorl_tools.corpus import Passage
 from sorl_tools.index import cli, open_index
 from sorl_tools.index.build.build import build
 from sorl_tools.index.index import hash_file, read_manifest
-from sorl_tools.progress import Progress
 
 from ....waiting import wait_until
 from ...corpora import made_up, write_jsonl
@@ -202,14 +200,3 @@ def test_interrupt_from_the_keyboard(tmp_path: Path) -> None:
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "the same command finishes the build" in errors
-
-
-def test_progress_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress()
-    progress.start("vectors", 1000, 100)
-    progress.advance(100)
-    progress.advance(1)  # too soon to say more
-    progress.close()
-    shown = capsys.readouterr().err.split("\r")
-    assert len(shown) == 3 and "100/1.00k" in shown[1] and "vectors:  20%" in shown[2]
-    assert [duration(s) for s in (45, 300, 9000, 8e6)] == ["45 s", "5 min 00 s", "2 h 30 min", "93 days"]
