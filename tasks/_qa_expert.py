@@ -49,12 +49,9 @@ def qa_expert(example: Example, observations: Sequence[str]) -> str | None:
 def searched_task(name: str, env_id: str, description: str, hub: HubSource, hasty: float) -> Task:
     """Question answering with a search tool, with Search-R1's prompt and reward.
 
-    Args:
-        hasty: on this share of the questions the expert answers at once, as if it knew the answer. A policy that
-            imitates it learns both forms that the instruction allows, an answer with a search and without one. Which of
-            them pays is left to reinforcement learning.
-
-    Raises ``UserError`` if ``hasty`` is not a share.
+    On the share ``hasty`` of the questions the expert answers at once, as if it knew the answer. A policy that imitates
+    it learns both forms that the instruction allows, an answer with a search and without one. Which of them pays is
+    left to reinforcement learning. Raises ``UserError`` if ``hasty`` is not a share.
     """
     if not 0 <= hasty <= 1:
         raise UserError(f"hasty={hasty}: give a share between 0 and 1")

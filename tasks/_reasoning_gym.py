@@ -27,13 +27,9 @@ def reasoning_gym_task(
 
     The reward of an answer is the data set's own score, often 0 or 1 and sometimes a part of it.
 
-    Args:
-        name: of the data set, such as ``chain_sum``.
-        examples: questions of each split.
-        seed: of the questions; each split has seeds of its own.
-        settings: the data set's own configuration, such as ``{"min_terms": 2}``.
-
-    Raises ``UserError`` if reasoning-gym is not installed, or has no such data set or setting.
+    ``name`` is that of the data set, such as ``chain_sum``; each split has ``examples`` questions and seeds of its own;
+    ``settings`` is the data set's own configuration, such as ``{"min_terms": 2}``. Raises ``UserError`` if
+    reasoning-gym is not installed, or has no such data set or setting.
     """
     for what, value, bounds in (("examples", examples, Bounds(1, _LARGEST)), ("seed", seed, Bounds(0, MOST))):
         if problem := bounds.problem(value):

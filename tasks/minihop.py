@@ -182,14 +182,8 @@ def _is_hasty(example: Example, most_hops: int, share: float) -> bool:
 def expert_turn(example: Example, observations: Sequence[str], reasoning: int = 1, skipped: int = 0) -> str:
     """The next turn of a scripted policy that knows the relations to follow and reads the names from observations.
 
-    Args:
-        example: its metadata has the relations and the first name.
-        observations: the environment's replies so far; the first one answers the first turn.
-        reasoning: see `minihop`.
-        skipped: hops at the end that it does not take.
-
-    Returns:
-        A turn that searches for the next entity, or that answers; the answer is `GIVE_UP` if a reply lacks the fact.
+    It searches for the next entity, or answers; the answer is `GIVE_UP` if a reply lacks the fact. The first one of
+    ``observations`` answers the first turn. For ``reasoning`` see `minihop`; ``skipped`` hops at the end are not taken.
     """
     relations: Sequence[str] = example.metadata["relations"]
     relations = relations[: len(relations) - skipped]

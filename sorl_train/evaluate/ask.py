@@ -111,17 +111,11 @@ def render(env: ToolUseEnv, example: Example, trajectory: Trajectory) -> str:
 
 def render_dialogue(example: Example, dialogue: Iterable[tuple[str, str]], tools: Collection[str]) -> str:
     """The question, the options, then each turn with the environment's reply, with tags in the table's colours.
-
-    Args:
-        dialogue: pairs of a turn of the policy and the observation after it, which is empty after the last turn.
-    """
+    ``dialogue`` has pairs of a turn and the observation after it, which is empty after the last one."""
     lines = [_RULE, f"{_BOLD}Question:{_RESET} {example.question}"]
     if example.options:
-        lines += [
-            "",
-            f"{_BOLD}Options:{_RESET}",
-            *(f"{letter}: {text}" for letter, text in example.options.items()),
-        ]
+        lines += ["", f"{_BOLD}Options:{_RESET}"]
+        lines += [f"{letter}: {text}" for letter, text in example.options.items()]
     lines.append(_RULE)
     colours = {"think": _BLUE, "information": _GRAY, "answer": _RED, **dict.fromkeys(tools, _CYAN)}
     tag = re.compile(rf"</?({'|'.join(map(re.escape, colours))})>")

@@ -63,10 +63,7 @@ class Packed:
 def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
     """Pack the tokens that the masked ones depend on; None where that saves little, or where nothing is masked.
 
-    Args:
-        token_ids: (B, L), padded on the right.
-        mask: bool (B, T), T = L - 1: the tokens to score.
-    """
+    ``token_ids`` is (B, L), padded on the right; the bool ``mask`` (B, T), T = L - 1, has the tokens to score."""
     device = token_ids.device
     rows, columns = token_ids.cpu(), mask.cpu()
     present = columns.any(dim=1).nonzero()[:, 0].tolist()
@@ -147,13 +144,7 @@ class _Tree:
 def _attention_blocks(
     own: list[Tensor], behind: list[Tensor], count: int, device: torch.device
 ) -> tuple[tuple[Block, ...], Tensor]:
-    """``blocks`` and ``restore`` of ``Packed``.
-
-    Args:
-        own: the packed tokens of each row.
-        behind: those of the beginning that it shares, if any.
-        count: packed tokens in all.
-    """
+    """``blocks`` and ``restore`` of ``Packed``, from ``own`` and ``behind`` of a ``_Tree`` of ``count`` tokens."""
     blocks, used = [], 0
     restore = torch.zeros(count, dtype=torch.long)
     for alike in _rows_alike(own, behind):
@@ -186,9 +177,8 @@ def _block(own: list[Tensor], behind: list[Tensor], device: torch.device) -> Blo
     queries = torch.zeros(len(own), width, dtype=torch.long)
     keys = torch.zeros(len(own), before + width, dtype=torch.long)
     seen = torch.zeros(len(own), 1, width, before + width, dtype=torch.bool)
-    seen[..., before:] = torch.ones(
-        width, width, dtype=torch.bool
-    ).tril()  # padding sees itself, so none is empty
+    # padding sees itself, so that no row is empty
+    seen[..., before:] = torch.ones(width, width, dtype=torch.bool).tril()
     for number, (places, prefix) in enumerate(zip(own, behind, strict=True)):
         queries[number, : len(places)] = places
         keys[number, : len(prefix)], keys[number, before : before + len(places)] = prefix, places

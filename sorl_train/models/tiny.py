@@ -108,10 +108,9 @@ def init_weights(
     Kolter, 2023). Together this is the beginning of an induction head. From usual weights a small model needs several
     times as many supervised steps to find one.
 
-    Args:
-        scale: entries of queries and values have the standard deviation ``scale / sqrt(hidden_size)``.
-        positional: size of the query and key biases in the first layer.
-        embedding: standard deviation of the word vectors. They also make the logits, which 0.02 would leave too flat.
+    Entries of queries and values have the standard deviation ``scale / sqrt(hidden_size)``; ``positional`` is the size
+    of the query and key biases in the first layer; ``embedding`` is the standard deviation of the word vectors, which
+    also make the logits, and which 0.02 would leave too flat.
     """
     config = model.config
     nn.init.normal_(model.model.embed_tokens.weight, std=embedding)

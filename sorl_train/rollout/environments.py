@@ -138,10 +138,7 @@ def source_facts(config: TrainConfig, task: Task, known: Collection[str] = ()) -
     """SHA-256 of the files that a user can edit between a start and a resume, by name; empty where there are none.
 
     They are a task's own, texts and code that its arguments name, demonstrations, and those in the commands of MCP
-    servers.
-
-    Args:
-        known: see ``own_code``.
+    servers. For ``known`` see ``own_code``.
     """
     commands = [shlex.split(tool.partition(":")[2]) for tool in config.tools or ()]
     arguments = [value.partition(":")[0] for value in config.task_args.values() if isinstance(value, str)]

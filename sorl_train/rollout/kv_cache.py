@@ -171,10 +171,8 @@ class Slots:
 
     A slot without an owner is empty, and a slot with one holds that row's tokens and no others. This keeps the tokens
     of one dialogue out of another. Only this class and the forward pass change what a slot holds. The rule is asserted
-    for all slots when a row is admitted, and for the slots of each forward pass.
-
-    Args:
-        cache: an empty cache; it has a row for each slot.
+    for all slots when a row is admitted, and for the slots of each forward pass. ``cache`` is empty at first, and has a
+    row for each slot.
     """
 
     def __init__(self, cache: RowCache) -> None:

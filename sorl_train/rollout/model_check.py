@@ -48,14 +48,10 @@ _NOT_FITTING = (AttributeError, LookupError, RuntimeError, TypeError, ValueError
 def check_policy(model: Any, max_tokens: int, *, sampled: bool, trained: bool) -> None:
     """Refuse a language model if trainer or sampler compute other log-probabilities than the model itself.
 
-    The model's weights and mode and the random state do not change.
-
-    Args:
-        max_tokens: tokens of the longest trajectory.
-        sampled: whether ``TransformersSampler`` samples from it.
-        trained: whether it is trained, so that log-probabilities are also computed in training mode, without dropout.
-
-    Raises ``UserError`` if they differ; the message has the reason, the size of the difference and what to do.
+    The model's weights and mode and the random state do not change. ``max_tokens`` are those of the longest trajectory;
+    ``sampled`` says whether ``TransformersSampler`` samples from the model, ``trained`` whether it is trained, so that
+    log-probabilities are also computed in training mode, without dropout. Raises ``UserError`` if they differ; the
+    message has the reason, the size of the difference and what to do.
     """
     check_length(model, max_tokens)
     with _undisturbed(model), short_spans(model, SPAN):
@@ -71,13 +67,8 @@ def check_policy(model: Any, max_tokens: int, *, sampled: bool, trained: bool) -
 def try_packing(model: Any, max_tokens: int, *, sampled: bool = False) -> str | None:
     """Give a model that ``check_policy`` passed the attention of ``packed_attention``, if it then computes the same.
 
-    The trainer then packs rows, and on a CPU both it and the sampler are faster.
-
-    Args:
-        sampled: our sampler draws from the model, so it is compared, too.
-
-    Returns:
-        Why it keeps its own attention, in words. None: it has the new one.
+    The trainer then packs rows, and on a CPU both it and the sampler are faster. If our sampler draws from the model
+    (``sampled``), it is compared, too. Returns why the model keeps its own attention, in words, or None.
     """
 
     def gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:

@@ -46,11 +46,9 @@ class TransformersSampler:
     cumulative distribution. What a trajectory samples therefore does not depend on the others in its batch (except for
     rounding in matrix products), and a run with in-process tools is reproducible bit for bit.
 
-    Args:
-        model: a causal language model of transformers; the trainer's own, so its weights are always the newest.
-        tokenizer: decodes the end of a turn to find stop strings.
-        max_rows: the most trajectories in flight.
-        dtype: precision of forward passes, see ``compute_dtype``.
+    ``model`` is a causal language model of transformers, the trainer's own, so its weights are always the newest. The
+    tokenizer decodes the end of a turn to find stop strings. At most ``max_rows`` trajectories are in flight. For
+    ``dtype`` see ``compute_dtype``.
     """
 
     def __init__(self, model: Any, tokenizer: Tokenizer, max_rows: int, dtype: str = "auto") -> None:

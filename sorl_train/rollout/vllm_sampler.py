@@ -29,12 +29,9 @@ class VllmSampler:
     Log-probabilities are those of the distribution that is sampled from, after the temperature and ``top_p``, as in
     ``draw``.
 
-    Args:
-        model: the trainer's policy, whose weights are copied before each batch.
-        folder: the model folder or hub name from which vLLM builds the same model.
-        max_tokens: tokens of the longest trajectory.
-
-    Raises ``UserError`` if vLLM is not installed, or refuses the model.
+    ``model`` is the trainer's policy, whose weights are copied before each batch; ``folder`` is the model folder or hub
+    name from which vLLM builds the same model; ``max_tokens`` are those of the longest trajectory. Raises ``UserError``
+    if vLLM is not installed, or refuses the model.
     """
 
     def __init__(self, model: Any, folder: str, max_tokens: int, config: TrainConfig) -> None:

@@ -14,12 +14,7 @@ from typing import Any, TypeVar
 from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.prompts import make_codec
-from sorl_env.rollout import (
-    RolloutJob,
-    RolloutSettings,
-    TrajectoryBuilder,
-    run_trajectory,
-)
+from sorl_env.rollout import RolloutJob, RolloutSettings, TrajectoryBuilder, run_trajectory
 from sorl_env.task import Example
 from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_train.evaluate.ask import env_of_question, unknown_words
@@ -44,14 +39,9 @@ class Dialogue:
 class Agent:
     """Answers questions with a policy and its tools. Open dialogues share the sampler's batch.
 
-    All methods are called from one event loop, which is not the agent's own.
-
-    Args:
-        env: the task's environment, with its tools.
-        seed: of the sampling, for requests without one.
-        max_waiting: dialogues that may wait for one of the policy's ``max_concurrency`` places; more are refused.
-
-    Raises ``UserError`` if the policy's chat template does not fit the environment's turn format.
+    All methods are called from one event loop, which is not the agent's own. ``seed`` is of the sampling, for requests
+    without one. At most ``max_waiting`` dialogues may wait for one of the policy's ``max_concurrency`` places; more are
+    refused. Raises ``UserError`` if the policy's chat template does not fit the environment's turn format.
     """
 
     def __init__(self, policy: Policy, env: ToolUseEnv, *, seed: int = 0, max_waiting: int = 256) -> None:

@@ -159,10 +159,8 @@ def whole_reply(
 ) -> dict[str, Any]:
     """A complete reply: the final answer is the message, the dialogue is in ``sorl``.
 
-    Args:
-        head: ``id``, ``created`` (seconds since 1970) and ``model``, as in all parts of one reply.
-        unknown_words: words of the question that a policy with a closed vocabulary could not read.
-    """
+    ``head`` has ``id``, ``created`` (seconds since 1970) and ``model``, as in all parts of one reply; ``unknown_words``
+    are those of the question that a policy with a closed vocabulary could not read."""
     message = {"role": "assistant", "content": final_answer(trajectory), "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(trajectory)}
     told = {"usage": usage(trajectory), "sorl": dialogue_facts(trajectory, unknown_words)}

@@ -43,12 +43,8 @@ class Demo:
 def expert_trajectory(
     env: ToolUseEnv, tokenizer: Tokenizer, job: RolloutJob, *, use_chat_template: bool
 ) -> Trajectory | None:
-    """A trajectory that the task's scripted expert plays, or None where it gives up.
-
-    Experts write tags; in another format their turns are written in that one.
-
-    Raises ``UserError`` if the task has no expert.
-    """
+    """A trajectory that the task's scripted expert plays, or None where it gives up. Experts write tags; in another
+    format their turns are written in that one. Raises ``UserError`` if the task has no expert."""
     expert = env.task.expert
     if expert is None:
         raise UserError(f"task {env.task.name!r} has no scripted expert: give demonstrations with sft.demos")
@@ -72,10 +68,8 @@ def expert_trajectory(
 
 
 def expert_demos(env: ToolUseEnv, tokenizer: Tokenizer, count: int, *, use_chat_template: bool) -> list[Demo]:
-    """The expert's trajectories on the first ``count`` examples, without those on which it gives up.
-
-    Raises ``UserError`` if it fails on all of them.
-    """
+    """The expert's trajectories on the first ``count`` examples, without those on which it gives up. Raises
+    ``UserError`` if it fails on all of them."""
     demos, solved, tried = [], 0, min(count, len(env.examples.examples))
     for index in range(tried):
         job = RolloutJob(id=f"demo-{index}", group_id=f"demo-{index}", example_index=index, seed=0)
@@ -105,12 +99,9 @@ def file_demos(
 
     A row is a trajectory as a run writes it (``prompt``, and ``turns`` with ``text`` and ``observation``), or has
     ``messages``: one from the ``user``, then ``assistant`` turns, each but the last followed by a ``tool`` (or
-    ``user``) message, which becomes the observation unchanged. No text of a row becomes a control token.
-
-    Args:
-        tools: names of the task's tools, see ``encode_prompt``.
-
-    Raises ``UserError`` for a row of another form or with more than ``max_tokens``; the message names file and line.
+    ``user``) message, which becomes the observation unchanged. No text of a row becomes a control token. ``tools`` are
+    the names of the task's tools (see ``encode_prompt``). Raises ``UserError`` for a row of another form or with more
+    than ``max_tokens``; the message names file and line.
     """
     demos = []
     for where, row in read_rows(path):

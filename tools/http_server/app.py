@@ -84,10 +84,8 @@ def make_app(
 class Guard:
     """An ASGI application around another one, which gets each body whole.
 
-    Args:
-        open_paths: need no token, so that a probe can ask them.
-        content: the body of an error's answer.
-        websocket_idle_s: a WebSocket without a message for so long is closed.
+    Paths in ``open_paths`` need no token, so that a probe can ask them; ``content`` makes the body of an error's
+    answer. A WebSocket without a message for ``websocket_idle_s`` is closed.
     """
 
     def __init__(

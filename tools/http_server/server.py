@@ -30,8 +30,7 @@ _PONG_S = 120.0  # for a client to answer a WebSocket's ping: one that trains is
 class Server(uvicorn.Server):
     """Serves one application in this process.
 
-    Args:
-        max_message_bytes: of a WebSocket's message; None refuses WebSockets.
+    A WebSocket's message has at most ``max_message_bytes``; None refuses WebSockets.
     """
 
     def __init__(

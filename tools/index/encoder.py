@@ -50,13 +50,9 @@ def open_encoder(
 ) -> Encoder:
     """The encoder of a model: at ``address`` if there is one, or else in this process.
 
-    Args:
-        model: a model folder or a name.
-        address: of a server with OpenAI's embeddings API, such as ``http://127.0.0.1:8080/v1``.
-        query_prefix: text before a query; None takes it from the model's configuration or name.
-        passage_prefix: text before a passage, likewise.
-        device: torch device, for a model in this process; None takes a GPU if there is one.
-
+    ``model`` is a model folder or a name; ``address`` is that of a server with OpenAI's embeddings API, such as
+    ``http://127.0.0.1:8080/v1``. A prefix is text before each query or passage; None takes it from the model's
+    configuration or name. ``device`` is a torch device, for a model in this process; None takes a GPU if there is one.
     Raises ``UserError`` if no model is named, there is no such model, or the server does not answer.
     """
     if not model:

@@ -31,13 +31,10 @@ def faiss_module() -> Any:
 class DensePart:
     """The vectors of an index, and the encoder of its queries.
 
-    Args:
-        facts: the part's parameters in the manifest.
-        model: folder or name of the embedding model, or address of its server, if not what the manifest says.
-        device: torch device of the model.
-
-    Raises ``UserError`` if a file cannot be read, or the model is missing or is not the one that the index was built
-    with, and ``ValueError`` if the vectors are not those of so many passages.
+    ``facts`` are the part's parameters in the manifest; ``model`` is the folder or name of the embedding model, or the
+    address of its server, if not what the manifest says. Raises ``UserError`` if a file cannot be read, or the model is
+    missing or is not the one that the index was built with, and ``ValueError`` if the vectors are not those of so many
+    passages.
     """
 
     def __init__(
@@ -95,8 +92,7 @@ class FlatVectors:
 class FaissVectors:
     """A memory-mapped index file of FAISS. It is searched on a GPU if FAISS supports that for this kind of index.
 
-    Args:
-        settings: FAISS's search parameters, such as ``{"nprobe": 64}``.
+    ``settings`` are FAISS's search parameters, such as ``{"nprobe": 64}``.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, int]) -> None:

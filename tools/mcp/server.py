@@ -42,11 +42,9 @@ _TIMEOUT_S = 3600.0  # the deadline of each call is kept by the caller
 class Target:
     """An MCP server that can be connected to, any number of times.
 
-    Args:
-        server: an ``http(s)://`` address (streamable HTTP), a command that speaks MCP on its standard input and output,
-            or a server object of the ``mcp`` package, which runs in this process.
-
-    Raises ``UserError`` if the package ``mcp`` is missing, or the text is neither an address nor a command that exists.
+    ``server`` is an ``http(s)://`` address (streamable HTTP), a command that speaks MCP on its standard input and
+    output, or a server object of the ``mcp`` package, which runs in this process. Raises ``UserError`` if the package
+    ``mcp`` is missing, or the text is neither an address nor a command that exists.
     """
 
     def __init__(self, server: Any) -> None:
@@ -208,11 +206,9 @@ class McpServer:
     After a failed call the connection is given up: calls in progress keep it to their end, later ones get a new one,
     and a command is started again.
 
-    Args:
-        server: see ``Target``.
-        timeout_s: for each call, and for connecting.
-        keeps_state: the server remembers earlier calls. After a failed call it is then out for good, because a new
-            connection would have forgotten them.
+    For ``server`` see ``Target``; ``timeout_s`` is for each call, and for connecting. A server that ``keeps_state``
+    remembers earlier calls. After a failed call it is then out for good, because a new connection would have forgotten
+    them.
     """
 
     def __init__(self, server: Any, timeout_s: float = 30.0, *, keeps_state: bool = False) -> None:

@@ -100,14 +100,9 @@ class EpisodeGroup:
 def mcp_tools(server: Any, timeout_s: float = 30.0, *, per_episode: bool = False) -> list[McpTool]:
     """All tools of an MCP server.
 
-    Args:
-        server: an address, a command, or a server object of the ``mcp`` package, see ``Target``.
-        timeout_s: for each call, and for connecting.
-        per_episode: the server remembers earlier calls, so each episode gets a connection of its own. Otherwise all
-            episodes share one.
-
-    Raises ``UserError`` if no server answers, it has no tools, two of its tools have the same tag, or a schema is
-    unreadable.
+    For ``server`` see ``Target``; ``timeout_s`` is for each call, and for connecting. With ``per_episode`` the server
+    remembers earlier calls, so each episode gets a connection of its own. Otherwise all episodes share one. Raises
+    ``UserError`` if no server answers, it has no tools, two of its tools have the same tag, or a schema is unreadable.
     """
     connection = McpServer(server, timeout_s)
     where = connection.target.name

@@ -42,14 +42,10 @@ class BM25Search:
     numpy adds the scores, and the best passages are taken by repeated argmax: a query takes 0.1 ms on 44,000 passages,
     tokenization included. The compiled search of ``sorl-serve`` is several times as fast, but takes a second to start.
 
-    Args:
-        passages: what to search.
-        top_k: passages that a search returns at most. A passage that shares no word with the query is never among them.
-        words: the BM25 index of the passages; None builds it now.
-        fingerprint: identifies the corpus in a run's manifest; None takes a hash of the passages.
-        is_sample: the passages are a task's embedded sample; the environment warns if the questions are real.
-
-    Raises ``UserError`` if no passage has a word in it.
+    A search returns at most ``top_k`` passages; one that shares no word with the query is never among them. ``words``
+    is the BM25 index of the passages; None builds it now. ``fingerprint`` identifies the corpus in a run's manifest;
+    None takes a hash of the passages. With ``is_sample`` they are a task's embedded sample; the environment warns if
+    the questions are real. Raises ``UserError`` if no passage has a word in it.
     """
 
     name = "search"

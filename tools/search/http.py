@@ -110,20 +110,17 @@ class HttpSearch:
     Calls take the servers in turn, and a call asks the next one if a server fails. Whether the whole call is repeated
     is decided by the toolbox. Connections are pooled: one pool for threads, and one for each event loop.
 
-    Args:
-        url: address of a server, or of several that hold the same index: a list, or addresses separated by commas.
-            ``/retrieve`` is added to an address without a path.
-        timeout_s: for one call; a request to one of several servers gets an equal share of it.
-        cache: keeps replies by the fingerprint of the index. Servers that do not send one (others than ``sorl-serve``)
-            must not change their index while a cache file is in use. A reply from the cache says ``cached``.
-        token: sent as ``Authorization: Bearer``; None takes the environment variable ``SORL_SEARCH_TOKEN``.
+    ``url`` is the address of a server, or of several that hold the same index: a list, or addresses separated by
+    commas; ``/retrieve`` is added to an address without a path. ``timeout_s`` is for one call; a request to one of
+    several servers gets an equal share of it. ``cache`` keeps replies by the fingerprint of the index, and a reply from
+    it says ``cached``; servers that do not send one (others than ``sorl-serve``) must not change their index while a
+    cache file is in use. ``token`` is sent as ``Authorization: Bearer``; None takes the environment variable
+    ``SORL_SEARCH_TOKEN``.
 
-    Raises:
-        UserError: ``url`` is not an http or https address.
-        ToolInputError: when called: the query is longer than servers accept.
-        ToolUnavailableError: when called: no connection, a time-out, 5xx, 408, 429, or a reply that breaks the
-            protocol.
-        ValueError: when called: another 4xx, so the request, the token or the address is wrong.
+    Raises ``UserError`` if ``url`` is not an http or https address. A call raises ``ToolInputError`` if the query is
+    longer than servers accept; ``ToolUnavailableError`` without a connection, after a time-out, for 5xx, 408, 429, or a
+    reply that breaks the protocol; and ``ValueError`` for another 4xx, so the request, the token or the address is
+    wrong.
     """
 
     name = "search"

@@ -42,8 +42,7 @@ class TaskState(State):
 class TaskEnvironment(Environment[TextAction, TextObservation, TaskState]):
     """One session: plays episodes of a task, one after the other.
 
-    Args:
-        envs: an environment for each split that is served; this one plays in copies of them.
+    ``envs`` has an environment for each split that is served; this one plays in copies of them.
     """
 
     SUPPORTS_CONCURRENT_SESSIONS = True

@@ -21,11 +21,9 @@ ROW_BATCH = 1024
 class Corpus:
     """A corpus: files and folders that hold passages.
 
-    Args:
-        sources: files (.jsonl, .tsv, .parquet, .txt, .md; the first two also .gz), or folders of them. Files in folders
-            are read in the order of their paths.
-
-    Raises ``UserError`` if a source does not exist, is of another kind, or is a folder without such files.
+    ``sources`` are files (.jsonl, .tsv, .parquet, .txt, .md; the first two also .gz), or folders of them, whose files
+    are read in the order of their paths. Raises ``UserError`` if a source does not exist, is of another kind, or is a
+    folder without such files.
     """
 
     def __init__(self, sources: Sequence[Path]) -> None:

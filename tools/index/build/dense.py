@@ -98,10 +98,8 @@ def write_vectors(
 ) -> dict[str, Any]:
     """Write the vectors into ``folder``; returns the parameters for the manifest.
 
-    Args:
-        begun: file of the vectors that an interrupted build has embedded, and to which this one adds.
-
-    Raises ``UserError`` if the encoder does not answer, or the vectors do not match the passages.
+    To the file ``begun``, which has the vectors that an interrupted build has embedded, this one adds its own. Raises
+    ``UserError`` if the encoder does not answer, or the vectors do not match the passages.
     """
     folder.mkdir()
     factory = factory_string(options.faiss, encoder.dim, len(passages))
