@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sorl_train.learner.batch import Batch
 from sorl_train.losses.log_probs import TokenStats
 from sorl_train.models.forward import action_stats, autocast
-from sorl_train.models.packed_attention import packs
+from sorl_train.models.packing import packs
 
 
 class HeldWeights(Protocol):

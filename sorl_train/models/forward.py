@@ -13,7 +13,6 @@ from sorl_env.errors import UserError
 from sorl_train.config.run_settings import check_device
 from sorl_train.losses.log_probs import TokenStats, token_log_probs
 from sorl_train.models import packing
-from sorl_train.models.packed_attention import packs
 
 
 def pick_device(name: str) -> torch.device:
@@ -65,7 +64,7 @@ def action_stats(model: Any, token_ids: Tensor, mask: Tensor, **wanted: Any) -> 
     ``token_ids`` is (B, L), the bool ``mask`` (B, T), T = L - 1. ``wanted`` are ``temperature``, ``entropy`` and
     ``logit_scale`` of ``token_log_probs``.
     """
-    packed = packing.pack(token_ids, mask) if packs(model) else None
+    packed = packing.pack(token_ids, mask) if packing.packs(model) else None
     if packed is None:
         inputs = {"input_ids": token_ids[:, :-1], "use_cache": False}
         logits = logits_at(model, lambda hidden: hidden[mask], inputs)  # (N, V)

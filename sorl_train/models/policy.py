@@ -21,7 +21,6 @@ from sorl_train.config.run_settings import LoraConfig
 from sorl_train.models import packing
 from sorl_train.models.attention import text_config
 from sorl_train.models.forward import pick_device
-from sorl_train.models.packed_attention import packs
 
 LORA_FILE = "lora.safetensors"
 # What transformers raises for a folder that is missing or damaged. RuntimeError includes RecursionError, which a
@@ -156,7 +155,7 @@ class Critic(nn.Module):
         ``token_ids`` is (B, L); the bool ``mask`` (B, T), T = L - 1, has the tokens whose states are asked for. Returns
         (B, T) float32, 0 off the mask.
         """
-        packed = packing.pack(token_ids, mask) if packs(self.backbone) else None
+        packed = packing.pack(token_ids, mask) if packing.packs(self.backbone) else None
         if packed is None:
             inputs = {"input_ids": token_ids[:, :-1], "use_cache": False}
         else:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sorl_env.errors import UserError
-from sorl_train.models import packed_attention, packing
+from sorl_train.models import packing
 from sorl_train.models.attention import (
     OTHER_SAMPLER,
     check_length,
@@ -65,7 +65,7 @@ def check_policy(model: Any, max_tokens: int, *, sampled: bool, trained: bool) -
 
 
 def try_packing(model: Any, max_tokens: int, *, sampled: bool = False) -> str | None:
-    """Give a model that ``check_policy`` passed the attention of ``packed_attention``, if it then computes the same.
+    """Give a model that ``check_policy`` passed the attention of ``packing``, if it then computes the same.
 
     The trainer then packs rows, and on a CPU both it and the sampler are faster. If our sampler draws from the model
     (``sampled``), it is compared, too. Returns why the model keeps its own attention, in words, or None.
@@ -94,7 +94,7 @@ def _try_packing(
     what: str,
 ) -> str | None:
     before = model.config._attn_implementation
-    if before == packed_attention.PACKED:
+    if before == packing.PACKED:
         return None
     if before != "sdpa":
         return f"it has {before!r} attention"
@@ -105,7 +105,7 @@ def _try_packing(
         for shared in (length // 2, length * 3 // 4):
             rows.append(torch.cat([rows[0][:shared], rows[1].repeat(2)])[:length])
         own = [alone(model, row) for row in rows]
-        packed_attention.enable_packing(model)
+        packing.enable_packing(model)
         try:
             found = gap(model, rows, own)
         except torch.OutOfMemoryError:

@@ -20,7 +20,7 @@ from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.learner.update_settings import learning_rate
 from sorl_train.models import packing
 from sorl_train.models.forward import action_stats
-from sorl_train.models.packed_attention import enable_packing
+from sorl_train.models.packing import enable_packing
 from sorl_train.models.policy import load_critic, load_policy, load_tokenizer
 from sorl_train.rollout.sampler import TransformersSampler
 

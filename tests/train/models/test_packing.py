@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from sorl_train.models import packed_attention, packing
+from sorl_train.models import packing
 from sorl_train.models.forward import action_stats
 from sorl_train.models.policy import Critic
 from sorl_train.rollout.kv_cache import RowCache, feed
@@ -59,7 +59,7 @@ def assert_same(model: Any) -> None:
     token_ids, mask = rows()
     model.set_attn_implementation("sdpa")
     values, gradients = both(model, token_ids, mask)
-    packed_attention.enable_packing(model)
+    packing.enable_packing(model)
     packed, packed_gradients = both(model, token_ids, mask)
     torch.testing.assert_close(packed, values, atol=1e-5, rtol=1e-5)
     scale = max(float(g.abs().max()) for g in gradients)
@@ -81,7 +81,7 @@ def test_packed_rows_compute_what_padded_ones_do(name: str) -> None:
     why = try_packing(model, 256)
     if name in PADDED_ONLY:
         assert why is not None and any(reason in why for reason in PADDED_ONLY[name])
-        assert model.config._attn_implementation == before and not packed_attention.packs(model)
+        assert model.config._attn_implementation == before and not packing.packs(model)
     else:
         assert why is None
         torch.testing.assert_close(decoding(model), decoded, atol=1e-5, rtol=1e-5)
@@ -101,12 +101,12 @@ def test_a_model_keeps_its_attention_where_the_sampler_would_be_wrong(
 ) -> None:
     """Decoding has an attention of its own, which the trainer's packed rows say nothing about."""
     model = build(*EXACT[next(name for name in EXACT if name not in PADDED_ONLY)])
-    one_token = packed_attention._one_token
-    monkeypatch.setattr(packed_attention, "_one_token", lambda *args: one_token(*args) * 1.01)
+    one_token = packing._one_token
+    monkeypatch.setattr(packing, "_one_token", lambda *args: one_token(*args) * 1.01)
     why = try_packing(model, 256, sampled=True)
-    assert why is not None and "log-probabilities would differ" in why and not packed_attention.packs(model)
+    assert why is not None and "log-probabilities would differ" in why and not packing.packs(model)
     monkeypatch.undo()
-    assert try_packing(model, 256, sampled=True) is None and packed_attention.packs(model)
+    assert try_packing(model, 256, sampled=True) is None and packing.packs(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "phi3, window", "llama4, chunks"])
@@ -116,7 +116,7 @@ def test_a_critic_on_packed_rows_gives_the_same_values(name: str) -> None:
     torch.nn.init.normal_(critic.head.weight, std=0.5, generator=torch.Generator().manual_seed(0))
     before = critic.backbone.config._attn_implementation
     why = try_packing_critic(critic, 256)
-    assert (why is None) == (name not in PADDED_ONLY) == packed_attention.packs(critic.backbone)
+    assert (why is None) == (name not in PADDED_ONLY) == packing.packs(critic.backbone)
     token_ids, mask = rows()
 
     def values_and_gradients() -> tuple[Tensor, list[Tensor]]:
@@ -196,11 +196,11 @@ def test_an_attention_that_packed_rows_do_not_know_is_refused(extra: dict[str, A
     packed = packing.pack(token_ids, torch.tensor([[0, 0, 1], [0, 0, 1]], dtype=torch.bool))
     assert packed is not None
     heads = torch.zeros(1, 2, packed.token_ids.shape[1], 4)
-    packed_attention.attention(
+    packing.attention(
         None, heads, heads, heads, None, packed=packed, scaling=0.5, sliding_window=None, softcap=None
     )
     with pytest.raises(TypeError, match=next(iter(extra))):
-        packed_attention.attention(None, heads, heads, heads, None, packed=packed, **extra)
+        packing.attention(None, heads, heads, heads, None, packed=packed, **extra)
 
 
 def test_rows_that_would_gain_nothing_stay_padded() -> None:
@@ -228,5 +228,5 @@ def test_the_saved_model_does_not_know_of_it(tmp_path: Path) -> None:
     model = build("llama", NEW)
     assert try_packing(model, 256) is None
     model.save_pretrained(tmp_path)
-    assert packed_attention.PACKED not in (tmp_path / "config.json").read_text()
+    assert packing.PACKED not in (tmp_path / "config.json").read_text()
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
