@@ -141,7 +141,7 @@ def test_log_probs_are_written_short(tmp_path: Path) -> None:
 # --- datasets -------------------------------------------------------------------------------------
 def test_loads_with_datasets_under_one_schema(tmp_path: Path) -> None:
     """In either order: the file that comes first fixes the schema, and an emptier one must not spoil it."""
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install 'sorl[train]'")
     write_jsonl(tmp_path / "empty.jsonl", [direct()])
     write_jsonl(tmp_path / "full.jsonl", [searched()])
 
