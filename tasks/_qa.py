@@ -83,8 +83,7 @@ _KEPT = ("type", "level", "supporting_facts", "gold_titles", "gold_ids")
 
 def text_column(row: Mapping[str, Any], name: str) -> str:
     """A column that must hold a text. Raises ``KeyError`` if there is no such column, and ``ValueError`` if it is
-    empty, or is not a text.
-    """
+    empty, or is not a text."""
     value = row[name]
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"column {name!r} must be a text, not {value!r}")
@@ -93,8 +92,7 @@ def text_column(row: Mapping[str, Any], name: str) -> str:
 
 def row_id(row: Mapping[str, Any], question: str) -> str:
     """The row's ``id``, or else a hash of the question, which is the same in every data set. Raises ``ValueError`` if
-    it is neither a text nor a whole number.
-    """
+    it is neither a text nor a whole number."""
     name = row.get("id")
     if isinstance(name, (str, int)) and not isinstance(name, bool) and name != "":
         return str(name)

@@ -47,12 +47,10 @@ def qa_expert(example: Example, observations: Sequence[str]) -> str | None:
 
 
 def searched_task(name: str, env_id: str, description: str, hub: HubSource, hasty: float) -> Task:
-    """Question answering with a search tool, with Search-R1's prompt and reward.
-
-    On the share ``hasty`` of the questions the expert answers at once, as if it knew the answer. A policy that imitates
-    it learns both forms that the instruction allows, an answer with a search and without one. Which of them pays is
-    left to reinforcement learning. Raises ``UserError`` if ``hasty`` is not a share.
-    """
+    """Question answering with a search tool, with Search-R1's prompt and reward. On the share ``hasty`` of the
+    questions the expert answers at once, as if it knew the answer. A policy that imitates it learns both forms that the
+    instruction allows, an answer with a search and without one. Which of them pays is left to reinforcement learning.
+    Raises ``UserError`` if ``hasty`` is not a share."""
     if not 0 <= hasty <= 1:
         raise UserError(f"hasty={hasty}: give a share between 0 and 1")
 
@@ -97,10 +95,8 @@ def _missing(example: Example, observations: Sequence[str]) -> list[str]:
 
 
 def _passage_with(answer: str, question: str, observations: Sequence[str]) -> str | None:
-    """The passage, such as ``Doc 2``, with the best of the sentences that hold the answer as whole words; or None.
-
-    The best sentence has the most words of the question; of equal ones it is the first.
-    """
+    """The passage, such as ``Doc 2``, with the best of the sentences that hold the answer as whole words; or None. The
+    best sentence has the most words of the question; of equal ones it is the first."""
     wanted, asked = normalize_answer(answer), set(normalize_answer(question).split())
     best, most = None, -1
     for passage, sentence in (pair for text in observations for pair in _sentences(text)):

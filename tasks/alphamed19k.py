@@ -68,8 +68,7 @@ def reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, float]
 
 def parse_row(row: Mapping[str, Any]) -> Example:
     """An example from a row in one of the two forms that this module's docstring describes. Raises ``KeyError`` if a
-    column is missing, and ``ValueError`` if a column is empty, or the options and the answer do not match.
-    """
+    column is missing, and ``ValueError`` if a column is empty, or the options and the answer do not match."""
     question = text_column(row, "question")
     if row.get("options") is not None:
         stem, options = question, _read_options(row["options"])

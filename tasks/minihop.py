@@ -153,8 +153,7 @@ def _turn_reward(
 
 def parse_row(row: Mapping[str, Any]) -> Example:
     """An example from a row with ``id``, ``question``, ``names`` and ``relations`` (see `Chain`). Raises ``KeyError``
-    if a column is missing, and ``ValueError`` if the names and the relations do not make a chain.
-    """
+    if a column is missing, and ``ValueError`` if the names and the relations do not make a chain."""
     for column in ("names", "relations"):
         words = row[column]
         if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):

@@ -149,8 +149,7 @@ def relation_paths(hops: int) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def generate_world(spec: WorldSpec) -> World:
     """Draw the world of ``spec``. Raises ``UserError`` if there are too few words for so many names, or a split gets no
-    entities.
-    """
+    entities."""
     names = {kind: _draw_names(spec, kind) for kind in RELATIONS}
     entities: dict[str, Entity] = {}
     for split in SPLITS:
@@ -171,8 +170,7 @@ def generate_world(spec: WorldSpec) -> World:
 
 def draw_chains(world: World, split: str, hops: Sequence[int], count: int) -> list[Chain]:
     """Draw ``count`` different questions: every number of hops and every path of relations equally often. Raises
-    ``UserError`` if the world has too few questions with some number of hops.
-    """
+    ``UserError`` if the world has too few questions with some number of hops."""
     rng = world.spec.rng(f"questions/{split}")
     drawn: list[Chain] = []
     for index, depth in enumerate(hops):

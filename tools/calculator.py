@@ -52,8 +52,10 @@ _CONSTANTS: dict[str, Number] = {"pi": math.pi, "e": math.e}
 def calculator(expression: str) -> str:
     """Evaluate an arithmetic expression, for example (3 + 4) * 2.5 or sqrt(2) ** 3.
 
-    It knows + - * / // % **, parentheses, abs, log, max, min, round, sqrt, pi and e. Floats come with 12 digits. Raises
-    ``ToolInputError`` if the expression is malformed, too large, or has no real value.
+    It knows + - * / // % **, parentheses, abs, log, max, min, round, sqrt, pi and e. Floats come with 12 digits.
+
+    Raises:
+        ToolInputError: the expression is malformed, too large, or has no real value.
     """
     if (length := len(expression)) > MAX_CHARACTERS:
         raise ToolInputError(f"The expression has {length} characters, at most {MAX_CHARACTERS} are allowed.")
@@ -76,11 +78,9 @@ calculator.inline = True  # type: ignore[attr-defined]  # microseconds: no threa
 
 
 def _silence_parser() -> None:
-    """Ignore warnings about such expressions as "1if 1else 2", which are refused anyway.
-
-    ``warnings.catch_warnings`` is not thread-safe, so a filter for expressions alone is left in place; it is added
-    again where someone has reset the filters.
-    """
+    """Ignore warnings about such expressions as "1if 1else 2", which are refused anyway. ``warnings.catch_warnings`` is
+    not thread-safe, so a filter for expressions alone is left in place; it is added again where someone has reset the
+    filters."""
     if not any(getattr(module, "pattern", None) == _FILENAME for *_, module, _ in warnings.filters):
         warnings.filterwarnings("ignore", module=_FILENAME)
 

@@ -75,8 +75,7 @@ def format_passages(passages: Sequence[Passage]) -> ToolReply:
 
 def read_corpus(path: Path) -> Iterator[Passage]:
     """The passages of a ``.jsonl`` or ``.jsonl.gz`` file. Raises ``UserError`` if there is no such file, it is of
-    another kind, or a line is not a passage (named by file and line).
-    """
+    another kind, or a line is not a passage (named by file and line)."""
     check_corpus(path)
     with name_damage(path), open_bytes(path) as lines:
         for number, line in enumerate(lines, start=1):
@@ -124,9 +123,7 @@ def parse_passage(read: Callable[[Row], Passage], row: Row, where: str) -> Passa
 
 class PassageFile(Sequence[Passage]):
     """Passages in a memory-mapped file: reading one takes a page of memory, not the corpus. Threads may share it.
-
-    ``passages.jsonl`` holds a `line` for each passage; ``offsets.npy`` holds where they begin and the last one ends.
-    """
+    ``passages.jsonl`` holds a `line` for each passage; ``offsets.npy`` holds where they begin and the last one ends."""
 
     def __init__(self, folder: Path) -> None:
         offsets = np.load(folder / "offsets.npy", mmap_mode="r")

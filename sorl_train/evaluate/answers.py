@@ -89,11 +89,9 @@ def _blocks(text: str, tag: str) -> Iterator[tuple[int, int]]:
 
 
 def scores(answer: str | None, golds: Sequence[str], options: Mapping[str, str] | None) -> dict[str, float]:
-    """All scores in [0, 1] that apply to a question; the first one is its main score. No answer scores 0.
-
-    ``em``, ``f1`` and ``subem`` are SQuAD's scores, the best over the gold answers. A question with options has
-    ``choice``, the reward of training: 1 for the right option (`multiple_choice`), whose letter is the gold answer.
-    """
+    """All scores in [0, 1] that apply to a question; the first one is its main score. No answer scores 0. ``em``,
+    ``f1`` and ``subem`` are SQuAD's scores, the best over the gold answers. A question with options has ``choice``, the
+    reward of training: 1 for the right option (`multiple_choice`), whose letter is the gold answer."""
     if options:
         return {"choice": 0.0 if answer is None else multiple_choice(answer, golds[0], options)}
     rules = {"em": exact_match, "f1": f1, "subem": substring_match}

@@ -99,8 +99,7 @@ def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 def find_source(args: argparse.Namespace, model: str | None) -> PolicySource | None:
     """The local policy that the options name, or None for a served one. Raises ``UserError`` if the options name
-    neither a local nor a served policy, or both.
-    """
+    neither a local nor a served policy, or both."""
     if args.endpoint and model:
         raise UserError(f"both a model ({model}) and --endpoint {args.endpoint}: give one of them")
     if args.endpoint:
@@ -137,8 +136,7 @@ def rollout_settings(args: argparse.Namespace, source: PolicySource | None) -> R
 def make_policy(args: argparse.Namespace, source: PolicySource | None, envs: Iterable[TextEnv]) -> Policy:
     """Load the model and check it on the longest trajectory of ``envs`` (see ``model_check``), or prepare the client of
     a served one. Only the former, or a tokenizer, imports torch and transformers. Raises ``UserError`` if the model
-    cannot be loaded, or our sampler would not compute what the model itself computes.
-    """
+    cannot be loaded, or our sampler would not compute what the model itself computes."""
     settings = rollout_settings(args, source)
     if source is None:
         return _served_policy(args, settings)
@@ -184,8 +182,7 @@ def make_envs(
 ) -> dict[str, TextEnv]:
     """An environment for each task, by the task's name; without ``references`` for the task of the run that made the
     policy, whose settings (``config``) apply to that run's own task only. Raises ``UserError`` for no task, the same
-    task twice, or a setting that is wrong or names another task.
-    """
+    task twice, or a setting that is wrong or names another task."""
     references = references or ([config.task] if config is not None else [])
     if not references:
         raise UserError(f"give --task NAME, one or several. Known: {', '.join(task_names())}")

@@ -78,8 +78,7 @@ def _ask(args: argparse.Namespace) -> int:
 
 def ask(policy: Policy, env: ToolUseEnv, example: Example, seed: int = 0) -> Trajectory:
     """Let the policy answer one question, which need not be in the environment's data. Raises ``UserError`` if the
-    prompt is too long, or the policy cannot be reached.
-    """
+    prompt is too long, or the policy cannot be reached."""
     job = Job(env.task.name, "agent", 0, 0, seed)
     return in_session(policy, lambda: agent_trajectory(policy, env_of_question(env, example), job))
 

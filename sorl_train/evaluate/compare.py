@@ -55,11 +55,9 @@ def compare_main(argv: Sequence[str]) -> int:
 
 
 def compare(a: str, b: str, metric: str | None = None) -> list[Comparison]:
-    """Compare two folders, task by task and mode by mode; ``FOLDER:MODE`` on both sides compares two modes.
-
-    A question counts only if both sides have it and no tool failed on either. Raises ``UserError`` for a folder
-    without an evaluation, no question in common, or an unknown metric.
-    """
+    """Compare two folders, task by task and mode by mode; ``FOLDER:MODE`` on both sides compares two modes. A question
+    counts only if both sides have it and no tool failed on either. Raises ``UserError`` for a folder without an
+    evaluation, no question in common, or an unknown metric."""
     (label_a, groups_a, mode_a), (label_b, groups_b, mode_b) = _read_side(a), _read_side(b)
     if (mode_a is None) != (mode_b is None):
         raise UserError(f"{a} and {b}: name a mode on both sides, or on neither")

@@ -31,9 +31,7 @@ _BACKOFF_S, _LONGEST_WAIT_S = 0.5, 30.0
 
 class TextTokenizer:
     """Replaces a tokenizer where none is given: it cuts text into pieces of up to four characters, about a token each.
-
-    ``decode(encode(text)) == text`` holds; only the counts of tokens are estimates.
-    """
+    ``decode(encode(text)) == text`` holds; only the counts of tokens are estimates."""
 
     chat_template = None
     eos_token_id = None
@@ -63,11 +61,9 @@ class TextTokenizer:
 
 
 class EndpointSampler:
-    """Implements ``sorl_env.rollout.Sampler``; see the module's docstring. Its log-probabilities are all 0.
-
-    ``url`` includes ``/v1``; ``timeout_s`` is for one request with its retries, because a model under load may take
-    minutes for a turn; ``api_key`` is sent as a bearer token.
-    """
+    """Implements ``sorl_env.rollout.Sampler``; see the module's docstring. Its log-probabilities are all 0. ``url``
+    includes ``/v1``; ``timeout_s`` is for one request with its retries, because a model under load may take minutes for
+    a turn; ``api_key`` is sent as a bearer token."""
 
     def __init__(
         self,
@@ -101,8 +97,7 @@ class EndpointSampler:
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
         """Sample one turn (see ``Sampler.generate``). Raises ``UserError`` if the server refuses the request, or does
-        not answer for ``timeout_s``.
-        """
+        not answer for ``timeout_s``."""
         as_text = isinstance(self._tokenizer, TextTokenizer)
         body = {
             "model": self.model_name,

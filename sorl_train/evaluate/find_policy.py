@@ -37,8 +37,7 @@ class PolicySource:
 
 def find_policy(model: str) -> PolicySource:
     """The policy in a run folder (its best checkpoint), a checkpoint or a transformers folder, or of a hub name. Raises
-    ``UserError`` if the path does not exist, or is another kind of folder; the message says what is there.
-    """
+    ``UserError`` if the path does not exist, or is another kind of folder; the message says what is there."""
     path = Path(model).expanduser()
     if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
         return _of_checkpoint(_best(path), path)

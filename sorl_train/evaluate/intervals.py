@@ -41,11 +41,9 @@ class Interval:
 
 
 def mean_interval(values: Sequence[float], draws: int = DRAWS, seed: int = 0) -> Interval:
-    """The mean of one value per question, with Wilson's interval for a share and a bootstrap for the rest.
-
-    The bootstrap's two made-up questions have the lowest and the highest possible score, which are 0 and 1 unless the
-    values go beyond them.
-    """
+    """The mean of one value per question, with Wilson's interval for a share and a bootstrap for the rest. The
+    bootstrap's two made-up questions have the lowest and the highest possible score, which are 0 and 1 unless the
+    values go beyond them."""
     if not len(values):
         return Interval(math.nan, math.nan, math.nan)
     data = np.asarray(values, dtype=np.float64)
@@ -99,11 +97,9 @@ class Paired:
 
 
 def paired(a: Sequence[float], b: Sequence[float], draws: int = DRAWS, seed: int = 0) -> Paired:
-    """Compare two lists of scores with one value per question, in the same order.
-
-    The two made-up questions of the bootstrap, which draws whole questions, have the largest change that was seen, one
-    in each direction; of 1 where nothing changed.
-    """
+    """Compare two lists of scores with one value per question, in the same order. The two made-up questions of the
+    bootstrap, which draws whole questions, have the largest change that was seen, one in each direction; of 1 where
+    nothing changed."""
     before, after = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     differences = after - before
     gained, lost = int((differences > 0).sum()), int((differences < 0).sum())

@@ -232,8 +232,7 @@ def _about(job: Job, example: Example, answer: str | None, calls: Sequence[ToolC
 
 class EvalResultsFile:
     """The results of one evaluation on disk. Nothing is written before the first result. Raises ``UserError`` if the
-    folder holds something else, or results of settings that these do not include.
-    """
+    folder holds something else, or results of settings that these do not include."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder

@@ -128,10 +128,8 @@ class Policy:
 def plan_jobs(
     envs: Mapping[str, TextEnv], modes: Sequence[str], limit: int | None, samples: int, seed: int
 ) -> list[Job]:
-    """All questions to answer, in the order of the results: task, mode, question, sample.
-
-    ``limit`` chooses a seeded sample of questions per task, the same in every mode. The sample of a larger limit
-    contains that of a smaller one.
+    """All questions to answer, in the order of the results: task, mode, question, sample. ``limit`` chooses a seeded
+    sample of questions per task, the same in every mode. The sample of a larger limit contains that of a smaller one.
     """
     jobs: list[Job] = []
     for task, env in envs.items():
@@ -166,8 +164,7 @@ def run_evaluation(
     policy: Policy, envs: Mapping[str, TextEnv], jobs: Sequence[Job], on_result: Callable[[EvalResult], None]
 ) -> None:
     """Answer all ``jobs`` in a new event loop; ``on_result`` gets each result when it is there. Raises ``UserError`` if
-    a prompt is too long, or the policy cannot be reached.
-    """
+    a prompt is too long, or the policy cannot be reached."""
     in_session(policy, lambda: _run_all(policy, envs, jobs, on_result))
 
 

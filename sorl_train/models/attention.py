@@ -40,11 +40,9 @@ def model_name(model: Any) -> str:
 
 @dataclass(frozen=True)
 class AttentionMasks:
-    """Makes the attention masks for rows whose cached sequences have different lengths.
-
-    ``spans`` has, for each kind of layer, how many tokens it looks back; None: all. ``by_layer`` models take a dict
-    with a mask for each kind, rather than one mask for all layers.
-    """
+    """Makes the attention masks for rows whose cached sequences have different lengths. ``spans`` has, for each kind of
+    layer, how many tokens it looks back; None: all. ``by_layer`` models take a dict with a mask for each kind, rather
+    than one mask for all layers."""
 
     spans: dict[str, int | None]
     by_layer: bool
@@ -95,10 +93,8 @@ OTHER_SAMPLER = (
 
 @contextmanager
 def short_spans(model: Any, tokens: int) -> Iterator[None]:
-    """Around forward passes: shorten all spans of attention to ``tokens``, so that short sequences exceed them.
-
-    This works because transformers makes its masks from the config in every pass.
-    """
+    """Around forward passes: shorten all spans of attention to ``tokens``, so that short sequences exceed them. This
+    works because transformers makes its masks from the config in every pass."""
     config = text_config(model)
     names = [name for name in SPANS.values() if name and (getattr(config, name, None) or 0) > tokens]
     before = {name: getattr(config, name) for name in names}

@@ -35,10 +35,8 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def autocast(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Around forward passes: compute in ``compute_dtype(dtype, device)``.
-
-    The weights stay in float32: bfloat16 has 8 bits, which lose an update at a learning rate of 1e-6.
-    """
+    """Around forward passes: compute in ``compute_dtype(dtype, device)``. The weights stay in float32: bfloat16 has 8
+    bits, which lose an update at a learning rate of 1e-6."""
     computed = compute_dtype(dtype, device)
     return nullcontext() if computed == torch.float32 else torch.autocast(device.type, dtype=computed)
 

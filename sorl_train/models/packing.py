@@ -228,11 +228,9 @@ def attention(
     packed: Packed | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention that transformers calls in each layer: (b, heads, n, d) to (b, n, heads, d).
-
-    With ``packed``, b is 1, and the n tokens are those of all branches. Without, it computes what torch's does. Raises
-    ``TypeError`` for packed rows and an attention with more than scores, a window and a scale.
-    """
+    """The attention that transformers calls in each layer: (b, heads, n, d) to (b, n, heads, d). With ``packed``, b is
+    1, and the n tokens are those of all branches. Without, it computes what torch's does. Raises ``TypeError`` for
+    packed rows and an attention with more than scores, a window and a scale."""
     if packed is None:
         is_plain = kwargs.keys() <= PLAIN and not kwargs.get("dropout")
         if is_plain and attention_mask is not None and attention_mask.shape[1] == 1:
@@ -294,11 +292,9 @@ def _attend(
 
 
 def _shared_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Attention (b, heads, n, d) under a mask (b, 1, n, w), where several heads of queries may share one of keys.
-
-    Heads that share their keys become more queries of one head. So keys are not copied for each, and torch's kernel for
-    CPUs is faster on more queries at a time.
-    """
+    """Attention (b, heads, n, d) under a mask (b, 1, n, w), where several heads of queries may share one of keys. Heads
+    that share their keys become more queries of one head. So keys are not copied for each, and torch's kernel for CPUs
+    is faster on more queries at a time."""
     rows, heads, width, _ = query.shape
     shared = heads // key.shape[1]
     queries = query.reshape(rows, heads // shared, shared * width, -1)
@@ -315,11 +311,9 @@ def _is_decoding(query: Tensor, mask: Tensor) -> bool:
 
 
 def _one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Attention of one token in each row: (b, heads, 1, d), under a mask (b, 1, 1, w).
-
-    Written out, because torch's kernel for CPUs takes up to three times as long for one query. As there, scores are in
-    float32, which autocast would round.
-    """
+    """Attention of one token in each row: (b, heads, 1, d), under a mask (b, 1, 1, w). Written out, because torch's
+    kernel for CPUs takes up to three times as long for one query. As there, scores are in float32, which autocast would
+    round."""
     rows, heads, _, depth = query.shape
     queries = query.reshape(rows, key.shape[1], -1, depth).float()
     with torch.autocast(query.device.type, enabled=False):

@@ -176,11 +176,9 @@ def word_tokenizer(
 
 
 def task_texts(task: Task, num_dialogues: int) -> Iterator[str]:
-    """Texts with every word that may occur in a dialogue of the task.
-
-    These are the task's vocabulary, the first dialogues of its expert, and the reply to a malformed turn. Raises
-    ``UserError`` if the task has no expert or no vocabulary.
-    """
+    """Texts with every word that may occur in a dialogue of the task. These are the task's vocabulary, the first
+    dialogues of its expert, and the reply to a malformed turn. Raises ``UserError`` if the task has no expert or no
+    vocabulary."""
     if task.vocabulary is None or task.expert is None:
         missing = "vocabulary" if task.vocabulary is None else "expert"
         raise UserError(

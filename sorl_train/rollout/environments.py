@@ -31,8 +31,7 @@ _WRITTEN = (".py", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".md")
 
 def make_env(config: TrainConfig, *, evaluation: bool = False) -> TextEnv:
     """The environment for training or for evaluation. Raises ``UserError`` for training on test questions, or with
-    settings that the task or its examples do not fit (``refuse_unsuitable_task``).
-    """
+    settings that the task or its examples do not fit (``refuse_unsuitable_task``)."""
     task = load_task(config.task, **config.task_args)
     env = open_env(
         task,
@@ -135,11 +134,9 @@ class SilentTool:
 
 
 def source_facts(config: TrainConfig, task: Task, known: Collection[str] = ()) -> dict[str, str]:
-    """SHA-256 of the files that a user can edit between a start and a resume, by name; empty where there are none.
-
-    They are a task's own, texts and code that its arguments name, demonstrations, and those in the commands of MCP
-    servers. For ``known`` see ``own_code``.
-    """
+    """SHA-256 of the files that a user can edit between a start and a resume, by name; empty where there are none. They
+    are a task's own, texts and code that its arguments name, demonstrations, and those in the commands of MCP servers.
+    For ``known`` see ``own_code``."""
     commands = [shlex.split(tool.partition(":")[2]) for tool in config.tools or ()]
     arguments = [value.partition(":")[0] for value in config.task_args.values() if isinstance(value, str)]
     words = [word for word in (*arguments, *itertools.chain(*commands)) if word.endswith(_WRITTEN)]
@@ -156,8 +153,7 @@ def _is_file(path: Path) -> bool:
 
 def record_sources(config: TrainConfig, run_dir: RunDir, task: Task) -> None:
     """Record the ``source_facts`` of a run's start; at a resume, compare those that were recorded. Raises ``UserError``
-    if a file has changed.
-    """
+    if a file has changed."""
     known = run_dir.read_manifest().get("sources")
     facts = source_facts(config, task, known or ())
     if known is not None:  # which modules are imported by now may differ

@@ -113,10 +113,8 @@ def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, flo
 
 
 def tool_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Latencies of tool calls in seconds, and the share of calls answered from a cache or a recording.
-
-    A seed does not reproduce these: a cache may hold replies of earlier runs.
-    """
+    """Latencies of tool calls in seconds, and the share of calls answered from a cache or a recording. A seed does not
+    reproduce these: a cache may hold replies of earlier runs."""
     calls = [call for t in trajectories for call in _calls(t)]
     if not calls:
         return {}

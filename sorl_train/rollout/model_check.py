@@ -65,11 +65,9 @@ def check_policy(model: Any, max_tokens: int, *, sampled: bool, trained: bool) -
 
 
 def try_packing(model: Any, max_tokens: int, *, sampled: bool = False) -> str | None:
-    """Give a model that ``check_policy`` passed the attention of ``packing``, if it then computes the same.
-
-    The trainer then packs rows, and on a CPU both it and the sampler are faster. If our sampler draws from the model
-    (``sampled``), it is compared, too. Returns why the model keeps its own attention, in words, or None.
-    """
+    """Give a model that ``check_policy`` passed the attention of ``packing``, if it then computes the same. The trainer
+    then packs rows, and on a CPU both it and the sampler are faster. If our sampler draws from the model (``sampled``),
+    it is compared, too. Returns why the model keeps its own attention, in words, or None."""
 
     def gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:
         trainer = _trainer_gap(model, rows, own)
@@ -173,10 +171,8 @@ def _scored(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _own_log_probs(model: Any, row: Tensor) -> Tensor:
-    """The model's log-probabilities (L, V) for one sequence, without padding, cache or masks from outside.
-
-    They are computed with plain attention, which each model writes out; faster kernels may leave something out.
-    """
+    """The model's log-probabilities (L, V) for one sequence, without padding, cache or masks from outside. They are
+    computed with plain attention, which each model writes out; faster kernels may leave something out."""
     faster = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

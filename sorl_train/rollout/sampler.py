@@ -71,11 +71,9 @@ class TransformersSampler:
 
     @contextmanager
     def session(self) -> Iterator[TransformersSampler]:
-        """Around one batch: puts the model into evaluation mode; at the end cancels what is in flight.
-
-        The memory of a large cache is given back at the end. Raises ``RuntimeError`` if a session is open already; the
-        end of one would drop the rows of both.
-        """
+        """Around one batch: puts the model into evaluation mode; at the end cancels what is in flight. The memory of a
+        large cache is given back at the end. Raises ``RuntimeError`` if a session is open already; the end of one would
+        drop the rows of both."""
         if self._is_open:
             raise RuntimeError("the sampler's session is open already: one batch at a time")
         was_training = self.model.training
@@ -206,10 +204,8 @@ class TransformersSampler:
             groups = groups[count:]
 
     def _read_beginning(self, rows: Sequence[ActiveRollout]) -> None:
-        """Give new rows the longest beginning that all of them have in common; at least one token is left to each.
-
-        It comes from a row that has read it, or else the first of them reads it.
-        """
+        """Give new rows the longest beginning that all of them have in common; at least one token is left to each. It
+        comes from a row that has read it, or else the first of them reads it."""
         prompts = sorted({tuple(row.pending) for row in rows})
         if not prompts:
             return
@@ -299,11 +295,8 @@ def _eos_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 class _StopTokens:
-    """Tells whether the newest token completed a stop string.
-
-    Only a token that begins with the end of a stop string (``>``, ``ch>``, ..) can complete it. For nearly all tokens
-    the answer is therefore one look-up.
-    """
+    """Tells whether the newest token completed a stop string. Only a token that begins with the end of a stop string
+    (``>``, ``ch>``, ..) can complete it. For nearly all tokens the answer is therefore one look-up."""
 
     TAIL = 24  # last tokens of a turn that are decoded to look for a stop string
 

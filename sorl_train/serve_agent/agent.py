@@ -37,12 +37,10 @@ class Dialogue:
 
 
 class Agent:
-    """Answers questions with a policy and its tools. Open dialogues share the sampler's batch.
-
-    All methods are called from one event loop, which is not the agent's own. ``seed`` is of the sampling, for requests
-    without one. At most ``max_waiting`` dialogues may wait for one of the policy's ``max_concurrency`` places; more are
-    refused. Raises ``UserError`` if the policy's chat template does not fit the environment's turn format.
-    """
+    """Answers questions with a policy and its tools. Open dialogues share the sampler's batch. All methods are called
+    from one event loop, which is not the agent's own. ``seed`` is of the sampling, for requests without one. At most
+    ``max_waiting`` dialogues may wait for one of the policy's ``max_concurrency`` places; more are refused. Raises
+    ``UserError`` if the policy's chat template does not fit the environment's turn format."""
 
     def __init__(self, policy: Policy, env: ToolUseEnv, *, seed: int = 0, max_waiting: int = 256) -> None:
         self._policy = policy
@@ -77,10 +75,8 @@ class Agent:
 
     @contextmanager
     def running(self) -> Iterator[Agent]:
-        """Answer questions inside this context, which raises whatever the event loop died of.
-
-        Dialogues that are open at its end are given up.
-        """
+        """Answer questions inside this context, which raises whatever the event loop died of. Dialogues that are open
+        at its end are given up."""
         opened: Future[asyncio.AbstractEventLoop] = Future()
         thread = threading.Thread(target=self._run, args=(opened,), name="agent", daemon=True)
         thread.start()
@@ -114,11 +110,9 @@ class Agent:
         return await self._there(self._prepare(request))
 
     async def answer(self, dialogue: Dialogue, on_turn: OnTurn | None = None) -> Trajectory:
-        """Run a dialogue. Raises ChatError if too many wait, or the policy's server or a tool failed.
-
-        ``on_turn`` is called on the agent's thread, when the tools have replied to a turn, with its ``index`` and the
-        fields of ``turn_facts``.
-        """
+        """Run a dialogue. Raises ChatError if too many wait, or the policy's server or a tool failed. ``on_turn`` is
+        called on the agent's thread, when the tools have replied to a turn, with its ``index`` and the fields of
+        ``turn_facts``."""
         if self.open >= self._limit:
             raise ChatError(
                 503, f"{self.open} dialogues are open or waiting; try again later", code="overloaded"

@@ -160,11 +160,9 @@ def fine_tune(
     pad_id: int,
     on_step: Callable[[int, dict[str, float]], None],
 ) -> None:
-    """Minimize the mean negative log-likelihood of the demonstrations' action tokens.
-
-    ``pad_id`` fills shorter rows. ``on_step`` is called after each optimizer step with its number, from 1, and its
-    metrics. Raises ``UserError`` if the loss or its gradient is not finite.
-    """
+    """Minimize the mean negative log-likelihood of the demonstrations' action tokens. ``pad_id`` fills shorter rows.
+    ``on_step`` is called after each optimizer step with its number, from 1, and its metrics. Raises ``UserError`` if
+    the loss or its gradient is not finite."""
     sft = config.sft
     device = next(model.parameters()).device
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -82,11 +82,9 @@ def make_app(
 
 
 class Guard:
-    """An ASGI application around another one, which gets each body whole.
-
-    Paths in ``open_paths`` need no token, so that a probe can ask them; ``content`` makes the body of an error's
-    answer. A WebSocket without a message for ``websocket_idle_s`` is closed.
-    """
+    """An ASGI application around another one, which gets each body whole. Paths in ``open_paths`` need no token, so
+    that a probe can ask them; ``content`` makes the body of an error's answer. A WebSocket without a message for
+    ``websocket_idle_s`` is closed."""
 
     def __init__(
         self,
@@ -178,11 +176,9 @@ class Guard:
             raise RequestError(403, said)
 
     async def _read_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes | None:
-        """The whole body; None if the client has left. Raises RequestError if it is too large.
-
-        The rest of a body that is too large is read and dropped, so that its sender reads the answer. The server ends a
-        connection whose body does not arrive.
-        """
+        """The whole body; None if the client has left. Raises RequestError if it is too large. The rest of a body that
+        is too large is read and dropped, so that its sender reads the answer. The server ends a connection whose body
+        does not arrive."""
         limit = self._settings.max_body_bytes
         too_large = RequestError(413, f"the body is above {limit} bytes: send less at once")
         length = headers.get(b"content-length", b"")
@@ -212,9 +208,7 @@ def _with_body(body: bytes, receive: Receive) -> Receive:
 
 def _token_of(authorization: bytes) -> bytes:
     """The token in an Authorization header: after ``Bearer``, or the password in ``Basic``; empty if there is none.
-
-    Clients that can send no header of their own send ``Basic`` for an address ``http://any:TOKEN@host``.
-    """
+    Clients that can send no header of their own send ``Basic`` for an address ``http://any:TOKEN@host``."""
     scheme, _, value = authorization.partition(b" ")
     if scheme.lower() == b"bearer":
         return value

@@ -84,11 +84,9 @@ def read_token(path: Path) -> str:
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A bound socket that does not listen yet. Raises UserError if the address cannot be used.
-
-    With ``shared``, other sockets of this user may be bound to the same port (SO_REUSEPORT); the kernel distributes the
-    connections among those that listen.
-    """
+    """A bound socket that does not listen yet. Raises UserError if the address cannot be used. With ``shared``, other
+    sockets of this user may be bound to the same port (SO_REUSEPORT); the kernel distributes the connections among
+    those that listen."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -28,10 +28,8 @@ _PONG_S = 120.0  # for a client to answer a WebSocket's ping: one that trains is
 
 
 class Server(uvicorn.Server):
-    """Serves one application in this process.
-
-    A WebSocket's message has at most ``max_message_bytes``; None refuses WebSockets.
-    """
+    """Serves one application in this process. A WebSocket's message has at most ``max_message_bytes``; None refuses
+    WebSockets."""
 
     def __init__(
         self, app: ASGIApp, settings: ServerSettings, *, max_message_bytes: int | None = None
@@ -71,10 +69,8 @@ class Server(uvicorn.Server):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which closes a connection that is one too many, that stalls, or whose head has no end.
-
-    The parser keeps what it has read of a header, a chunk's extension or a trailer until that is whole.
-    """
+    """uvicorn's protocol, which closes a connection that is one too many, that stalls, or whose head has no end. The
+    parser keeps what it has read of a header, a chunk's extension or a trailer until that is whole."""
 
     unparsed = 0  # bytes since the parser has last found a whole part
 
@@ -135,11 +131,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _within_file_limit(connections: int) -> tuple[int, int]:
-    """How many connections this process can have, up to ``connections``, and how many may wait to be accepted.
-
-    Each is an open file, and a process that may open no more can neither accept connections nor read its index. The
-    limit is raised as far as that is allowed.
-    """
+    """How many connections this process can have, up to ``connections``, and how many may wait to be accepted. Each is
+    an open file, and a process that may open no more can neither accept connections nor read its index. The limit is
+    raised as far as that is allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _BACKLOG + _OTHER_FILES
     if 0 <= soft < wanted:  # a negative limit is none

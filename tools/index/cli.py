@@ -142,12 +142,10 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def check_recall(index: Index, sample: int, seed: int = 0) -> Check:
-    """Search for sampled passages by their titles and first words.
-
-    A passage counts as found if it, or one with the same text, is among the first ten hits. Passages of fewer than five
-    words are left out. If more than a tenth are missed (for vectors, a fifth), the index is taken to be faulty. Raises
-    ``UserError`` if no sampled passage has five words.
-    """
+    """Search for sampled passages by their titles and first words. A passage counts as found if it, or one with the
+    same text, is among the first ten hits. Passages of fewer than five words are left out. If more than a tenth are
+    missed (for vectors, a fifth), the index is taken to be faulty. Raises ``UserError`` if no sampled passage has five
+    words."""
     places = random.Random(seed).sample(range(len(index.passages)), min(sample, len(index.passages)))
     wanted = [one for one in map(index.passages.__getitem__, places) if len(one.text.split()) >= 5]
     if not wanted:

@@ -147,11 +147,9 @@ def _load(model: str, device: str | None) -> Any:
 
 class RemoteEncoder(Encoder):
     """An embedding model behind ``POST ADDRESS/embeddings``, as text-embeddings-inference, vLLM and others offer it.
-
     Its vectors are normalized here. A token is taken from the environment variable ``SORL_ENCODER_TOKEN``. Requests
     that fail by 408, 429, 5xx or the connection are repeated, with pauses that double from half a second. A server that
-    does not answer, refuses, or sends vectors of another dimension is a UserError, here and when embedding.
-    """
+    does not answer, refuses, or sends vectors of another dimension is a UserError, here and when embedding."""
 
     def __init__(self, address: str, model: str) -> None:
         self.name, self.prefixes = model, named_prefixes([model])

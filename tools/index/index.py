@@ -158,12 +158,10 @@ class Index:
             self._vectors = DensePart(folder / DENSE, parts[DENSE], manifest.passages, model, device)
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
-        """For each query at most ``top_k`` passages, best first; equal scores in the order of the corpus.
-
-        With BM25, a passage that shares no word with a query is never a hit. A batch of queries is embedded at once;
-        its size affects how scores of vectors are rounded. Raises ``UserError`` if ``top_k`` is less than 1, or the
-        encoder does not answer.
-        """
+        """For each query at most ``top_k`` passages, best first; equal scores in the order of the corpus. With BM25, a
+        passage that shares no word with a query is never a hit. A batch of queries is embedded at once; its size
+        affects how scores of vectors are rounded. Raises ``UserError`` if ``top_k`` is less than 1, or the encoder does
+        not answer."""
         if top_k < 1:
             raise UserError(f"top_k={top_k}: ask for 1 passage or more")
         top_k = min(top_k, self.manifest.passages)

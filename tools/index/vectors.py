@@ -29,13 +29,10 @@ def faiss_module() -> Any:
 
 
 class DensePart:
-    """The vectors of an index, and the encoder of its queries.
-
-    ``facts`` are the part's parameters in the manifest; ``model`` is the folder or name of the embedding model, or the
-    address of its server, if not what the manifest says. Raises ``UserError`` if a file cannot be read, or the model is
-    missing or is not the one that the index was built with, and ``ValueError`` if the vectors are not those of so many
-    passages.
-    """
+    """The vectors of an index, and the encoder of its queries. ``facts`` are the part's parameters in the manifest;
+    ``model`` is the folder or name of the embedding model, or the address of its server, if not what the manifest says.
+    Raises ``UserError`` if a file cannot be read, or the model is missing or is not the one that the index was built
+    with, and ``ValueError`` if the vectors are not those of so many passages."""
 
     def __init__(
         self, folder: Path, facts: Mapping[str, Any], passages: int, model: str | None, device: str | None
@@ -76,10 +73,8 @@ class FlatVectors:
 
     def search(self, queries: Floats, top_k: int) -> Iterator[tuple[npt.NDArray[np.int64], Floats]]:
         """For each of ``queries``, (n, dim), the places and scores of the best vectors; equal scores in corpus order.
-
         The best are scored again one query at a time, because a matrix product rounds differently for other batch
-        sizes.
-        """
+        sizes."""
         wide = min(len(self._vectors), top_k + EXTRA)
         metric = self._faiss.METRIC_INNER_PRODUCT
         _, found = self._faiss.knn(queries, self._vectors, wide, metric=metric)
@@ -91,9 +86,7 @@ class FlatVectors:
 
 class FaissVectors:
     """A memory-mapped index file of FAISS. It is searched on a GPU if FAISS supports that for this kind of index.
-
-    ``settings`` are FAISS's search parameters, such as ``{"nprobe": 64}``.
-    """
+    ``settings`` are FAISS's search parameters, such as ``{"nprobe": 64}``."""
 
     def __init__(self, path: Path, settings: Mapping[str, int]) -> None:
         faiss = faiss_module()

@@ -56,8 +56,7 @@ def index_words(passages: Sequence[Passage]) -> Any:
 
 def open_words(folder: Path, passages: int) -> Any:
     """A ``bm25s.BM25`` that was saved; its postings are memory-mapped, so processes share one copy of them. Raises
-    ``ValueError`` if the postings are not those of so many passages, and ``OSError`` if a file cannot be read.
-    """
+    ``ValueError`` if the postings are not those of so many passages, and ``OSError`` if a file cannot be read."""
     import bm25s
 
     index = bm25s.BM25.load(folder, mmap=True)
@@ -138,11 +137,9 @@ def _compiled() -> Any:
 
 
 def _top_k(query_words: Any, postings: Any, sums: Any, best: Any, best_scores: Any, counts: Any) -> None:
-    """Write the result into the last three arguments. ``sums`` is all zeros before and after.
-
-    It passes over the postings twice, once to add scores and once to pick the best, because then neither pass has a
-    branch that is hard to predict. Indices are unsigned, because numba would check signed ones for negative values.
-    """
+    """Write the result into the last three arguments. ``sums`` is all zeros before and after. It passes over the
+    postings twice, once to add scores and once to pick the best, because then neither pass has a branch that is hard to
+    predict. Indices are unsigned, because numba would check signed ones for negative values."""
     flat, starts = query_words
     data, indices, indptr = postings
     top_k = best.shape[1]

@@ -40,12 +40,10 @@ _TIMEOUT_S = 3600.0  # the deadline of each call is kept by the caller
 
 
 class Target:
-    """An MCP server that can be connected to, any number of times.
-
-    ``server`` is an ``http(s)://`` address (streamable HTTP), a command that speaks MCP on its standard input and
-    output, or a server object of the ``mcp`` package, which runs in this process. Raises ``UserError`` if the package
-    ``mcp`` is missing, or the text is neither an address nor a command that exists.
-    """
+    """An MCP server that can be connected to, any number of times. ``server`` is an ``http(s)://`` address (streamable
+    HTTP), a command that speaks MCP on its standard input and output, or a server object of the ``mcp`` package, which
+    runs in this process. Raises ``UserError`` if the package ``mcp`` is missing, or the text is neither an address nor
+    a command that exists."""
 
     def __init__(self, server: Any) -> None:
         try:

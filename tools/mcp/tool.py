@@ -66,10 +66,8 @@ class McpTool:
 
 
 class EpisodeTool(McpTool):
-    """One tool of a server that remembers: each episode has a connection of its own, for all tools of the server.
-
-    A command is then a process for each episode, started at the first call.
-    """
+    """One tool of a server that remembers: each episode has a connection of its own, for all tools of the server. A
+    command is then a process for each episode, started at the first call."""
 
     def __init__(
         self, server: McpServer, listed: mcp_types.Tool, fingerprint: str, group: EpisodeGroup
@@ -98,12 +96,10 @@ class EpisodeGroup:
 
 
 def mcp_tools(server: Any, timeout_s: float = 30.0, *, per_episode: bool = False) -> list[McpTool]:
-    """All tools of an MCP server.
-
-    For ``server`` see ``Target``; ``timeout_s`` is for each call, and for connecting. With ``per_episode`` the server
-    remembers earlier calls, so each episode gets a connection of its own. Otherwise all episodes share one. Raises
-    ``UserError`` if no server answers, it has no tools, two of its tools have the same tag, or a schema is unreadable.
-    """
+    """All tools of an MCP server. For ``server`` see ``Target``; ``timeout_s`` is for each call, and for connecting.
+    With ``per_episode`` the server remembers earlier calls, so each episode gets a connection of its own. Otherwise all
+    episodes share one. Raises ``UserError`` if no server answers, it has no tools, two of its tools have the same tag,
+    or a schema is unreadable."""
     connection = McpServer(server, timeout_s)
     where = connection.target.name
     tools: dict[str, McpTool] = {}

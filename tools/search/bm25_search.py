@@ -22,8 +22,7 @@ from sorl_tools.search.http import DESCRIPTION, SCHEMA, HttpSearch, ReplyCache, 
 def search_tool(settings: ToolSettings, sample: Path) -> BM25Search | HttpSearch:
     """The search tool that the settings ask for, over the task's embedded ``sample`` if they name nothing to search.
     Raises ``UserError`` if both a corpus and a server are named, the one that is named cannot be used, or there is a
-    cache file but no server.
-    """
+    cache file but no server."""
     if settings.corpus is not None and settings.search_url is not None:
         raise UserError(f"corpus={settings.corpus} and search_url={settings.search_url}: give one of them")
     if settings.search_url is not None:
@@ -73,12 +72,9 @@ class BM25Search:
 
     @classmethod
     def from_file(cls, path: str | Path, top_k: int = 3) -> BM25Search:
-        """Search a ``.jsonl`` or ``.jsonl.gz`` corpus.
-
-        The index is built once for each content of the file and kept in the cache folder (see ``cache_folder``). It is
-        memory-mapped from there, so that several processes share one copy. Raises ``UserError`` if the file cannot be
-        read, or the cache folder cannot be written.
-        """
+        """Search a ``.jsonl`` or ``.jsonl.gz`` corpus. The index is built once for each content of the file and kept in
+        the cache folder (see ``cache_folder``). It is memory-mapped from there, so that several processes share one
+        copy. Raises ``UserError`` if the file cannot be read, or the cache folder cannot be written."""
         index, digest = open_bm25(Path(path).expanduser())
         return cls(index.passages, top_k, words=index.words, fingerprint=digest)
 

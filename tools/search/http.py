@@ -35,12 +35,10 @@ KEPT_IN_FILE = 350_000  # searches of three passages of 100 words: about a gigab
 
 
 class ReplyCache:
-    """Passages by index, ``top_k`` and query. Threads, and processes of one machine, may share it.
-
-    ``path`` is a SQLite file on a local disk (its journal does not work over a network); None keeps replies in memory.
-    Beyond ``max_replies`` the oldest are deleted; None keeps 4,096 in memory, 350,000 in a file. A file that cannot be
-    used is a UserError, and for ``get`` and ``put`` an OSError: the disk is full or gone.
-    """
+    """Passages by index, ``top_k`` and query. Threads, and processes of one machine, may share it. ``path`` is a SQLite
+    file on a local disk (its journal does not work over a network); None keeps replies in memory. Beyond
+    ``max_replies`` the oldest are deleted; None keeps 4,096 in memory, 350,000 in a file. A file that cannot be used is
+    a UserError, and for ``get`` and ``put`` an OSError: the disk is full or gone."""
 
     def __init__(self, path: str | Path | None = None, max_replies: int | None = None) -> None:
         self._max_replies = max_replies or (KEPT_IN_MEMORY if path is None else KEPT_IN_FILE)
@@ -159,9 +157,7 @@ class HttpSearch:
     @property
     def fingerprint(self) -> str:
         """Identifies what is searched, in a run's manifest: the hash of the index, or the addresses if none is sent.
-
-        Waits up to ``timeout_s`` for a server that is starting; raises UserError if none answers.
-        """
+        Waits up to ``timeout_s`` for a server that is starting; raises UserError if none answers."""
         ends_at = time.monotonic() + self._timeout_s
         while self._fingerprint is None and not self._ask_fingerprint():
             if time.monotonic() > ends_at:

@@ -26,11 +26,9 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Metrics:
-    """The counters of one process.
-
-    ``prometheus_client`` reads ``PROMETHEUS_MULTIPROC_DIR`` when it is first imported. It is imported here and not at
-    the top of the file, because the command sets that variable if there are several workers.
-    """
+    """The counters of one process. ``prometheus_client`` reads ``PROMETHEUS_MULTIPROC_DIR`` when it is first imported.
+    It is imported here and not at the top of the file, because the command sets that variable if there are several
+    workers."""
 
     def __init__(self) -> None:
         import prometheus_client as prometheus
@@ -91,13 +89,10 @@ class _Waiting:
 
 
 class Batcher:
-    """A queue in front of an index, which one thread searches.
-
-    A batch is never delayed to let it grow: a request that finds the thread idle is searched at once, and under load
-    the batches grow by themselves. One search has at most ``max_batch`` queries, unless a single request has more.
-    Beyond ``max_waiting`` queries in the queue a request gets 503 with Retry-After, and so does one that has waited
-    longer than ``timeout_s``, which is not searched.
-    """
+    """A queue in front of an index, which one thread searches. A batch is never delayed to let it grow: a request that
+    finds the thread idle is searched at once, and under load the batches grow by themselves. One search has at most
+    ``max_batch`` queries, unless a single request has more. Beyond ``max_waiting`` queries in the queue a request gets
+    503 with Retry-After, and so does one that has waited longer than ``timeout_s``, which is not searched."""
 
     def __init__(
         self,
@@ -171,11 +166,9 @@ class Batcher:
 
     def _search(self, batch: list[_Waiting]) -> dict[tuple[str, int], Sequence[Hit]]:
         """The hits by query and ``top_k``. A query that several requests ask, as the rollouts of a group do, is
-        searched once.
-
-        Each ``top_k`` has its own search, because it decides how deep a hybrid or a graph index looks: the best of many
-        hits need not be the best of a few. What a request gets must not depend on the other requests in its batch.
-        """
+        searched once. Each ``top_k`` has its own search, because it decides how deep a hybrid or a graph index looks:
+        the best of many hits need not be the best of a few. What a request gets must not depend on the other requests
+        in its batch."""
         found: dict[tuple[str, int], Sequence[Hit]] = {}
         for top_k in sorted({one.top_k for one in batch}):
             queries = list(dict.fromkeys(q for one in batch if one.top_k == top_k for q in one.queries))

@@ -63,12 +63,9 @@ _EXAMPLE = 'send {"queries": ["..."], "topk": 3}'
 
 
 def parse_request(body: bytes, limits: RequestLimits) -> RetrieveRequest:
-    """The request in a body.
-
-    The first byte tells MessagePack from JSON, because GEM's client sends no content type: a map of MessagePack begins
-    with a byte from 0x80 on, and JSON with white space or a brace. Raises RequestError: 400 if it is neither, 422 if it
-    is not a request or asks for too much.
-    """
+    """The request in a body. The first byte tells MessagePack from JSON, because GEM's client sends no content type: a
+    map of MessagePack begins with a byte from 0x80 on, and JSON with white space or a brace. Raises RequestError: 400
+    if it is neither, 422 if it is not a request or asks for too much."""
     is_msgpack = body[:1] >= b"\x80"
     try:
         said: _Body = _DECODERS[is_msgpack].decode(body)

@@ -152,11 +152,9 @@ def serve(
     open_socket: Callable[[], socket.socket],
     on_ready: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then answer the requests in progress and return. Must run on the main thread.
-
-    When the index is open and warm, ``open_socket`` makes the bound socket, and ``on_ready`` gets the facts about the
-    index. A source that cannot be opened is a UserError; a SIGINT is a KeyboardInterrupt when all is closed.
-    """
+    """Serve until SIGTERM or SIGINT, then answer the requests in progress and return. Must run on the main thread. When
+    the index is open and warm, ``open_socket`` makes the bound socket, and ``on_ready`` gets the facts about the index.
+    A source that cannot be opened is a UserError; a SIGINT is a KeyboardInterrupt when all is closed."""
     index, facts = open_source(args.source, model=args.model, device=args.device)
     index.search(["warm-up"], 1)
     gc.collect()

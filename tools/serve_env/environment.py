@@ -40,10 +40,8 @@ class TaskState(State):
 
 
 class TaskEnvironment(Environment[TextAction, TextObservation, TaskState]):
-    """One session: plays episodes of a task, one after the other.
-
-    ``envs`` has an environment for each split that is served; this one plays in copies of them.
-    """
+    """One session: plays episodes of a task, one after the other. ``envs`` has an environment for each split that is
+    served; this one plays in copies of them."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -79,8 +77,7 @@ class TaskEnvironment(Environment[TextAction, TextObservation, TaskState]):
         **others: Any,
     ) -> TextObservation:
         """Start an episode: on example ``index`` of ``split``, or else on the one that ``seed`` chooses. Raises
-        ``ValueError`` if there is no such example.
-        """
+        ``ValueError`` if there is no such example."""
         split = self._first if split is None else split
         size = self.num_tasks(split)
         seed = 0 if seed is None else seed

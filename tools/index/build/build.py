@@ -245,10 +245,8 @@ _open = lru_cache(maxsize=4)(open_index)
 
 def open_bm25(path: Path) -> tuple[Index, str]:
     """The BM25 index of a corpus, and the hash of what is searched. The index of a new corpus file is built first.
-
     ``path`` is a ``.jsonl`` or ``.jsonl.gz`` file, or a folder that ``sorl-index`` built. Raises UserError if it cannot
-    be read, or the cache folder cannot be written.
-    """
+    be read, or the cache folder cannot be written."""
     if path.is_dir():
         manifest = read_manifest(path)
         if manifest.backend != "bm25":

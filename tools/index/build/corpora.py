@@ -19,12 +19,9 @@ ROW_BATCH = 1024
 
 
 class Corpus:
-    """A corpus: files and folders that hold passages.
-
-    ``sources`` are files (.jsonl, .tsv, .parquet, .txt, .md; the first two also .gz), or folders of them, whose files
-    are read in the order of their paths. Raises ``UserError`` if a source does not exist, is of another kind, or is a
-    folder without such files.
-    """
+    """A corpus: files and folders that hold passages. ``sources`` are files (.jsonl, .tsv, .parquet, .txt, .md; the
+    first two also .gz), or folders of them, whose files are read in the order of their paths. Raises ``UserError`` if a
+    source does not exist, is of another kind, or is a folder without such files."""
 
     def __init__(self, sources: Sequence[Path]) -> None:
         self.sources = [source.expanduser() for source in sources]
@@ -33,8 +30,7 @@ class Corpus:
 
     def passages(self) -> Iterator[Passage]:
         """All passages, file by file. Raises ``UserError`` if a row is not a passage; the message names file and line
-        (Parquet: row).
-        """
+        (Parquet: row)."""
         for path, name in self.files:
             with name_damage(path):
                 yield from _READERS[_kind(path)](path, name)

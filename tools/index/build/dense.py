@@ -53,8 +53,7 @@ class DenseOptions:
 
 def check_options(options: DenseOptions) -> Encoder:
     """The encoder, if all options can be met; checked before the corpus is read. Raises ``UserError`` if an option
-    cannot be met.
-    """
+    cannot be met."""
     faiss_module()
     factory_string(options.faiss, 2, 1)
     if options.vectors is not None and not options.vectors.is_file():
@@ -65,12 +64,10 @@ def check_options(options: DenseOptions) -> Encoder:
 
 
 def factory_string(kind: str, dim: int, passages: int) -> str:
-    """FAISS's factory string for a kind of index; ``""`` for ``flat``. A factory string is returned as it is.
-
-    ``sq4``, ``pq`` and ``ivfpq`` store each element of a vector in four bits, an eighth of float32. ``pq`` gives each
-    element 16 levels of its own, which are trained in seconds; pairs of elements in a byte would have 256 centroids,
-    whose training takes hours. Raises ``UserError`` if the kind is not known.
-    """
+    """FAISS's factory string for a kind of index; ``""`` for ``flat``. A factory string is returned as it is. ``sq4``,
+    ``pq`` and ``ivfpq`` store each element of a vector in four bits, an eighth of float32. ``pq`` gives each element 16
+    levels of its own, which are trained in seconds; pairs of elements in a byte would have 256 centroids, whose
+    training takes hours. Raises ``UserError`` if the kind is not known."""
     if re.search(r"[A-Z]", kind):
         return kind
     lists = min(65_536, max(1, 2 ** round(np.log2(4 * np.sqrt(max(passages, 1))))))
@@ -96,11 +93,9 @@ def write_vectors(
     options: DenseOptions,
     encoder: Encoder,
 ) -> dict[str, Any]:
-    """Write the vectors into ``folder``; returns the parameters for the manifest.
-
-    To the file ``begun``, which has the vectors that an interrupted build has embedded, this one adds its own. Raises
-    ``UserError`` if the encoder does not answer, or the vectors do not match the passages.
-    """
+    """Write the vectors into ``folder``; returns the parameters for the manifest. To the file ``begun``, which has the
+    vectors that an interrupted build has embedded, this one adds its own. Raises ``UserError`` if the encoder does not
+    answer, or the vectors do not match the passages."""
     folder.mkdir()
     factory = factory_string(options.faiss, encoder.dim, len(passages))
     if options.vectors is not None:
@@ -172,10 +167,8 @@ def _checked(path: Path, passages: int, dim: int) -> Floats:
 
 
 def _write_faiss(vectors: Floats, factory: str, path: Path, progress: Progress) -> None:
-    """Train an index on a sample of ``vectors``, (passages, dim), add all of them, and write it.
-
-    A single thread adds them, so that the same vectors give the same file.
-    """
+    """Train an index on a sample of ``vectors``, (passages, dim), add all of them, and write it. A single thread adds
+    them, so that the same vectors give the same file."""
     faiss = faiss_module()
     passages, dim = vectors.shape
     threads = faiss.omp_get_max_threads()
