@@ -174,7 +174,6 @@ def parse_row(row: Mapping[str, Any]) -> Example:
 
 
 def _is_hasty(example: Example, most_hops: int, share: float) -> bool:
-    """Whether the expert answers this example a hop too early."""
     return 1 < most_hops == example.metadata["hops"] and in_share(example, share)
 
 
@@ -272,7 +271,6 @@ def _world(spec: WorldSpec) -> World:
 
 @lru_cache(maxsize=4)
 def _search(spec: WorldSpec, top_k: int) -> BM25Search:
-    """The search tool of a world; environments share it."""
     return BM25Search(_world(spec).passages, top_k)
 
 

@@ -92,7 +92,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
-    """The settings of a section that the command line gives."""
     texts = {name: text for name, text in vars(args).items() if name.startswith(prefix)}
     return {name: value_from_text(name, text) for name, text in texts.items() if isinstance(text, str)}
 

@@ -163,7 +163,6 @@ def _settings(
     envs: Mapping[str, TextEnv],
     label: str,
 ) -> dict[str, Any]:
-    """What decides the results."""
     rollout = rollout_settings(args, source)
     formats = {format_of(env) for env in envs.values()}
     return {

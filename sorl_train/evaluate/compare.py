@@ -104,7 +104,6 @@ def _answers(results: Sequence[EvalResult]) -> Answers:
 def _compare(
     before: Answers, after: Answers, task: str, mode_a: str, mode_b: str, metric: str | None
 ) -> list[Comparison]:
-    """One comparison; none if no question is shared."""
     shared = [question for question in before if question in after]
     if not shared:
         return []

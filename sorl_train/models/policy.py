@@ -107,7 +107,6 @@ def load_adapters(model: Any, folder: Path) -> None:
 
 
 def _merged(model: Any) -> Any:
-    """A copy without LoRA layers, whose weights have the adapters added."""
     from peft.tuners.lora import LoraLayer
 
     plain = copy.deepcopy(model)

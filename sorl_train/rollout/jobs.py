@@ -62,7 +62,6 @@ def further_jobs(
 
 
 def _group(size: int, group: str, index: int, seed: int, stream: str, *counters: int) -> list[RolloutJob]:
-    """The rollouts of one prompt."""
     return [
         RolloutJob(
             id=f"{group}/{member}",

@@ -151,7 +151,6 @@ def _calls(trajectory: Trajectory) -> list[ToolCall]:
 
 
 def _observation_tokens(trajectory: Trajectory) -> int:
-    """The number of tokens from the environment after the prompt."""
     prompt = trajectory.turns[0].start if trajectory.turns else len(trajectory.token_ids)
     return len(trajectory.token_ids) - prompt - trajectory.num_action_tokens
 

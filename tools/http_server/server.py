@@ -80,7 +80,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stall_timeout_s = stall_timeout_s
 
     def _refuse(self, status: bytes) -> None:
-        """Close the connection, after an answer without a body."""
         head = b"\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
         self.transport.write(b"HTTP/1.1 " + status + head)
         self.transport.close()

@@ -76,8 +76,6 @@ Results = Sequence[Sequence[Hit]]
 
 @dataclass(slots=True)
 class _Waiting:
-    """One request in the queue."""
-
     queries: Sequence[str]
     top_k: int
     future: asyncio.Future[Results]
@@ -129,7 +127,6 @@ class Batcher:
         self._thread.shutdown()
 
     async def _drain(self) -> None:
-        """Search batch after batch until nothing waits."""
         loop = asyncio.get_running_loop()
         while self._queue:
             batch, started = self._take(), time.monotonic()

@@ -253,7 +253,6 @@ def _end(workers: list[BaseProcess], timeout_s: float) -> None:
 def _work(
     args: argparse.Namespace, settings: ServerSettings, port: int, ready: Event, on_ready: OnReady
 ) -> None:
-    """The life of one worker process."""
 
     def opened(facts: dict[str, Any]) -> None:
         if not ready.is_set():
@@ -272,7 +271,6 @@ def _work(
 
 
 def _end_with_parent() -> None:
-    """Stop this worker when its supervisor is killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
