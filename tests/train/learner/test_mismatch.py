@@ -13,13 +13,12 @@ import torch
 
 from sorl_env.errors import UserError
 from sorl_env.trajectory import Trajectory
-from sorl_train import cli
+from sorl_train import cli, engine
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit, sampled_by, turn_mismatch
 from sorl_train.models.policy import load_policy, load_tokenizer
-from sorl_train.rollout import jobs as collect
 from sorl_train.rollout import sampler
 from sorl_train.rollout.kv_cache import RowCache
 from sorl_train.run.files import read_jsonl as read_metrics
@@ -48,12 +47,12 @@ def leak(patch: pytest.MonkeyPatch) -> None:
 
 def temperature(patch: pytest.MonkeyPatch) -> None:
     """Turns are drawn at a temperature that the trainer knows nothing of."""
-    settings = collect.RolloutSettings
+    settings = engine.RolloutSettings
 
     def colder(temperature: float, **others: Any) -> Any:
         return settings(temperature=0.8 * temperature, **others)
 
-    patch.setattr(collect, "RolloutSettings", colder)
+    patch.setattr(engine, "RolloutSettings", colder)
 
 
 def assert_saved(path: Path, message: str) -> None:
