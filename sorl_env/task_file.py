@@ -102,17 +102,23 @@ def _module_file(folder: Path, name: str) -> Path | None:
     return next((file.resolve() for file in files if file.is_file()), None)
 
 
-def _loaded_from(folder: Path) -> dict[str, Path]:
-    """The imported files in ``folder`` and in packages beside them, as tracebacks name them, and where they are."""
+def _loaded_from(folders: Collection[Path]) -> dict[str, Path]:
+    """The imported files in ``folders`` and in packages beside them, as tracebacks name them, and where they are."""
     found = {}
     for name, module in list(sys.modules.items()):
         file, first = getattr(module, "__file__", None), name.partition(".")[0]
         if name == "__main__" or first in OURS or not isinstance(file, str) or not file.endswith(".py"):
             continue  # a script there that started the process is not the task's
-        path = Path(file).resolve()
-        if path.parent == folder or path.is_relative_to(folder / first):
+        path = _resolved(file)
+        packages = (parent for parent in path.parents if parent.name == first)
+        if path.parent in folders or any(package.parent in folders for package in packages):
             found[file] = path
     return found
+
+
+@functools.cache
+def _resolved(file: str) -> Path:
+    return Path(file).resolve()
 
 
 def import_code(location: str, wanted_by: str) -> ModuleType:
@@ -162,7 +168,7 @@ def own_code(task: Task, known: Collection[str] = ()) -> dict[str, str]:
     for own in owns:
         folder = own.parent
         recorded = [path for path in map(folder.parent.joinpath, known) if path.is_relative_to(folder)]
-        beside = [] if folder.name in _INSTALLED else _loaded_from(folder).values()
+        beside = [] if folder.name in _INSTALLED else _loaded_from({folder}).values()
         for path in filter(Path.is_file, (own, *beside, *recorded)):
             where = f"{folder.name}/{path.relative_to(folder).as_posix()}"
             hashes[where] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -171,7 +177,7 @@ def own_code(task: Task, known: Collection[str] = ()) -> dict[str, str]:
 
 def user_files() -> set[str]:
     """The source files of users that were imported, as tracebacks name them."""
-    return _files.union(*map(_loaded_from, _folders))
+    return _files.union(_loaded_from(_folders))
 
 
 def user_traceback(error: BaseException) -> str | None:
