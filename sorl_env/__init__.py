@@ -8,7 +8,7 @@ from sorl_env.env import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.parser import FormatError, ParsedTurn, neutralise, parse_turn
 from sorl_env.registry import load_task, make, register_envs, register_task, task_names
-from sorl_env.step import StepResult, UnicodeText
+from sorl_env.step import StepResult, TurnInfo, UnicodeText
 from sorl_env.task import Example, HubSource, Limits, Task, ToolSettings
 from sorl_env.text_env import TextEnv, open_env
 from sorl_env.tool import (
@@ -45,6 +45,7 @@ __all__ = [
     "Toolbox",
     "Trajectory",
     "Turn",
+    "TurnInfo",
     "UnicodeText",
     "UserError",
     "as_tool",

@@ -164,7 +164,7 @@ class _GymSession:
     async def truncate(self, reason: StopReason) -> None:
         """A Gymnasium environment gives no reward for an episode that is cut off."""
 
-    def close(self, *, ended: bool) -> None:
+    def close(self) -> None:
         """Give the environment back; its next reset ends an episode that was given up."""
         if self._env is not None:
             self._pool.idle.append(self._env)

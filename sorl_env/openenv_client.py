@@ -135,7 +135,7 @@ class OpenEnvSession:
                 reply, record = await self._ask("reset", data)
                 break
             except _LOST as error:
-                self.close(ended=False)
+                self.close()
                 if isinstance(error, InvalidStatus) and error.response.status_code in (401, 403):
                     raise self._unavailable("it refuses the token", error) from error
                 if time.monotonic() + wait > deadline:
@@ -231,11 +231,11 @@ class OpenEnvSession:
         return Reply(self._server.to_text(observation), float(reward or 0.0), terminated=done), record
 
     def _unavailable(self, what: str, error: BaseException | None = None) -> ToolUnavailableError:
-        self.close(ended=False)
+        self.close()
         why = "" if error is None else f" ({type(error).__name__}: {error})"
         return ToolUnavailableError(f"OpenEnv server {self._server.url}: {what}{why}"[:_MAX_ERROR_CHARS])
 
-    def close(self, *, ended: bool) -> None:
+    def close(self) -> None:
         """Hang up; the server then frees the episode's place."""
         if self._connection is not None:
             connection, self._connection = self._connection, None

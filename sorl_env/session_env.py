@@ -77,8 +77,8 @@ class Session(Protocol):
         """The last reply of an episode that ends here; None where the environment gives none."""
         ...
 
-    def close(self, *, ended: bool) -> None:
-        """Free it; ``ended`` says whether its episode came to its end, or is given up. Must not wait."""
+    def close(self) -> None:
+        """Free it, also before its episode has ended. Must not wait."""
         ...
 
 
@@ -198,19 +198,16 @@ class SessionEnv:
         return self._end(reason, error)
 
     def _end(self, reason: StopReason, error: str | None = None) -> TurnInfo:
-        self._close(ended=reason is not StopReason.ERROR)
+        self.end_episode()
         items = {} if reason.excluded else self._items
         parsed = self._turns[-1] if self._turns else None
         return TurnInfo("", parsed, len(self._turns) - 1, items, self._reply.tool_calls, reason, error)
 
     def end_episode(self) -> None:
         """Give up the running episode, if there is one."""
-        self._close(ended=False)
-
-    def _close(self, *, ended: bool) -> None:
         if self._session is not None:
             session, self._session = self._session, None
-            session.close(ended=ended)
+            session.close()
 
     def close(self) -> None:
         """Close what all episodes share."""
@@ -259,10 +256,7 @@ def session_task(
     if instruction is None:
         instruction = INSTRUCTION if format == "action" else ""
 
-    def environment(task: Task, given: ExampleSet, chosen: Limits) -> SessionEnv:
-        form: dict[str, Any] = {"format": format, "stop": tuple(stop), "instruction": instruction}
-        return SessionEnv(task, given, chosen, open_session, **form, on_close=on_close)
-
+    form: dict[str, Any] = {"format": format, "stop": tuple(stop), "instruction": instruction}
     return Task(
         name=name,
         prompt=lambda example: "",
@@ -272,7 +266,7 @@ def session_task(
         limits=limits,
         system_prompt=system_prompt,
         description=description,
-        environment=environment,
+        environment=lambda *given: SessionEnv(*given, open_session, **form, on_close=on_close),
     )
 
 
