@@ -10,7 +10,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from sorl_env import ToolUseEnv
+from sorl_env import Example, ToolUseEnv
 from sorl_env.registry import load_task
 from sorl_train.config.files import load_config
-from sorl_train.models.policy import load_policy
+from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.models.tiny import build_tiny_policy
+from sorl_train.sft.fine_tune import expert_demos, fine_tune
 
-from ..config.test_paper_configs import SHRUNK, guess, learn
+from ..config.test_paper_configs import SHRUNK
 from .conftest import SHORT, metrics
 
 pytestmark = pytest.mark.openrlhf
@@ -36,6 +37,24 @@ ON_A_CPU = {
     **{name: SHORT[name] for name in ("cluster.vllm_tensor_parallel", "cluster.deadline_s")},
     "optim.lr": 1e-3,
 }
+
+
+def guess(example: Example, observations: Sequence[str]) -> str:
+    """One of a few answers, whatever is asked: right now and then, which is all a step needs."""
+    number = sum(map(ord, example.id)) // 2
+    options = [*example.options] if example.options else ["Paris", "Rome"]
+    return f"<think> so </think> <answer> {options[number % len(options)]} </answer>"
+
+
+def learn(env: ToolUseEnv, folder: Path) -> None:
+    """Supervised steps on the guesses."""
+    sft = {"sft.steps": 60, "sft.batch_size": 8, "sft.micro_batch_size": 8, "sft.lr": 1e-2}
+    tokenizer, model = load_tokenizer(str(folder)), load_policy(str(folder))
+    demos = expert_demos(env, tokenizer, 64, use_chat_template=False)
+    fine_tune(
+        model, demos, load_config("quickstart", sft), tokenizer.pad_token_id, lambda step, metrics: None
+    )
+    model.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
