@@ -36,18 +36,9 @@ class Alarm:
     reason: str
     signals: Mapping[str, float]
 
-    def event(self, action: str) -> dict[str, Any]:
-        """A line of ``events.jsonl``; a signal that is not finite is null there, as in the metrics."""
-        return {
-            "step": self.step,
-            "kind": ALARM,
-            "reason": self.reason,
-            "action": action,
-            "signals": {
-                name: round(value, 6) if math.isfinite(value) else None
-                for name, value in self.signals.items()
-            },
-        }
+    def signals_or_null(self) -> dict[str, float | None]:
+        """For ``events.jsonl``, where a signal that is not finite is null, as in the metrics."""
+        return {name: round(v, 6) if math.isfinite(v) else None for name, v in self.signals.items()}
 
 
 class CollapseAlarm:

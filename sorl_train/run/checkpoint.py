@@ -130,7 +130,7 @@ def tell_state(run_dir: RunDir, tell: Callable[[str], None], point: Whole) -> No
             "best policy, and the summary names it, unless the resumed run comes to a better one"
         )
     for reason in point.passed_over:
-        run_dir.append_event({"step": point.step, "kind": "damaged_checkpoint", "reason": reason})
+        run_dir.append_event(point.step, "damaged_checkpoint", reason)
         tell(f"{reason}; going on from step {point.step}")
     for path in point.damaged:
         path.rename(free_name(path.with_name(f"damaged_{path.name}")))

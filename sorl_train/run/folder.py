@@ -263,9 +263,9 @@ class RunDir:
         """An id that no other run has, not even one with the same settings."""
         return str(self.read_manifest().get("run_id"))
 
-    def append_event(self, event: Mapping[str, Any]) -> None:
+    def append_event(self, step: int, kind: str, reason: str, **more: Any) -> None:
         """Append a line to ``events.jsonl``."""
-        append_line(self.events, json.dumps(event) + "\n")
+        append_line(self.events, json.dumps({"step": step, "kind": kind, "reason": reason, **more}) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write final and best figures. The file marks the run as finished."""

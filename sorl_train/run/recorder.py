@@ -19,7 +19,7 @@ from sorl_env.errors import UserError
 from sorl_env.task import Task
 from sorl_env.trajectory import Trajectory, write_jsonl
 from sorl_train.config.settings import TrainConfig
-from sorl_train.run.alarm import CollapseAlarm
+from sorl_train.run.alarm import ALARM, CollapseAlarm
 from sorl_train.run.cards import write_policy_card
 from sorl_train.run.checkpoint import (
     STATE,
@@ -158,12 +158,13 @@ class Recorder:
                 self._in_vain += 1
                 if self._in_vain & (self._in_vain - 1):
                     continue
-            self._add_event(step, kind, reason)
+            self.run_dir.append_event(step, kind, reason)
             if is_told:
                 self.display.message(f"step {step}: {reason}")
         alarm, action = self._alarm.observe(step, metrics), self.config.alarm.action
         if alarm is not None:
-            self.run_dir.append_event(alarm.event(action))
+            told = {"action": action, "signals": alarm.signals_or_null()}
+            self.run_dir.append_event(alarm.step, ALARM, alarm.reason, **told)
             self.display.message(f"collapse alarm in step {alarm.step}: {alarm.reason}")
             if action == "stop":
                 self._end(step, f"ended by the collapse alarm after step {step} (alarm.action=stop)")
@@ -172,10 +173,7 @@ class Recorder:
 
     def _end(self, step: int, why: str) -> None:
         self.ended = why
-        self._add_event(step, ENDED, why)
-
-    def _add_event(self, step: int, kind: str, reason: str) -> None:
-        self.run_dir.append_event({"step": step, "kind": kind, "reason": reason})
+        self.run_dir.append_event(step, ENDED, why)
 
     def _count_lost(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         if not all(t.excluded for t in trajectories):

@@ -20,6 +20,7 @@ class LoopbackServer(ThreadingHTTPServer):
 
     def __init__(self, respond: Respond) -> None:
         self.respond = respond
+        self.health: Reply = (404, b"")  # the answer to every GET
         self.headers: Callable[[], dict[str, str]] = dict
         self.requests: list[dict[str, Any]] = []
         self.connections: set[Any] = set()
@@ -40,7 +41,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.connections.add(self.client_address)
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests.append({**request, "path": self.path, "token": self.headers["Authorization"]})
-        status, body = self.server.respond(request)
+        self._answer(*self.server.respond(request))
+
+    def do_GET(self) -> None:
+        self._answer(*self.server.health)
+
+    def _answer(self, status: int, body: bytes) -> None:
         try:
             self.send_response(status)
             for name, value in {"Content-Length": str(len(body)), **self.server.headers()}.items():

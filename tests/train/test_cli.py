@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,14 +44,9 @@ def install(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
         out.write_text(f"report of {run_dirs[0].name}")
         return out
 
-    for name, contents in (
-        ("sorl_train.train_rl", {"run": run}),
-        ("sorl_train.train_sft", {"run": run}),
-        ("sorl_train.report.report", {"write_report": write_report}),
-    ):
-        module = types.ModuleType(name)
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("sorl_train.train_rl.run", run)
+    monkeypatch.setattr("sorl_train.train_sft.run", run)
+    monkeypatch.setattr("sorl_train.report.report.write_report", write_report)
 
 
 # -- a fresh process -------------------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,6 +15,8 @@ import pytest
 from sorl_tools.index.build.build import build
 from sorl_train.preflight import checks as doctor_checks
 from sorl_train.preflight import doctor
+
+from ...tools.loopback import LoopbackServer
 
 FREE = 64_000_000_000
 
@@ -87,39 +87,17 @@ def examine(capsys: pytest.CaptureFixture[str]) -> Callable[[list[str]], tuple[i
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
     """Starts stand-ins for retrieval servers."""
-    running: list[ThreadingHTTPServer] = []
+    running: list[LoopbackServer] = []
 
-    def start(
-        fingerprint: str | None = None, status: int = 200, body: bytes | None = None, **health: Any
-    ) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                told = {"fingerprint": fingerprint, "passages": 9, **health}
-                self.answer(404 if fingerprint is None and not health else 200, json.dumps(told).encode())
-
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                self.answer(status, b'{"result": [[]]}' if body is None else body)
-
-            def answer(self, status: int, content: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        running.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        threading.Thread(
-            target=running[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        ).start()
-        return f"http://127.0.0.1:{running[-1].server_address[1]}"
+    def start(fingerprint: str | None = None, status: int = 200, body: bytes = b'{"result": [[]]}') -> str:
+        running.append(LoopbackServer(lambda request: (status, body)))
+        if fingerprint is not None:
+            running[-1].health = 200, json.dumps({"fingerprint": fingerprint, "passages": 9}).encode()
+        return running[-1].address
 
     yield start
     for server in running:
-        server.shutdown()
-        server.server_close()
+        server.close()
 
 
 def without(world: World, ending: str, **more: str) -> World:

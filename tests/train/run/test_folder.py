@@ -8,11 +8,11 @@ import importlib.machinery
 import json
 import os
 import sys
-import types
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import numpy
 import pytest
@@ -237,31 +237,16 @@ def test_tensorboard_shows_a_step_that_was_taken_back_once(run: RunDir) -> None:
 def test_weights_and_biases_gets_the_finite_metrics_of_one_run(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[dict[str, Any]] = []
-    logged: list[tuple[dict[str, float], int]] = []
-    finished: list[bool] = []
-
-    class FakeRun:
-        def log(self, metrics: dict[str, float], step: int) -> None:
-            logged.append((metrics, step))
-
-        def finish(self) -> None:
-            finished.append(True)
-
-    def init(**settings: Any) -> FakeRun:
-        started.append(settings)
-        return FakeRun()
-
-    module = types.ModuleType("wandb")
-    vars(module).update(init=init, __spec__=importlib.machinery.ModuleSpec("wandb", None))
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    wandb = MagicMock(__spec__=importlib.machinery.ModuleSpec("wandb", None))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     for _ in range(2):
         with closing(MetricsLog(run, tensorboard=False, wandb="mine")) as log:
             log.log(3, {"loss/a": 1.0, "loss/b": float("nan"), "time/s": 2.0})
-    assert logged == [({"loss/a": 1.0, "time/s": 2.0}, 3)] * 2
-    assert finished == [True, True]
-    assert started[0]["id"] == started[1]["id"] and started[0]["id"].startswith("run-20")
-    assert (started[0]["project"], started[0]["resume"], started[0]["config"]["seed"]) == ("mine", "allow", 0)
+    assert wandb.init.return_value.log.mock_calls == [call({"loss/a": 1.0, "time/s": 2.0}, step=3)] * 2
+    assert wandb.init.return_value.finish.call_count == 2
+    first, second = (started.kwargs for started in wandb.init.call_args_list)
+    assert first["id"] == second["id"] and first["id"].startswith("run-20")
+    assert (first["project"], first["resume"], first["config"]["seed"]) == ("mine", "allow", 0)
 
 
 @pytest.mark.parametrize(
