@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import get_args
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, get_args
 
 from sorl_env.errors import UserError
-from sorl_train.algorithms import ALGORITHMS, RatioLevel
+from sorl_train.algorithms import ALGORITHMS, Algorithm, RatioLevel
 from sorl_train.config.run_settings import CorrectionConfig, ReplayConfig, RolloutConfig
 from sorl_train.config.schema import as_text, flatten, unread
 from sorl_train.config.settings import LossConfig, TrainConfig
@@ -20,19 +20,13 @@ def validate(config: TrainConfig, given: Collection[str] = ()) -> None:
     """
     problems = [*_conflicts(config)]
     if config.stage == "rl":  # supervised training reads none of these
-        problems += [*_batch_problems(config), *_without_effect(config, given)]
+        algo, row = config.algo, config.algorithm
+        problems += [*_batch_problems(config), *_without_effect(algo, row, flatten(config), given)]
         if {"loss.kl_coef", "loss.kl_type", "loss.kl_in"} & set(given):
             problems += _kl_doubts(config.loss)
-        problems += _correction_problems(
-            config.correction, config.sampler.top_p, config.algo, config.algorithm.ratio
-        )
+        problems += _correction_problems(config.correction, config.sampler.top_p, algo, row.ratio)
         if config.replay.size:
-            problems += _replay_problems(config.replay, config.rollout)
-            if config.algorithm.needs_critic:
-                problems.append(
-                    f"replay.size {config.replay.size} lets past rollouts join new ones, but algo {config.algo} does "
-                    "not compare rollouts: use an algorithm with group advantages, such as so_grpo, or replay.size=0"
-                )
+            problems += _replay_problems(config.replay, config.rollout, algo, row.needs_critic)
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
@@ -110,7 +104,14 @@ def _correction_problems(
         )
 
 
-def _replay_problems(replay: ReplayConfig, rollout: RolloutConfig) -> Iterator[str]:
+def _replay_problems(
+    replay: ReplayConfig, rollout: RolloutConfig, algo: str, needs_critic: bool
+) -> Iterator[str]:
+    if needs_critic:
+        yield (
+            f"replay.size {replay.size} lets past rollouts join new ones, but algo {algo} does not compare rollouts: "
+            "use an algorithm with group advantages, such as so_grpo, or replay.size=0"
+        )
     if rollout.dynamic_sampling:
         yield (
             f"replay.size {replay.size} and rollout.dynamic_sampling {rollout.dynamic_sampling} both replace groups "
@@ -152,13 +153,14 @@ def _kl_doubts(loss: LossConfig) -> list[str]:
     ]
 
 
-def _without_effect(config: TrainConfig, given: Collection[str]) -> Iterator[str]:
+def _without_effect(
+    algo: str, algorithm: Algorithm, values: Mapping[str, Any], given: Collection[str]
+) -> Iterator[str]:
     """A line for each setting of ``given`` that this run would not read; None and {} ask for nothing."""
-    values = flatten(config)
-    for name, need in unread(config.algorithm, values).items():
+    for name, need in unread(algorithm, values).items():
         if name in given and values[name] not in (None, {}):
-            readers = [algo for algo, row in ALGORITHMS.items() if name not in unread(row, values)]
-            which = f"algo {config.algo}" if readers else "this run"
+            readers = [other for other, row in ALGORITHMS.items() if name not in unread(row, values)]
+            which = f"algo {algo}" if readers else "this run"
             other = f", or use --algo {' or '.join(readers)}" if readers else ""
             value = as_text(values[name])
             yield f"{name} {value} has no effect on {which}: it needs {need}. Leave it out{other}"

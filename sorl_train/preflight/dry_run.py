@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,16 @@ def plan_text(config: TrainConfig) -> str:
         parts[-1][1].append("reference: a frozen copy of the policy (none with loss.kl_coef=0)")
     if config.engine == "openrlhf":
         memory, model = estimate_cluster_memory(config, shape, env.limits), start_folder(config)
-        on_cpu = config.hardware.device == "cpu"
+        run_dir, on_cpu = RunDir(Path(config.run_dir or "RUN_DIR")), config.hardware.device == "cpu"
         where = "of each process, all in host memory" if on_cpu else "per GPU"
         ranks = Placement.of(config).ranks if on_cpu else 0
         each = -(-config.rollout.batch_size // config.cluster.vllm_engines)
         parts += [
             ("Placement", _placement(config, model)),
-            ("OpenRLHF flags", _command(config, env.limits, model)),
+            (
+                "OpenRLHF flags",
+                _command(run_dir, openrlhf_flags(config, run_dir, model, env.limits, resume=None)),
+            ),
             (f"Memory {where}, upper bound", _cluster_memory(memory, env.limits, ranks, each)),
             ("Memory of the host, per node", [row("together", memory.host)]),
         ]
@@ -183,10 +187,8 @@ def _placement(config: TrainConfig, model: str) -> list[str]:
     return lines
 
 
-def _command(config: TrainConfig, limits: Limits, model: str) -> list[str]:
+def _command(run_dir: RunDir, flags: Mapping[str, Any]) -> list[str]:
     """The command that ``openrlhf.launch`` runs, with one flag on each line."""
-    run_dir = RunDir(Path(config.run_dir or "RUN_DIR"))
-    flags = openrlhf_flags(config, run_dir, model, limits, resume=None)
     variable = f"SORL_RUN_DIR={shlex.quote(str(run_dir.path.absolute()))}"
     words = {name: as_arguments({name: value}) for name, value in flags.items()}
     lines = [f"{variable} python -m sorl_train.openrlhf.driver"]
