@@ -55,16 +55,13 @@ def find_runs(paths: Sequence[Path]) -> list[RunFolder]:
     """
     found: list[RunFolder] = []
     for path in paths:
-        found += _runs_of_study(path) if _is_study(path) else [RunFolder(path)]
+        is_study = (path / RUNS).is_dir() and not RunDir(path).config.is_file()
+        found += _runs_of_study(path) if is_study else [RunFolder(path)]
     resolved = [folder.path.resolve() for folder in found]
     twice = {str(path) for path in resolved if resolved.count(path) > 1}
     if twice:
         raise UserError(f"the same run is given twice: {', '.join(sorted(twice))}")
     return found
-
-
-def _is_study(path: Path) -> bool:
-    return (path / RUNS).is_dir() and not RunDir(path).config.is_file()
 
 
 def _runs_of_study(path: Path) -> list[RunFolder]:

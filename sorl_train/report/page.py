@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,16 +63,11 @@ class Section:
     figures: tuple[Figure, ...]
 
 
-def _sections() -> tuple[Section, ...]:
-    file = Path(__file__).with_name("assets") / "figures.yaml"
-    sections = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return tuple(
-        Section(**{**section, "figures": tuple(Figure(**figure) for figure in section["figures"])})
-        for section in sections
-    )
-
-
-SECTIONS = _sections()
+_ASSETS = Path(__file__).resolve().parent / "assets"
+SECTIONS = tuple(
+    Section(**{**section, "figures": tuple(Figure(**figure) for figure in section["figures"])})
+    for section in yaml.safe_load((_ASSETS / "figures.yaml").read_text(encoding="utf-8"))
+)
 
 # The parts of a step in timings.jsonl, which do not overlap.
 STAGES = ("rollout", "log_probs", "update", "eval", "checkpoint")
@@ -84,7 +80,8 @@ def chart_data(runs: Sequence[ReportRun], groups: Sequence[Group], names: Sequen
     ``more`` are figures of one metric each, for the metrics that no other figure shows.
     """
     rows = [_joined(run) for run in runs]
-    metrics = [name for name in _with_values(rows) if name != "step"]
+    known = {name for own in rows for row in own for name, value in row.items() if is_number(value)}
+    metrics = sorted(known - {"step"})
     figures = [
         _as_json(figure, section.name)
         for section in SECTIONS
@@ -134,10 +131,6 @@ def _joined(run: ReportRun) -> list[MetricRow]:
     return [rows[step] for step in sorted(rows)]
 
 
-def _with_values(rows: Sequence[Sequence[MetricRow]]) -> list[str]:
-    return sorted({name for own in rows for row in own for name, value in row.items() if is_number(value)})
-
-
 def _as_json(figure: Figure, section: str) -> dict[str, Any]:
     return {"id": figure.id, "section": section, **dataclasses.asdict(figure)}
 
@@ -151,9 +144,6 @@ def _total(rows: Sequence[MetricRow], name: str) -> float:
     return sum(row[name] for row in rows if is_number(row.get(name)))
 
 
-_ASSETS = Path(__file__).resolve().parent / "assets"
-
-
 def render_page(template: str, *, styles: Sequence[str], scripts: Sequence[str], **context: Any) -> str:
     """The page as text; ``styles`` and ``scripts`` are names of assets, in the order in which they apply."""
     environment = jinja2.Environment(
@@ -164,7 +154,7 @@ def render_page(template: str, *, styles: Sequence[str], scripts: Sequence[str],
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # curves keep their order
-    environment.filters |= {"seconds": duration, "pretty": _pretty}
+    environment.filters |= {"seconds": duration, "pretty": partial(json.dumps, indent=2, ensure_ascii=False)}
     texts = [_script(name) for name in scripts]
     return environment.get_template(template).render(
         styles=[_asset(name) for name in styles],
@@ -186,7 +176,3 @@ def _script(name: str) -> str:
 
 def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _pretty(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)

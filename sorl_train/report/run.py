@@ -132,7 +132,10 @@ def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = 
         raise UserError(f"no run folder {str(path)!r}. {did_you_mean(path.name, siblings)}")
     run = RunDir(path)
     notes: list[str] = []
-    config = _read(run.config, _yaml_settings, notes) or {}
+    # not ``read_resolved``, because a report must open runs of other versions, too
+    config = (
+        _read(run.config, lambda file: _flatten(_mapping(yaml.safe_load(file.read_bytes()))), notes) or {}
+    )
     manifest = _read(run.manifest, _json_mapping, notes) or {}
     metrics = _read(run.metrics, lambda file: _rows(file, notes), notes) or []
     timings = _read(run.timings, lambda file: _rows(file, notes), notes) or []
@@ -148,7 +151,9 @@ def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = 
         manifest=manifest,
         metrics=metrics,
         timings=timings,
-        results=_success_so_far(metrics) | _numbers(summary) | _stability(path),
+        results=_success_so_far(metrics)
+        | {name: value for name, value in summary.items() if is_number(value)}
+        | _stability(path),
         events=_events(run.events, notes),
         finished=bool(summary),
         data_samples=sorted(set(_samples(manifest))),
@@ -220,10 +225,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _numbers(summary: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in summary.items() if is_number(value)}
-
-
 def _samples(facts: Any) -> Iterator[str]:
     """The sources in the manifest, at any depth, that are marked with ``is_sample``."""
     if not isinstance(facts, dict):
@@ -232,11 +233,6 @@ def _samples(facts: Any) -> Iterator[str]:
         yield str(facts.get("source", "the task's embedded examples"))
     for value in facts.values():
         yield from _samples(value)
-
-
-def _yaml_settings(file: Path) -> dict[str, Any]:
-    """The settings by dotted name. Not ``read_resolved``, because a report must open runs of other versions, too."""
-    return _flatten(_mapping(yaml.safe_load(file.read_text(encoding="utf-8"))))
 
 
 def _json_mapping(file: Path) -> dict[str, Any]:

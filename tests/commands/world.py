@@ -43,13 +43,11 @@ def _data(folder: Path) -> None:
         "deep_value.jsonl": '{"question": ' + DEEP + "}\n",
         "digits.jsonl": '{"id": ' + DIGITS + ', "question": "q?", "golden_answers": ["a"]}\n',
         "empty.jsonl": "",
-        "blank.jsonl": "\n\n  \n",
         "numbers.jsonl": "1\n2\n",
         "cut.jsonl": good[:-20],
         "page.jsonl": "<html><body>404</body></html>\n",
         "other_columns.jsonl": '{"prompt": "x", "response": "y"}\n',
         "wrong_types.jsonl": '{"question": 3, "golden_answers": "a"}\n',
-        "empty_question.jsonl": '{"question": "", "golden_answers": []}\n',
         "notes.csv": "question,golden_answers\nWho?,Ann\n",
         "text.parquet": "no columns here\n",
         "text.jsonl.gz": "not zipped\n",
@@ -170,7 +168,6 @@ def _small_files(folder: Path) -> None:
     (folder / "token_empty").write_text("\n")
     (folder / "token_words").write_text("two words\n")
     (folder / "token_bytes").write_bytes(b"\xff\xfe\x00")
-    (folder / "plain").write_text("a file\n")
     (folder / "vectors.npy").write_text("no vectors\n")
     (folder / "replies.db").write_text("no SQLite, but long enough to look at its first bytes\n" * 40)
 
@@ -224,12 +221,10 @@ def _runs(folder: Path) -> None:
         "run_text_figures": lambda at: (at / "metrics.jsonl").write_text(
             '{"step": 1, "eval/success": "high", "loss/grad_norm": "low"}\n'
         ),
-        "run_empty_config": lambda at: (at / "config.yaml").write_text(""),
         "run_bytes_config": lambda at: (at / "config.yaml").write_bytes(bytes(range(256))),
         "run_other_config": lambda at: (at / "config.yaml").write_text("name: of another program\n"),
         "run_no_checkpoint": lambda at: shutil.rmtree(at / "checkpoints" / "step_000002"),
         "run_cut_policy": lambda at: _cut(at / "checkpoints" / "step_000002" / "policy" / weights),
-        "run_bad_manifest": lambda at: (at / "manifest.json").write_text(DEEP),
         "run_bad_dialogues": lambda at: (at / "trajectories" / "step_000001.jsonl").write_text(DEEP + "\n"),
         "run_bytes_dialogues": lambda at: (at / "trajectories" / "step_000001.jsonl").write_bytes(b"\xff\n"),
     }.items():
