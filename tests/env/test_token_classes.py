@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from sorl_env.token_classes import CLASSES, TokenClassifier, classify_text, token_spans
-from sorl_env.trajectory import StopReason, Trajectory, Turn
+from sorl_env.trajectory import Trajectory, Turn
+
+from ..trajectories import make_trajectory
 
 LETTERS = "trqao"  # tag, reasoning, query, answer, other
 
@@ -42,26 +44,9 @@ def test_pieces_that_do_not_add_up_to_the_text() -> None:
 
 
 def trajectory(text: str, ids: list[int], prompt: int) -> Trajectory:
-    length = prompt + len(ids)
-    mask = np.arange(length) >= prompt
-    turn = Turn(0, text, "tool", "q", None, "", {}, (), start=prompt, end=length)
-    return Trajectory(
-        id="0/0",
-        group_id="0",
-        task="t",
-        source="s",
-        split="train",
-        example_id="0",
-        prompt="p",
-        token_ids=np.array([0] * prompt + ids, dtype=np.int32),
-        action_mask=mask,
-        turn_ids=np.where(mask, 0, -1).astype(np.int16),
-        rollout_log_probs=np.zeros(length, dtype=np.float32),
-        turns=(turn,),
-        reward=0.0,
-        reward_items={},
-        stop_reason=StopReason.ANSWER,
-    )
+    turn = Turn(0, text, "tool", "q", None, "", {}, (), start=prompt, end=prompt + len(ids))
+    token_ids = np.array([0] * prompt + ids, dtype=np.int32)
+    return make_trajectory([-1] * prompt + [0] * len(ids), token_ids=token_ids, turns=(turn,))
 
 
 def classes_of(tokenizer: Any, text: str) -> list[tuple[str, str]]:

@@ -16,6 +16,8 @@ from sorl_env.errors import UserError
 from sorl_env.tool import ToolCall
 from sorl_env.trajectory import StopReason, Trajectory, Turn, iter_jsonl, read_jsonl, write_jsonl
 
+from ..trajectories import make_trajectory
+
 CALL = ToolCall("search", "capital of Norway", "Doc 1: Oslo", ok=True, latency_s=0.0123, hits=3, attempts=2)
 FAILED = ToolCall(
     "search", "", "empty query", ok=False, error="empty query", hits=None, cached=True, cut_from=5_000_000
@@ -29,7 +31,8 @@ def searched(**changes: Any) -> Trajectory:
              (CALL, FAILED), 3, 5, policy_version=7, generate_s=0.25, tool_s=0.0123),
         Turn(1, "<answer>Oslo", "invalid", "", "unclosed", "", {"format": -0.1, "answer": 1.0}, (), 6, 8),
     )  # fmt: skip
-    trajectory = Trajectory(
+    trajectory = make_trajectory(
+        [-1, -1, -1, 0, 0, -1, 1, 1],
         id="g1/0",
         group_id="g1",
         task="minihop",
@@ -38,8 +41,6 @@ def searched(**changes: Any) -> Trajectory:
         example_id="e1",
         prompt="Question: Hauptstadt von Norwegen? \u2028 \U0001f600 \x00",
         token_ids=np.array([1, 2, 3, 70_000, 5, 6, 7, 8], np.int32),
-        action_mask=np.array([0, 0, 0, 1, 1, 0, 1, 1], np.bool_),
-        turn_ids=np.array([-1, -1, -1, 0, 0, -1, 1, 1], np.int16),
         rollout_log_probs=np.array([0, 0, 0, -0.1, -1e-7, 0, -3.4e38, -np.inf], np.float32),
         turns=turns,
         reward=0.9,
@@ -55,12 +56,7 @@ def searched(**changes: Any) -> Trajectory:
 def direct() -> Trajectory:
     """Everything that can be empty or None is: what Arrow cannot infer a type from."""
     turn = Turn(0, "<answer>Oslo</answer>", "answer", "Oslo", None, "", {}, (), 1, 2)
-    return Trajectory(
-        id="g2/0", group_id="g2", task="nq", source="", split="", example_id="", prompt="",
-        token_ids=np.array([1, 2], np.int32), action_mask=np.array([False, True]),
-        turn_ids=np.array([-1, 0], np.int16), rollout_log_probs=np.array([0, np.nan], np.float32),
-        turns=(turn,), reward=0.0, reward_items={}, stop_reason=StopReason.ANSWER,
-    )  # fmt: skip
+    return make_trajectory([-1, 0], rollout_log_probs=np.array([0, np.nan], np.float32), turns=(turn,))
 
 
 def assert_same(left: Trajectory, right: Trajectory) -> None:

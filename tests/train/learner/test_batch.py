@@ -8,6 +8,8 @@ import torch
 from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_train.learner.batch import collate
 
+from ...trajectories import make_trajectory
+
 
 def trajectory(
     name: str, token_ids: list[int], turn_ids: list[int], rewards: list[float], **fields: object
@@ -17,24 +19,9 @@ def trajectory(
         Turn(k, "", "tool", "", None, "", {"item": rewards[k]}, (), start=span[0], end=span[-1] + 1)
         for k, span in enumerate(spans)
     )
-    ids = np.asarray(turn_ids, dtype=np.int16)
-    defaults: dict[str, object] = {"stop_reason": StopReason.ANSWER, "group_id": "g"}
-    return Trajectory(
-        id=name,
-        task="t",
-        source="s",
-        split="train",
-        example_id="e",
-        prompt="",
-        token_ids=np.asarray(token_ids, dtype=np.int32),
-        action_mask=ids >= 0,
-        turn_ids=ids,
-        rollout_log_probs=np.where(ids >= 0, -0.5, 0.0).astype(np.float32),
-        turns=turns,
-        reward=sum(rewards),
-        reward_items={},
-        **(defaults | fields),  # type: ignore[arg-type]
-    )
+    log_probs = np.where(np.asarray(turn_ids) >= 0, -0.5, 0.0).astype(np.float32)
+    given = {"id": name, "token_ids": np.asarray(token_ids, np.int32), "rollout_log_probs": log_probs}
+    return make_trajectory(turn_ids, turns=turns, reward=sum(rewards), **(given | fields))
 
 
 def test_layout() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sorl_env.task import Example
@@ -20,6 +19,8 @@ from sorl_train.rollout.metrics import (
 )
 from sorl_train.run.stability import Summary
 
+from ...trajectories import make_trajectory
+
 EXAMPLES = [
     Example("q0", "who?", ("Bizet",)),
     Example("q1", "where?", ("Rome",)),
@@ -34,25 +35,8 @@ def trajectory(
         Turn(i, "", "tool", call.argument, None, call.reply, {}, (call,), i, i + 1)
         for i, call in enumerate(calls)
     )
-    length = len(calls) + 1
-    return Trajectory(
-        id=f"{example}/0",
-        group_id=example,
-        task="t",
-        source="s",
-        split="train",
-        example_id=example,
-        prompt="",
-        token_ids=np.zeros(length, np.int32),
-        action_mask=np.ones(length, np.bool_),
-        turn_ids=np.zeros(length, np.int16),
-        rollout_log_probs=np.zeros(length, np.float32),
-        turns=turns,
-        reward=0.0,
-        reward_items={},
-        stop_reason=stop_reason,
-        **more,
-    )
+    names = {"id": f"{example}/0", "group_id": example, "example_id": example}
+    return make_trajectory([0] * (len(calls) + 1), turns=turns, stop_reason=stop_reason, **names, **more)
 
 
 def search(query: str, reply: str = "", **more: Any) -> ToolCall:

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sorl_env.errors import UserError
@@ -28,6 +27,7 @@ from sorl_train.run.folder import RunDir
 from sorl_train.run.recorder import MAX_LOST_STEPS, Recorder
 from sorl_train.run.stability import Summary
 
+from ...trajectories import make_trajectory
 from ..conftest import QuietDisplay
 from ..damage import flip_a_bit
 from .test_alarm import CALM, far
@@ -41,25 +41,8 @@ def recorder(folder: Path, hash_up_to: int | None = None, **settings: Any) -> Re
 
 def trajectory(name: str, stop: StopReason = StopReason.ANSWER, error: str | None = None) -> Trajectory:
     """One of three sampled tokens."""
-    return Trajectory(
-        id=name,
-        group_id=name,
-        task="minihop",
-        source="embedded",
-        split="train",
-        example_id="e",
-        prompt="p",
-        token_ids=np.array([1, 2, 3, 4], dtype=np.int32),
-        action_mask=np.array([False, True, True, True]),
-        turn_ids=np.array([-1, 0, 0, 0], dtype=np.int16),
-        rollout_log_probs=np.zeros(4, dtype=np.float32),
-        turns=(),
-        reward=1.0,
-        reward_items={"exact_match": 1.0},
-        stop_reason=stop,
-        seed=0,
-        error=error,
-    )
+    given = {"reward": 1.0, "reward_items": {"exact_match": 1.0}, "stop_reason": stop, "error": error}
+    return make_trajectory([-1, 0, 0, 0], id=name, group_id=name, task="minihop", **given)
 
 
 @pytest.mark.parametrize(
