@@ -21,17 +21,11 @@ _SMALL = 1 << 24  # bytes; of larger files only the beginning and the end are ha
 
 @dataclass(frozen=True)
 class PolicySource:
-    """Where a policy is, and the run that made it.
+    """Where a policy is, and the run that made it."""
 
-    Attributes:
-        label: its name in tables and folders.
-        folder: a transformers folder, or a name on the hub.
-        run, config: the run's folder and settings; None for a model that no run made.
-    """
-
-    label: str
-    folder: str
-    run: Path | None = None
+    label: str  # its name in tables and folders
+    folder: str  # a transformers folder, or a name on the hub
+    run: Path | None = None  # None, as the config, for a model that no run made
     config: TrainConfig | None = None
 
 

@@ -40,35 +40,22 @@ PLAIN = {"dropout", "scaling", "sliding_window", "position_ids", "use_cache"}
 
 @dataclass(frozen=True)
 class Block:
-    """R rows of attention of similar lengths, at most W tokens behind a beginning of at most P that others share.
+    """R rows of attention of similar lengths, at most W tokens behind a beginning of at most P that others share."""
 
-    Attributes:
-        queries: (R, W) the packed tokens of each row, padded with 0.
-        keys: (R, P + W) those that the row may attend to: its beginning, then its own.
-        mask: (R, 1, W, P + W) bool, which it does attend to; None without such beginnings, where it is causal.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    mask: Tensor | None
+    queries: Tensor  # (R, W) the packed tokens of each row, padded with 0
+    keys: Tensor  # (R, P + W) those that the row may attend to: its beginning, then its own
+    mask: Tensor | None  # (R, 1, W, P + W) bool, which it does attend to; None without a beginning: causal
 
 
 @dataclass(frozen=True)
 class Packed:
-    """N packed tokens of B trajectories.
+    """N packed tokens of B trajectories."""
 
-    Attributes:
-        token_ids, positions: (1, N).
-        where: (B, T) the packed token whose state scores token t + 1; 0 where nothing asks for it.
-        blocks: what attention sees, each packed token once among the queries.
-        restore: (N,) the place of each packed token in the flattened ``queries`` of all blocks.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    where: Tensor
-    blocks: tuple[Block, ...]
-    restore: Tensor
+    token_ids: Tensor  # (1, N)
+    positions: Tensor  # (1, N)
+    where: Tensor  # (B, T) the packed token whose state scores token t + 1; 0 where nothing asks for it
+    blocks: tuple[Block, ...]  # what attention sees, each packed token once among the queries
+    restore: Tensor  # (N,) the place of each packed token in the flattened ``queries`` of all blocks
 
 
 def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
@@ -99,22 +86,15 @@ def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
 
 
 class _Tree:
-    """What the rows of ``token_ids`` (B, L) have in common at their beginning, each such branch packed once.
-
-    Attributes:
-        own, behind: of each branch, its packed tokens, and those of the branches that it grows from.
-        tokens, positions: of each branch, its token ids and their places in a trajectory.
-        paths: of each row, the packed tokens of all its branches.
-        count: packed tokens in all.
-    """
+    """What the rows of ``token_ids`` (B, L) have in common at their beginning, each such branch packed once."""
 
     def __init__(self, token_ids: Tensor, ends: dict[int, int]) -> None:
-        self.own: list[Tensor] = []
-        self.behind: list[Tensor] = []
-        self.tokens: list[Tensor] = []
-        self.positions: list[Tensor] = []
-        self.paths: dict[int, Tensor] = {}
-        self.count = 0
+        self.own: list[Tensor] = []  # of each branch, its packed tokens
+        self.behind: list[Tensor] = []  # of each branch, those of the branches that it grows from
+        self.tokens: list[Tensor] = []  # of each branch, its token ids
+        self.positions: list[Tensor] = []  # and their places in a trajectory
+        self.paths: dict[int, Tensor] = {}  # of each row, the packed tokens of all its branches
+        self.count = 0  # packed tokens in all
         self._token_ids, self._ends = token_ids, ends
         waiting = [(list(ends), 0, torch.zeros(0, dtype=torch.long))]
         while waiting:

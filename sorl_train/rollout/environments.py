@@ -73,9 +73,8 @@ def refuse_unsuitable_task(config: TrainConfig, env: TextEnv) -> None:
     if config.stage != "rl":
         return
     task, limit, examples = env.task, env.limits.max_trajectory_tokens, len(env.examples.examples)
-    if (
-        config.algorithm.advantage == "turn_group" and task.turn_reward is None
-    ):  # it would be GRPO by another name
+    # it would be GRPO by another name
+    if config.algorithm.advantage == "turn_group" and task.turn_reward is None:
         raise UserError(
             f"algo {config.algo} compares the rewards of turns, but task {task.name} gives none (Task.turn_reward): "
             "minihop gives them with --task_args.hit_reward 0.5; for other tasks see docs/add_a_task.md, or use algo "

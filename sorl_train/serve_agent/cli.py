@@ -62,9 +62,8 @@ def _serve(args: argparse.Namespace) -> int:
     env = make_env(args, source)
     name = args.served_name or (source.label if source else args.model_name)
     try:
-        with bind(
-            settings.host, settings.port
-        ) as bound:  # before the model is loaded: the port may be in use
+        # before the model is loaded: the port may be in use
+        with bind(settings.host, settings.port) as bound:
             policy = make_policy(args, source, [env])
             agent = Agent(policy, env, seed=args.seed, max_waiting=args.max_waiting)
             server = Server(agent_app(agent, name, settings), settings)

@@ -11,16 +11,7 @@ import gymnasium
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from sorl_env import (
-    Example,
-    Task,
-    ToolSettings,
-    ToolUseEnv,
-    UserError,
-    load_examples,
-    load_task,
-    parse_turn,
-)
+from sorl_env import Example, Task, ToolSettings, ToolUseEnv, UserError, load_examples, load_task, parse_turn
 from sorl_env.check_task import check_task
 from sorl_env.rewards import normalize_answer
 from sorl_tasks import alphamed19k
@@ -75,9 +66,8 @@ def test_sample_splits(task: Task) -> None:
     assert task.embedded is not None
     train, test = task.embedded("train"), task.embedded("test")
     assert len(train) + len(test) == len(rows(task)) >= 24
-    assert [example.question for example in test] == [
-        task.parse_row(row).question for row in rows(task)[3::4]
-    ]  # every fourth
+    every_fourth = [task.parse_row(row).question for row in rows(task)[3::4]]
+    assert [example.question for example in test] == every_fourth
     assert not {example.id for example in train} & {example.id for example in test}
     assert len({example.question for example in examples(task)}) == len(rows(task))
     with pytest.raises(UserError, match="Did you mean 'train'"):
@@ -133,29 +123,18 @@ def test_qa_reward(name: str) -> None:
     assert score(task, example) == 0.0
     assert score(task, example, "<think>x</think><search>The Beatles</search>") == 0.0
     assert score(task, example, "<answer>The Beatles</answer>") == 0.0  # invalid: no think block
-    assert (
-        score(task, Example("0", "q", ("the",))) == 0.0
-    )  # a gold that normalizes to nothing is no free reward
-    # the prompt's own example answer is never read
-    assert (
-        score(task, Example("0", "q", ("Beijing",)), "<think>I do not know</think><search>x</search>") == 0.0
-    )
+    # a gold that normalizes to nothing is no free reward, and the prompt's own example answer is never read
+    assert score(task, Example("0", "q", ("the",))) == 0.0
+    unsure = "<think>I do not know</think><search>x</search>"
+    assert score(task, Example("0", "q", ("Beijing",)), unsure) == 0.0
 
 
 def test_qa_rows() -> None:
     parse = load_task("hotpotqa").parse_row
-    assert parse({"id": 5, "question": " Who? ", "golden_answers": ["a", "b"]}) == Example(
-        "5", "Who?", ("a", "b")
-    )
-    official = {
-        "_id": "x",
-        "question": "Who?",
-        "answer": "a",
-        "type": "bridge",
-        "level": "hard",
-        "context": [],
-    }
-    example = parse(official)
+    row = {"id": 5, "question": " Who? ", "golden_answers": ["a", "b"]}
+    assert parse(row) == Example("5", "Who?", ("a", "b"))
+    official = {"_id": "x", "question": "Who?", "answer": "a", "type": "bridge", "level": "hard"}
+    example = parse({**official, "context": []})
     assert (example.golden_answers, example.metadata) == (("a",), {"type": "bridge", "level": "hard"})
     assert example.id == parse({"question": "Who?", "answer": ["b"]}).id  # the question's hash
     for row, column in (({"question": "Who?"}, "golden_answers"), ({"golden_answers": ["a"]}, "question")):
@@ -192,11 +171,8 @@ def test_alphamed_options_as_a_mapping() -> None:
     assert (example.id, example.question, example.golden_answers) == ("7", "Which?", ("J",))
     assert example.options == options
     padded = {"A": "yes", "B": "no", "C": "maybe", "D": None}  # as Parquet fills up shorter rows
-    assert alphamed19k.parse_row({**row, "options": padded, "answer_idx": "C"}).options == {
-        "A": "yes",
-        "B": "no",
-        "C": "maybe",
-    }
+    kept = {letter: text for letter, text in padded.items() if text}
+    assert alphamed19k.parse_row({**row, "options": padded, "answer_idx": "C"}).options == kept
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ Respond = Callable[[dict[str, Any]], Reply]
 
 
 class LoopbackServer(ThreadingHTTPServer):
-    """Answers with ``respond``; keeps the requests it got, each with its path and its token."""
+    """Answers with ``respond``, whose status 0 drops the connection; keeps the requests it got, each with its path and
+    its token."""
 
     daemon_threads = True
     request_queue_size = 128  # connections that come at a time; with 5, the sixth waits a second
@@ -40,13 +41,17 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.server.connections.add(self.client_address)
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append({**request, "path": self.path, "token": self.headers["Authorization"]})
+        request |= {"path": self.path, "token": self.headers["Authorization"]}
+        self.server.requests.append(request)
         self._answer(*self.server.respond(request))
 
     def do_GET(self) -> None:
         self._answer(*self.server.health)
 
     def _answer(self, status: int, body: bytes) -> None:
+        if not status:
+            self.close_connection = True
+            return
         try:
             self.send_response(status)
             for name, value in {"Content-Length": str(len(body)), **self.server.headers()}.items():

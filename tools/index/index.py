@@ -28,27 +28,20 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts of an index.
+    """The facts of an index."""
 
-    Args:
-        backend: ``bm25``, ``dense`` or ``hybrid``.
-        passages: number of passages.
-        corpus: ``source``: the paths as they were given; ``hash``: of the passages' ids, titles and texts.
-        parameters: by part (``bm25``, ``dense``, ``hybrid``): the options, and counts such as ``words`` and ``dim``.
-        files: relative path to ``{"bytes": .., "sha256": ..}``.
-        versions: of the packages that the index was built with.
-        built_at: when the build was finished, UTC.
-        build_seconds: time that the build took, without interruptions.
-    """
-
-    backend: str
+    backend: str  # ``bm25``, ``dense`` or ``hybrid``
     passages: int
-    corpus: Mapping[str, Any]
-    parameters: Mapping[str, Mapping[str, Any]]
-    files: Mapping[str, Mapping[str, Any]]
-    versions: Mapping[str, str]
-    built_at: str
-    build_seconds: float
+    corpus: Mapping[
+        str, Any
+    ]  # ``source``: the paths as given; ``hash``: of the passages' ids, titles and texts
+    parameters: Mapping[
+        str, Mapping[str, Any]
+    ]  # of each part: options, and counts such as ``words`` and ``dim``
+    files: Mapping[str, Mapping[str, Any]]  # relative path to ``{"bytes": .., "sha256": ..}``
+    versions: Mapping[str, str]  # of the packages that the index was built with
+    built_at: str  # when the build was finished, UTC
+    build_seconds: float  # without interruptions
     format: int = FORMAT
 
     @property

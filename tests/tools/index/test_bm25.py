@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -133,21 +131,3 @@ def test_parameters_change_scores(tmp_path: Path) -> None:
     assert {int(hit.passage.id): hit.score for hit in ours} == {
         place: pytest.approx(score) for place, score in enumerate(scores.tolist()) if score
     }
-
-
-@pytest.mark.slow
-def test_wikipedia_ranks_as_bm25s_does(shared_data: Path, tmp_path: Path) -> None:
-    corpus = shared_data / "corpus" / "wiki.jsonl.gz"
-    build([corpus], tmp_path / "index")
-    index = open_index(tmp_path / "index")
-    with gzip.open(corpus, "rt", encoding="utf-8") as lines:
-        passages = [Passage.from_row(json.loads(line)) for line in lines]
-    theirs = index_words(passages)
-    with gzip.open(shared_data / "nq" / "test.jsonl.gz", "rt", encoding="utf-8") as lines:
-        queries = [json.loads(line)["question"] for line in lines]
-    for query, hits in zip(queries, index.search(queries, 10), strict=True):
-        scores = theirs.get_scores_from_ids(theirs.get_tokens_ids(by_bm25s([query])[0]))
-        best = np.lexsort((np.arange(len(scores)), -scores))[:10]
-        assert [hit.score for hit in hits] == pytest.approx(scores[best].tolist(), rel=1e-6)
-        assert [hit.passage for hit in hits] == [passages[place] for place in best]
-    index.close()

@@ -46,9 +46,8 @@ def make_run(path: Path, cache: Path, **overrides: Any) -> Path:
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
     with pytest.MonkeyPatch.context() as patch, Path(os.devnull).open("w") as nowhere:
         patch.setenv("SORL_CACHE", str(cache))
-        shared = {
-            name: value for name, value in SETTINGS.items() if name not in dotted
-        }  # replaced, not merged
+        # replaced, not merged
+        shared = {name: value for name, value in SETTINGS.items() if name not in dotted}
         config = load_config("quickstart", dotted, shared=shared)
         run_dir = RunDir.create(path, config)
         run(config, run_dir, Display(nowhere), False)

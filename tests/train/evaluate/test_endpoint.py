@@ -67,7 +67,7 @@ def test_without_a_tokenizer_prompts_go_out_as_text(
     rows = evaluate(tmp_path / "out", *served_as(vllm), "--mode", "agent", "--limit", "3")
     assert len(rows) == 3 and vllm.requests[0]["prompt"] in {row["prompt"] for row in rows}
     assert all(turn["token_ids"] is None for row in rows for turn in row["turns"])
-    assert vllm.authorizations == {"Bearer secret"}
+    assert {request["token"] for request in vllm.requests} == {"Bearer secret"}
     assert not any("secret" in path.read_text() for path in (tmp_path / "out").iterdir())
     settings = json.loads((tmp_path / "out" / "settings.json").read_text())
     assert "estimates" in settings["policy"]["tokenizer"]

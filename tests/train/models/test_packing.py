@@ -21,10 +21,8 @@ from ..rollout.architectures import EXACT, MORE_EXACT, NEW, build
 
 PADDED_ONLY = {
     "gpt_oss": ["it has 'eager' attention"],  # attention sinks
-    "gemma2": [
-        "it has 'eager' attention",
-        "softcap",
-    ],  # capped scores; transformers says the first or the second
+    # capped scores; transformers says the first or the second
+    "gemma2": ["it has 'eager' attention", "softcap"],
     "llama4, chunks": ["would differ"],  # chunks are in the mask alone
 }
 
@@ -146,9 +144,8 @@ def test_the_layout_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prompt.queries.tolist() == prompt.keys.tolist() == [[0, 1]] and prompt.mask is None
     assert own.queries.tolist() == [[2]] and own.keys.tolist() == [[0, 1, 2]]
     assert own.mask is not None and own.mask.all()
-    assert packed.token_ids.tolist() == [
-        [5, 6, 7]
-    ]  # the state of 6 scores both first tokens, that of 7 the 8
+    # the state of 6 scores both first tokens, that of 7 the 8
+    assert packed.token_ids.tolist() == [[5, 6, 7]]
     assert packed.positions.tolist() == [[0, 1, 2]]
     assert packed.where.tolist() == [[0, 1, 2, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
 

@@ -95,13 +95,6 @@ def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(
     assert_truncated(trajectories, model, **how)
 
 
-def test_word_level_tokens_are_exact(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
-    model = load_policy(tiny_folder)
-    trajectories, seen = roll(minihop_env, model, load_tokenizer(tiny_folder), 12)
-    assert_exact(trajectories, seen, model)
-    assert any(len(t.turns) > 1 for t in trajectories)
-
-
 @pytest.fixture(scope="module")
 def byte_level(minihop_env: ToolUseEnv) -> tuple[Any, Any]:
     """A byte-level BPE trained on the world's text, and a random model over it."""
@@ -128,12 +121,16 @@ def byte_level(minihop_env: ToolUseEnv) -> tuple[Any, Any]:
     return LlamaForCausalLM(config).eval(), wrapped
 
 
-def test_byte_level_tokens_are_exact(byte_level: tuple[Any, Any], minihop_env: ToolUseEnv) -> None:
+def test_tokens_are_exact(byte_level: tuple[Any, Any], tiny_folder: str, minihop_env: ToolUseEnv) -> None:
+    """Those of a tokenizer of words, and of one of bytes."""
+    model = load_policy(tiny_folder)
+    trajectories, seen = roll(minihop_env, model, load_tokenizer(tiny_folder), 12)
+    assert_exact(trajectories, seen, model)
+    assert any(len(t.turns) > 1 for t in trajectories)
     model, tokenizer = byte_level
     env = minihop_env.spawn()
     env.limits = type(env.limits)(max_turns=3, max_new_tokens=24, max_trajectory_tokens=600)
-    trajectories, seen = roll(env, model, tokenizer, 6)
-    assert_exact(trajectories, seen, model)
+    assert_exact(*roll(env, model, tokenizer, 6), model)
 
 
 def test_greedy_turns_equal_plain_generation(tiny_folder: str, minihop_env: ToolUseEnv) -> None:

@@ -138,9 +138,8 @@ def test_two_steps_of_training(vllm_on_cpu: None, tmp_path: Path) -> None:
     lines = read_metrics(run_dir.metrics)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[2]["loss/grad_norm"] > 0
-    assert (
-        max(line["rollout/mismatch_max"] for line in lines[1:]) < 1e-3
-    )  # weights of step 1 reached the sampler
+    # weights of step 1 reached the sampler
+    assert max(line["rollout/mismatch_max"] for line in lines[1:]) < 1e-3
     assert summary["steps"] == 2
 
 

@@ -113,21 +113,16 @@ def test_questions_in_flight_together_are_answered_as_sorl_ask_answers_them(
         assert reply.status_code == 200 and content["object"] == "chat.completion"
         (choice,) = content["choices"]
         assert [turn["text"] for turn in content["sorl"]["turns"]] == [turn.text for turn in expected.turns]
-        assert [turn["observation"] for turn in content["sorl"]["turns"]] == [
-            turn.observation for turn in expected.turns
-        ]
+        observations = [turn["observation"] for turn in content["sorl"]["turns"]]
+        assert observations == [turn.observation for turn in expected.turns]
         last = expected.turns[-1]
         answered = last.kind == "answer"
         kinds.add(answered)
         assert choice["message"]["content"] == (last.content if answered else None)
         assert choice["finish_reason"] == ("stop" if answered else "length")
-        usage = content["usage"]
-        assert usage["completion_tokens"] == expected.num_action_tokens
-        assert (
-            usage["total_tokens"]
-            == len(expected.token_ids)
-            == usage["prompt_tokens"] + usage["completion_tokens"]
-        )
+        total, drawn = len(expected.token_ids), expected.num_action_tokens
+        usage = {"prompt_tokens": total - drawn, "completion_tokens": drawn, "total_tokens": total}
+        assert content["usage"] == usage
     assert True in kinds
     assert server.client.get("/health").json() == {
         "status": "ok", "model": "agent", "task": "minihop", "in_flight": 0, "waiting": 0,
@@ -195,16 +190,8 @@ def test_over_a_served_model_with_a_token(run: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     task = ["--task", "minihop", *world_of(run)]
     with serving(policy, vllm=True) as upstream:
-        options = [
-            "--endpoint",
-            upstream.url,
-            "--model_name",
-            "tiny",
-            "--tokenizer",
-            policy,
-            "--timeout_s",
-            "2",
-        ]
+        options = ["--endpoint", upstream.url, "--model_name", "tiny", "--tokenizer", policy]
+        options += ["--timeout_s", "2"]
         with served(*options, *task, "--token_file", str(tmp_path / "token")) as server:
             client, body = server.client, asking("What is the employer of nobody?")
             assert client.get("/health").status_code == 200

@@ -78,17 +78,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def policy_of(run: Path, task: Path, concurrency: int) -> tuple[Policy, ToolUseEnv]:
-    options = [
-        "--model",
-        str(run),
-        "--task",
-        str(task),
-        "--hardware.threads",
-        "1",
-        "--sampler.max_concurrency",
-        str(concurrency),
-    ]
-    args: argparse.Namespace = ask_parser().parse_args(["x", *options])
+    options = ["--model", str(run), "--task", str(task), "--sampler.max_concurrency", str(concurrency)]
+    args: argparse.Namespace = ask_parser().parse_args(["x", *options, "--hardware.threads", "1"])
     source = find_source(args, args.model)
     (env,) = make_envs(args, [args.task], None).values()
     return make_policy(args, source, [env]), env
@@ -161,16 +152,8 @@ def test_rollouts(cold_started_run: Path, task: Path) -> None:
 
 # --- sorl-eval ------------------------------------------------------------------------------------------------
 def evaluate(run: Path, task: Path, out: Path, at_once: int, *options: str) -> bytes:
-    fixed = [
-        "--task",
-        str(task),
-        "--hardware.threads",
-        "1",
-        "--quiet",
-        "--sampler.max_concurrency",
-        str(at_once),
-    ]
-    assert main([str(run), *fixed, "--out", str(out), *options]) == 0
+    fixed = ["--task", str(task), "--sampler.max_concurrency", str(at_once), "--hardware.threads", "1"]
+    assert main([str(run), *fixed, "--quiet", "--out", str(out), *options]) == 0
     return (out / "results.jsonl").read_bytes()
 
 

@@ -100,9 +100,8 @@ def _building(out: Path, request: str, restart: bool) -> Iterator[Path]:
         out.mkdir(parents=True, exist_ok=True)
         with (out / REQUEST).open("a+", errors="replace") as file:
             try:
-                fcntl.flock(
-                    file, fcntl.LOCK_EX | fcntl.LOCK_NB
-                )  # the system releases it when this process ends
+                # the system releases it when this process ends
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UserError(f"{out}: another process is building there; wait for it") from error
             file.seek(0)

@@ -28,27 +28,18 @@ SEARCH_SETTINGS = {"nprobe": ("IVF", 64), "efSearch": ("HNSW", 128)}  # for fact
 
 @dataclass(frozen=True)
 class DenseOptions:
-    """How passages become vectors, and how these are searched.
+    """How passages become vectors, and how these are searched."""
 
-    Args:
-        model: a model folder of sentence-transformers, or a name that it or the ``encoder`` finds.
-        encoder: address of a server with OpenAI's embeddings API, which embeds instead of sentence-transformers.
-        query_prefix: text before a query; None takes it from the model's configuration or name (E5's are known).
-        passage_prefix: text before a passage, likewise.
-        vectors: a .npy file of the passages' vectors, (passages, dim) float32, computed earlier with this model.
-        faiss: a kind that ``factory_string`` knows, or a factory string of FAISS.
-        batch_size: passages embedded at a time.
-        device: torch device of the model; None takes a GPU if there is one.
-    """
-
-    model: str = ""
-    encoder: str | None = None
-    query_prefix: str | None = None
-    passage_prefix: str | None = None
-    vectors: Path | None = None
-    faiss: str = "flat"
-    batch_size: int = 64
-    device: str | None = None
+    model: str = ""  # a model folder of sentence-transformers, or a name that it or the ``encoder`` finds
+    encoder: str | None = None  # address of a server with OpenAI's embeddings API, which then embeds
+    query_prefix: str | None = None  # None takes it from the model's configuration or name (E5's are known)
+    passage_prefix: str | None = None  # likewise
+    vectors: Path | None = (
+        None  # .npy of the passages' vectors, (passages, dim) float32, made with this model
+    )
+    faiss: str = "flat"  # a kind that ``factory_string`` knows, or a factory string of FAISS
+    batch_size: int = 64  # passages embedded at a time
+    device: str | None = None  # torch device of the model; None takes a GPU if there is one
 
 
 def check_options(options: DenseOptions) -> Encoder:
