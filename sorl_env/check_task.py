@@ -125,8 +125,7 @@ def _check_rewards(env: ToolUseEnv, examples: Sequence[Example]) -> Iterator[Che
 
 
 def _nothing(golds: Sequence[str]) -> Sequence[str]:
-    """Answers that say nothing. A gold answer such as ``A`` or ``!!``, of which normalization leaves nothing, must not
-    make them right."""
+    """Answers without content. They must score 0 also where a gold answer, such as ``A``, normalizes to nothing."""
     if all(normalize_answer(gold) for gold in golds):
         return ("",)
     return ("", *(text for text in ("...", "the") if text not in golds))

@@ -93,7 +93,7 @@ class Server:
     Attributes:
         url: as ``http://127.0.0.1:8303``.
         is_sorl: it is ``sorl-serve-env``, and its metadata says all that our own environment would.
-        to_action: makes an action of a text; raises ``ToolInputError`` for a text that is none.
+        to_action: makes an action of a text; raises ``ToolInputError`` where it cannot.
         to_text: the text of an observation.
         timeout_s: for one message and its reply.
         wait_s: for a place on a server that is full, or for one that is being restarted, at the beginning of an

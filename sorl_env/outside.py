@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class OutsideError(RuntimeError):
-    """Code from outside raised what is no ``Exception``, such as ``SystemExit``; that is its ``__cause__``."""
+    """Code from outside raised a ``BaseException`` such as ``SystemExit``, which is the ``__cause__``."""
 
 
 class HungError(UserError):
@@ -79,7 +79,7 @@ async def within(future: asyncio.Future[_T], timeout_s: float) -> _T:
         raise TimeoutError
     try:
         return future.result()
-    except asyncio.CancelledError as error:  # not of the caller, who would not have come here
+    except asyncio.CancelledError as error:  # not the caller's own, which ends the wait above
         raise OutsideError("it cancelled its own call") from error
 
 

@@ -19,7 +19,7 @@ _MANY = 20_000  # prompts: counting so many takes seconds, which are announced
 
 
 def make_codec(env: TextEnv, tokenizer: Tokenizer, *, use_chat_template: bool) -> TurnCodec:
-    """The codec of the environment's format for this tokenizer; the environment then reads turns as the codec does.
+    """The codec of the environment's format for this tokenizer. Also sets ``env.format``.
 
     An environment from elsewhere, which reads the policy's text itself, has the format ``tags``: plain text.
 

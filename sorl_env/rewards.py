@@ -32,9 +32,9 @@ _normalize_gold = lru_cache(maxsize=4096)(normalize_answer)
 
 
 def answer_match(prediction: str, golds: Iterable[str]) -> float:
-    """``exact_match`` as a reward. It compares a gold answer of which normalization leaves nothing as it is written.
+    """``exact_match`` as a reward. Gold answers that normalize to nothing are compared as they are written.
 
-    ``A+``, ``!!!`` and ``The The`` all become the empty text. ``exact_match``, which agrees with published scorers,
+    ``A+``, ``!!!`` and ``The The`` all become the empty text, so ``exact_match``, which agrees with published scorers,
     counts each of them, and ``...`` and ``the``, as right for any other.
 
     >>> [answer_match(p, ["A+"]) for p in ("a+", "...", "the")]

@@ -57,8 +57,8 @@ def _refuse(space: UnicodeText, n: int = 1, ctx: Any = multiprocessing) -> Any:
 
 
 class StepResult(NamedTuple):
-    """What Gymnasium's ``step`` returns. ``info`` holds the fields of ``TurnInfo`` but for the observation, with
-    ``stop_reason`` as text, and ``format_error`` (the value of the error of ``parsed``) and ``example_id``."""
+    """What Gymnasium's ``step`` returns. ``info`` holds the fields of ``TurnInfo`` except the observation, with
+    ``stop_reason`` as text, and also ``format_error`` and ``example_id``."""
 
     observation: str
     reward: float
