@@ -7,12 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from sorl_train.run.display import (
-    Display,
-    LiveDisplay,
-    make_display,
-    summary_block,
-)
+from sorl_train.run.display import Display, LiveDisplay, make_display, summary_block
 
 STEP = {
     "rollout/success": 0.75,
@@ -111,16 +106,17 @@ def test_pipes_ci_and_dumb_terminals_get_plain_lines(monkeypatch: pytest.MonkeyP
         def isatty(self) -> bool:
             return True
 
-    for name in ("CI", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(make_display(Terminal()), LiveDisplay)
-    assert isinstance(make_display(io.StringIO()), Display)
-    monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(make_display(Terminal()), Display)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("CI", "true")
-    assert isinstance(make_display(Terminal()), Display)
+    for stream, term, ci, kind in (
+        (Terminal(), "xterm", "", LiveDisplay),
+        (io.StringIO(), "xterm", "", Display),
+        (Terminal(), "dumb", "", Display),
+        (Terminal(), "xterm", "true", Display),
+    ):
+        monkeypatch.setenv("TERM", term)
+        monkeypatch.setenv("CI", ci)
+        assert type(make_display(stream)) is kind
 
 
 def test_the_summary_has_units_and_leaves_out_what_is_missing() -> None:
