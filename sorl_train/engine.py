@@ -104,7 +104,9 @@ class LocalEngine:
             self.reference = TorchBackend(reference.requires_grad_(False).eval(), **how)
         self.check_mismatch = partial(
             check_mismatch,
-            limit=mismatch_limit(config, compute_dtype(hardware.dtype, self.device)),
+            limit=mismatch_limit(
+                sampler, compute_dtype(hardware.dtype, self.device), served=sampler.backend == "vllm"
+            ),
             top_p=sampler.top_p,
             decode=self.tokenizer.decode,
             folder=self.run_dir.path,

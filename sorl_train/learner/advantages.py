@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sorl_train.algorithms import AdvantageKind
+from sorl_train.algorithms import AdvantageKind, RatioLevel
+from sorl_train.config.run_settings import CorrectionConfig
 from sorl_train.config.settings import LossConfig, TrainConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.dapo import drop_rows_without_loss
@@ -37,7 +38,7 @@ def prepare(batch: Batch, config: TrainConfig) -> tuple[Batch, dict[str, float]]
     """
     batch = estimate_advantages(batch, config.algorithm.advantage, config.loss)
     metrics = state_metrics(batch)
-    batch, corrected = correct(drop_rows_without_loss(batch), config)
+    batch, corrected = correct(drop_rows_without_loss(batch), config.correction, config.algorithm.ratio)
     return batch, metrics | corrected
 
 
@@ -87,25 +88,24 @@ def _compared(batch: Batch, rewards: Tensor, kind: AdvantageKind, loss: LossConf
     return on_tokens(table, batch.turn_ids)
 
 
-def correction_settings(config: TrainConfig) -> CorrectionSettings:
-    """The settings of a run, with the published limits where it gives none."""
-    given = config.correction
+def correction_settings(given: CorrectionConfig, ratio: RatioLevel) -> CorrectionSettings:
+    """The settings of a run whose algorithm has this ratio, with the published limits where it gives none."""
     low, high = PUBLISHED[given.mode]
     return CorrectionSettings(
         mode=given.mode,
-        level=config.algorithm.ratio if given.level == "auto" else given.level,
+        level=ratio if given.level == "auto" else given.level,
         low=low if given.low is None else given.low,
         high=high if given.high is None else given.high,
         sequence_mask=given.sequence_mask,
     )
 
 
-def correct(batch: Batch, config: TrainConfig) -> tuple[Batch, dict[str, float]]:
+def correct(batch: Batch, given: CorrectionConfig, ratio: RatioLevel) -> tuple[Batch, dict[str, float]]:
     """Fill in ``correction`` as configured; also returns its ``loss/`` metrics. It is the same batch if that is off."""
-    if not config.correction.is_on:
+    if not given.is_on:
         return batch, {}
     assert batch.old_log_probs is not None  # the engine computes them before the update if ``is_on``
-    old, sampled, settings = batch.old_log_probs, batch.rollout_log_probs, correction_settings(config)
+    old, sampled, settings = batch.old_log_probs, batch.rollout_log_probs, correction_settings(given, ratio)
     found = correction_weights(old, sampled, batch.loss_mask, batch.turn_ids, settings)
     return batch.with_fields(correction=found.weights), found.metrics()
 

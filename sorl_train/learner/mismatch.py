@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sorl_env.errors import UserError
 from sorl_env.trajectory import Trajectory
-from sorl_train.config.settings import TrainConfig
+from sorl_train.config.settings import SamplerConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.run.files import atomic_write
 
@@ -49,11 +49,10 @@ Training on these figures would be wrong, so the run ends here. sampler.max_mism
 off."""
 
 
-def mismatch_limit(config: TrainConfig, dtype: torch.dtype) -> float:
-    """``sampler.max_mismatch``, or a default for the sampler and for ``dtype``, that of forward passes; 0: no check."""
-    served = config.engine == "openrlhf" or config.sampler.backend == "vllm"
-    limit = config.sampler.max_mismatch
-    return _LIMITS["vllm" if served else "transformers", dtype] if limit is None else limit
+def mismatch_limit(sampler: SamplerConfig, dtype: torch.dtype, *, served: bool) -> float:
+    """``sampler.max_mismatch``, or a default for forward passes in ``dtype``, higher if vLLM samples (``served``)."""
+    default = _LIMITS["vllm" if served else "transformers", dtype]
+    return default if sampler.max_mismatch is None else sampler.max_mismatch
 
 
 def sampled_by(version: int, trajectories: Sequence[Trajectory], batch: Batch) -> Tensor:

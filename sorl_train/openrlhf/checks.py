@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_train.config.schema import fields, flatten
 from sorl_train.config.settings import TrainConfig
-from sorl_train.models.policy import ModelShape
+from sorl_train.models.policy import VALUE_HEAD_FILE, ModelShape
 from sorl_train.openrlhf.flags import Placement, problems_of
 
 # The engine overrides internals of these packages, which other versions may have changed.
@@ -28,11 +29,8 @@ KERNELS = {
 }
 
 
-def critic_start(config: TrainConfig, model: str) -> str:
-    """One line that says where the critic's weights and its value head come from."""
-    from sorl_train.models.policy import VALUE_HEAD_FILE
-
-    start = config.critic or model
+def critic_start(start: str) -> str:
+    """One line that says where the critic's weights, which are those of ``start``, and its value head come from."""
     if (Path(start) / VALUE_HEAD_FILE).is_file():
         return f"critic: starts from {start} with the value head that is there ({VALUE_HEAD_FILE})"
     return f"critic: starts from {start} with a value head of zeros, as it has no {VALUE_HEAD_FILE}: all values are 0"
@@ -131,9 +129,9 @@ def check_versions() -> None:
         )
 
 
-def check_attention(config: TrainConfig) -> None:
+def check_attention(flags: Mapping[str, Any]) -> None:
     """Raise ``UserError`` if the attention kernel that ``cluster.flags`` asks for is not installed."""
-    kernel = config.cluster.flags.get("ds.attn_implementation")
+    kernel = flags.get("ds.attn_implementation")
     for package in KERNELS.get(str(kernel), []):
         if not installed(package):
             raise UserError(

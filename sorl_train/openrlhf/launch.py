@@ -72,7 +72,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     """
     check(config)
     check_versions()
-    check_attention(config)
+    check_attention(config.cluster.flags)
     point = resume_point(run_dir) if resume else None
     if config.hardware.device == "cpu":
         os.environ.update(CPU_ENVIRONMENT)
@@ -92,7 +92,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         rewind(run_dir, point.path)
         tell_state(run_dir, display.message, point)
     elif config.algorithm.needs_critic:
-        display.message(critic_start(config, model))
+        display.message(critic_start(config.critic or model))
     place = Placement.of(config)
     where = "CPU" if config.hardware.device == "cpu" else f"{place.gpus} GPUs"
     done = point.step if point else -1  # step 0 is the evaluation before the first step

@@ -101,7 +101,7 @@ class TrainStep:
         self.trust: dict[str, float] | None = None  # the workers' trust region after the last step
         self.check_mismatch = partial(
             check_mismatch,
-            limit=mismatch_limit(self.config, torch.bfloat16),
+            limit=mismatch_limit(self.config.sampler, torch.bfloat16, served=True),
             top_p=self.config.sampler.top_p,
             decode=self.tokenizer.decode,
             folder=self.run_dir.path,

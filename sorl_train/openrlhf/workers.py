@@ -58,9 +58,9 @@ def critic_update(engine: Any, config: TrainConfig) -> tuple[CriticUpdate, Value
     return CriticUpdate(DeepSpeedBackend(engine, head=head), config), head
 
 
-def _score(batch: Batch, name: str, backend: Backend, config: TrainConfig) -> Tensor:
+def _score(batch: Batch, name: str, backend: Backend, size: int) -> Tensor:
     """Values or log-probabilities (B, T) of the policy's tokens, as ``score`` computes the field ``name``."""
-    found = score(batch, {name: backend}, config.update.log_prob_micro_batch_size)[name]
+    found = score(batch, {name: backend}, size)[name]
     torch.cuda.empty_cache()
     return found
 
@@ -78,7 +78,7 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
     def score(self, batch: Batch) -> Tensor:
         """Log-probabilities (B, T) of the policy's tokens."""
         self.actor.eval()
-        return _score(batch, "log_probs", self.update.backend, self.config)
+        return _score(batch, "log_probs", self.update.backend, self.config.update.log_prob_micro_batch_size)
 
     def train_on(
         self, minis: list[Batch], done: int, sample: Batch, trust: dict[str, float] | None
@@ -134,7 +134,7 @@ class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
     def score(self, batch: Batch) -> Tensor:
         """Values (B, T) of the policy's tokens."""
         self.critic.eval()
-        return _score(batch, "values", self.update.backend, self.config)
+        return _score(batch, "values", self.update.backend, self.config.update.log_prob_micro_batch_size)
 
     def train_on(self, minis: list[Batch], done: int) -> dict[str, float]:
         """See ``PolicyWorker.train_on``."""

@@ -82,7 +82,7 @@ def _settings(run: Run) -> tuple[()]:
 def _versions(run: Run) -> tuple[()]:
     if run.config.engine == "openrlhf":
         check_versions()
-        check_attention(run.config)
+        check_attention(run.config.cluster.flags)
     return ()
 
 

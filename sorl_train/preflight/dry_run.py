@@ -181,7 +181,7 @@ def _placement(config: TrainConfig, model: str) -> list[str]:
         partial = ", turns continue through weight updates" if cluster.partial_rollout else ""
         lines.append(f"staleness: at most {_count(config.rollout.max_staleness, 'training step')}{partial}")
     if config.algorithm.needs_critic:
-        lines.append(critic_start(config, model))
+        lines.append(critic_start(config.critic or model))
     if config.hardware.device == "cpu":
         lines.append("on a CPU: Ray counts these GPUs, but they do not exist")
     return lines

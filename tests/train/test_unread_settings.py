@@ -112,7 +112,7 @@ def update(config: TrainConfig) -> tuple[Tensor, dict[str, float]]:
         values=values,
     )
     batch = estimate_advantages(batch, config.algorithm.advantage, config.loss)
-    batch, _ = correct(drop_rows_without_loss(batch), config)
+    batch, _ = correct(drop_rows_without_loss(batch), config.correction, config.algorithm.ratio)
     with torch.no_grad():  # older weights sampled the batch
         began = action_stats(policy, batch.token_ids, batch.action_mask, temperature=1.0).log_probs
     batch = batch.with_fields(start_log_probs=began)

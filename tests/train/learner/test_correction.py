@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sorl_train.config.files import load_config
+from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.run_settings import CorrectionConfig
 from sorl_train.learner.advantages import correction_settings
+from sorl_train.losses.correction import CorrectionSettings
 from sorl_train.report.report import main as report
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.metrics_log import iter_token_records
@@ -16,11 +18,14 @@ from sorl_train.run.metrics_log import iter_token_records
 from ..conftest import train_short
 
 
+def settings_of(algo: str, **given: Any) -> CorrectionSettings:
+    return correction_settings(CorrectionConfig(**given), ALGORITHMS[algo].ratio)
+
+
 def test_limits_that_are_not_given_are_the_published_ones() -> None:
-    found = correction_settings(load_config("quickstart", {"algo": "so_grpo", "correction.mode": "truncate"}))
+    found = settings_of("so_grpo", mode="truncate")
     assert (found.level, found.high, found.sequence_mask) == ("token", 2.0, None)
-    settings = {"algo": "so_grpo", "correction.mode": "band", "correction.level": "turn"}
-    found = correction_settings(load_config("quickstart", settings))
+    found = settings_of("so_grpo", mode="band", level="turn")
     assert (found.level, found.low, found.high) == ("turn", 0.5, 5.0)
     assert not CorrectionConfig().is_on and CorrectionConfig(sequence_mask=0.1).is_on
 
@@ -28,10 +33,7 @@ def test_limits_that_are_not_given_are_the_published_ones() -> None:
 @pytest.mark.parametrize(("algo", "level"), [("so_grpo", "token"), ("so_ppo", "turn"), ("gspo", "sequence")])
 def test_the_level_is_by_default_that_of_the_ratio(algo: str, level: str) -> None:
     """A finer one would be undone: a token of weight 0 shares the gradient of its turn or sequence."""
-    assert (
-        correction_settings(load_config("quickstart", {"algo": algo, "correction.mode": "band"})).level
-        == level
-    )
+    assert settings_of(algo, mode="band").level == level
 
 
 def test_a_run_in_bfloat16_on_policy_is_corrected(tmp_path: Path) -> None:

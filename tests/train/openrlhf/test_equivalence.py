@@ -69,7 +69,12 @@ def results(tiny_folder: str, batch: Batch, tmp_path_factory: pytest.TempPathFac
     common = {"kind": "policy", "model": tiny_folder, "lr": LR}
     for name, (ranks, stage, accumulation, overrides) in STEPS.items():
         config = settings(**overrides, **{"update.micro_batch_size": len(batch) // ranks // accumulation})
-        own = {"config": config, "batch": correct(batch, config)[0], "stage": stage, "dtype": torch.float32}
+        own = {
+            "config": config,
+            "batch": correct(batch, config.correction, config.algorithm.ratio)[0],
+            "stage": stage,
+            "dtype": torch.float32,
+        }
         cases[ranks][name] = common | own
     common |= {"batch": batch, "dtype": torch.bfloat16}
     for algo in ALGORITHMS:
@@ -101,7 +106,7 @@ def test_the_step_equals_the_local_engines(
     name: str, tiny_folder: str, batch: Batch, results: Results
 ) -> None:
     config = settings(**STEPS[name][3])
-    batch, corrected = correct(batch, config)
+    batch, corrected = correct(batch, config.correction, config.algorithm.ratio)
     assert config.correction.is_on == (0 < corrected.get("loss/correction_zero_frac", 0) < 1)
     before, after, expected = local_step(tiny_folder, batch, config)
     found = results[name]

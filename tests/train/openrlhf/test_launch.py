@@ -141,11 +141,9 @@ def test_a_flag_that_follows_from_a_setting_names_one_that_exists() -> None:
 
 
 def test_where_the_critic_starts_is_said(tmp_path: Path) -> None:
-    config = settings(critic=str(tmp_path))
-    assert f"starts from {tmp_path} with a value head of zeros" in critic_start(config, "m")
+    assert f"starts from {tmp_path} with a value head of zeros" in critic_start(str(tmp_path))
     (tmp_path / "value_head.safetensors").write_bytes(b"")
-    assert f"starts from {tmp_path} with the value head that is there" in critic_start(config, "m")
-    assert "starts from m with a value head of zeros" in critic_start(settings(), "m")
+    assert f"starts from {tmp_path} with the value head that is there" in critic_start(str(tmp_path))
 
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,11 +162,11 @@ def test_a_kernel_that_is_not_installed_is_refused_and_the_default_needs_none(
 ) -> None:
     monkeypatch.setattr(checks, "installed", {"flash-attn": "2.8.3"}.get)
     for kernel in ("sdpa", "flash_attention_2", "kernels-community/flash-attn2"):
-        check_attention(settings(cluster__flags={"ds.attn_implementation": kernel}))
+        check_attention({"ds.attn_implementation": kernel})
     monkeypatch.setattr(checks, "installed", {}.get)
-    check_attention(settings())
+    check_attention({})
     with pytest.raises(UserError) as caught:
-        check_attention(settings(cluster__flags={"ds.attn_implementation": "flash_attention_2"}))
+        check_attention({"ds.attn_implementation": "flash_attention_2"})
     assert "ds.attn_implementation=flash_attention_2 needs the package flash-attn" in str(caught.value)
 
 
