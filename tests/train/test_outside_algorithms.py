@@ -18,10 +18,11 @@ from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.update_settings import loss_settings
 from sorl_train.report.report import main as report
+from sorl_train.rollout.environments import make_env
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import saved_config
 
-from .conftest import train_short
+from .conftest import short_config, train_short
 from .losses.test_surrogates import documented
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
@@ -181,3 +182,19 @@ def table_of_algorithms() -> list[str]:
 def test_the_table_of_the_page_is_that_of_the_code() -> None:
     found = PAGE.read_text(encoding="utf-8").partition("<!-- algorithms:")[2].partition("<!-- end -->")[0]
     assert found.splitlines()[1:] == table_of_algorithms()
+
+
+def test_comparing_the_rewards_of_turns_needs_rewards_of_turns() -> None:
+    config = short_config(algo="mt_grpo", rollout__group_size=4)
+    with pytest.raises(UserError, match=r"(?s)task minihop gives none.*--task_args\.hit_reward"):
+        make_env(config)
+    make_env(config, evaluation=True)
+    make_env(short_config(algo="mt_grpo", rollout__group_size=4, stage="sft"))
+
+
+def test_an_algorithm_brings_its_published_settings() -> None:
+    rloo, gigpo = short_config(algo="rloo").loss, short_config(algo="gigpo").loss
+    assert (rloo.group_baseline, rloo.group_std) == ("leave_one_out", False)
+    assert (gigpo.gamma, gigpo.turn_weight, gigpo.anchor_state) == (0.95, 1.0, "observation")
+    assert short_config(algo="gigpo", loss__gamma=0.9).loss.gamma == 0.9
+    assert short_config(algo="grpo").loss.gamma == 1.0

@@ -185,3 +185,20 @@ def test_the_best_policy_is_the_one_that_the_summary_names(
             assert outcome(run_dir) == outcome(whole)
         weights = "checkpoints/step_000006/policy/model.safetensors"
         assert outcome(run_dir)[weights] == outcome(whole)[weights]
+
+
+def test_a_waiting_batch_has_its_states_after_a_resume(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "algo": "gigpo",
+        "rollout__group_size": 4,
+        "update__epochs": 2,
+        "eval__num_examples": 4,
+    }
+    settings |= {"task_args__hit_reward": 0.5, "task_args__valid_reward": 0.1}
+    settings |= {"rollout__max_staleness": 1, "checkpoint__every": 1}
+    whole, _ = train_short(tmp_path / "whole", **settings | {"update__steps": 3})
+    stopped, _ = train_short(tmp_path / "stopped", **settings | {"update__steps": 2})
+    train_short(stopped.path, resume=True, **settings | {"update__steps": 3})
+    with_states = [line["loss/shared_state_frac"] for line in read_jsonl(stopped.metrics)[1:]]
+    assert with_states[:2] == [line["loss/shared_state_frac"] for line in read_jsonl(whole.metrics)[1:3]]
+    assert len(with_states) == 3 and with_states[0] > 0.3  # at least the first turns

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sorl_env.errors import UserError
 from sorl_env.task import Limits
@@ -18,17 +19,21 @@ from sorl_env.trajectory import StopReason
 from sorl_train.config.files import load_config
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.trust_region import final_kl_sample
 from sorl_train.openrlhf import checks, launch
 from sorl_train.openrlhf.checks import check, check_attention, critic_start
 from sorl_train.openrlhf.flags import ALLOWED, COPIED, Placement, as_arguments, openrlhf_flags
 from sorl_train.openrlhf.launch import cause_of_death, follow
 from sorl_train.openrlhf.prompts import exclude_older, training_loader
+from sorl_train.openrlhf.rank_shards import by_rank, put_together, rows_by_rank
 from sorl_train.rollout.jobs import training_jobs
 from sorl_train.run.folder import RunDir
 from sorl_train.run.metrics_log import MetricsLog
 
 from ..conftest import QuietDisplay
 from ..learner.test_batch import trajectory
+from ..learner.test_overlong import of_length
 
 CLUSTER = {"engine": "openrlhf", "rollout.batch_size": 512, "update.mini_batch_size": 256, "optim.lr": 1e-6}
 
@@ -256,3 +261,39 @@ def test_what_was_sampled_too_long_ago_is_excluded() -> None:
     kept = exclude_older(versions_of, oldest=4)
     assert [t.excluded for t in kept] == [True, False, False]
     assert kept[0].stop_reason is StopReason.ABORTED and "too old" in str(kept[0].error)
+
+
+def batch_of(rows: int) -> Batch:
+    """Trajectories of different lengths, in no order."""
+    return collate([of_length(6 + (7 * row) % 31) for row in range(rows)])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 8, 9])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_all_ranks_have_equally_many_rows_and_each_trajectory_counts_once(rows: int, ranks: int) -> None:
+    batch = batch_of(rows)
+    shares = by_rank(batch, ranks)
+    assert {len(share) for share in shares} == {-(-rows // ranks)}
+    counted = [
+        name for share in shares for name in (share.ids[i] for i in share.loss_mask.any(dim=1).nonzero())
+    ]
+    assert sorted(counted) == sorted(batch.ids)
+    assert sum(int(share.loss_mask.sum()) for share in shares) == int(batch.loss_mask.sum())
+    found = [share.token_ids[:, 1:].float() for share in shares]
+    whole = put_together(batch, rows_by_rank(batch, ranks), found)
+    assert torch.equal(whole, batch.token_ids[:, 1:].float())
+
+
+def test_the_trust_region_sees_loss_tokens_whatever_was_filtered() -> None:
+    """32 trajectories over 8 ranks: the longest of each rank are filtered, as overlong.exclude does.
+
+    Every fourth row of each rank's share, longest first, would be a filtered one.
+    """
+    batch = batch_of(32)
+    loss_mask = batch.loss_mask.clone()
+    loss_mask[torch.argsort(batch.lengths, descending=True)[:8]] = False
+    batch = batch.with_fields(loss_mask=loss_mask)
+    assert not any(share.loss_mask[::4].any() for share in by_rank(batch, 8))
+    sample = by_rank(batch.rows(final_kl_sample(batch.loss_mask)), 8)
+    assert sum(int(share.loss_mask.any(dim=1).sum()) for share in sample) == 6  # of 24
+    assert {len(share) for share in sample} == {1}

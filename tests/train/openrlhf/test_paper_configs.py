@@ -124,11 +124,3 @@ def test_two_real_steps(
     before = load_policy(settings["model"]).state_dict()
     after = load_policy(str(policy)).state_dict()
     assert before.keys() == after.keys() and any(not torch.equal(before[key], after[key]) for key in before)
-    check_card(policy, start.task)
-
-
-def check_card(policy: Path, task: str) -> None:
-    """As the local engine writes it."""
-    card = (policy / "README.md").read_text()
-    assert "| steps | 2 of 2, of 8 trajectories" in card and "2, this policy | 2 |" in card
-    assert ("medical advice" in card) == (task == "alphamed19k")
