@@ -3,7 +3,8 @@
 Where a turn is one step of the agent, all its tokens share an advantage. Tables of turns are (B, K): the k-th turn of
 each of B trajectories, of which the longest has K. ``turn_ids`` is (B, T): the turn of each token, -1 off the policy's
 tokens. The comparisons of turns take the tables ``turn_rewards`` and ``turns`` (bool: the turns that there are), and
-``group_ids``, ``included`` (B,), ``std`` and ``baseline`` as ``group_advantages`` does.
+``group_ids``, ``included`` (B,), ``std`` and ``baseline`` as ``group_advantages`` does, and return (B, K), 0 where
+there is no turn.
 """
 
 from __future__ import annotations
@@ -196,8 +197,6 @@ def return_group_advantages(
     What other rollouts earned depends on nothing that rollout i did. So with ``std=False`` the gradient is that of the
     expected reward, when to stop included: with ``baseline="leave_one_out"`` exactly, but for turns that one rollout
     alone reached, which get 0. A mean over n rollouts with i among them gives (n - 1) / n of that.
-
-    See the module's docstring for the arguments. Returns (B, K), 0 where there is no turn.
     """
     rewards = turn_rewards.masked_fill(~turns, 0.0)
     returns, _ = gae(rewards, torch.zeros_like(rewards), turns)
@@ -223,8 +222,6 @@ def turn_group_advantages(
     turn k with those of the k-th turns of the group's other rollouts, last turns left out. The paper has rollouts with
     two turns each; its code weights A^T with 1. Where rollouts choose when to stop, this is not the gradient of the
     expected reward: what all earned who went on counts for none of them.
-
-    See the module's docstring for the arguments. Returns (B, K), 0 where there is no turn.
     """
     last = turns & ~torch.cat([turns[:, 1:], turns.new_zeros((len(turns), 1))], dim=1)[:, : turns.shape[1]]
     outcome = turn_rewards.masked_fill(~last, 0.0).sum(dim=1)
@@ -255,8 +252,7 @@ def state_group_advantages(
     met once. The paper has gamma = 0.95 and a weight of 1. All rollouts of a prompt start in the same state, so a first
     turn is compared with all others: on trajectories of one turn this is GRPO times 1 + weight.
 
-    ``state_ids`` (B, K) int is equal for turns of one group that started in the same state, and for no others. See the
-    module's docstring for the other arguments. Returns (B, K), 0 where there is no turn.
+    ``state_ids`` (B, K) int is equal for turns of one group that started in the same state, and for no others.
     """
     rewards = turn_rewards.masked_fill(~turns, 0.0)
     of_episode = group_advantages(rewards.sum(dim=1), group_ids, included, std=std, baseline=baseline)

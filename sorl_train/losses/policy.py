@@ -183,7 +183,7 @@ def policy_loss(
     Advantages, and with them clipping, stay per token. The module's docstring lists the deviations from the paper.
 
     Args:
-        log_probs: (B, T), the only input that a gradient flows to; it has no second derivative.
+        log_probs: (B, T), the only input that a gradient flows to. Differentiable once; no second derivatives.
         old_log_probs, advantages: (B, T).
         loss_mask: (B, T) bool. A trajectory without loss tokens contributes 0.
         turn_ids: (B, T) int, >= 0 on loss tokens, not decreasing along a trajectory; read at level ``turn`` only.

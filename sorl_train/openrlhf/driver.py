@@ -67,8 +67,7 @@ def secrets_of(environment: Mapping[str, str]) -> Iterator[None]:
 def prepare_worker() -> None:
     """Give a worker the secret variables and the run's folder; Ray calls this before anything else in the process.
 
-    Raises:
-        RuntimeError: the run did not offer them in time; Ray ends the worker and shows the message.
+    If the run does not offer them in time, Ray ends the worker and shows the message of the ``RuntimeError``.
     """
     from ray.experimental import internal_kv
 

@@ -79,11 +79,7 @@ class Placement:
 
     @classmethod
     def of(cls, config: TrainConfig) -> Placement:
-        """The placement that a config asks for.
-
-        Raises:
-            UserError: the GPUs cannot be divided as the config says.
-        """
+        """The placement that a config asks for; ``UserError`` if the GPUs cannot be divided so."""
         cluster = config.cluster
         total = cluster.nodes * cluster.gpus_per_node
         sample = cluster.vllm_engines * cluster.vllm_tensor_parallel
@@ -125,8 +121,7 @@ def openrlhf_flags(
 ) -> dict[str, Any]:
     """Flags by name, without the dashes. True stands alone on the command line, a list gives several words.
 
-    Args:
-        resume: the folder of the checkpoint to go on from; None: the run begins anew.
+    ``resume`` is the folder of the checkpoint to go on from; None: the run begins anew.
     """
     cluster, update, rollout, optim = config.cluster, config.update, config.rollout, config.optim
     place = Placement.of(config)

@@ -115,9 +115,8 @@ def follow(
 ) -> None:
     """Show each step as it is logged, until the process ends.
 
-    Raises:
-        KeyboardInterrupt: Ctrl-C, after the run has ended.
-        UserError: nothing was written for ``deadline_s`` seconds.
+    Raises ``KeyboardInterrupt`` after Ctrl-C, once the run has ended, and ``UserError`` if nothing was written for
+    ``deadline_s`` seconds.
     """
     shown, grown_at, size = from_step, time.monotonic(), -1
     told = len(_lines(run_dir.events))

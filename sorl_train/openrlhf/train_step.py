@@ -166,10 +166,7 @@ class TrainStep:
     ) -> None:
         """Evaluate, log, keep the best policy, save; OpenRLHF calls it after each step.
 
-        Raises:
-            Ended: the run is over before its last step, as its config says.
-            Stopped: the user asked for it.
-            UserError: the tools are out.
+        Raises ``Ended``, ``Stopped``, or ``UserError`` if the tools are out.
         """
         recorder, step = self.recorder, global_step
         recorder.add_time("rollout", float((logs_dict or {}).get("timing/generation", 0.0)))
@@ -300,8 +297,7 @@ class TrainStep:
     def init_checkpoint_states(self) -> dict[str, Any]:
         """OpenRLHF's own state in the loaded checkpoint; it calls this before anything is sampled.
 
-        Raises:
-            UserError: the policy's workers did not load the checkpoint that the run was to go on from.
+        Raises ``UserError`` if the policy's workers did not load the checkpoint that the run was to go on from.
         """
         states: dict[str, Any] = super().init_checkpoint_states()  # type: ignore[misc]
         self.version = int(states.get("global_step", 0))

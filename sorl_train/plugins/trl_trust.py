@@ -35,14 +35,8 @@ class TrlWeights:
 class TrustedSteps:
     """Asks the trust region before each optimizer step and after the last one on a rollout batch.
 
-    A rollout batch is what TRL generates at once. The KL is that to the policy which generated it.
-
-    Args:
-        trainer: a trainer with ``SorlMixin``.
-        region: the trust region; its state is part of a checkpoint.
-
-    Raises:
-        ValueError: the weights are split over ranks.
+    A rollout batch is what TRL generates at once. The KL is that to the policy which generated it. ``trainer`` is one
+    with ``SorlMixin``; weights that are split over ranks are refused.
     """
 
     def __init__(self, trainer: Any, region: TrustRegion) -> None:
