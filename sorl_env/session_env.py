@@ -266,7 +266,9 @@ def session_task(
         limits=limits,
         system_prompt=system_prompt,
         description=description,
-        environment=lambda *given: SessionEnv(*given, open_session, **form, on_close=on_close),
+        environment=lambda task, examples, own: SessionEnv(
+            task, examples, own, open_session, **form, on_close=on_close
+        ),
     )
 
 
