@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,8 @@ import pytest
 from sorl_env.command import Parser, number, print_json, run_command, seed, whole
 from sorl_env.errors import MOST, Bounds, UserError, did_you_mean, no_such_file
 from sorl_env.folders import new_folder
+
+from ..waiting import wait_until
 
 
 def ends(raised: BaseException) -> int:
@@ -189,6 +190,7 @@ def start(module: str, *words: str, **options: object) -> subprocess.Popen[bytes
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
 def test_ctrl_c_at_a_question() -> None:
     playing = start("sorl_env.play", "nq", stdin=subprocess.PIPE)
     assert playing.stdout is not None
@@ -197,7 +199,8 @@ def test_ctrl_c_at_a_question() -> None:
     # the prompt is next; before it a signal may be seen at the end of the input only
     while playing.stdout.read(1) != b">":
         pass
-    time.sleep(0.2)
+    stat = Path(f"/proc/{playing.pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S")  # it sleeps in its read
     playing.send_signal(signal.SIGINT)
     _, err = playing.communicate(timeout=60)
     assert playing.returncode == 130 and b"Traceback" not in err
