@@ -1,4 +1,4 @@
-"""The collapse alarm: signals by hand. Recorded runs are in test_alarm_lab.py."""
+"""The collapse alarm: signals by hand. Recorded runs are in tests/train/lab/test_alarm.py."""
 
 from __future__ import annotations
 

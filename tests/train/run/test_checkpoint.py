@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, when files of its folder are damaged."""
+"""Which checkpoint a run goes on from when files of its folder are damaged, or after a kill between any two writes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -270,3 +271,36 @@ def test_a_linked_checkpoint_is_read_and_pruned_as_any_other(run: RunDir, tmp_pa
     assert resume_point(run).path.name == "step_000001"
     prune_checkpoints(run.checkpoints, 1)
     assert elsewhere.is_dir() and names(run.checkpoints) == ["step_000003"]
+
+
+SCRIPT = Path(__file__).with_name("checkpoints_killed.py")
+
+
+def killed(folder: Path, keep: int, steps: int) -> list[dict[str, Any]]:
+    """What is left of a run that was killed before each of its file operations."""
+    command = [sys.executable, str(SCRIPT), str(folder), str(keep), str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check_kills(found: list[dict[str, Any]], steps: int) -> None:
+    """A checkpoint that was once whole is there after any kill, of one step in all of its parts; so is the best."""
+    assert len(found) > 20 * steps and found[-1]["done"] == steps
+    for number, left in enumerate(found, start=1):
+        assert left["resumed"] in (left["done"], left["done"] + 1), (number, left)
+        assert left["parts"] == ([left["resumed"]] if left["resumed"] else []), (number, left)
+        assert left["hidden"] == 0 and not left.get("passed"), (number, left)
+        # step 2 is the first best one: it was saved as such before the step's own checkpoint
+        near = ([left["resumed"] - 1], [left["resumed"]], [left["resumed"] + 1])
+        assert left["best"] in (near if left["resumed"] >= 2 else ([], *near)), (number, left)
+
+
+def test_a_kill_between_any_two_writes(tmp_path: Path) -> None:
+    check_kills(killed(tmp_path, keep=1, steps=2), steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_kill_between_any_two_writes_of_a_longer_run(keep: int, tmp_path: Path) -> None:
+    check_kills(killed(tmp_path, keep, steps=4), steps=4)
