@@ -65,20 +65,13 @@ NAME_PARTS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """What a world is generated from.
-
-    Attributes:
-        entities: number of entities, train and test together: 40% people, 20% each companies, towns and countries.
-        lookalikes: how many entities of a kind share each word of a name, on average.
-        distractors: passages titled with a person's name that are about something else, for each person.
-        test_share: share of the entities that belong to the test questions.
-    """
+    """What a world is generated from."""
 
     seed: int
-    entities: int
-    lookalikes: float
-    distractors: float
-    test_share: float
+    entities: int  # train and test together: 40% people, 20% each companies, towns and countries
+    lookalikes: float  # how many entities of a kind share each word of a name, on average
+    distractors: float  # passages titled with a person's name that are about something else, for each person
+    test_share: float  # of the entities
 
     def rng(self, purpose: str) -> random.Random:
         """A random generator for one purpose, which does not depend on the draws for other purposes."""

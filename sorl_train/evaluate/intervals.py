@@ -71,21 +71,18 @@ def wilson(share: float, questions: int) -> tuple[float, float]:
 class Paired:
     """How B differs from A over the same questions.
 
-    Attributes:
-        difference: mean of B - A, with its interval.
-        p: two-sided, of the ``test``: could each change as well have been the opposite one? For shares McNemar's exact
-            test; for the rest the share of random signs for the differences that bring their mean at least as far from
-            0, which is at least 1 / (draws + 1). McNemar's test is that share over all signs.
-        gained, lost: how many questions have a higher, or a lower, score in B.
+    ``p`` is two-sided: could each change as well have been the opposite one? For shares it is of McNemar's exact test;
+    for the rest the share of random signs for the differences that bring their mean at least as far from 0, which is at
+    least 1 / (draws + 1). McNemar's test is that share over all signs.
     """
 
     questions: int
     mean_a: float
     mean_b: float
-    difference: Interval
+    difference: Interval  # mean of B - A
     p: float
     test: Literal["McNemar", "sign flips"]
-    gained: int
+    gained: int  # questions with a higher score in B
     lost: int
 
     @property

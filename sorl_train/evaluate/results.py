@@ -61,16 +61,8 @@ class Job:
 class EvalResult:
     """One question, answered once.
 
-    Attributes:
-        turns: each with the fields of `turn_facts`, and the sampled ``token_ids`` (None where the tokenizer of a served
-            model is not known).
-        answer: what was scored, as the policy wrote it. None: no answer.
-        answer_from: where the answer was found: ``turn`` in mode agent, else as in ``Answer``.
-        scores: by name; the first one is the main score.
-        reward: the task's own, in mode ``agent``.
-        excluded: a tool failed or the task's code raised. That says nothing about the policy: it enters no figure, and
-            the question is tried again when the evaluation is started again.
-        answer_in_retrieved: whether a retrieved passage contained a gold answer; None where nothing was searched for.
+    It is ``excluded`` if a tool failed or the task's code raised. That says nothing about the policy: it enters no
+    figure, and the question is tried again when the evaluation is started again.
     """
 
     task: str
@@ -82,17 +74,19 @@ class EvalResult:
     golden_answers: tuple[str, ...]
     options: Mapping[str, str] | None
     prompt: str
-    turns: tuple[Mapping[str, Any], ...] = ()
-    answer: str | None = None
-    answer_from: str | None = None
-    scores: Mapping[str, float]
-    reward: float | None = None
+    turns: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # `turn_facts`, and token_ids: None where a served model's are not known
+    answer: str | None = None  # what was scored, as the policy wrote it
+    answer_from: str | None = None  # where it was found: ``turn`` in mode agent, else as in ``Answer``
+    scores: Mapping[str, float]  # by name; the first one is the main score
+    reward: float | None = None  # the task's own, in mode ``agent``
     stop_reason: str
     excluded: bool = False
     error: str | None = None
     valid_turns: int = 0
     searches: int
-    answer_in_retrieved: bool | None = None
+    answer_in_retrieved: bool | None = None  # None where nothing was searched for
     prompt_tokens: int = 0
     action_tokens: int = 0
     observation_tokens: int = 0

@@ -40,28 +40,23 @@ def search(query: str) -> str:
 
 
 def test_two_steps_on_real_questions(smollm2: Path, shared_data: Path, tmp_path: Path) -> None:
-    """The README's command finishes two optimizer steps, of policy and critic, under 12 GB, with a complete folder."""
+    """The README's command finishes two optimizer steps, of policy and critic, under 12 GB, with a complete folder.
+
+    A step is one micro-batch of two trajectories of two short turns, for the sake of time."""
     run = tmp_path / "run"
     command = [sys.executable, "-m", "sorl_train.cli", "--config", "smollm2_hotpotqa", "--algo", "so_ppo"]
     command += ["--model", str(smollm2), "--data", str(shared_data / "hotpotqa/train_distractor.jsonl.gz")]
     command += ["--eval_data", str(shared_data / "hotpotqa/test.jsonl.gz"), "--run_dir", str(run)]
     command += ["--search.corpus", str(shared_data / "corpus/wiki.jsonl.gz"), "--update.steps", "2"]
-    command += ["--eval.num_examples_final", "2", "--rollout.batch_size", "4", "--rollout.group_size", "1"]
-    command += ["--update.mini_batch_size", "4"]
+    command += ["--eval.num_examples_final", "2", "--rollout.batch_size", "2", "--rollout.group_size", "1"]
+    command += ["--update.mini_batch_size", "2", "--limits.max_turns", "2", "--limits.max_new_tokens", "48"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 2 and not summary["is_sample"]
     assert summary["peak_rss_mb"] < 12_000
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2]
-    names = {path.name for path in run.iterdir()}
-    assert names >= {
-        "config.yaml",
-        "manifest.json",
-        "metrics.jsonl",
-        "timings.jsonl",
-        "report.html",
-        "trajectories",
-    }
+    files = "config.yaml manifest.json metrics.jsonl timings.jsonl report.html trajectories"
+    assert {path.name for path in run.iterdir()} >= set(files.split())
     data = json.loads((run / "manifest.json").read_text())["data"]
     assert re.fullmatch(r"[0-9a-f]{64}", data["train"]["sha256"]) and data["train"]["examples"] == 298
