@@ -177,8 +177,5 @@ def test_a_policy_of_a_model_that_writes_prose() -> None:
     rows: list[EvalResult] = []
     run_evaluation(policy, {"nq": env}, jobs, lambda row: rows.append(row))
     found = {row.mode: (row.answer, row.answer_from, row.valid_turns) for row in rows}
-    assert found == {
-        "direct": ("Paris", "text", 1),
-        "cot": ("Paris", "phrase", 0),
-        "rag": ("Paris", "tag", 1),
-    }
+    expected = {"direct": ("text", 1), "cot": ("phrase", 0), "rag": ("tag", 1)}
+    assert found == {mode: ("Paris", *where) for mode, where in expected.items()}
