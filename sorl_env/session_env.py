@@ -255,7 +255,6 @@ def session_task(
     """A task whose episodes are played by sessions, see ``SessionEnv``; ``instruction=None`` explains ``action``."""
     if instruction is None:
         instruction = INSTRUCTION if format == "action" else ""
-
     form: dict[str, Any] = {"format": format, "stop": tuple(stop), "instruction": instruction}
     return Task(
         name=name,
