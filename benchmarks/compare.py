@@ -76,7 +76,7 @@ def environment(folder: Path) -> float:
     import gymnasium as gym
 
     from sorl_env import load_task
-    from sorl_env.registry import register_task
+    from sorl_env.task.registry import register_task
 
     task = load_task(str(folder / "task.py"))
     register_task(task)

@@ -34,10 +34,10 @@ import transformers
 from torch import nn
 
 from sorl_env import Example, FormatError, Limits, ParsedTurn, Task, ToolUseEnv, parse_turn
-from sorl_env.prompts import make_codec
+from sorl_env.envs.prompts import make_codec
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, TrajectoryBuilder
-from sorl_env.tokens import turn_text
 from sorl_env.trajectory import StopReason, Trajectory
+from sorl_env.turns.tokens import turn_text
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.engine import LocalEngine

@@ -3,15 +3,14 @@
 ``import sorl_env`` registers the environment ids and loads nothing heavy.
 """
 
-from sorl_env.data import ExampleSet, load_examples
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.step import StepResult, TurnInfo, UnicodeText
+from sorl_env.envs.text_env import TextEnv, open_env
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.parser import FormatError, ParsedTurn, neutralise, parse_turn
-from sorl_env.registry import load_task, make, register_envs, register_task, task_names
-from sorl_env.step import StepResult, TurnInfo, UnicodeText
-from sorl_env.task import Example, HubSource, Limits, Task, ToolSettings
-from sorl_env.text_env import TextEnv, open_env
-from sorl_env.tool import (
+from sorl_env.task.data import ExampleSet, load_examples
+from sorl_env.task.registry import load_task, make, register_envs, register_task, task_names
+from sorl_env.task.task import Example, HubSource, Limits, Task, ToolSettings
+from sorl_env.tool.tool import (
     Tool,
     ToolCall,
     ToolInputError,
@@ -20,8 +19,9 @@ from sorl_env.tool import (
     ToolUnavailableError,
     as_tool,
 )
-from sorl_env.toolbox import Toolbox
-from sorl_env.trajectory import StopReason, Trajectory, Turn
+from sorl_env.tool.toolbox import Toolbox
+from sorl_env.trajectory.trajectory import StopReason, Trajectory, Turn
+from sorl_env.turns.tags import FormatError, ParsedTurn, neutralise, parse_turn
 
 __all__ = [
     "Example",

@@ -15,14 +15,14 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from sorl_env.envs.prompts import TurnCodec, first_context, make_codec
+from sorl_env.envs.step import TurnInfo
+from sorl_env.envs.text_env import TextEnv
 from sorl_env.outside import HungError
-from sorl_env.prompts import TurnCodec, first_context, make_codec
-from sorl_env.step import TurnInfo
 from sorl_env.text import quoted, valid_text
-from sorl_env.text_env import TextEnv
-from sorl_env.tokens import Tokenizer
-from sorl_env.tool import ToolUnavailableError
-from sorl_env.trajectory import StopReason, Trajectory, Turn
+from sorl_env.tool.tool import ToolUnavailableError
+from sorl_env.trajectory.trajectory import StopReason, Trajectory, Turn
+from sorl_env.turns.tokens import Tokenizer
 
 logger = logging.getLogger(__name__)
 

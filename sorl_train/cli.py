@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sorl_env.command import FAILED, INTERRUPTED, run_command, say
+from sorl_env.commands.command import FAILED, INTERRUPTED, run_command, say
 from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sorl_env.prompts import check_prompts
+from sorl_env.envs.prompts import check_prompts
+from sorl_env.envs.text_env import TextEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings
-from sorl_env.text_env import TextEnv
-from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import Trajectory, write_jsonl
+from sorl_env.trajectory.token_classes import TokenClassifier
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.advantages import batch_metrics
 from sorl_train.learner.backend import Backend, TorchBackend

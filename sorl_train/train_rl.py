@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sorl_env.registry import load_task
+from sorl_env.task.registry import load_task
 from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.engine import LocalEngine, stop_on_non_finite

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.parser import ParsedTurn
 from sorl_env.rewards import answer_match
 from sorl_env.task import Example, ToolSettings
 from sorl_env.tool import ToolLike
+from sorl_env.turns.tags import ParsedTurn
 from sorl_tools.search.bm25_search import search_tool
 
 _SAMPLES = Path(__file__).parent / "samples"

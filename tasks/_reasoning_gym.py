@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sorl_env.errors import MOST, Bounds, UserError, did_you_mean
-from sorl_env.parser import ParsedTurn
 from sorl_env.task import Example, Limits, Task
+from sorl_env.turns.tags import ParsedTurn
 
 _PREFIX = "reasoning_gym:"
 _PROMPT = (

@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sorl_env.parser import ParsedTurn
 from sorl_env.rewards import multiple_choice
 from sorl_env.task import Example, HubSource, Task
+from sorl_env.turns.tags import ParsedTurn
 from sorl_tasks._qa import last_answer, row_id, sample, search_tools, text_column
 
 # The paper's "Prefix Prompt for the Medical Task" (appendix), word for word.

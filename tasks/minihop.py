@@ -17,9 +17,9 @@ from functools import lru_cache
 from typing import Any
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.parser import ParsedTurn
 from sorl_env.rewards import exact_match, normalize_answer
 from sorl_env.task import Example, Limits, Task, ToolSettings
+from sorl_env.turns.tags import ParsedTurn
 from sorl_tasks._qa import in_share, row_id, text_column
 from sorl_tasks.minihop_world import (
     MAX_HOPS,

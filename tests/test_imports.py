@@ -110,7 +110,9 @@ def test_environments_import_nothing_heavy_and_nothing_above_them() -> None:
     never = {"torch", "ray", "transformers", "vllm", "sorl_train"}
     found = {i for i in of("sorl_env") if i.top in never}
     # a user who names a tokenizer to sorl-check-task has the package that loads it
-    assert {(i.importer, i.module, i.lazy) for i in found} <= {("sorl_env.check_task", "transformers", True)}
+    assert {(i.importer, i.module, i.lazy) for i in found} <= {
+        ("sorl_env.commands.check_task", "transformers", True)
+    }
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
@@ -140,7 +142,7 @@ PLANTED = {
         "def planted():\n    import sorl_train.rollout.jobs",
         "sorl_train.rollout.jobs",
     ),
-    "sorl_env/step.py": ("if TYPE_CHECKING:\n    from sorl_tools import corpus", "sorl_tools.corpus"),
+    "sorl_env/envs/step.py": ("if TYPE_CHECKING:\n    from sorl_tools import corpus", "sorl_tools.corpus"),
     "sorl_tools/corpus.py": (
         "def planted():\n    from sorl_tools.index import manifest",
         "sorl_tools.index.index",
@@ -183,8 +185,8 @@ def test_the_contracts_see_upward_imports(copied: Path) -> None:
         ("sorl_train.losses.policy", HEAVY - {"torch"} | {"sorl_env"}),
         ("sorl_train.losses.advantages", HEAVY - {"torch"} | {"sorl_env"}),
         ("sorl_train.cli", HEAVY),
-        ("sorl_env.check_task", HEAVY),
-        ("sorl_env.play", HEAVY),
+        ("sorl_env.commands.check_task", HEAVY),
+        ("sorl_env.commands.play", HEAVY),
     ],
 )
 def test_a_fresh_interpreter_loads_nothing_heavy(module: str, absent: set[str]) -> None:

@@ -26,7 +26,7 @@ from typing import Any, get_args
 
 import yaml
 
-from sorl_env.command import shortened
+from sorl_env.commands.command import shortened
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.algorithms import ALGORITHMS, AdvantageKind
 from sorl_train.config.checks import doubts, validate

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import cast, get_args
 
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.task_file import import_code
+from sorl_env.task.import_file import import_code
 from sorl_train.algorithms import ALGORITHMS, Algorithm, RatioLevel, check_choice
 
 ENTRY_POINT_GROUP = "sorl.algorithms"

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sorl_env.command import Parser
+from sorl_env.commands.command import Parser
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import DEFAULT_CONFIG, value_from_text

@@ -15,7 +15,7 @@ from pydantic import Strict
 from pydantic.dataclasses import dataclass
 
 from sorl_env.errors import MAX_SEED
-from sorl_env.turn_format import FormatName
+from sorl_env.turns.format import FormatName
 from sorl_train.algorithms import (
     Aggregation,
     Algorithm,

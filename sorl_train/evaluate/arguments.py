@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sorl_env.command import Parser, number, seed, whole
-from sorl_env.env import ToolUseEnv
+from sorl_env.commands.command import Parser, number, seed, whole
+from sorl_env.envs.text_env import TextEnv, need_tools, open_env
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.registry import load_task, task_names
 from sorl_env.rollout import RolloutSettings
-from sorl_env.text_env import TextEnv, need_tools, open_env
+from sorl_env.task.registry import load_task, task_names
 from sorl_train.config.files import value_from_text, with_overrides
 from sorl_train.config.schema import fields
 from sorl_train.config.settings import TrainConfig

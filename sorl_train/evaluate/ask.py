@@ -9,8 +9,8 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from sorl_env.command import run_command, say, whole
-from sorl_env.env import ToolUseEnv
+from sorl_env.commands.command import run_command, say, whole
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Example
 from sorl_env.trajectory import Trajectory

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sorl_env.command import add_json_option, print_json, run_command, say, whole
+from sorl_env.commands.command import add_json_option, print_json, run_command, say, whole
+from sorl_env.envs.prompts import check_prompts
+from sorl_env.envs.text_env import TextEnv, format_of
 from sorl_env.errors import UserError
-from sorl_env.prompts import check_prompts
-from sorl_env.text_env import TextEnv, format_of
 
 try:
     from sorl_train.evaluate.arguments import (

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sorl_env.command import Parser, add_json_option, print_json
+from sorl_env.commands.command import Parser, add_json_option, print_json
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.text import markdown_table
 from sorl_train.evaluate.intervals import SIGNIFICANT, Paired, paired

@@ -22,7 +22,7 @@ import httpx
 from sorl_env.errors import UserError
 from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_env.text import read_json
-from sorl_env.tokens import Tokenizer
+from sorl_env.turns.tokens import Tokenizer
 
 _SEED_BITS = 0x7FFFFFFF  # servers take 32-bit seeds
 _ENDED_BY = ("stop_reason", "matched_stop")  # where vLLM and SGLang say what ended a text

@@ -20,16 +20,16 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from sorl_env.commands.interrupts import run_async
+from sorl_env.envs.prompts import make_codec
+from sorl_env.envs.text_env import TextEnv, format_of, need_tools
 from sorl_env.errors import UserError, did_you_mean
-from sorl_env.interrupts import run_async
-from sorl_env.parser import neutralise
-from sorl_env.prompts import make_codec
 from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, SamplingParams, run_trajectory
 from sorl_env.task import Example, Task
-from sorl_env.text_env import TextEnv, format_of, need_tools
-from sorl_env.tokens import Tokenizer, encode_prompt, encode_text, turn_text
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.trajectory import Trajectory
+from sorl_env.turns.tags import neutralise
+from sorl_env.turns.tokens import Tokenizer, encode_prompt, encode_text, turn_text
 from sorl_train.config.seeds import derive_seed, generator
 from sorl_train.evaluate.endpoint import TextTokenizer
 from sorl_train.evaluate.results import (

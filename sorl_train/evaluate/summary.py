@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sorl_env.command import Parser
+from sorl_env.commands.command import Parser
 from sorl_env.errors import UserError
 from sorl_env.text import markdown_table, read_json
 from sorl_train.evaluate.answers import ks, pass_at_k

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sorl_env.token_classes import CLASSES
+from sorl_env.trajectory.token_classes import CLASSES
 from sorl_train.algorithms import RatioLevel
 from sorl_train.losses.policy import LossSettings
 from sorl_train.losses.segments import Segments, importance_ratio

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sorl_env.command import Parser, run_command
+from sorl_env.commands.command import Parser, run_command
 from sorl_env.errors import UserError
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Task
-from sorl_env.turn_format import INVALID_MESSAGE, FormatName
+from sorl_env.turns.format import INVALID_MESSAGE, FormatName
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 # A tag, a word, or one mark. Decoding puts blanks between tokens; encoding the decoded text gives the same ids.

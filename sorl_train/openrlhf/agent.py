@@ -14,8 +14,8 @@ from typing import Any
 
 from openrlhf.utils.agent import AgentExecutorBase
 
+from sorl_env.envs.text_env import TextEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, run_trajectory
-from sorl_env.text_env import TextEnv
 from sorl_train.config.files import read_resolved
 from sorl_train.config.seeds import derive_seed
 from sorl_train.rollout.environments import make_env, without_tools

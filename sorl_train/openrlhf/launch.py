@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sorl_env.envs.prompts import check_prompts
 from sorl_env.errors import UserError
-from sorl_env.prompts import check_prompts
 from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.policy import load_tokenizer, model_shape

@@ -21,8 +21,8 @@ from ray.exceptions import RayTaskError
 from torch import Tensor
 
 from sorl_env.errors import UserError
-from sorl_env.token_classes import TokenClassifier
 from sorl_env.trajectory import Trajectory, write_jsonl
+from sorl_env.trajectory.token_classes import TokenClassifier
 from sorl_train.config.files import read_resolved
 from sorl_train.learner.advantages import batch_metrics, mismatch_metrics, prepare
 from sorl_train.learner.batch import Batch, collate

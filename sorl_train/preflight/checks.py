@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
-from sorl_env.data import load_examples
+from sorl_env.envs.prompts import check_prompts
 from sorl_env.errors import UserError
 from sorl_env.folders import cache_folder
-from sorl_env.prompts import check_prompts
-from sorl_env.registry import load_task
 from sorl_env.task import ToolSettings
+from sorl_env.task.data import load_examples
+from sorl_env.task.registry import load_task
 from sorl_env.tool import ToolUnavailableError
 from sorl_tools.corpus import read_corpus
 from sorl_tools.index.index import find_damage, read_manifest

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sorl_env.command import Parser, add_json_option, print_json, run_command
+from sorl_env.commands.command import Parser, add_json_option, print_json, run_command
 
 try:
     from sorl_train.config.files import DEFAULT_CONFIG, load_config

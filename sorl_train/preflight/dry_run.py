@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.prompts import check_prompts, make_codec
+from sorl_env.envs.text_env import TextEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.prompts import check_prompts, make_codec
 from sorl_env.task import Limits
-from sorl_env.text_env import TextEnv
 from sorl_train.config.files import remarks
 from sorl_train.config.schema import as_text, flatten
 from sorl_train.config.settings import TrainConfig

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from sorl_env.data import load_examples, read_rows
 from sorl_env.errors import UserError
-from sorl_env.registry import load_task
+from sorl_env.task.data import load_examples, read_rows
+from sorl_env.task.registry import load_task
 from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.config.settings import TINY, TrainConfig
 
 if TYPE_CHECKING:
+    from sorl_env.envs.text_env import TextEnv
     from sorl_env.task import Task
-    from sorl_env.text_env import TextEnv
     from sorl_train.models.policy import ModelShape
 
 UNASKED = "http://127.0.0.1:8301"  # an address that is given to tools and never asked

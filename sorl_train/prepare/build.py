@@ -1,7 +1,7 @@
 """Prepares a published data set as a folder: ``{split}.jsonl`` in one schema, a manifest, and the questions that are in
 both splits: the same words in the same order, after normalization.
 
-A row is an ``Example`` as one flat object, which the tasks and ``sorl_env.data`` read as any other data file::
+A row is an ``Example`` as one flat object, which the tasks and ``sorl_env.task.data`` read as any other data file::
 
     {"id": "..", "data_source": "nq", "split": "test", "question": "..", "golden_answers": [".."], "gold_ids": [".."]}
     {"id": "..", .., "question": "..", "options": {"A": "..", "B": ".."}, "golden_answers": ["B"], "subject": ".."}
@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sorl_env.data import TEST_SPLIT
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.folders import new_folder
-from sorl_env.registry import load_task
 from sorl_env.task import Example
+from sorl_env.task.data import TEST_SPLIT
+from sorl_env.task.registry import load_task
 from sorl_train.prepare.recipes import Recipe
 from sorl_train.prepare.sources import Source, is_file, read_example, read_questions, read_source
 from sorl_train.run.files import atomic_write

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sorl_env.command import Parser, run_command
+from sorl_env.commands.command import Parser, run_command
 from sorl_env.errors import UserError
 from sorl_env.text import read_json
 from sorl_train.prepare.build import MANIFEST, PAIRS, choose_sources, prepare

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sorl_env.data import SUFFIXES, read_rows
 from sorl_env.errors import UserError
 from sorl_env.task import Example
+from sorl_env.task.data import SUFFIXES, read_rows
 from sorl_env.text import read_json
 from sorl_tasks._qa import parse_qa_row
 from sorl_tasks.alphamed19k import parse_row as parse_choice_row

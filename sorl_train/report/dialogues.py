@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from sorl_env.token_classes import message_parts
 from sorl_env.trajectory import Trajectory, Turn, iter_jsonl
+from sorl_env.trajectory.token_classes import message_parts
 
 Kind = Literal["step", "eval"]
 _T = TypeVar("_T")

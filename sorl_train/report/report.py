@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sorl_env.command import Parser, run_command, say
+from sorl_env.commands.command import Parser, run_command, say
 from sorl_env.errors import UserError
 from sorl_env.folders import new_folder
 from sorl_train.report.dialogues import COUNT, question_of, segments, step_files

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sorl_env.command import Parser, run_command, whole
+from sorl_env.commands.command import Parser, run_command, whole
 from sorl_env.errors import UserError
 from sorl_env.folders import new_folder
 from sorl_env.trajectory import Trajectory, Turn

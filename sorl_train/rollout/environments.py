@@ -11,16 +11,16 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sorl_env.data import ExampleSet, load_examples
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.text_env import TextEnv, need_tools, open_env
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.outside import ask_for_prompt
-from sorl_env.registry import load_task
 from sorl_env.task import Example, Limits, Task, ToolSettings
-from sorl_env.task_file import own_code
-from sorl_env.text_env import TextEnv, need_tools, open_env
+from sorl_env.task.data import ExampleSet, load_examples
+from sorl_env.task.import_file import own_code
+from sorl_env.task.registry import load_task
 from sorl_env.tool import ToolReply
-from sorl_env.toolbox import Toolbox
+from sorl_env.tool.toolbox import Toolbox
 from sorl_tools.index.index import hash_file
 from sorl_train.config.settings import LimitsConfig, SearchConfig, TrainConfig
 from sorl_train.run.folder import RunDir

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from sorl_env.interrupts import run_async
+from sorl_env.commands.interrupts import run_async
+from sorl_env.envs.text_env import TextEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, collect
-from sorl_env.text_env import TextEnv
-from sorl_env.tokens import Tokenizer
 from sorl_env.trajectory import Trajectory
+from sorl_env.turns.tokens import Tokenizer
 from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.config.seeds import derive_seed, generator
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sorl_env.rollout import SampledTurn, SamplingParams
-from sorl_env.tokens import Tokenizer
+from sorl_env.turns.tokens import Tokenizer
 from sorl_train.models.attention import decoding_model
 from sorl_train.models.forward import autocast, compute_dtype
 from sorl_train.rollout.kv_cache import COLUMNS, ActiveRollout, RowCache, Slots, draw, feed

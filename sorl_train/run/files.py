@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from sorl_env.command import say
+from sorl_env.commands.command import say
 from sorl_env.errors import UserError
 from sorl_env.folders import missing_folders, naming, remove_empty, replacing
 from sorl_env.text import read_json

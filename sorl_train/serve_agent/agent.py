@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.prompts import make_codec
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.prompts import make_codec
 from sorl_env.rollout import RolloutJob, RolloutSettings, TrajectoryBuilder, run_trajectory
 from sorl_env.task import Example
 from sorl_env.trajectory import StopReason, Trajectory, Turn

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sorl_env.command import run_command, whole
+from sorl_env.commands.command import run_command, whole
 from sorl_tools.http_server.options import (
     add_server_options,
     announce,

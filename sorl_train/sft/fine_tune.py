@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from sorl_env.data import read_rows
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.prompts import make_codec
+from sorl_env.envs.text_env import TextEnv, need_tools
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.parser import parse_turn
-from sorl_env.prompts import make_codec
 from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder
-from sorl_env.text_env import TextEnv, need_tools
-from sorl_env.tokens import Tokenizer, encode_prompt, encode_text
+from sorl_env.task.data import read_rows
 from sorl_env.trajectory import StopReason, Trajectory
+from sorl_env.turns.tags import parse_turn
+from sorl_env.turns.tokens import Tokenizer, encode_prompt, encode_text
 from sorl_train.config.run_settings import SftConfig
 from sorl_train.config.seeds import generator
 from sorl_train.config.settings import TrainConfig

@@ -28,13 +28,13 @@ from .world import DEEP, DIGITS
 
 COMMANDS = {  # as in pyproject.toml
     "sorl-ask": "sorl_train.evaluate.ask",
-    "sorl-check-task": "sorl_env.check_task",
+    "sorl-check-task": "sorl_env.commands.check_task",
     "sorl-data": "sorl_train.prepare.cli",
     "sorl-doctor": "sorl_train.preflight.doctor",
     "sorl-eval": "sorl_train.evaluate.cli",
     "sorl-index": "sorl_tools.index.cli",
     "sorl-lab": "sorl_train.lab.cli",
-    "sorl-play": "sorl_env.play",
+    "sorl-play": "sorl_env.commands.play",
     "sorl-report": "sorl_train.report.report",
     "sorl-serve": "sorl_tools.serve.cli",
     "sorl-serve-agent": "sorl_train.serve_agent.cli",

@@ -22,7 +22,7 @@ except ModuleNotFoundError:  # Python 3.10
 for package in ("torch", "transformers", "uvicorn", "msgspec", "numba"):
     pytest.importorskip(package, reason="all commands want all packages")
 
-from sorl_env.command import version  # noqa: E402
+from sorl_env.commands.command import version  # noqa: E402
 
 from .lines import COMMANDS, Outcome, Row, as_process, in_process, listing, read_table, sockets  # noqa: E402
 from .world import make_world  # noqa: E402

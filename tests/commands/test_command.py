@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from sorl_env.command import Parser, number, print_json, run_command, seed, whole
+from sorl_env.commands.command import Parser, number, print_json, run_command, seed, whole
 from sorl_env.errors import MOST, Bounds, UserError, did_you_mean, no_such_file
 from sorl_env.folders import new_folder
 
@@ -192,7 +192,7 @@ def start(module: str, *words: str, **options: object) -> subprocess.Popen[bytes
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
 def test_ctrl_c_at_a_question() -> None:
-    playing = start("sorl_env.play", "nq", stdin=subprocess.PIPE)
+    playing = start("sorl_env.commands.play", "nq", stdin=subprocess.PIPE)
     assert playing.stdout is not None
     while b"q               quit" not in playing.stdout.readline():
         pass
@@ -209,7 +209,7 @@ def test_ctrl_c_at_a_question() -> None:
 def test_closed_input_and_a_terminal_without_letters(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text('{"question": "Où?", "golden_answers": ["à"]}\n', encoding="utf-8")
     words = ("nq", "--data", str(tmp_path / "q.jsonl"), "--index", "0", "--show-answer")
-    code = f"exec {sys.executable} -m sorl_env.play {' '.join(words)} <&-"
+    code = f"exec {sys.executable} -m sorl_env.commands.play {' '.join(words)} <&-"
     playing = subprocess.run(
         ["sh", "-c", code], capture_output=True, timeout=60, env={**os.environ, "PYTHONIOENCODING": "ascii"}
     )
@@ -220,7 +220,7 @@ def test_closed_input_and_a_terminal_without_letters(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_standard_output_on_a_full_disk() -> None:
     with Path("/dev/full").open("wb") as full:
-        done = start("sorl_env.play", "nq", "--index", "0", stdin=subprocess.DEVNULL, stdout=full)
+        done = start("sorl_env.commands.play", "nq", "--index", "0", stdin=subprocess.DEVNULL, stdout=full)
         _, err = done.communicate(timeout=60)
     assert done.returncode == 1
     said = [line for line in err.decode().splitlines() if line.startswith("sorl-play: ")]
@@ -233,7 +233,7 @@ def test_standard_output_on_a_full_disk() -> None:
 @pytest.mark.slow
 def test_a_reader_who_leaves() -> None:
     """As `head` does."""
-    playing = start("sorl_env.play", "nq", "--index", "0", stdin=subprocess.PIPE)
+    playing = start("sorl_env.commands.play", "nq", "--index", "0", stdin=subprocess.PIPE)
     assert playing.stdout is not None and playing.stdin is not None
     playing.stdout.close()
     playing.stdin.close()

@@ -184,7 +184,7 @@ def _cut(path: Path, keep: float = 0.5) -> None:
 
 
 def _runs(folder: Path) -> None:
-    from sorl_env.registry import load_task
+    from sorl_env.task.registry import load_task
     from sorl_train.models.tiny import build_tiny_policy
 
     model = folder / "model"

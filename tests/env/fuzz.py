@@ -17,7 +17,7 @@ from typing import Any, Literal
 import httpx
 
 from sorl_env import Example, StepResult, ToolSettings, ToolUseEnv
-from sorl_env.registry import load_task, task_names
+from sorl_env.task.registry import load_task, task_names
 from sorl_tools.calculator import calculator
 from sorl_tools.search.http import HttpSearch
 from sorl_tools.serve.protocol import RequestError, RequestLimits, parse_request

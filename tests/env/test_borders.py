@@ -24,7 +24,7 @@ from sorl_env import (
     ToolUseEnv,
     UserError,
 )
-from sorl_env.data import load_examples
+from sorl_env.task.data import load_examples
 from sorl_env.text import MAX_DEPTH, quoted, read_json, valid_text
 
 from .conftest import Call

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sorl_env.chat_codec import chat_codec, tool_schema
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.prompts import TurnCodec, make_codec
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.parser import ParsedTurn
-from sorl_env.prompts import TurnCodec, make_codec
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, run_trajectory
 from sorl_env.task import Example, Limits, Task
 from sorl_env.tool import as_tool
-from sorl_env.tool_call_parser import calls_as_content
 from sorl_env.trajectory import Trajectory
+from sorl_env.turns.chat_codec import chat_codec, tool_schema
+from sorl_env.turns.tags import ParsedTurn
+from sorl_env.turns.tool_calls import calls_as_content
 
 from .chat_templates import FAMILIES, make_tokenizer
 

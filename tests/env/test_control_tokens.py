@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from sorl_env import Example, Task, ToolUseEnv
-from sorl_env.parser import ParsedTurn
-from sorl_env.prompts import make_codec
-from sorl_env.tokens import control_tokens, encode_prompt, encode_text
+from sorl_env.envs.prompts import make_codec
 from sorl_env.tool import as_tool
+from sorl_env.turns.tags import ParsedTurn
+from sorl_env.turns.tokens import control_tokens, encode_prompt, encode_text
 
 from .chat_templates import FAMILIES, make_tokenizer
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sorl_env import Example, HubSource, Task, UserError, load_examples
-from sorl_env import data as data_module
+from sorl_env.task import data as data_module
 
 ROWS = [
     {"id": f"r{i}", "question": f"Quéstion {i}\u2028?", "golden_answers": [f"a{i}", "b"]} for i in range(3)

@@ -25,7 +25,7 @@ from sorl_env import (
     UserError,
     register_task,
 )
-from sorl_env.registry import _ENV_IDS
+from sorl_env.task.registry import _ENV_IDS
 
 from .conftest import ANSWER, INVALID, SEARCH
 

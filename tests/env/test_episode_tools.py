@@ -184,7 +184,7 @@ SEARCH = "<think>a</think><search>x</search>"
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     held = [100.0]
-    monkeypatch.setattr("sorl_env.step.time.monotonic", lambda: held[0])
+    monkeypatch.setattr("sorl_env.envs.step.time.monotonic", lambda: held[0])
     return held
 
 

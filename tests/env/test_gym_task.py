@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sorl_env import ToolUnavailableError, ToolUseEnv, UserError, load_task, open_env
-from sorl_env.check_task import main as check_main
-from sorl_env.play import main as play_main
-from sorl_env.step import TurnInfo
+from sorl_env.commands.check_task import main as check_main
+from sorl_env.commands.play import main as play_main
+from sorl_env.envs.step import TurnInfo
 from tests.env import text_gyms
 
 WRAPPERS = Path(text_gyms.__file__)
@@ -164,6 +164,6 @@ def test_the_commands_take_it(capsys: pytest.CaptureFixture[str], monkeypatch: p
     arguments += ["--task_args.kwargs", '{"is_slippery": false}']
     assert check_main([*arguments, "--limit", "3"]) == 0
     lines = iter(TO_THE_GOAL)
-    monkeypatch.setattr("sorl_env.play._read", lambda prompt: next(lines))
+    monkeypatch.setattr("sorl_env.commands.play._read", lambda prompt: next(lines))
     assert play_main([*arguments, "--index", "2"]) == 0
     assert "Reward 1 (environment 1); ended by answer after 6 turns." in capsys.readouterr().out

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sorl_env.interrupts import interrupt_on, run_async
+from sorl_env.commands.interrupts import interrupt_on, run_async
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def kill_self(number: signal.Signals) -> None:
 # Many tasks that wait for each other, as rollouts wait for the sampler, until a signal arrives at a random moment.
 BUSY = """
 import asyncio, random, signal, sys
-from sorl_env.interrupts import interrupt, run_async
+from sorl_env.commands.interrupts import interrupt, run_async
 
 async def relay(wake, then):
     while True:

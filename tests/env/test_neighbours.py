@@ -12,8 +12,8 @@ import gymnasium
 import pytest
 
 from sorl_env import UserError, load_task
-from sorl_env.command import run_command
-from sorl_env.task_file import import_file
+from sorl_env.commands.command import run_command
+from sorl_env.task.import_file import import_file
 
 TASK = """\
 import helper

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sorl_env import ToolUnavailableError, UserError, load_task, open_env
-from sorl_env.step import TurnInfo
+from sorl_env.envs.step import TurnInfo
 
 pytest.importorskip("websockets", reason="needs websockets: pip install 'sorl[train]'")
 from websockets.datastructures import Headers

@@ -10,7 +10,7 @@ import gymnasium
 import pytest
 
 from sorl_env import Task, ToolUseEnv, UserError, load_task, register_task, task_names
-from sorl_env.registry import _ENV_IDS
+from sorl_env.task.registry import _ENV_IDS
 
 SOURCE = """
 from sorl_env import Example, Task
@@ -59,9 +59,9 @@ def test_unknown_names_get_suggestions() -> None:
 def test_a_module_and_attribute() -> None:
     assert load_task("sorl_tasks.nq:TASK") is load_task("nq")
     with pytest.raises(UserError, match=r"register_envs is not a Task|returned a NoneType, not a Task"):
-        load_task("sorl_env.registry:register_envs")
+        load_task("sorl_env.task.registry:register_envs")
     with pytest.raises(UserError, match="ENTRY_POINT_GROUP is not a Task"):
-        load_task("sorl_env.registry:ENTRY_POINT_GROUP")
+        load_task("sorl_env.task.registry:ENTRY_POINT_GROUP")
 
 
 def test_two_files_of_one_name_do_not_mix(tmp_path: Path) -> None:

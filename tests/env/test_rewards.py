@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sorl_env.parser import parse_turn
 from sorl_env.rewards import (
     answer_match,
     exact_match,
@@ -21,6 +20,7 @@ from sorl_env.rewards import (
     normalize_answer,
     substring_match,
 )
+from sorl_env.turns.tags import parse_turn
 
 
 def cases(folder: Path, name: str) -> list[dict[str, Any]]:

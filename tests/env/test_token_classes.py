@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sorl_env.token_classes import CLASSES, TokenClassifier, classify_text, token_spans
 from sorl_env.trajectory import Trajectory, Turn
+from sorl_env.trajectory.token_classes import CLASSES, TokenClassifier, classify_text, token_spans
 
 from ..trajectories import make_trajectory
 

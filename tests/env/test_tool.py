@@ -8,7 +8,7 @@ from typing import Any, Literal, Optional
 import pytest
 
 from sorl_env import Tool, Toolbox, ToolRequest, as_tool
-from sorl_env.tool_schema import check_schema, find_problem, schema_of, takes_raw_text
+from sorl_env.tool.schema import check_schema, find_problem, schema_of, takes_raw_text
 
 
 def search(query: str) -> str:

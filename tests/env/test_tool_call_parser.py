@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from sorl_env.parser import FormatError
 from sorl_env.tool import as_tool
-from sorl_env.tool_call_parser import GEMMA, JSON, MISTRAL, TAGGED, parse_message, write_call
-from sorl_env.turn_format import neutralise_controls
+from sorl_env.turns.format import neutralise_controls
+from sorl_env.turns.tags import FormatError
+from sorl_env.turns.tool_calls import GEMMA, JSON, MISTRAL, TAGGED, parse_message, write_call
 
 
 def search(query: str) -> str:

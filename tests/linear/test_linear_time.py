@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from sorl_env.errors import did_you_mean
-from sorl_env.parser import parse_turn
 from sorl_env.rewards import multiple_choice, normalize_answer, substring_match
 from sorl_env.text import read_json
-from sorl_env.token_classes import classify_text, token_spans
 from sorl_env.tool import as_tool
-from sorl_env.tool_call_parser import SYNTAXES, parse_message
-from sorl_env.turn_format import neutralise_controls
+from sorl_env.trajectory.token_classes import classify_text, token_spans
+from sorl_env.turns.format import neutralise_controls
+from sorl_env.turns.tags import parse_turn
+from sorl_env.turns.tool_calls import SYNTAXES, parse_message
 from sorl_tasks import minihop
 from sorl_tools.index import words
 from sorl_train.evaluate import ask

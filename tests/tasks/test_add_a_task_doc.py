@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sorl_env import ToolUseEnv
-from sorl_env.check_task import main as check
-from sorl_env.play import main as play
+from sorl_env.commands.check_task import main as check
+from sorl_env.commands.play import main as play
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "add_a_task.md"
 

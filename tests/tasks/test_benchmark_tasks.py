@@ -12,7 +12,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from sorl_env import Example, Task, ToolSettings, ToolUseEnv, UserError, load_examples, load_task, parse_turn
-from sorl_env.check_task import check_task
+from sorl_env.commands.check_task import check_task
 from sorl_env.rewards import normalize_answer
 from sorl_tasks import alphamed19k
 from sorl_tools.corpus import Passage, read_corpus

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sorl_env.check_task import main as check
+from sorl_env.commands.check_task import main as check
 
 WHOLE = '''\
 from sorl_env import Example, Task

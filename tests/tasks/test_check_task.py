@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sorl_env import Example, Limits, Task, ToolSettings, ToolUnavailableError, ToolUseEnv
-from sorl_env.check_task import check_task, main
+from sorl_env.commands.check_task import check_task, main
 from sorl_env.rewards import answer_match, exact_match
 from tests.env.test_episode_tools import Characters
 

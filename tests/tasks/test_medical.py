@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sorl_env import Example, Task, ToolUseEnv, UserError, load_examples, load_task, parse_turn
-from sorl_env.check_task import check_task
+from sorl_env.commands.check_task import check_task
 from sorl_env.rewards import normalize_answer
 from sorl_tasks import alphamed19k, bioasq, medical
 from sorl_tools.corpus import read_corpus

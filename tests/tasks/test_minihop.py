@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sorl_env import Example, Task, ToolSettings, ToolUseEnv, UserError, parse_turn
-from sorl_env.check_task import check_task
+from sorl_env.commands.check_task import check_task
 from sorl_tasks.minihop import TASK, expert_turn, minihop
 from sorl_tasks.minihop_world import (
     NAME_PARTS,

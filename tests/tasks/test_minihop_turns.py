@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sorl_env import Example, ToolUseEnv, UserError
-from sorl_env.check_task import check_task
+from sorl_env.commands.check_task import check_task
 from sorl_tasks.minihop import TASK, minihop
 
 KNOBS: dict[str, Any] = {"entities": 400, "lookalikes": 6.0, "test_share": 0.3, "hops": (3,)}

@@ -12,7 +12,7 @@ import pytest
 
 import sorl_tasks
 from sorl_env import UserError, load_examples, load_task
-from sorl_env.registry import _ENV_IDS
+from sorl_env.task.registry import _ENV_IDS
 
 SAMPLES = Path(sorl_tasks.__path__[0]) / "samples"
 OTHERS: list[Any] = [None, 17, 0.5, True, [], [None], {}, {"A": None}, ""]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sorl_env.play import main
+from sorl_env.commands.play import main
 
 Play = Callable[..., tuple[int, str]]
 

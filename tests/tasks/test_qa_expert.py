@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.parser import parse_turn
-from sorl_env.registry import load_task
 from sorl_env.task import Example, ToolSettings
+from sorl_env.task.registry import load_task
+from sorl_env.turns.tags import parse_turn
 from sorl_tasks._qa_expert import qa_expert
 
 PASSAGES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sorl_env import ToolUseEnv, UserError, load_task
-from sorl_env.check_task import check_task
+from sorl_env.commands.check_task import check_task
 
 pytest.importorskip("reasoning_gym", reason="needs pip install 'sorl[reasoning-gym]'")
 

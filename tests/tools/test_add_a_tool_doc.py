@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from sorl_env import ToolUseEnv, load_task
-from sorl_env.check_task import check_task
-from sorl_env.check_task import main as check
+from sorl_env.commands.check_task import check_task
+from sorl_env.commands.check_task import main as check
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
-from sorl_env.toolbox import Toolbox
+from sorl_env.tool.toolbox import Toolbox
 
 from .loopback import LoopbackServer
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sorl_env.tool import ToolCall, ToolInputError, ToolRequest, as_tool
-from sorl_env.toolbox import Toolbox
+from sorl_env.tool.toolbox import Toolbox
 from sorl_tools.calculator import calculator
 
 

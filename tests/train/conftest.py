@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sorl_env.env import ToolUseEnv
-from sorl_env.registry import load_task
+from sorl_env.envs.tool_use import ToolUseEnv
+from sorl_env.task.registry import load_task
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.run.folder import RunDir

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sorl_env.tool import ToolUnavailableError
-from sorl_env.toolbox import Toolbox
+from sorl_env.tool.toolbox import Toolbox
 from sorl_env.trajectory import StopReason, Trajectory, read_jsonl
 from sorl_train.config.run_settings import OverlongConfig
 from sorl_train.engine import LocalEngine

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_env.registry import load_task
-from sorl_env.task_file import own_code
+from sorl_env.task.import_file import own_code
+from sorl_env.task.registry import load_task
 from sorl_train.config.files import load_config
 from sorl_train.rollout.environments import record_sources, source_facts
 from sorl_train.sft.cold_start import cold_start_key
@@ -21,7 +21,7 @@ from .conftest import WORLD, short_config, train_short
 TASK = f"""
 import dataclasses
 from scale import scaled
-from sorl_env.registry import load_task
+from sorl_env.task.registry import load_task
 BASE = load_task("minihop", **{WORLD})
 def reward(example, turns):
     return {{name: scaled(value) for name, value in BASE.reward(example, turns).items()}}

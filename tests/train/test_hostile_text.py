@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, collect
 from sorl_env.trajectory import Trajectory, read_jsonl, write_jsonl
 from sorl_train.evaluate.cli import main as evaluate

@@ -115,7 +115,7 @@ def test_a_longer_trajectory_is_asked_for_where_it_is_needed(task: str, tmp_path
 
 
 def _tiny(task: str, folder: Path) -> str:
-    from sorl_env.registry import load_task
+    from sorl_env.task.registry import load_task
     from sorl_train.models.tiny import build_tiny_policy
 
     build_tiny_policy(load_task(task), folder / "tiny", hidden_size=48, num_layers=2)

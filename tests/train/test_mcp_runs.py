@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sorl_env import play
+from sorl_env.commands import play
 from sorl_train import cli
 from sorl_train.evaluate import cli as evaluate
 

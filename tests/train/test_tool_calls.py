@@ -12,15 +12,15 @@ from typing import Any
 import gymnasium
 import pytest
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.prompts import make_codec
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.prompts import make_codec
-from sorl_env.registry import load_task
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams
 from sorl_env.task import Example, Task
-from sorl_env.token_classes import CLASSES, TokenClassifier
-from sorl_env.tool_call_parser import write_call
+from sorl_env.task.registry import load_task
 from sorl_env.trajectory import Trajectory
+from sorl_env.trajectory.token_classes import CLASSES, TokenClassifier
+from sorl_env.turns.tool_calls import write_call
 from sorl_train.config.files import load_config
 from sorl_train.evaluate.cli import main as evaluate
 from sorl_train.evaluate.runner import Policy, plan_jobs, run_evaluation

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sorl_env.errors import UserError
 from sorl_env.tool import ToolReply, ToolUnavailableError
-from sorl_env.toolbox import Toolbox
+from sorl_env.tool.toolbox import Toolbox
 from sorl_env.trajectory import read_jsonl
 from sorl_train import engine
 from sorl_train.algorithms import ALGORITHMS

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from sorl_env.command import number, say, whole
+from sorl_env.commands.command import number, say, whole
 from sorl_env.errors import UserError
 
 MAX_HEAD_BYTES = 16 << 10  # of a request line with its headers

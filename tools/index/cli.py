@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sorl_env.check import Check, describe_checks
-from sorl_env.command import Parser, add_json_option, number, print_json, run_command, whole
+from sorl_env.commands.check import Check, describe_checks
+from sorl_env.commands.command import Parser, add_json_option, number, print_json, run_command, whole
+from sorl_env.commands.interrupts import interrupt_on
 from sorl_env.errors import UserError
-from sorl_env.interrupts import interrupt_on
 from sorl_env.text import duration, size
 from sorl_tools.index.build.build import BACKENDS, build
 from sorl_tools.index.build.dense import DenseOptions

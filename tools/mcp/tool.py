@@ -12,7 +12,7 @@ from sorl_env.errors import UserError
 from sorl_env.task import ToolSettings
 from sorl_env.text import MAX_DEPTH, quoted, valid_text
 from sorl_env.tool import RESERVED_NAMES, ToolInputError, ToolReply, ToolUnavailableError
-from sorl_env.tool_schema import PYTHON_TYPES, takes_raw_text
+from sorl_env.tool.schema import PYTHON_TYPES, takes_raw_text
 from sorl_tools.mcp.server import McpServer
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sorl_env.command import Parser, number, run_command, whole
+from sorl_env.commands.command import Parser, number, run_command, whole
 from sorl_env.errors import UserError
 from sorl_tools.http_server.options import (
     add_server_options,

@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sorl_env.command import FAILED, WRONG_USAGE, say
+from sorl_env.commands.command import FAILED, WRONG_USAGE, say
 from sorl_env.errors import UserError
 from sorl_tools.corpus import SUFFIXES
 from sorl_tools.http_server.app import Guard, RequestError, make_app

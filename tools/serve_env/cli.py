@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sorl_env.command import Parser, number, run_command, whole
-from sorl_env.task_options import add_task_options, open_named_task
-from sorl_env.text_env import TextEnv
+from sorl_env.commands.command import Parser, number, run_command, whole
+from sorl_env.commands.task_options import add_task_options, open_named_task
+from sorl_env.envs.text_env import TextEnv
 from sorl_tools.http_server.options import (
     ServerSettings,
     add_server_options,

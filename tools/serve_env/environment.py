@@ -10,8 +10,8 @@ from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, EnvironmentMetadata, Observation, State
 from pydantic import ConfigDict, Field
 
-from sorl_env.openenv_client import KEY, facts_of, result_to_json
-from sorl_env.text_env import TextEnv
+from sorl_env.bridges.openenv_client import KEY, facts_of, result_to_json
+from sorl_env.envs.text_env import TextEnv
 from sorl_env.trajectory import StopReason
 
 logger = logging.getLogger(__name__)

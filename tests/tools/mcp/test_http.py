@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
-from sorl_env.toolbox import Toolbox
+from sorl_env.tool.toolbox import Toolbox
 from sorl_tools.mcp import mcp_tools
 from sorl_tools.mcp.server import TOKEN_VARIABLE
 

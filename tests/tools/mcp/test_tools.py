@@ -15,7 +15,7 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
-from sorl_env.toolbox import Toolbox
+from sorl_env.tool.toolbox import Toolbox
 from sorl_tools.mcp import mcp_tools
 
 from ...waiting import wait_until

@@ -15,7 +15,7 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_env.tool import ToolRequest, ToolUnavailableError
-from sorl_env.toolbox import Toolbox
+from sorl_env.tool.toolbox import Toolbox
 from sorl_tools.corpus import Passage
 from sorl_tools.search.http import FINGERPRINT_HEADER, HttpSearch, ReplyCache
 

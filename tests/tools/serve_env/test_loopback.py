@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from sorl_env import StopReason, Task, ToolUseEnv, Trajectory, UserError, load_task
+from sorl_env.envs.text_env import TextEnv, open_env
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, collect
-from sorl_env.text_env import TextEnv, open_env
 from tests.tools.serve_env.servers import Process, serve_task
 
 pytest.importorskip("websockets", reason="needs websockets: pip install 'sorl[train]'")
@@ -158,7 +158,7 @@ def test_a_killed_server_is_an_outage_and_one_that_returns_is_waited_for(tmp_pat
 
 def with_a_short_wait(env: Any) -> Any:
     """The environment, which gives a server that is gone up soon."""
-    from sorl_env.openenv_client import OpenEnvSession
+    from sorl_env.bridges.openenv_client import OpenEnvSession
 
     known = env._open_session()._server
     env._open_session = lambda: OpenEnvSession(dataclasses.replace(known, wait_s=0.3))

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from sorl_env.env import ToolUseEnv
-from sorl_env.registry import load_task
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.rollout import RolloutSettings, SampledTurn, SamplingParams
+from sorl_env.task.registry import load_task
 from sorl_train.config.files import load_config
 from sorl_train.evaluate.runner import Policy
 from sorl_train.models.tiny import task_texts, word_tokenizer

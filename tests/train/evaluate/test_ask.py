@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.task import Example
 from sorl_train.evaluate.ask import ask, main, render, render_dialogue
 from sorl_train.evaluate.runner import Policy

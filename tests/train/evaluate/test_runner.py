@@ -6,13 +6,13 @@ from contextlib import nullcontext
 
 import pytest
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.registry import load_task
 from sorl_env.rollout import RolloutSettings, SampledTurn, SamplingParams
 from sorl_env.task import ToolSettings
+from sorl_env.task.registry import load_task
 from sorl_env.tool import ToolUnavailableError
-from sorl_env.toolbox import Toolbox
+from sorl_env.tool.toolbox import Toolbox
 from sorl_train.evaluate.endpoint import TextTokenizer
 from sorl_train.evaluate.results import EvalResult
 from sorl_train.evaluate.runner import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.backend import TorchBackend

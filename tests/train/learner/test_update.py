@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, collect
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.seeds import generator

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.backend import TorchBackend

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sorl_env.env import ToolUseEnv
-from sorl_env.token_classes import TokenClassifier
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.trajectory import StopReason
+from sorl_env.trajectory.token_classes import TokenClassifier
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig

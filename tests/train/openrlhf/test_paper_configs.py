@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from sorl_env import Example, ToolUseEnv
-from sorl_env.registry import load_task
+from sorl_env.task.registry import load_task
 from sorl_train.config.files import load_config
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.models.tiny import build_tiny_policy

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sorl_env.registry import load_task
+from sorl_env.task.registry import load_task
 from sorl_env.trajectory import read_jsonl
 from sorl_train.models.policy import load_critic
 from sorl_train.models.tiny import build_tiny_policy

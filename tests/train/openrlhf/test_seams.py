@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from sorl_env.registry import load_task
+from sorl_env.task.registry import load_task
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import OptimConfig
 from sorl_train.learner.optimizer_step import adamw

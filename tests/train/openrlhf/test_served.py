@@ -18,8 +18,8 @@ import httpx
 import pytest
 import torch
 
-from sorl_env.registry import load_task
-from sorl_env.tokens import encode_prompt, tag_reply_ids
+from sorl_env.task.registry import load_task
+from sorl_env.turns.tokens import encode_prompt, tag_reply_ids
 from sorl_train.evaluate.results import EvalResult, read_folder
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.openrlhf.launch import CPU_ENVIRONMENT

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_train.plugins.objective import _OBJECTIVES
 
 MARKS = [

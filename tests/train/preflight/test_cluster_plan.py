@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from sorl_env.registry import load_task
+from sorl_env.task.registry import load_task
 from sorl_train.config.files import load_config
 from sorl_train.openrlhf.flags import as_arguments, openrlhf_flags
 from sorl_train.preflight.dry_run import plan_text

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from sorl_env.errors import UserError
-from sorl_env.registry import load_task
+from sorl_env.task.registry import load_task
 from sorl_train.cli import main
 from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.config.settings import TrainConfig

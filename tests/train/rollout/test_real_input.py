@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.task import Limits
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.run.files import read_jsonl

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, Sampler, SamplingParams, collect
 from sorl_env.trajectory import Trajectory
 from sorl_train.learner.batch import collate

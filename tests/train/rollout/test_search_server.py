@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sorl_env.env import ToolUseEnv
-from sorl_env.registry import load_task
+from sorl_env.envs.tool_use import ToolUseEnv
+from sorl_env.task.registry import load_task
 from sorl_env.trajectory import read_jsonl
 from sorl_train.run.files import read_jsonl as read_metrics
 from sorl_train.run.folder import RunDir

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.registry import load_task
 from sorl_env.rollout import RolloutSettings, SamplingParams, collect
+from sorl_env.task.registry import load_task
 from sorl_env.trajectory import Trajectory
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.models.tiny import build_tiny_policy

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from huggingface_hub import ModelCard
 
-from sorl_env.registry import load_task
+from sorl_env.task.registry import load_task
 from sorl_env.trajectory import read_jsonl
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig

@@ -20,7 +20,7 @@ import numpy
 import pytest
 import torch
 
-from sorl_env.command import about_os_error
+from sorl_env.commands.command import about_os_error
 from sorl_env.errors import UserError
 from sorl_env.trajectory import write_jsonl
 from sorl_train.config.files import config_hash, read_resolved

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_env.registry import load_task
+from sorl_env.task.registry import load_task
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.files import load_config
 from sorl_train.config.run_settings import CheckpointConfig

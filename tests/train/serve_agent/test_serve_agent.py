@@ -22,12 +22,12 @@ import pytest
 pytest.importorskip("starlette", reason="needs the search extra: pip install 'sorl[search]'")
 pytest.importorskip("uvicorn", reason="needs the search extra: pip install 'sorl[search]'")
 
-from sorl_env.command import run_command
-from sorl_env.env import ToolUseEnv
+from sorl_env.commands.command import run_command
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.rollout import RolloutSettings, SampledTurn, SamplingParams
 from sorl_env.task import Example
 from sorl_env.tool import ToolReply, ToolUnavailableError
-from sorl_env.toolbox import Toolbox
+from sorl_env.tool.toolbox import Toolbox
 from sorl_tools.http_server.options import ServerSettings, bind
 from sorl_tools.http_server.server import Server as HttpServer
 from sorl_train.evaluate.arguments import find_source, make_envs, make_policy

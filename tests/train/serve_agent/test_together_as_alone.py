@@ -19,7 +19,7 @@ import httpx
 import numpy as np
 import pytest
 
-from sorl_env.env import ToolUseEnv
+from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, collect, run_trajectory
 from sorl_env.trajectory import Trajectory
 from sorl_train.evaluate.arguments import find_source, make_envs, make_policy

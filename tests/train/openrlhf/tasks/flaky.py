@@ -8,7 +8,7 @@ import os
 import time
 import zlib
 
-from sorl_env.registry import load_task
+from sorl_env.task.registry import load_task
 
 WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
 MINIHOP = load_task("minihop", **WORLD)

@@ -1,0 +1,1 @@
+"""Environments from elsewhere: Gymnasium's, and those of OpenEnv servers."""

@@ -1,0 +1,21 @@
+"""The record of a rollout, and the classes of its tokens."""
+
+from sorl_env.trajectory.trajectory import (
+    SCHEMA_VERSION,
+    StopReason,
+    Trajectory,
+    Turn,
+    iter_jsonl,
+    read_jsonl,
+    write_jsonl,
+)
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "StopReason",
+    "Trajectory",
+    "Turn",
+    "iter_jsonl",
+    "read_jsonl",
+    "write_jsonl",
+]

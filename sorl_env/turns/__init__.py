@@ -1,0 +1,1 @@
+"""Turn formats: a turn of the policy as text and as tokens."""
