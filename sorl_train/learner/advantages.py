@@ -106,8 +106,8 @@ def correct(batch: Batch, given: CorrectionConfig, ratio: RatioLevel) -> tuple[B
         return batch, {}
     assert batch.old_log_probs is not None  # the engine computes them before the update if ``is_on``
     old, sampled, settings = batch.old_log_probs, batch.rollout_log_probs, correction_settings(given, ratio)
-    found = correction_weights(old, sampled, batch.loss_mask, batch.turn_ids, settings)
-    return batch.with_fields(correction=found.weights), found.metrics()
+    weights, metrics = correction_weights(old, sampled, batch.loss_mask, batch.turn_ids, settings)
+    return batch.with_fields(correction=weights), metrics
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:

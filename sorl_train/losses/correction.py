@@ -51,34 +51,6 @@ class CorrectionSettings:
             raise ValueError(f"the limits {self.low} and {self.high} leave no room for a weight of 1")
 
 
-@dataclass(frozen=True)
-class Correction:
-    """The weights of a batch, and what was cut.
-
-    Attributes:
-        weights: (B, T), 1 off the loss tokens, of the type of the log-probabilities.
-        mean: mean weight of the loss tokens.
-        cut: share of the segments (tokens, turns or sequences) whose weight a limit truncated or set to 0.
-        masked: share of the trajectories with loss tokens whose weight the sequence mask set to 0.
-        zero: share of the loss tokens whose weight is 0 in the end.
-    """
-
-    weights: Tensor
-    mean: float
-    cut: float
-    masked: float
-    zero: float
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics by name."""
-        return {
-            "loss/correction_mean": self.mean,
-            "loss/correction_cut_frac": self.cut,
-            "loss/correction_mask_frac": self.masked,
-            "loss/correction_zero_frac": self.zero,
-        }
-
-
 @torch.no_grad()
 def correction_weights(
     old_log_probs: Tensor,
@@ -86,11 +58,15 @@ def correction_weights(
     loss_mask: Tensor,
     turn_ids: Tensor,
     settings: CorrectionSettings,
-) -> Correction:
-    """The weight of each loss token. Means over segments and trajectories run over their loss tokens.
+) -> tuple[Tensor, dict[str, float]]:
+    """The weights (B, T), 1 off the loss tokens, of the type of the log-probabilities, and metrics by name.
 
     All tensors are (B, T): the log-probabilities of trainer and sampler under the policy that sampled, and mask and
-    turn ids as for ``policy_loss``. Raises ValueError if shapes differ, or if there is no loss token.
+    turn ids as for ``policy_loss``. Means over segments and trajectories run over their loss tokens. ``mean`` is that
+    of the loss tokens' weights, ``cut_frac`` the share of the segments (tokens, turns or sequences) whose weight a
+    limit truncated or set to 0, ``mask_frac`` the share of the trajectories with loss tokens whose weight the sequence
+    mask set to 0, ``zero_frac`` the share of the loss tokens whose weight is 0 in the end. Raises ValueError if shapes
+    differ, or if there is no loss token.
     """
     check_shapes(old_log_probs, rollout_log_probs=rollout_log_probs, loss_mask=loss_mask, turn_ids=turn_ids)
     segments = Segments.of(settings.level, loss_mask, turn_ids)
@@ -108,13 +84,12 @@ def correction_weights(
     weights = torch.ones_like(old_log_probs)
     weights.view(-1)[segments.positions] = by_token.to(weights.dtype)
     filled = torch.ones_like(ratio, dtype=torch.bool) if segments.lengths is None else segments.lengths > 0
-    return Correction(
-        weights=weights,
-        mean=float(by_token.mean()),
-        cut=float((weight != ratio)[filled].double().mean()),
-        masked=float((~kept)[present].double().mean()),
-        zero=float((by_token == 0).double().mean()),
-    )
+    return weights, {
+        "loss/correction_mean": float(by_token.mean()),
+        "loss/correction_cut_frac": float((weight != ratio)[filled].double().mean()),
+        "loss/correction_mask_frac": float((~kept)[present].double().mean()),
+        "loss/correction_zero_frac": float((by_token == 0).double().mean()),
+    }
 
 
 def _limited(ratio: Tensor, settings: CorrectionSettings) -> Tensor:

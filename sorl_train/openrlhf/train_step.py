@@ -25,7 +25,7 @@ from sorl_env.trajectory import Trajectory, write_jsonl
 from sorl_env.trajectory.token_classes import TokenClassifier
 from sorl_train.config.files import read_resolved
 from sorl_train.learner.advantages import batch_metrics, mismatch_metrics, prepare
-from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.batch import Batch, by_rank, collate, put_together, rows_by_rank
 from sorl_train.learner.dapo import overlong_metrics, shape_and_filter
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit, sampled_by
 from sorl_train.learner.optimizer_step import NonFiniteError
@@ -35,7 +35,6 @@ from sorl_train.learner.update_settings import mini_batches, steps_of_batch
 from sorl_train.models.policy import model_shape
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.openrlhf.prompts import evaluation_loader, exclude_older
-from sorl_train.openrlhf.rank_shards import by_rank, put_together, rows_by_rank
 from sorl_train.openrlhf.workers import ACTOR, CRITIC, run_config, run_folder
 from sorl_train.rollout.environments import make_env, training_examples
 from sorl_train.rollout.metrics import (

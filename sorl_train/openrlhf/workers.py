@@ -21,9 +21,8 @@ from sorl_train.learner.optimizer_step import Means
 from sorl_train.learner.scoring import score
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.models.policy import VALUE_HEAD_FILE
-from sorl_train.openrlhf.deepspeed_backend import DeepSpeedBackend
+from sorl_train.openrlhf.deepspeed_backend import DeepSpeedBackend, ValueHead
 from sorl_train.openrlhf.flags import Placement
-from sorl_train.openrlhf.value_head import ValueHead
 from sorl_train.run.folder import RunDir
 
 ACTOR, CRITIC = "_actor", "_critic"  # where OpenRLHF looks for shards in a checkpoint

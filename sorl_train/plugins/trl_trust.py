@@ -15,25 +15,8 @@ from sorl_train.losses.terms import sum_over_ranks
 from sorl_train.models.forward import disable_dropout
 
 
-class TrlWeights:
-    """``HeldWeights`` of a trainer with ``SorlMixin``."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def weights(self) -> list[Tensor]:
-        return [p for p in self._trainer.model.parameters() if p.requires_grad]
-
-    def sync_weights(self) -> None:
-        """There are no copies: ``TrustedSteps`` refuses weights that are split."""
-
-    def discard_gradient(self) -> None:
-        self._trainer.model.zero_grad()
-        self._trainer.objective.steps.clear()
-
-
 class TrustedSteps:
-    """Asks the trust region before each optimizer step and after the last one on a rollout batch.
+    """Asks the trust region before each optimizer step and after the last one on a rollout batch; its ``HeldWeights``.
 
     A rollout batch is what TRL generates at once. The KL is that to the policy which generated it. ``trainer`` is one
     with ``SorlMixin``; weights that are split over ranks are refused.
@@ -48,19 +31,27 @@ class TrustedSteps:
         disable_dropout(trainer.model)  # its noise would count as a KL
         self.region = region
         self._trainer = trainer
-        self._held = TrlWeights(trainer)
         self._mini_batch: list[dict[str, Any]] = []  # its micro-batches so far
-        self._batch: list[
-            tuple[dict[str, Any], Tensor]
-        ] = []  # those of the rollout batch, with old log-probabilities
+        # those of the rollout batch, with old log-probabilities
+        self._batch: list[tuple[dict[str, Any], Tensor]] = []
         self._began = False
         self._signal = False
         self._again = False  # a mini-batch is computed once more
 
+    def weights(self) -> list[Tensor]:
+        return [p for p in self._trainer.model.parameters() if p.requires_grad]
+
+    def sync_weights(self) -> None:
+        """There are no copies, as weights that are split are refused."""
+
+    def discard_gradient(self) -> None:
+        self._trainer.model.zero_grad()
+        self._trainer.objective.steps.clear()
+
     def before_micro_batch(self) -> None:
         """Begin a rollout batch where this is its first micro-batch, or the first one after a resume."""
         if self._trainer._step % self._length == 0 or not self._began:
-            self.region.begin(self._held.weights())
+            self.region.begin(self.weights())
             self._batch, self._signal, self._began = [], False, True
 
     def begin_mini_batch(self) -> None:
@@ -85,7 +76,7 @@ class TrustedSteps:
             kl = steps.totals().metrics()["approx_kl"]
             return kl if math.isfinite(kl) else math.inf
 
-        self.region.pull_back_until_inside(self._held, measure)
+        self.region.pull_back_until_inside(self, measure)
         self._signal |= bool(steps.totals().signal)
         steps.rate = self.region.scale
 
@@ -94,7 +85,7 @@ class TrustedSteps:
         trainer = self._trainer
         if trainer._step % self._length:
             return
-        kl = self.region.pull_back_until_inside(self._held, self._kl)
+        kl = self.region.pull_back_until_inside(self, self._kl)
         if self._signal:
             self.region.end()
         region = self.region

@@ -14,7 +14,7 @@ from torch import Tensor
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.run_settings import CorrectionConfig
 from sorl_train.learner.advantages import correction_settings
-from sorl_train.losses.correction import Correction, CorrectionSettings, correction_weights
+from sorl_train.losses.correction import CorrectionSettings, correction_weights
 from sorl_train.losses.policy import policy_loss
 from sorl_train.report.report import main as report
 from sorl_train.run.files import read_jsonl
@@ -28,10 +28,15 @@ TURNS = torch.tensor([[0, 0, -1, 1, 1, -1], [-1, 0, -1, -1, -1, -1]])
 # trainer over sampler: geometric means 6 and .5 of the turns, sqrt(3) of the first sequence; off the mask anything
 RATIOS = torch.tensor([[3.0, 12.0, NAN, 0.25, 1.0, 9.0], [NAN, 0.125, 9.0, 9.0, 9.0, 9.0]])
 SAMPLER = torch.full((2, 6), -2.5)
+OLD = SAMPLER + RATIOS.log()
 
 
-def weights_of(**settings: Any) -> Correction:
-    return correction_weights(SAMPLER + RATIOS.log(), SAMPLER, MASK, TURNS, CorrectionSettings(**settings))
+def weights_of(old: Tensor, **settings: Any) -> tuple[Tensor, list[float]]:
+    """The weights, and mean, share of what is cut, share of what is masked, share of what is 0."""
+    weights, metrics = correction_weights(old, SAMPLER, MASK, TURNS, CorrectionSettings(**settings))
+    names = ("mean", "cut_frac", "mask_frac", "zero_frac")
+    assert list(metrics) == [f"loss/correction_{name}" for name in names]
+    return weights, list(metrics.values())
 
 
 ROOT_3 = math.sqrt(3.0)
@@ -51,11 +56,10 @@ ROOT_3 = math.sqrt(3.0)
 def test_weights_by_hand(
     mode: str, level: str, limits: tuple[float, float], expected: list[float], cut: float, zero: float
 ) -> None:
-    found = weights_of(mode=mode, level=level, low=limits[0], high=limits[1])
-    assert found.weights[MASK].tolist() == pytest.approx(expected, rel=1e-6)
-    assert found.weights[~MASK].tolist() == [1.0] * 7
-    assert found.cut == pytest.approx(cut) and found.zero == pytest.approx(zero) and found.masked == 0.0
-    assert found.mean == pytest.approx(sum(expected) / 5, rel=1e-6)
+    weights, figures = weights_of(OLD, mode=mode, level=level, low=limits[0], high=limits[1])
+    assert weights[MASK].tolist() == pytest.approx(expected, rel=1e-6)
+    assert weights[~MASK].tolist() == [1.0] * 7
+    assert figures == pytest.approx([sum(expected) / 5, cut, 0.0, zero], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -64,28 +68,21 @@ def test_weights_by_hand(
 )
 def test_the_sequence_mask_by_hand(bound: float, expected: list[float], masked: float) -> None:
     """The mean log-ratios are log(9) / 4 = .549 and log(.125) = -2.08: one too high at .5, one too low at 1."""
-    found = weights_of(sequence_mask=bound)
-    assert found.weights[MASK].tolist() == expected
-    assert found.masked == masked and found.cut == 0.0 and found.zero == pytest.approx(1 - sum(expected) / 5)
+    weights, figures = weights_of(OLD, sequence_mask=bound)
+    assert weights[MASK].tolist() == expected
+    assert figures == pytest.approx([sum(expected) / 5, 0.0, masked, 1 - sum(expected) / 5])
 
 
 def test_both_together_and_their_metrics() -> None:
-    found = weights_of(mode="truncate", high=4.0, sequence_mask=1.0)
-    assert found.weights[MASK].tolist() == pytest.approx([3, 4, 0.25, 1, 0], rel=1e-6)
-    figures = {"mean": 8.25 / 5, "cut_frac": 1 / 5, "mask_frac": 1 / 2, "zero_frac": 1 / 5}
-    assert found.metrics() == pytest.approx({f"loss/correction_{name}": v for name, v in figures.items()})
+    weights, figures = weights_of(OLD, mode="truncate", high=4.0, sequence_mask=1.0)
+    assert weights[MASK].tolist() == pytest.approx([3, 4, 0.25, 1, 0], rel=1e-6)
+    assert figures == pytest.approx([8.25 / 5, 1 / 5, 1 / 2, 1 / 5])
 
 
 def test_a_sampler_that_agrees_is_left_alone() -> None:
     for mode, level in itertools.product(("truncate", "band"), ("token", "turn", "sequence")):
-        settings = CorrectionSettings(mode, level, sequence_mask=1e-9)  # type: ignore[arg-type]
-        found = correction_weights(SAMPLER, SAMPLER, MASK, TURNS, settings)
-        assert (found.weights == 1.0).all() and (found.mean, found.cut, found.masked, found.zero) == (
-            1,
-            0,
-            0,
-            0,
-        )
+        weights, figures = weights_of(SAMPLER, mode=mode, level=level, sequence_mask=1e-9)
+        assert (weights == 1.0).all() and figures == [1, 0, 0, 0]
 
 
 def test_mistakes_are_refused() -> None:
@@ -115,7 +112,7 @@ def test_weights_and_mask_are_those_of_verl() -> None:
 
     def corrected(**settings: Any) -> Tensor:
         turns = torch.zeros_like(mask, dtype=torch.long)
-        return correction_weights(old, sampler, mask, turns, CorrectionSettings(**settings)).weights * mask
+        return correction_weights(old, sampler, mask, turns, CorrectionSettings(**settings))[0] * mask
 
     for threshold, settings in (
         (2.0, {"mode": "truncate", "high": 2.0}),

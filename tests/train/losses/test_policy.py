@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sorl_train.algorithms import ALGORITHMS
+from sorl_train.algorithms import ALGORITHMS, SurrogateName
 from sorl_train.config.find_algorithm import find_algorithm
 from sorl_train.losses.advantages import gae, group_advantages
 from sorl_train.losses.clip_bias import normalization
-from sorl_train.losses.policy import ClipRange, LossOutput
+from sorl_train.losses.policy import SURROGATES, ClipRange, LossOutput
 from sorl_train.losses.terms import aggregate, loss_denominator
 
 from .keywords import policy_loss
 
 F64 = torch.float64
+LEVELS = ("token", "turn", "sequence")
 
 # Two trajectories of two turns. Row 0 has an observation between its turns; the turns of row 1 are adjacent, the
 # second has one token, and their ids neither start at 0 nor are contiguous.
@@ -145,7 +147,7 @@ def test_half_precision_is_computed_in_float32() -> None:
     assert output.loss.item() == exact.loss.item()
 
 
-@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_lies_off_the_loss_mask_is_never_read(level: str) -> None:
     def spoil(x: Tensor, value: float) -> Tensor:
         return torch.where(MASK, x.detach(), value).requires_grad_(x.requires_grad)
@@ -169,18 +171,12 @@ def test_what_lies_off_the_loss_mask_is_never_read(level: str) -> None:
     assert output.stats.norms() == expected.stats.norms()
 
 
-@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("shape", [(2, 6), (0, 6), (2, 0)])
 def test_no_tokens_at_all_is_zero_and_not_nan(level: str, shape: tuple[int, int]) -> None:
     lp = torch.zeros(shape, requires_grad=True)
-    output = policy_loss(
-        lp,
-        lp.detach(),
-        lp.detach(),
-        torch.zeros(shape, dtype=torch.bool),
-        torch.full(shape, -1),
-        ratio_level=level,
-    )
+    mask, turns = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
+    output = policy_loss(lp, lp.detach(), lp.detach(), mask, turns, ratio_level=level)
     output.loss.backward()
     assert output.loss.item() == 0.0 and lp.grad is not None and not lp.grad.any()
     assert set(output.stats.norms().values()) == {0.0}
@@ -188,16 +184,19 @@ def test_no_tokens_at_all_is_zero_and_not_nan(level: str, shape: tuple[int, int]
     assert normalization(output.stats).update_scale == 1.0
 
 
-@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
-@pytest.mark.parametrize("gap", [50.0, 1e4, math.inf])
-def test_extreme_log_ratios_stay_finite(level: str, gap: float) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", SURROGATES)
+@pytest.mark.parametrize("gap", [20.0, 50.0, 1e4, math.inf])
+def test_extreme_log_ratios_stay_finite(level: str, name: SurrogateName, gap: float) -> None:
     for sign in (1.0, -1.0):
         lp = (OLD.float() + sign * gap).nan_to_num(posinf=1e30, neginf=-1e30).requires_grad_()
-        output = hand_loss(level, lp, ADVANTAGES.float())
+        output = hand_loss(level, lp, ADVANTAGES.float(), surrogate=SURROGATES[name])
         output.loss.backward()
         assert torch.isfinite(output.loss) and lp.grad is not None and torch.isfinite(lp.grad).all()
         assert all(math.isfinite(x) for x in output.stats.norms().values())
-        if sign > 0:  # beyond the clamp the loss does not move, while the bias still reports w = exp(20)
+        if (
+            sign > 0 and gap > 20
+        ):  # beyond the clamp the loss does not move; the bias still reports w = exp(20)
             assert not lp.grad.any() and output.stats.norm("token") > math.exp(20)
 
 
@@ -214,17 +213,16 @@ def test_loss_mask_may_be_a_part_of_a_turn() -> None:
     assert output.loss.item() == pytest.approx(-((1.0 - 1.0 - 3.0) / 3 + (0.9 - 1.8 - 0.8) / 3) / 2)
 
 
+def whole_row(log_ratio: Tensor, advantages: Tensor, level: str, **options: Any) -> LossOutput:
+    """All tokens are in the loss, and those of a row in one turn of the same number."""
+    ones = torch.ones_like(log_ratio, dtype=torch.bool)
+    old = torch.zeros_like(log_ratio)
+    return policy_loss(log_ratio, old, advantages, ones, (~ones).short(), ratio_level=level, **options)
+
+
 def test_neighbouring_rows_with_the_same_turn_id_stay_apart() -> None:
-    lp = torch.log(torch.tensor([[1.1, 1.1], [0.9, 0.9]], dtype=F64)).requires_grad_()
-    ones = torch.ones(2, 2, dtype=F64)
-    output = policy_loss(
-        lp,
-        ones * 0,
-        ones,
-        torch.ones(2, 2, dtype=torch.bool),
-        torch.zeros(2, 2, dtype=torch.int16),
-        ratio_level="turn",
-    )
+    ratios = torch.tensor([[1.1, 1.1], [0.9, 0.9]], dtype=F64)
+    output = whole_row(ratios.log().requires_grad_(), torch.ones_like(ratios), "turn")
     assert output.loss.item() == pytest.approx(-(1.1 + 0.9) / 2)
     assert output.stats.metrics()["ratio_std"] == pytest.approx(0.1)
 
@@ -253,7 +251,7 @@ def test_clear_errors() -> None:
         hand_loss("token", denominator=-1)
 
 
-@pytest.mark.parametrize("level", ["token", "turn", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_surrogate_of_ones_own_replaces_the_clipped_one(level: str) -> None:
     """w A without any clipping; the statistics still count what PPO's clip range would cut."""
 
@@ -282,29 +280,22 @@ def test_aggregate_by_hand() -> None:
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.25, 0.25], [0.5, 0.0, 0.0]]))
 
 
-def test_dual_clip_by_hand() -> None:
-    """Row 0: A = -1 at ratio 3 is held at 2 A without a gradient, at ratio 1.5 it is not; A = 1 at ratio 3 is PPO's to
-    clip, and the only one counted as clipped."""
-    ratios = torch.tensor([[3.0, 1.5, 3.0]], dtype=F64)
-    advantages = torch.tensor([[-1.0, -1.0, 1.0]], dtype=F64)
-    log_probs = ratios.log().requires_grad_()
-    mask, turns = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.long)
-    found = policy_loss(
-        log_probs, torch.zeros_like(ratios), advantages, mask, turns, ratio_level="token", dual_clip=2.0
-    )
+@pytest.mark.parametrize(
+    ("level", "ratios", "advantages", "terms", "gradient"),
+    [
+        # A = -1 at ratio 3 is held at 2 A without a gradient, at ratio 1.5 it is not; A = 1 at ratio 3 is PPO's to clip
+        ("token", [3.0, 1.5, 3.0], [-1.0, -1.0, 1.0], -2.0 - 1.5 + 1.2, [0.0, 1.5 / 3, 0.0]),
+        # of a turn at ratio 3 the token with A = -1 is held, that with A = 1 clipped, that with A = 0 neither
+        ("turn", [3.0, 3.0, 3.0], [-1.0, 1.0, 0.0], -2.0 + 1.2, [0.0, 0.0, 0.0]),
+    ],
+)
+def test_dual_clip_by_hand(
+    level: str, ratios: list[float], advantages: list[float], terms: float, gradient: list[float]
+) -> None:
+    """Only what PPO's own clip cuts counts as clipped."""
+    log_probs = torch.tensor([ratios], dtype=F64).log().requires_grad_()
+    found = whole_row(log_probs, torch.tensor([advantages], dtype=F64), level, dual_clip=2.0)
     found.loss.backward()
-    assert found.loss.item() == pytest.approx(-(-2.0 - 1.5 + 1.2) / 3)
-    torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, 1.5 / 3, 0.0]], dtype=F64))
+    assert found.loss.item() == pytest.approx(-terms / 3)
+    torch.testing.assert_close(log_probs.grad, torch.tensor([gradient], dtype=F64))
     assert float(found.stats.clipped) == 1
-
-
-def test_dual_clip_of_a_turn_holds_its_negative_tokens() -> None:
-    """A turn at ratio 3: its token with A = -1 is held, that with A = 1 clipped, that with A = 0 neither."""
-    log_probs = torch.full((1, 3), math.log(3.0), dtype=F64, requires_grad=True)
-    advantages = torch.tensor([[-1.0, 1.0, 0.0]], dtype=F64)
-    mask, turns = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.long)
-    how = {"ratio_level": "turn", "dual_clip": 2.0}
-    found = policy_loss(log_probs, torch.zeros(1, 3, dtype=F64), advantages, mask, turns, **how)  # type: ignore[arg-type]
-    found.loss.backward()
-    assert found.loss.item() == pytest.approx(-(-2.0 + 1.2) / 3)
-    assert log_probs.grad is not None and not log_probs.grad.any()

@@ -24,12 +24,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sorl_train.config.settings import TrainConfig
-from sorl_train.learner.batch import Batch
+from sorl_train.learner.batch import Batch, by_rank
 from sorl_train.learner.optimizer_step import Means, NonFiniteError
 from sorl_train.learner.trust_region import MOST_MOVES, TrustRegion
 from sorl_train.learner.update import PolicyUpdate
-from sorl_train.openrlhf.rank_shards import by_rank
-from sorl_train.openrlhf.value_head import ValueHead
+from sorl_train.openrlhf.deepspeed_backend import ValueHead
 from sorl_train.openrlhf.workers import critic_update, policy_update
 
 Case = dict[str, Any]

@@ -19,14 +19,13 @@ from sorl_env.trajectory import StopReason
 from sorl_train.config.files import load_config
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
-from sorl_train.learner.batch import Batch, collate
+from sorl_train.learner.batch import Batch, by_rank, collate, put_together, rows_by_rank
 from sorl_train.learner.trust_region import final_kl_sample
 from sorl_train.openrlhf import checks, launch
 from sorl_train.openrlhf.checks import check, check_attention, critic_start
 from sorl_train.openrlhf.flags import ALLOWED, COPIED, Placement, as_arguments, openrlhf_flags
 from sorl_train.openrlhf.launch import cause_of_death, follow
 from sorl_train.openrlhf.prompts import exclude_older, training_loader
-from sorl_train.openrlhf.rank_shards import by_rank, put_together, rows_by_rank
 from sorl_train.rollout.jobs import training_jobs
 from sorl_train.run.folder import RunDir
 from sorl_train.run.metrics_log import MetricsLog
