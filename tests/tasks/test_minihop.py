@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sorl_env import Example, Task, ToolSettings, ToolUseEnv, UserError, parse_turn
+from sorl_env import Example, Task, ToolSettings, ToolUseEnv, UserError, load_examples, parse_turn
 from sorl_env.commands.check_task import check_task
 from sorl_tasks.minihop import TASK, expert_turn, minihop
 from sorl_tasks.minihop_world import (
@@ -229,6 +229,11 @@ def test_four_hops_and_longer_thoughts_fit_the_limits(reasoning: int) -> None:
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_contract(split: str) -> None:
     assert [check for check in check_task(ToolUseEnv(TASK, split=split)) if not check.passed] == []
+
+
+def test_questions_are_a_function_of_the_knobs() -> None:
+    digests = [load_examples(minihop(seed=seed, **SMALL), None, "test").sha256 for seed in (3, 4)]
+    assert digests[0] == "53d7ac0f1b5c11b2d2b9daa76f8ef79c9045e16c979040a2778b1ea61e8749b7" != digests[1]
 
 
 def test_vocabulary_is_closed(world: World) -> None:

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,19 @@ def test_a_killed_server_that_comes_back_loses_no_call(start: Any) -> None:
     assert len(outcomes) >= before + 100
     assert all(isinstance(outcome, ToolCall) and outcome.hits == 1 for outcome in outcomes)
     assert any(outcome.attempts > 1 and outcome.latency_s > 2.0 for outcome in outcomes)
+    search.close()
+
+
+def test_calls_at_a_time_wait_together_for_a_server_that_is_gone(start: Any) -> None:
+    running = start()
+    search = HttpSearch(running.url, timeout_s=1.5)
+    box = Toolbox([search], timeout_s=1.5, backoff_s=0.05)
+    running.stop()
+    with ThreadPoolExecutor(16) as pool:
+        outcomes = list(pool.map(lambda n: box.call(ToolRequest("search", str(n))), range(16)))
+    for outcome in outcomes:
+        assert isinstance(outcome, ToolUnavailableError) and outcome.call is not None and outcome.call.error
+        assert outcome.call.latency_s < 20  # one after another the last would take 24 s
     search.close()
 
 

@@ -137,6 +137,24 @@ def test_refused_requests_cost_nothing(server: Any) -> None:
     assert server.retrieve(queries=["Mozart"], topk=1).json["result"][0][0]["id"] == "1"
 
 
+def test_requests_at_a_time_are_searched_together(server: Any) -> None:
+    before = counters(server)
+    words = ["Mozart", "Bizet", "river", "café", "nothing"]
+    ids = {"Mozart": ["1"], "Bizet": ["0"], "river": ["2"], "café": ["4"], "nothing": []}
+
+    def ask(number: int) -> bool:
+        queries = [words[(number + i) % 5] for i in range(1 + number % 4)]
+        reply = server.retrieve(queries=queries, topk=1).json["result"]
+        return [[hit["id"] for hit in hits] for hits in reply] == [ids[query] for query in queries]
+
+    with ThreadPoolExecutor(32) as threads:
+        assert all(threads.map(ask, range(400)))
+    after = counters(server)
+    requests = after["sorl_serve_request_seconds_count"] - before["sorl_serve_request_seconds_count"]
+    batches = after["sorl_serve_batch_queries_count"] - before["sorl_serve_batch_queries_count"]
+    assert requests == 400 and batches < 400
+
+
 def test_a_token(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text("s3cret-t0ken\n")
     (tmp_path / "token").chmod(stat.S_IRUSR)

@@ -28,6 +28,27 @@ def alone(random_policy: tuple[Any, Any], ids: list[int], params: SamplingParams
 
 
 @pytest.mark.parametrize(
+    ("slot", "tokens", "session", "message"),
+    [
+        (2, 5, "second", "slot 2 has no owner, but holds 5 tokens"),
+        (0, 1, "first", r"hold \[1\] tokens, but their rows have read \[2\]"),
+    ],
+)
+def test_a_slot_that_does_not_hold_what_its_owner_has_read_is_noticed(
+    random_policy: tuple[Any, Any], slot: int, tokens: int, session: str, message: str
+) -> None:
+    sampler = opened(random_policy, 4)
+
+    async def two_turns() -> None:
+        await sampler.generate("first", [3, 4], ONE)
+        sampler._cache.lengths[slot] = tokens
+        await sampler.generate(session, [3, 4, 5], ONE)
+
+    with sampler.session(), pytest.raises(AssertionError, match=message):
+        asyncio.run(two_turns())
+
+
+@pytest.mark.parametrize(
     ("ids", "rows", "said"),
     [
         ([3], 2, "session bad: more than max_concurrency=2"),
