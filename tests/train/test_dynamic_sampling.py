@@ -23,7 +23,6 @@ from sorl_train.run.folder import RunDir
 
 from .conftest import short_config, train_short
 from .learner.test_batch import trajectory
-from .outcomes import UNDERSCORED, outcome, train_until
 
 GROUPS = {
     "algo": "so_grpo",
@@ -143,18 +142,6 @@ def test_an_outage_ends_the_rounds_and_what_there_is_is_trained_on(
     assert line["rollout/dynamic_missing"] == len(lost) and line["loss/signal_frac"] == 1.0
     (event,) = read_lines(run_dir.events)
     assert event["kind"] == "dynamic_sampling" and "trained on" in event["reason"]
-
-
-def test_a_resumed_run_draws_the_same(tmp_path: Path) -> None:
-    """Killed in step 3, after groups were replaced, while a batch of kept groups waits in the checkpoint."""
-    settings = UNDERSCORED | GROUPS | {"rollout__batch_size": 8, "rollout__max_staleness": 1}
-    settings |= {"update__mini_batch_size": 8}
-    whole, _ = train_short(tmp_path / "whole", **settings)
-    lines = read_lines(whole.metrics)[1:]
-    assert sum(line["rollout/dynamic_drawn"] - 8 for line in lines) > 0
-    train_until(tmp_path / "cut", 3, **settings)
-    resumed, _ = train_short(tmp_path / "cut", resume=True, **settings)
-    assert outcome(resumed) == outcome(whole)
 
 
 def test_the_signal_is_that_of_the_advantages() -> None:

@@ -19,7 +19,6 @@ from sorl_train.run.folder import RunDir
 from sorl_train.run.metrics_log import iter_token_records
 
 from .conftest import WORLD, train_short
-from .outcomes import outcome, train_until
 
 # Eight questions, of which a step asks four: each comes back after one to three steps.
 FEW: dict[str, Any] = {
@@ -38,8 +37,6 @@ FEW: dict[str, Any] = {
     "eval__search_off": False,
     "replay__size": 24,
 }
-RECENT = FEW | {"replay__mode": "recent", "replay__per_group": 2}
-TRUST = {"update__trust_kl": 0.01}
 
 
 class Watched:
@@ -87,7 +84,7 @@ def test_a_success_of_an_earlier_step_is_trained_on_where_all_fail(
     """Five steps. What is replayed keeps the log-probabilities of its own step to the bit, and the current weights,
     which began the batch, give it others; figures and files are those of the new rollouts alone."""
     seen = Watched(monkeypatch)
-    run_dir, _ = train_short(tmp_path / "run", **FEW, **TRUST)
+    run_dir, _ = train_short(tmp_path / "run", **FEW, update__trust_kl=0.01)
     lines = {line["step"]: line for line in read_lines(run_dir.metrics)[1:]}
     every = {t.id: t for step in lines for t in drawn(run_dir, step)}
     replayed = seen.replayed()
@@ -131,23 +128,6 @@ def test_a_success_of_an_earlier_step_is_trained_on_where_all_fail(
     page = tmp_path / "report.html"
     assert report([str(run_dir.path), "--out", str(page)]) in (0, None)
     assert "Replay" in page.read_text()
-
-
-@pytest.mark.parametrize(
-    ("settings", "at"),
-    [
-        pytest.param(FEW | TRUST, 5, id="success"),
-        pytest.param(RECENT | TRUST | {"rollout__max_staleness": 1}, 4, id="recent"),
-    ],
-)
-def test_a_resumed_run_replays_the_same(settings: dict[str, Any], at: int, tmp_path: Path) -> None:
-    """Killed with trajectories in the buffer: everything is the same to the byte."""
-    settings = settings | {"checkpoint__every": 1}
-    whole, _ = train_short(tmp_path / "whole", **settings)
-    assert sum(line["rollout/replay_share"] for line in read_lines(whole.metrics)[1:]) > 0
-    train_until(tmp_path / "cut", at, **settings)
-    resumed, _ = train_short(tmp_path / "cut", resume=True, **settings)
-    assert outcome(resumed) == outcome(whole)
 
 
 def test_a_run_that_asks_nothing_twice_is_refused(tmp_path: Path) -> None:

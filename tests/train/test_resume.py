@@ -21,6 +21,8 @@ from sorl_train.sft.cold_start import resolve_model
 from .conftest import QuietDisplay, short_config, train_short
 from .damage import append, delete, empty, flip_a_bit
 from .outcomes import UNDERSCORED, Killed, outcome, train_until
+from .test_dynamic_sampling import GROUPS
+from .test_replay_runs import FEW
 
 
 @pytest.fixture(scope="module")
@@ -187,18 +189,32 @@ def test_the_best_policy_is_the_one_that_the_summary_names(
         assert outcome(run_dir)[weights] == outcome(whole)[weights]
 
 
-def test_a_waiting_batch_has_its_states_after_a_resume(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "algo": "gigpo",
-        "rollout__group_size": 4,
-        "update__epochs": 2,
-        "eval__num_examples": 4,
-    }
-    settings |= {"task_args__hit_reward": 0.5, "task_args__valid_reward": 0.1}
-    settings |= {"rollout__max_staleness": 1, "checkpoint__every": 1}
-    whole, _ = train_short(tmp_path / "whole", **settings | {"update__steps": 3})
-    stopped, _ = train_short(tmp_path / "stopped", **settings | {"update__steps": 2})
-    train_short(stopped.path, resume=True, **settings | {"update__steps": 3})
-    with_states = [line["loss/shared_state_frac"] for line in read_jsonl(stopped.metrics)[1:]]
-    assert with_states[:2] == [line["loss/shared_state_frac"] for line in read_jsonl(whole.metrics)[1:3]]
-    assert len(with_states) == 3 and with_states[0] > 0.3  # at least the first turns
+STALE: dict[str, Any] = {"rollout__max_staleness": 1, "checkpoint__every": 1}
+GIGPO: dict[str, Any] = {"algo": "gigpo", "rollout__group_size": 4, "update__epochs": 2, "update__steps": 3}
+GIGPO |= {"eval__num_examples": 4, "task_args__hit_reward": 0.5, "task_args__valid_reward": 0.1}
+REPLAY = FEW | {"checkpoint__every": 1, "update__trust_kl": 0.01}
+DYNAMIC = UNDERSCORED | GROUPS | {"rollout__batch_size": 8, "update__mini_batch_size": 8}
+
+# Settings, the step in which the run is killed, and a figure that in some step is above a limit, so that there is
+# something for a resume to repeat.
+RESUMES: dict[str, tuple[dict[str, Any], int, str, float]] = {
+    "a waiting batch has its states": (GIGPO | STALE, 3, "loss/shared_state_frac", 0.3),
+    "a batch of kept groups waits": (DYNAMIC | STALE, 3, "rollout/dynamic_drawn", 8),
+    "replay of successes": (REPLAY, 5, "rollout/replay_share", 0),
+    "replay of what is recent": (
+        REPLAY | STALE | {"replay__mode": "recent", "replay__per_group": 2},
+        4,
+        "rollout/replay_share",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_resumed_run_equals_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    settings, at, figure, limit = RESUMES[name]
+    whole, _ = train_short(tmp_path / "whole", **settings)
+    assert max(line[figure] for line in read_jsonl(whole.metrics)[1:]) > limit
+    train_until(tmp_path / "cut", at, **settings)
+    resumed, _ = train_short(tmp_path / "cut", resume=True, **settings)
+    assert outcome(resumed) == outcome(whole)

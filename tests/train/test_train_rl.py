@@ -44,10 +44,11 @@ def command(run_dir: Path, *more: str, **settings: Any) -> list[str]:
     return [sys.executable, "-m", "sorl_train.cli", "--run_dir", str(run_dir), *more, *flags(dotted)]
 
 
-@pytest.mark.parametrize("algo", list(ALGORITHMS))
-def test_every_algorithm_leaves_a_complete_run_folder(algo: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("algo", "ratio"), [*((a, "auto") for a in ALGORITHMS), ("mt_grpo", "turn")])
+def test_every_algorithm_leaves_a_complete_run_folder(algo: str, ratio: str, tmp_path: Path) -> None:
     group_size = 4 if ALGORITHMS[algo].needs_groups else 1
     more = {"task_args__hit_reward": 0.5} if ALGORITHMS[algo].advantage == "turn_group" else {}
+    more |= {"loss__ratio": ratio}
     run_dir, summary = train_short(tmp_path / "run", algo=algo, rollout__group_size=group_size, **more)
     lines = read_metrics(run_dir.metrics)
     assert [line["step"] for line in lines] == [0, 1, 2]
@@ -118,15 +119,20 @@ def test_a_saved_step_tells_what_the_loss_made_of_each_token(algo: str, tmp_path
 
 
 def test_target_kl_ends_the_actors_steps_on_a_batch(tmp_path: Path) -> None:
-    """A limit that any change is above: the first mini-batch passes, however old it is, and the second one ends it."""
+    """A limit that any change is above: the first mini-batch passes, however old it is, and the second one ends it.
+
+    The correction for the sampler is to the weights that sampled a batch, so it cuts nothing of an old one.
+    """
     settings = {"update__epochs": 2, "update__mini_batch_size": 4, "optim__lr": 1e-2, "loss__kl_coef": 0.0}
-    settings |= {"rollout__max_staleness": 1, "optim__schedule": "constant"}
+    settings |= {"rollout__max_staleness": 1, "optim__schedule": "constant", "correction__mode": "band"}
+    settings |= {"correction__low": 0.999, "correction__high": 1.001}
     kept, _ = train_short(tmp_path / "kept", **settings)
     cut, _ = train_short(tmp_path / "cut", **settings, update__target_kl=1e-10)
     free, limited = read_metrics(kept.metrics), read_metrics(cut.metrics)
     assert [line["loss/policy_updates"] for line in free[1:]] == [8, 8]
     assert [line["loss/policy_updates"] for line in limited[1:]] == [2, 2]
     assert limited[1]["loss/value"] == free[1]["loss/value"]  # the critic goes on
+    assert limited[2]["loss/ratio_std"] > 0.01 and limited[2]["loss/correction_cut_frac"] == 0.0
 
 
 def test_gradient_checkpointing_recomputes_both_models_and_scoring_is_in_eval_mode(

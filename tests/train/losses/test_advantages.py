@@ -108,6 +108,15 @@ def test_group_advantages_by_hand() -> None:
     assert groups([1, 3, 0, 0, 1, 1], [7, -2, 7, 7, -2, 7], std=False) == [0.5, 1.0, -0.5, -0.5, -1.0, 0.5]
 
 
+def test_leave_one_out_by_hand() -> None:
+    exact = {"std": False, "baseline": "leave_one_out"}
+    # group 4: 1 - (0 + 2) / 2, 0 - (1 + 2) / 2, 2 - (1 + 0) / 2; group 1 is alone; the last one is excluded
+    found = groups([1, 5, 0, 2, math.nan], [4, 1, 4, 4, 4], [1, 1, 1, 1, 0], **exact)
+    assert found == pytest.approx([0.0, 0.0, -1.5, 1.5, 0.0])
+    assert groups([0.1] * 3, [0] * 3, **exact) == [0.0] * 3
+    assert groups([3.0, 1.0], [0, 0], **exact) == [2.0, -2.0]
+
+
 def test_excluded_trajectories_leave_the_baseline_and_get_nothing() -> None:
     with_outage = groups([1, 0, math.nan, 0.5], [1, 1, 1, 1], [1, 1, 0, 1])
     assert with_outage == pytest.approx([1.0, -1.0, 0.0, 0.0], abs=1e-5)  # mean 1/2, sample deviation 1/2

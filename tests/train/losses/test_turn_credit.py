@@ -1,4 +1,4 @@
-"""Advantages of turns by hand: tables of turns, GAE and groups over turns, MT-GRPO, GiGPO, leave one out."""
+"""Advantages of turns by hand: tables of turns, GAE and groups over turns, MT-GRPO, GiGPO."""
 
 from __future__ import annotations
 
@@ -44,9 +44,6 @@ def test_tables_of_turns_by_hand() -> None:
     assert on_tokens(torch.zeros(2, 0), none).tolist() == [[0.0] * 3] * 2
 
 
-# -- GAE over turns ---
-
-
 def test_gae_over_turns_by_hand() -> None:
     values = torch.tensor([[0.1, NO, NO, 0.2, NO, 0.4, NO], [0.5, NO, 0.3, NO, NO, NO, NO]], dtype=F64)
     rewards = torch.zeros(2, 7, dtype=F64)
@@ -71,18 +68,12 @@ def test_gae_over_turns_has_no_gradient_and_loses_no_reward() -> None:
         turn_gae(torch.ones(2, 7), values, TURNS)
 
 
-# -- MT-GRPO ---
-
-
 # five rollouts, four of one prompt, of which the last was excluded:
 # hit, hit, right   /  hit, miss, wrong   /  miss, right   /  outage      and another prompt: miss, right
 REWARDS = torch.tensor([[0.2, 0.2, 1], [0.2, 0, 0], [0, 1, 0], [NO, NO, NO], [0, 1, 0]], dtype=F64)
 THERE = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 0]], dtype=torch.bool)
 GROUPS = torch.tensor([5, 5, 5, 5, 2])
 INCLUDED = torch.tensor([1, 1, 1, 0, 1], dtype=torch.bool)
-
-
-# -- returns of turns ---
 
 
 def test_returns_of_turns_by_hand() -> None:
@@ -144,9 +135,6 @@ def test_when_to_stop_is_learned_from_returns_and_not_from_turns_with_the_same_n
     assert total == pytest.approx(true) and variance < of_totals
 
 
-# -- GiGPO ---
-
-
 def test_state_group_divides_by_the_deviation_and_leaves_out_the_excluded() -> None:
     states = torch.tensor([[0, 1, 2], [0, 1, 2], [0, 1, -1], [0, 1, 2], [3, 4, -1]])
     found = state_group_advantages(REWARDS, THERE, states, GROUPS, INCLUDED)
@@ -163,41 +151,12 @@ def test_state_group_divides_by_the_deviation_and_leaves_out_the_excluded() -> N
     assert found[2, 2] == 0 and not found[3:].any()
 
 
-# -- all of them ---
-
-
-def every(rewards: Tensor, there: Tensor, states: Tensor, groups: Tensor, included: Tensor, **options):
-    weightless = {name: value for name, value in options.items() if name != "weight"}
-    return (
-        return_group_advantages(rewards, there, groups, included, **weightless),
-        turn_group_advantages(rewards, there, groups, included, **options),
-        state_group_advantages(rewards, there, states, groups, included, gamma=0.9, **options),
-    )
-
-
 def test_trajectories_of_one_turn_are_grpo() -> None:
     """For GiGPO times 1 + weight, as published: all rollouts of a prompt start in the same state."""
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0]), torch.tensor([0, 0, 0, 1, 1])
     expected = group_advantages(rewards, groups, all_in(5))
-    args = (rewards[:, None], all_in(5)[:, None], groups[:, None], groups, all_in(5))
-    by_return, by_turn, by_state = every(*args, weight=0.5)
-    torch.testing.assert_close(by_return[:, 0], expected)
-    torch.testing.assert_close(by_turn[:, 0], expected)
+    table = (rewards[:, None], all_in(5)[:, None])
+    torch.testing.assert_close(return_group_advantages(*table, groups, all_in(5))[:, 0], expected)
+    torch.testing.assert_close(turn_group_advantages(*table, groups, all_in(5), weight=0.5)[:, 0], expected)
+    by_state = state_group_advantages(*table, groups[:, None], groups, all_in(5), gamma=0.9, weight=0.5)
     torch.testing.assert_close(by_state[:, 0], 1.5 * expected)
-
-
-# -- leave one out ---
-
-
-def left_out(rewards: list[float], groups: list[int], included: list[int], **options) -> list[float]:
-    kept = torch.tensor(included, dtype=torch.bool)
-    given = (torch.tensor(rewards, dtype=F64), torch.tensor(groups), kept)
-    return group_advantages(*given, baseline="leave_one_out", **options).tolist()
-
-
-def test_leave_one_out_by_hand() -> None:
-    # group 4: 1 - (0 + 2) / 2, 0 - (1 + 2) / 2, 2 - (1 + 0) / 2; group 1 is alone; the last one is excluded
-    found = left_out([1, 5, 0, 2, NO], [4, 1, 4, 4, 4], [1, 1, 1, 1, 0], std=False)
-    assert found == pytest.approx([0.0, 0.0, -1.5, 1.5, 0.0])
-    assert left_out([0.1] * 3, [0] * 3, [1] * 3, std=False) == [0.0] * 3
-    assert left_out([3.0, 1.0], [0, 0], [1, 1], std=False) == [2.0, -2.0]

@@ -8,7 +8,7 @@ import runpy
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +16,25 @@ import pytest
 import torch
 
 from sorl_train.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE, import_folders
+from sorl_train.run.files import read_jsonl
 
-WORLD = {"entities": 240, "lookalikes": 4, "train_questions": 48, "test_questions": 16, "hops": [1, 2]}
+from ..conftest import SHORT as LOCAL
 
 TINY = {"hidden_size": 64, "num_layers": 2, "num_heads": 2}
 
 # Two steps of a few short trajectories. vLLM on a CPU has no heads narrower than 32.
-SHORT: dict[str, Any] = {
+SHORT: dict[str, Any] = {name: value for name, value in LOCAL.items() if name != "hardware.threads"}
+SHORT |= {f"tiny.{name}": value for name, value in TINY.items()}
+SHORT |= {
     "engine": "openrlhf",
-    "task_args": WORLD,
     "hardware.device": "cpu",
-    **{f"tiny.{name}": value for name, value in TINY.items()},
     "cluster.gpus_per_node": 1,
     "cluster.vllm_engines": 1,
     "cluster.vllm_tensor_parallel": 1,
     "cluster.zero_stage": 2,
     "cluster.deadline_s": 300,
     "limits.max_trajectory_tokens": 512,
-    "sft.num_demos": 48,
-    "sft.steps": 100,
-    "sft.batch_size": 8,
-    "sft.lr": 6e-3,
-    "rollout.batch_size": 16,
-    "update.steps": 2,
-    "update.mini_batch_size": 8,
-    "update.micro_batch_size": 8,
-    "eval.num_examples": 8,
-    "eval.num_examples_final": 8,
-    "eval.every": 0,
-    "log.tensorboard": False,
 }
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Cold starts are cached for the session, not in the user's folder."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SORL_CACHE", str(folder))
-        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +65,7 @@ def train(run_dir: Path, *more: str, **overrides: Any) -> subprocess.CompletedPr
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(run_dir / "metrics.jsonl")
 
 
 def run_ranks(script: Path, folder: Path, ranks: int) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from .conftest import metrics
+
 pytestmark = [pytest.mark.openrlhf, pytest.mark.slow]
 
 # Four times the quickstart's learning rate, for which ten steps are enough, with a trust region to bear it.
@@ -41,8 +43,7 @@ def curve(run_dir: Path, config: str, settings: dict[str, Any]) -> dict[int, flo
     command = [sys.executable, "-m", "sorl_train.cli", "--config", config, "--run_dir", str(run_dir), *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["eval/success"] for line in lines if "eval/success" in line}
+    return {line["step"]: line["eval/success"] for line in metrics(run_dir) if "eval/success" in line}
 
 
 def _text(value: Any) -> str:

@@ -25,7 +25,8 @@ from sorl_train.models.policy import load_critic
 from sorl_train.models.tiny import build_tiny_policy
 
 from ...waiting import wait_until
-from .conftest import TINY, WORLD, command, metrics, train
+from ..conftest import WORLD
+from .conftest import TINY, command, metrics, train
 
 pytestmark = pytest.mark.openrlhf
 TASKS = Path(__file__).with_name("tasks")

@@ -24,7 +24,8 @@ from sorl_train.evaluate.results import EvalResult, read_folder
 from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.openrlhf.launch import CPU_ENVIRONMENT
 
-from .conftest import WORLD, command
+from ..conftest import WORLD
+from .conftest import command
 
 pytestmark = pytest.mark.openrlhf
 TIE = 1e-3  # nats; float32 sums taken in another order move a log-probability by about 1e-5

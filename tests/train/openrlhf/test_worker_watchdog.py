@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("ray", reason="OpenRLHF has an environment of its own (make openrlhf)")
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from sorl_train.openrlhf.worker_watchdog import started_workers, watched
+
 pytestmark = [pytest.mark.openrlhf, pytest.mark.usefixtures("importable")]
 
 
 @pytest.fixture(scope="module")
 def remote() -> Iterator[Any]:
-    import ray
-
     class Worker:
         def process_id(self) -> int:
             return os.getpid()
@@ -35,11 +39,6 @@ def remote() -> Iterator[Any]:
 
 
 def test_the_death_of_a_worker_ends_a_wait_for_another(remote: Any) -> None:
-    import ray
-    from ray.exceptions import ActorDiedError
-
-    from sorl_train.openrlhf.worker_watchdog import watched
-
     victim, waiting = remote.options(name="victim").remote(), remote.remote()
     process_id = ray.get(victim.process_id.remote())
     killer = threading.Timer(1.5, os.kill, (process_id, signal.SIGKILL))
@@ -55,11 +54,6 @@ def test_the_watcher_goes_on_after_a_worker_was_out_of_reach(
     remote: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one whose connection is lost and comes back."""
-    import ray
-    from ray.exceptions import ActorDiedError, ActorUnavailableError
-
-    from sorl_train.openrlhf.worker_watchdog import watched
-
     victim, waiting, get, lost = remote.remote(), remote.remote(), ray.get, threading.Event()
     process_id = get(victim.process_id.remote())
 
@@ -78,15 +72,12 @@ def test_the_watcher_goes_on_after_a_worker_was_out_of_reach(
 
 def test_the_death_of_a_worker_that_is_still_starting_ends_a_wait_for_another(remote: Any) -> None:
     """As a vLLM engine for which there is no memory, while the policy waits for its engines to join a group."""
-    import ray
-    from openrlhf.trainer.ray import launcher
-    from ray.exceptions import ActorDiedError
-
-    from sorl_train.openrlhf.worker_watchdog import started_workers, watched
 
     class Dies:
         def __init__(self, *rank: Any) -> None:
             raise MemoryError("no blocks for the cache")
+
+    from openrlhf.trainer.ray import launcher
 
     waiting, started = remote.remote(), started_workers()
     with pytest.raises(ActorDiedError, match="no blocks for the cache"), watched(started, poll_s=0.5):
@@ -98,10 +89,6 @@ def test_the_death_of_a_worker_that_is_still_starting_ends_a_wait_for_another(re
 
 
 def test_an_exception_of_a_live_worker_passes_through(remote: Any) -> None:
-    import ray
-
-    from sorl_train.openrlhf.worker_watchdog import watched
-
     worker = remote.remote()
     with pytest.raises(ValueError, match="a bad batch"), watched([worker], poll_s=0.2):
         ray.get(worker.fail.remote())
