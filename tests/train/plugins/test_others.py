@@ -14,6 +14,8 @@ import torch
 from sorl_train.losses.policy import LossOutput, LossSettings, policy_loss
 from sorl_train.plugins.objective import objective_of_process, turn_ids_of
 
+from ..losses.keywords import drawn
+
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "interop" / "plugins.md"
 
 
@@ -31,17 +33,6 @@ def recipe(trainer: str, monkeypatch: pytest.MonkeyPatch, **theirs: Any) -> dict
     found: dict[str, Any] = {}
     exec(compile(block, str(PAGE), "exec"), found)
     return found
-
-
-def tensors(rows: int = 3, width: int = 14) -> dict[str, torch.Tensor]:
-    g = torch.Generator().manual_seed(11)
-    old = -2 * torch.rand(rows, width, generator=g)
-    return {
-        "mask": torch.rand(rows, width, generator=g) < 0.6,
-        "old": old,
-        "log_probs": (old + 0.4 * torch.randn(rows, width, generator=g)).requires_grad_(),
-        "advantages": torch.randn(rows, 1, generator=g).expand(rows, width).contiguous(),
-    }
 
 
 def expected(
@@ -64,7 +55,7 @@ def expected(
 
 def test_prime_rl_adds_sequences_up(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = recipe("prime_rl", monkeypatch, LossOutputs=SimpleNamespace)["loss"]
-    t = tensors()
+    t = drawn(11, 3, 14)
     total = torch.tensor(0.0)
     for i in range(3):
         inputs = SimpleNamespace(
@@ -79,12 +70,11 @@ def test_prime_rl_adds_sequences_up(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(total, whole.loss)
     steps = objective_of_process(algorithm="so_grpo", ratio="turn").steps
     assert steps.scale() == pytest.approx(0.003 / whole.stats.norm("rms"))
-    steps.clear()
 
 
 def test_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     SorlLoss = recipe("nemo_rl", monkeypatch, LossType=SimpleNamespace(SEQUENCE_LEVEL="s"))["SorlLoss"]
-    t = tensors()
+    t = drawn(11, 3, 14)
     wide = {
         name: torch.cat([torch.full((3, 1), 7.0), t[name].float()], dim=1) for name in ("old", "advantages")
     }
@@ -103,7 +93,6 @@ def test_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     torch.testing.assert_close(loss, expected(t, "trajectory_mean", 4.0).loss)
     assert metrics["num_valid_samples"] == 2.0
-    objective_of_process(algorithm="so_grpo", ratio="turn").steps.clear()
 
 
 def test_torchtitan_packs_sequences_and_leaves_out_what_the_sampler_did_not_report(
@@ -112,7 +101,7 @@ def test_torchtitan_packs_sequences_and_leaves_out_what_the_sampler_did_not_repo
     g = torch.Generator().manual_seed(2)
     logits = torch.randn(20, 9, generator=g, requires_grad=True)
     labels = torch.randint(0, 9, (20,), generator=g)
-    t = tensors(1, 20)
+    t = drawn(11, 1, 20)
     mask = t["mask"][0].clone()
     mask[:3] = True
     labels[~mask] = -100
@@ -133,7 +122,6 @@ def test_torchtitan_packs_sequences_and_leaves_out_what_the_sampler_did_not_repo
     torch.testing.assert_close(loss, expected(t, "token_mean", 50.0, turns=turns).loss)
     (gradient,) = torch.autograd.grad(loss, logits)
     assert torch.isfinite(gradient).all()
-    objective_of_process(algorithm="so_grpo", ratio="turn").steps.clear()
 
 
 def test_skyrl_scales_advantages_and_the_norm_does_not_mind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +130,7 @@ def test_skyrl_scales_advantages_and_the_norm_does_not_mind(monkeypatch: pytest.
     registry = SimpleNamespace(register=registered.__setitem__)
     recipe("skyrl", monkeypatch, PolicyLossRegistry=registry)
     loss = registered["sorl_so_grpo"]
-    t = tensors()
+    t = drawn(11, 3, 14)
     mask = t["mask"]
     t["advantages"] = t["advantages"] / t["advantages"][mask].square().mean().sqrt()
     whole = expected(t, "token_mean", 1.0)

@@ -32,10 +32,14 @@ def lose(o: Objective, log_ratio: torch.Tensor = LOG_RATIO, advantage: float = 1
     )
 
 
-def sgd(lr: Any = 1.0) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+def sgd(o: Objective | None = None, lr: Any = 1.0) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+    """A weight and its optimizer, whose steps the objective scales."""
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.ones(1)
-    return weight, torch.optim.SGD([weight], lr=lr)
+    optimizer = torch.optim.SGD([weight], lr=lr)
+    if o is not None:
+        o.steps.attach(optimizer)
+    return weight, optimizer
 
 
 def test_the_scale_is_delta_over_the_norm() -> None:
@@ -55,13 +59,15 @@ def test_below_the_threshold_and_without_normalization_steps_are_whole() -> None
         assert o.steps.scale() == 1.0
 
 
-def test_a_step_takes_the_sums_and_the_next_loss_begins_anew() -> None:
+@pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)], ids=["number", "tensor"])
+def test_a_step_takes_the_sums_and_the_next_loss_begins_anew(rate: Any) -> None:
+    """A rate in a tensor stays the same tensor, as compiled steps read it."""
     o = objective()
-    weight, optimizer = sgd()
-    o.steps.attach(optimizer)
+    weight, optimizer = sgd(o, rate)
     lose(o)
     optimizer.step()
-    assert weight.item() == pytest.approx(-0.25) and optimizer.param_groups[0]["lr"] == 1.0
+    assert weight.item() == pytest.approx(-0.25)
+    assert optimizer.param_groups[0]["lr"] is rate and rate == 1.0
     assert not o.steps.pending
     lose(o, torch.zeros(1, 4))
     optimizer.step()
@@ -84,21 +90,9 @@ def test_everywhere_takes_the_first_step_after_a_loss_only() -> None:
     assert policies.param_groups[0]["lr"] == 1.0
 
 
-def test_a_rate_in_a_tensor_stays_the_same_tensor() -> None:
-    o = objective()
-    rate = torch.tensor(1.0)
-    weight, optimizer = sgd(rate)
-    o.steps.attach(optimizer)
-    lose(o)
-    optimizer.step()
-    assert weight.item() == pytest.approx(-0.25)
-    assert optimizer.param_groups[0]["lr"] is rate and rate.item() == 1.0
-
-
 def test_a_step_that_failed_leaves_no_scale_behind() -> None:
     o = objective()
-    weight, optimizer = sgd()
-    o.steps.attach(optimizer)
+    weight, optimizer = sgd(o)
     lose(o)
 
     def fails() -> float:
@@ -122,8 +116,7 @@ def test_what_is_not_finite_takes_no_step(
     log_ratio: float, advantage: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     o = objective()
-    weight, optimizer = sgd()
-    o.steps.attach(optimizer)
+    weight, optimizer = sgd(o)
     lose(o, torch.full((1, 4), log_ratio), advantage)
     optimizer.step()
     assert weight.item() == 0.0 and "no step is taken" in caplog.text

@@ -6,18 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.backend import TorchBackend
-from sorl_train.learner.batch import Batch
+from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.optimizer_step import Means
 from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.policy import load_policy
 from sorl_train.plugins.objective import turn_ids_of
 
 from ..conftest import short_config
+from ..learner.test_batch import trajectory
 from .conftest import ToolPolicy
 
 pytest.importorskip("trl", reason="TRL is not installed (pip install 'sorl[interop]'); it needs Python 3.11")
@@ -97,6 +100,12 @@ def trained(
 
 
 OFF_POLICY = {"num_iterations": 2, "epsilon": 0.01, "adam_epsilon": 1e-5, "max_grad_norm": 0.5}
+OURS = {
+    "rollout__group_size": 4,
+    "loss__clip_eps": 0.01,
+    "optim__max_grad_norm": 0.5,
+}  # the same in our words
+IN_PIECES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
 def mask_of(micro: dict[str, Any]) -> torch.Tensor:
@@ -132,46 +141,21 @@ def _losses_agree(trainer: Any, inputs: dict[str, Any]) -> None:
 
 
 def batch_of(micros: list[dict[str, Any]]) -> Batch:
-    """TRL's micro-batches as one batch of our engine."""
-    rows = [
-        {name: values[i] for name, values in micro.items() if values.ndim}
-        for micro in micros
-        for i in range(len(micro["prompt_ids"]))
-    ]
-    pieces = []
-    for row in rows:
-        prompt = row["prompt_ids"][row["prompt_mask"].bool()]
-        here = row["completion_mask"].bool()
-        ids = torch.cat([prompt, row["completion_ids"][here]])
-        drawn = torch.cat([torch.zeros(len(prompt)), row["tool_mask"][here]]).bool()
-        old = torch.cat([torch.zeros(len(prompt)), row["old_per_token_logps"][here]])
-        pieces.append((ids, drawn, old, row["advantages"]))
-    size, length = len(pieces), max(len(ids) for ids, *_ in pieces)
-    ids = torch.zeros(size, length, dtype=torch.long)
-    mask = torch.zeros(size, length, dtype=torch.bool)
-    old, advantages = torch.zeros(size, length), torch.zeros(size, length)
-    for i, (tokens, drawn, log_probs, advantage) in enumerate(pieces):
-        ids[i, : len(tokens)], mask[i, : len(tokens)] = tokens, drawn
-        old[i, : len(tokens)] = log_probs
-        advantages[i] = advantage
-    mask, old, advantages = mask[:, 1:], old[:, 1:] * mask[:, 1:], advantages[:, 1:] * mask[:, 1:]
-    zeros = torch.zeros_like(old)
-    return Batch(
-        token_ids=ids,
-        lengths=torch.tensor([len(tokens) for tokens, *_ in pieces]),
-        action_mask=mask,
-        loss_mask=mask,
-        turn_ids=turn_ids_of(mask),
-        rollout_log_probs=old,
-        rewards=torch.zeros(size),
-        token_rewards=zeros,
-        included=torch.ones(size, dtype=torch.bool),
-        group_ids=torch.zeros(size, dtype=torch.long),
-        ids=tuple(map(str, range(size))),
-        token_classes=torch.zeros_like(ids[:, 1:], dtype=torch.int8),
-        old_log_probs=old,
-        advantages=advantages,
-    )
+    """TRL's micro-batches as one batch of our engine, whose rewards nothing reads."""
+    found, old, advantages = [], [], []
+    for number, (micro, row) in enumerate((m, i) for m in micros for i in range(len(m["prompt_ids"]))):
+        one = {name: values[row] for name, values in micro.items() if values.ndim}
+        prompt = one["prompt_ids"][one["prompt_mask"].bool()]
+        here = one["completion_mask"].bool()
+        ids = torch.cat([prompt, one["completion_ids"][here]])
+        drawn = torch.cat([torch.zeros(len(prompt)), one["tool_mask"][here]])
+        turns = turn_ids_of(drawn[None])[0]
+        found.append(trajectory(str(number), ids.tolist(), turns.tolist(), [0.0] * (int(turns.max()) + 1)))
+        old.append(torch.cat([torch.zeros(len(prompt)), one["old_per_token_logps"][here]])[1:])
+        advantages.append(one["advantages"].expand(len(ids) - 1))
+    batch = collate(found, classify=lambda t: np.zeros(len(t.token_ids), np.int8))
+    scored = {"old_log_probs": pad_sequence(old, True), "advantages": pad_sequence(advantages, True)}
+    return batch.with_fields(**{name: values * batch.action_mask for name, values in scored.items()})
 
 
 def by_our_engine(
@@ -192,21 +176,10 @@ def by_our_engine(
 @pytest.mark.slow
 def test_steps_are_those_of_our_engine(tool_policy: ToolPolicy, tmp_path: Path) -> None:
     trainer, batches = trained(
-        tool_policy,
-        tmp_path,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=4,
-        sorl=SorlOptions("so_grpo", ratio="turn"),
-        **OFF_POLICY,
+        tool_policy, tmp_path, sorl=SorlOptions("so_grpo", ratio="turn"), **IN_PIECES, **OFF_POLICY
     )
     assert len(batches) == 1 and len(batches[0]) == 4
-    config = short_config(
-        algo="so_grpo",
-        rollout__group_size=4,
-        loss__ratio="turn",
-        loss__clip_eps=0.01,
-        optim__max_grad_norm=0.5,
-    )
+    config = short_config(algo="so_grpo", loss__ratio="turn", **OURS)
     model, found = by_our_engine(tool_policy, batch_of(batches[0]), config)
     assert found["loss/normalizer"] < 1.0
     torch.testing.assert_close(weights(trainer.model), weights(model), atol=1e-5, rtol=0)
@@ -217,11 +190,10 @@ def test_the_trust_region_is_that_of_our_engine(tool_policy: ToolPolicy, tmp_pat
     trainer, batches = trained(
         tool_policy,
         tmp_path,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=4,
         sorl=SorlOptions("grpo", trust_kl=1e-4),
         save_strategy="steps",
         save_steps=2,
+        **IN_PIECES,
         **OFF_POLICY,
     )
     line = [line for line in trainer.state.log_history if "sorl/trust_kl" in line][-1]
@@ -229,13 +201,7 @@ def test_the_trust_region_is_that_of_our_engine(tool_policy: ToolPolicy, tmp_pat
     assert line["sorl/trust_kl"] <= 1e-4 < line["sorl/trust_kl_max"]
     saved = json.loads((tmp_path / "checkpoint-2" / "sorl_trust_region.json").read_text())
     assert saved["scale"] == trainer._trust.region.scale
-    config = short_config(
-        algo="grpo",
-        rollout__group_size=4,
-        loss__clip_eps=0.01,
-        optim__max_grad_norm=0.5,
-        update__trust_kl=1e-4,
-    )
+    config = short_config(algo="grpo", update__trust_kl=1e-4, **OURS)
     look = batch_of(batches[0][:1])  # one of four micro-batches
     model, found = by_our_engine(tool_policy, batch_of(batches[0]), config, look)
     assert found["loss/trust_moves_back"] >= 1

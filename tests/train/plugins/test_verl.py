@@ -19,6 +19,8 @@ from sorl_train.losses.policy import SURROGATES, ClipRange, LossSettings, policy
 from sorl_train.plugins import verl as plugin
 from sorl_train.plugins.objective import objective_of_process, turn_ids_of
 
+from ..losses.keywords import drawn
+
 pytestmark = pytest.mark.verl
 F64 = torch.float64
 CLIP = ClipRange(0.2, 0.3, 3.0)
@@ -36,17 +38,12 @@ def config(**options: Any) -> Any:
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:
-    """Six trajectories of several turns, one of them without a loss token; advantages of sequences, as GRPO's."""
-    g = torch.Generator().manual_seed(seed)
-    old = -2 * torch.rand(6, 17, dtype=F64, generator=g)
-    mask = (torch.rand(6, 17, generator=g) < 0.7).long()
+    """Six trajectories of several turns, one of them without a loss token, by verl's names."""
+    found = drawn(seed, 6, 17, F64)
+    names = {"old_log_prob": "old", "log_prob": "log_probs", "advantages": "advantages"}
+    mask = found["mask"].long()
     mask[3] = 0
-    return {
-        "old_log_prob": old,
-        "log_prob": (old + 0.5 * torch.randn(6, 17, dtype=F64, generator=g)).requires_grad_(),
-        "advantages": torch.randn(6, 1, dtype=F64, generator=g).expand(6, 17).contiguous(),
-        "response_mask": mask,
-    }
+    return {theirs: found[ours] for theirs, ours in names.items()} | {"response_mask": mask}
 
 
 def loss_of(mode: str, data: dict[str, torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,19 +63,8 @@ def test_verl_loads_the_plugin_through_its_entry_point() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert found[0] == "True"
-    ours = {
-        "ppo",
-        "turn_ppo",
-        "s_ppo",
-        "so_ppo",
-        "grpo",
-        "so_grpo",
-        "topr",
-        "sorl_gspo",
-        "sorl_cispo",
-        "sorl_sapo",
-    }
-    assert ours <= set(found) and {"vanilla", "gspo", "cispo", "sapo"} <= set(found)
+    ours = "ppo turn_ppo s_ppo so_ppo grpo so_grpo topr sorl_gspo sorl_cispo sorl_sapo"
+    assert set(ours.split()) <= set(found) and {"vanilla", "gspo", "cispo", "sapo"} <= set(found)
 
 
 @pytest.mark.parametrize("seed", range(2))
