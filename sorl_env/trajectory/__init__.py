@@ -10,12 +10,4 @@ from sorl_env.trajectory.trajectory import (
     write_jsonl,
 )
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "StopReason",
-    "Trajectory",
-    "Turn",
-    "iter_jsonl",
-    "read_jsonl",
-    "write_jsonl",
-]
+__all__ = ["SCHEMA_VERSION", "StopReason", "Trajectory", "Turn", "iter_jsonl", "read_jsonl", "write_jsonl"]

@@ -229,9 +229,7 @@ def _call_of(value: Any, *names: str) -> Call:
         raise CallError(FormatError.BAD_CALL, f"the call's {key} are not an object")
     given = value.get("id")
     return Call(
-        value["name"],
-        arguments,
-        given if isinstance(given, str) and _CALL_ID.fullmatch(given) else None,
+        value["name"], arguments, given if isinstance(given, str) and _CALL_ID.fullmatch(given) else None
     )
 
 

@@ -157,10 +157,7 @@ def test_the_dialogue_is_the_templates_own_rendering_of_it_to_the_token(
 
 
 # These write an empty block of reasoning into the prompt or the newest message, and another or none into a past one.
-NOT_APPEND_ONLY = {
-    "qwen3": r"<think>\n\n</think>\n\n",
-    "nemotron3": r"<think>\n?</think>",
-}
+NOT_APPEND_ONLY = {"qwen3": r"<think>\n\n</think>\n\n", "nemotron3": r"<think>\n?</think>"}
 
 
 def _without(tokenizer: Any, ids: list[int], pattern: str) -> list[int]:
@@ -246,10 +243,7 @@ def test_reasoning_of_a_demonstration_is_written_as_the_template_does(family: st
 
 
 # These have no room for thoughts beside a call, or close the reasoning in their prompt.
-DROPS_THOUGHTS = {
-    "tool": ("llama3.1", "llama3.2", "mistral-v3", "qwen3.5"),
-    "answer": ("qwen3.5",),
-}
+DROPS_THOUGHTS = {"tool": ("llama3.1", "llama3.2", "mistral-v3", "qwen3.5"), "answer": ("qwen3.5",)}
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sorl_env.rewards import (
-    answer_match,
-    exact_match,
-    f1,
-    multiple_choice,
-    normalize_answer,
-    substring_match,
-)
+from sorl_env.rewards import answer_match, exact_match, f1, multiple_choice, normalize_answer, substring_match
 from sorl_env.turns.tags import parse_turn
 
 

@@ -70,8 +70,5 @@ class Misbehaving(gymnasium.Env[str, str]):
 
 if "sorl_tests/Misbehaving-v0" not in gymnasium.registry:  # the file is imported by its path as well
     gymnasium.register(
-        "sorl_tests/Misbehaving-v0",
-        entry_point=Misbehaving,
-        order_enforce=False,
-        disable_env_checker=True,
+        "sorl_tests/Misbehaving-v0", entry_point=Misbehaving, order_enforce=False, disable_env_checker=True
     )
