@@ -40,6 +40,28 @@ class CannedSearch:
         return ToolReply(self.passage.replace("{query}", query), hits=1)
 
 
+class Scripted:
+    """A search tool that goes through a script and then repeats its end: what is no exception is returned."""
+
+    name = "search"
+    description = ""
+    schema: Mapping[str, Any] = {"type": "object", "properties": {"query": {"type": "string"}}}
+    inline = False
+    url: str | None = None
+
+    def __init__(self, *script: Any) -> None:
+        self.script = script
+        self.asked: list[str] = []
+
+    def __call__(self, query: str) -> Any:
+        self.asked.append(query)
+        step = self.script[min(len(self.asked), len(self.script)) - 1]
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+
+REQUEST = ToolRequest("search", "who")
 Call = Callable[[Toolbox, ToolRequest], Any]
 
 

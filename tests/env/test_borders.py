@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +18,29 @@ from sorl_env import (
     ToolCall,
     ToolInputError,
     ToolReply,
-    ToolRequest,
     ToolUnavailableError,
     ToolUseEnv,
     UserError,
 )
 from sorl_env.task.data import load_examples
-from sorl_env.text import MAX_DEPTH, quoted, read_json, valid_text
+from sorl_env.text import MAX_DEPTH, read_json, valid_text
 
-from .conftest import Call
+from .conftest import REQUEST, Call, Scripted
 
 LONE = "a\ud800b \ude00\ud83d c\ud83d\ude00"
 VALID = "a\ufffdb \ufffd\ufffd c\U0001f600"
 BIG = 5_000_000
 
 
-class Saying:
-    """A tool that returns or raises what it is made with."""
-
-    name = "say"
-    description = ""
-    schema: Mapping[str, Any] = {"type": "object", "properties": {"text": {"type": "string"}}}
-    inline = True
-
-    def __init__(self, result: Any) -> None:
-        self.result = result
-
-    def __call__(self, text: str) -> Any:
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
-
-
-REQUEST = ToolRequest("say", "x")
+def saying(result: Any) -> Scripted:
+    tool = Scripted(result)
+    tool.inline = True
+    return tool
 
 
 @pytest.mark.parametrize("result", [LONE, ToolReply(LONE, hits=1), ToolInputError(LONE)], ids=repr)
 def test_what_a_tool_says_is_valid_text(call: Call, result: Any) -> None:
-    outcome = call(Toolbox([Saying(result)]), REQUEST)
+    outcome = call(Toolbox([saying(result)]), REQUEST)
     assert isinstance(outcome, ToolCall)
     assert outcome.reply == VALID and outcome.error in (None, VALID) and outcome.cut_from is None
 
@@ -65,7 +49,7 @@ def test_what_a_tool_says_is_valid_text(call: Call, result: Any) -> None:
 def test_why_a_tool_is_out_is_valid_and_short(
     call: Call, error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
-    outcome = call(Toolbox([Saying(error(LONE + "x" * BIG))], retries=0), REQUEST)
+    outcome = call(Toolbox([saying(error(LONE + "x" * BIG))], retries=0), REQUEST)
     assert isinstance(outcome, ToolUnavailableError) and outcome.call is not None
     for text in (str(outcome), outcome.call.error or ""):
         assert len(text) < 2000
@@ -74,10 +58,10 @@ def test_why_a_tool_is_out_is_valid_and_short(
 
 @pytest.mark.parametrize("make", [str, ToolReply, ToolInputError])
 def test_a_long_reply_is_cut_and_its_record_says_so(call: Call, make: Any) -> None:
-    outcome = call(Toolbox([Saying(make("x" * BIG))], max_reply_chars=100), REQUEST)
+    outcome = call(Toolbox([saying(make("x" * BIG))], max_reply_chars=100), REQUEST)
     assert outcome.reply == "x" * 100 and outcome.cut_from == BIG
     assert outcome.error in (None, outcome.reply)
-    whole = call(Toolbox([Saying(make("x" * 100))], max_reply_chars=100), REQUEST)
+    whole = call(Toolbox([saying(make("x" * 100))], max_reply_chars=100), REQUEST)
     assert whole.reply == "x" * 100 and whole.cut_from is None
 
 
@@ -85,7 +69,7 @@ def test_a_long_reply_is_cut_and_its_record_says_so(call: Call, make: Any) -> No
     ("result", "named"), [(ToolReply(None), "ToolReply with NoneType"), (7, "int"), (b"x", "bytes")]
 )
 def test_a_reply_that_is_no_text_is_the_tools_bug(call: Call, result: Any, named: str) -> None:
-    outcome = call(Toolbox([Saying(result)]), REQUEST)
+    outcome = call(Toolbox([saying(result)]), REQUEST)
     assert isinstance(outcome, ToolUnavailableError) and f"it returned {named}, expected" in str(outcome)
 
 
@@ -99,7 +83,7 @@ def halves(**changes: Any) -> Task:
         "name": "halves", "prompt": lambda example: LONE + example.question, "embedded": lambda split: [example],
         "reward": lambda example, turns: {"x": float(turns[-1].content in example.golden_answers)},
         "parse_row": lambda row: Example(row["id"], row["question"], tuple(row["golden_answers"]), row.get("options")),
-        "tools": [Saying(LONE)], **changes,
+        "tools": [saying(LONE)], **changes,
     })  # fmt: skip
 
 
@@ -125,7 +109,7 @@ def test_an_episode_in_half_pairs() -> None:
     env = ToolUseEnv(halves())
     prompt, info = env.reset()
     assert prompt == VALID + VALID and info["question"] == info["example_id"] == VALID
-    result = env.step(f"<think>{LONE}</think><say>{LONE}</say>")
+    result = env.step(f"<think>{LONE}</think><search>{LONE}</search>")
     assert result.observation == f"\n\n<information>\n{VALID}\n</information>\n\n"
     (call,) = result.info["tool_calls"]
     assert (call.argument, call.reply) == (VALID, VALID)
@@ -137,9 +121,9 @@ def test_the_limit_on_replies_follows_the_tokens_or_is_set() -> None:
     assert Limits().reply_chars == 8000
     assert Limits(max_observation_tokens=10).reply_chars == 160
     assert Limits(max_reply_chars=7).reply_chars == 7
-    env = ToolUseEnv(halves(tools=[Saying("x" * BIG)]), limits=Limits(max_observation_tokens=10))
+    env = ToolUseEnv(halves(tools=[saying("x" * BIG)]), limits=Limits(max_observation_tokens=10))
     env.reset()
-    result = env.step("<think>a</think><say>b</say>")
+    result = env.step("<think>a</think><search>b</search>")
     assert result.observation == f"\n\n<information>\n{'x' * 160}\n</information>\n\n"
     assert result.info["tool_calls"][0].cut_from == BIG
 
@@ -150,17 +134,12 @@ SURROGATES = st.text(st.characters(min_codepoint=0xD7F0, max_codepoint=0xE010) |
 
 @given(SURROGATES)
 def test_valid_text_can_be_encoded_and_keeps_what_was_valid(text):
+    assert valid_text(LONE) == VALID  # a split pair is joined, a lone half is replaced
     result = valid_text(text)
     result.encode("utf-8")
     assert valid_text(result) == result
     if not any(0xD800 <= ord(c) <= 0xDFFF for c in text):
         assert result == text
-
-
-def test_a_split_pair_is_joined_and_a_lone_half_is_replaced():
-    assert valid_text("\ud83d\ude00!") == "\U0001f600!"
-    assert valid_text("x\ud83d!") == "x\ufffd!"
-    assert valid_text("\ude00\ud83d") == "\ufffd\ufffd"
 
 
 @given(
@@ -185,14 +164,14 @@ def test_read_json_of_any_value_holds_valid_text_only(value):
         ("", "it is not JSON"),
     ],
 )
-def test_read_json_raises_one_kind_of_error(text, message):
+def test_read_json_reads_bytes_as_json_loads_does_and_raises_one_kind_of_error(text, message):
+    assert (
+        read_json('{"ä": [1, null]}'.encode())
+        == read_json('{"ä": [1, null]}'.encode("utf-16"))
+        == {"ä": [1, None]}
+    )
     with pytest.raises(ValueError, match=message):
         read_json(text)
-
-
-def test_read_json_reads_bytes_as_json_loads_does():
-    assert read_json('{"ä": [1, null]}'.encode()) == {"ä": [1, None]}
-    assert read_json('"ä"'.encode("utf-16")) == "ä"
 
 
 @pytest.mark.parametrize("opening,closing", [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
@@ -203,8 +182,3 @@ def test_the_limit_on_depth_is_a_number_and_not_the_stack(opening, closing):
         read_json(opening * (levels + 1) + "1" + closing * (levels + 1))
     wide = "[" + ",".join(['{"text": "[[[{{{"}'] * 500) + "]"
     assert len(read_json(wide)) == 500
-
-
-def test_quoted_is_short():
-    assert quoted("who") == "'who'"
-    assert quoted("w" * 1_000_000, most=5) == "'ww...'"

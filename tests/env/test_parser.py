@@ -6,40 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sorl_env import FormatError, neutralise, parse_turn
+from sorl_env import FormatError, ParsedTurn, neutralise, parse_turn
 
 THINK = "<think>I wonder</think>"
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "tool", "content", "think"),
+    ("text", "parsed"),
     [
-        (THINK + "<search>who</search>", "tool", "search", "who", "I wonder"),
-        (THINK + "<answer>Paris</answer>", "answer", None, "Paris", "I wonder"),
-        (f" \n{THINK}\r\n\t<answer> Paris \n</answer>\n\n", "answer", None, "Paris", "I wonder"),
-        ("<think></think><answer>x</answer>", "answer", None, "x", ""),
-        (
-            "<think>a < b, <b>bold</b></think><search>1 < 2</search>",
-            "tool",
-            "search",
-            "1 < 2",
-            "a < b, <b>bold</b>",
-        ),
-        (THINK + "<answer>a\nb</answer>", "answer", None, "a\nb", "I wonder"),
-        (THINK + "<answer><Answer></answer>", "answer", None, "<Answer>", "I wonder"),
-        (
-            THINK + "<answer>naïve 東京 \U0001f600</answer>",
-            "answer",
-            None,
-            "naïve 東京 \U0001f600",
-            "I wonder",
-        ),
+        (THINK + "<search>who</search>", ParsedTurn("tool", "I wonder", "search", "who")),
+        (f" \n{THINK}\r\n\t<answer> Paris \n</answer>\n\n", ParsedTurn("answer", "I wonder", None, "Paris")),
+        ("<think></think><answer>x</answer>", ParsedTurn("answer", "", None, "x")),
+        ("<think>a < <b>c</b></think><search>1 < 2</search>", ParsedTurn("tool", "a < <b>c</b>", "search", "1 < 2")),
+        (THINK + "<answer>a\nb</answer>", ParsedTurn("answer", "I wonder", None, "a\nb")),
+        (THINK + "<answer><Answer></answer>", ParsedTurn("answer", "I wonder", None, "<Answer>")),
+        (THINK + "<answer>ï 東京 \U0001f600</answer>", ParsedTurn("answer", "I wonder", None, "ï 東京 \U0001f600")),
     ],
-)
-def test_valid_turns(text: str, kind: str, tool: str | None, content: str, think: str) -> None:
-    parsed = parse_turn(text)
-    assert (parsed.kind, parsed.tool, parsed.content, parsed.think) == (kind, tool, content, think)
-    assert parsed.error is None and parsed.detail == ""
+)  # fmt: skip
+def test_valid_turns(text: str, parsed: ParsedTurn) -> None:
+    assert parse_turn(text) == parsed
 
 
 ERRORS = {
@@ -100,10 +85,7 @@ ERRORS = {
 )
 def test_each_error(error: FormatError, text: str) -> None:
     parsed = parse_turn(text)
-    assert parsed.kind == "invalid"
-    assert parsed.error is error
-    assert parsed.detail
-    assert (parsed.tool, parsed.content) == (None, "")
+    assert parsed == ParsedTurn("invalid", "", None, "", error, parsed.detail) and parsed.detail
 
 
 def test_every_error_has_a_case() -> None:

@@ -5,35 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping
-from typing import Any
 
 import httpx
 import pytest
 
 from sorl_env import Toolbox, ToolCall, ToolInputError, ToolReply, ToolRequest, ToolUnavailableError
 
-from .conftest import Call
-
-
-class Scripted:
-    """A search tool that goes through a script: text is a reply, an exception is raised."""
-
-    name = "search"
-    description = ""
-    schema: Mapping[str, Any] = {"type": "object", "properties": {"query": {"type": "string"}}}
-    url: str | None = None
-
-    def __init__(self, *script: str | Exception) -> None:
-        self.script = list(script)
-        self.asked: list[str] = []
-
-    def __call__(self, query: str) -> ToolReply:
-        self.asked.append(query)
-        step = self.script.pop(0)
-        if isinstance(step, Exception):
-            raise step
-        return ToolReply(step, hits=2)
+from .conftest import REQUEST, Call, Scripted
 
 
 class Inline(Scripted):
@@ -51,16 +29,13 @@ def kind(request: pytest.FixtureRequest) -> type[Scripted]:
     return request.param
 
 
-REQUEST = ToolRequest("search", "who")
-
-
 def http_error(status: int) -> httpx.HTTPStatusError:
     request = httpx.Request("GET", "http://retriever")
     return httpx.HTTPStatusError("no", request=request, response=httpx.Response(status, request=request))
 
 
 def test_a_reply(call: Call, kind: type[Scripted]) -> None:
-    outcome = call(Toolbox([kind("Doc 1")]), REQUEST)
+    outcome = call(Toolbox([kind(ToolReply("Doc 1", hits=2))]), REQUEST)
     assert isinstance(outcome, ToolCall)
     assert 0 <= outcome.latency_s < 5
     assert outcome == ToolCall("search", "who", "Doc 1", latency_s=outcome.latency_s, hits=2)
@@ -80,7 +55,7 @@ def test_outages_are_retried(call: Call, kind: type[Scripted], outage: Exception
 
 
 def test_an_outage_that_stays_is_an_error_with_a_record(call: Call, kind: type[Scripted]) -> None:
-    tool = kind(*[ConnectionError("refused")] * 5)
+    tool = kind(ConnectionError("refused"))
     outcome = call(Toolbox([tool], retries=2, backoff_s=0.001), REQUEST)
     assert isinstance(outcome, ToolUnavailableError)
     assert str(outcome) == "tool search is unavailable after 3 tries: ConnectionError: refused"
@@ -92,7 +67,7 @@ def test_an_outage_that_stays_is_an_error_with_a_record(call: Call, kind: type[S
 
 def test_retries_end_at_the_deadline(call: Call, kind: type[Scripted]) -> None:
     """All 40 retries, each twice as far away as the last, would take centuries."""
-    tool = kind(*[ConnectionError("refused")] * 50)
+    tool = kind(ConnectionError("refused"))
     outcome = call(Toolbox([tool], timeout_s=1.0, retries=40, backoff_s=0.05), REQUEST)
     assert isinstance(outcome, ToolUnavailableError) and len(tool.asked) < 10
 
@@ -108,7 +83,7 @@ def test_a_refused_request_is_an_observation(call: Call, kind: type[Scripted]) -
 def test_a_bug_is_contained_not_retried_and_logged_once(
     call: Call, kind: type[Scripted], bug: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tool = kind(*[bug] * 3)
+    tool = kind(bug)
     box = Toolbox([tool])
     with caplog.at_level(logging.ERROR, logger="sorl_env"):
         outcomes = [call(box, REQUEST) for _ in range(3)]
