@@ -65,10 +65,6 @@ def test_normal_form(text: str, normal: str) -> None:
     assert normalize_answer(text) == normal
 
 
-def test_no_golds_give_nothing() -> None:
-    assert exact_match("x", []) == substring_match("x", []) == f1("x", []) == 0.0
-
-
 @pytest.mark.parametrize(
     ("prediction", "golds", "expected"),
     [
@@ -83,6 +79,7 @@ def test_no_golds_give_nothing() -> None:
 )
 def test_f1(prediction: str, golds: list[str], expected: float) -> None:
     assert f1(prediction, golds) == pytest.approx(expected)
+    assert exact_match("x", []) == substring_match("x", []) == f1("x", []) == 0.0
 
 
 OPTIONS = {"A": "Iron deficiency", "B": "Zinc (low)", "C": "A"}
@@ -107,30 +104,21 @@ NOT_TAKEN += [
     "A: Iron-deficiency",
     "A: Iron deficiency or zinc",
     "A. Iron deficiency",
-    "(A) Iron deficiency",
-    "Iron deficiency",
 ]
-NOT_TAKEN += ["The answer is A", "not A", "<answer>A</answer>", "\u0391", "\uff21", "1"]
+NOT_TAKEN += ["(A) Iron deficiency", "Iron deficiency", "The answer is A", "not A", "<answer>A</answer>"]
+NOT_TAKEN += ["\u0391", "\uff21", "1"]
 
 
-@pytest.mark.parametrize("prediction", TAKEN)
-def test_the_letter_is_taken_in_these_forms(prediction: str) -> None:
-    assert multiple_choice(prediction, "A", OPTIONS) == 1.0
-    assert multiple_choice(prediction, "B", OPTIONS) == 0.0
-
-
-@pytest.mark.parametrize("prediction", NOT_TAKEN)
-def test_the_letter_is_taken_in_no_other_form(prediction: str) -> None:
-    assert multiple_choice(prediction, "A", OPTIONS) == 0.0
+@pytest.mark.parametrize("prediction", TAKEN + NOT_TAKEN)
+def test_the_letter_is_taken_in_these_forms_alone(prediction: str) -> None:
+    assert multiple_choice(prediction, "A", OPTIONS) == float(prediction in TAKEN)
+    assert prediction not in TAKEN or multiple_choice(prediction, "B", OPTIONS) == 0.0
 
 
 def test_a_labelled_answer_needs_the_options() -> None:
     assert multiple_choice("A: Iron deficiency", "A") == 0.0
     assert multiple_choice("E: x", "E", OPTIONS) == 0.0
     assert multiple_choice("A", "A") == multiple_choice("J", "j") == 1.0
-
-
-def test_letters_that_look_like_others_do_not_score() -> None:
     assert multiple_choice("\u0131", "I") == 0.0  # a dotless i, which is "I" in upper case
 
 
